@@ -18,7 +18,7 @@ DEMO   := $(VENV)/.infinity-demo
 TRAINERS := $(VENV)/.infinity-trainers
 EXTRAS   := transformers,accelerate,trl,peft,lightning,test
 
-NATIVE_SOURCES := $(wildcard native/*.c native/*.h native/*.py)
+NATIVE_SOURCES := $(wildcard native/*.[ch] native/*/*.[ch] native/*.py)
 SET_UP_FROM    := pyproject.toml setup.cfg $(PINS) $(NATIVE_SOURCES)
 
 # A test run must not compete with itself for two cores.
@@ -105,7 +105,7 @@ native: $(STAMP)
 # without an interpreter under the same, with leaks. Then that program under ThreadSanitizer, which
 # does not work under an interpreter that was not built for it.
 SANITIZED := build/asan
-STRESS    := native/*.c tests/native_stress.c tests/sim_driver.c -o
+STRESS    := -Inative native/*/*.c tests/native_stress.c tests/sim_driver.c -o
 STRESS_ON := -std=gnu11 -g -ffp-contract=off -fno-math-errno -pthread -Wall -Wextra -Werror
 asan: $(STAMP) tsan
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)

@@ -34,7 +34,6 @@ DEFAULT = ("floor", "pinned", "newest")
 CORE = (
     "tests/unit/test_torch_compat.py",
     "tests/unit/params",
-    "tests/unit/grads",
     "tests/unit/hooks",
     "tests/test_bitwise.py",
     "tests/test_step.py",

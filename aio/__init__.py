@@ -7,18 +7,13 @@
     executor.submit(jobs, priority=aio.Priority.DEMAND).wait()      # JOB records
 
 This list, `__all__`, is the public API; modules with an underscore are private. Read `_executor.py`
-first: it has the words and the promises. `_records.py` has the records, `native/executor.h` the
-native inside. Nothing here knows torch.
+first: it has the words and the promises. `infinity/_src/cabi/records.py` has the records,
+`native/executor/executor.h` the native inside. Nothing here knows torch.
 """
 
 from __future__ import annotations
 
-from infinity.aio._cuda_driver import DeviceDriver
-from infinity.aio._executor import Executor
-from infinity.aio._extents import ExtentAllocator
-from infinity.aio._handles import Gate, Ticket
-from infinity.aio._open import BACKENDS, open_executor
-from infinity.aio._records import (
+from infinity._src.cabi.records import (
     CHUNK,
     HYPER,
     JOB,
@@ -42,6 +37,11 @@ from infinity.aio._records import (
     PoolSpec,
     Priority,
 )
+from infinity.aio._cuda_driver import DeviceDriver
+from infinity.aio._executor import Executor
+from infinity.aio._extents import ExtentAllocator
+from infinity.aio._handles import Gate, Ticket
+from infinity.aio._open import BACKENDS, open_executor
 from infinity.aio._settings import IoSettings
 from infinity.aio._slab import Slab
 from infinity.aio._stats import DriveStats, ExecutorStats

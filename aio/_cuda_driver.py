@@ -16,7 +16,7 @@ from infinity.errors import DeviceCopyError
 
 LIBRARY = "libcuda.so.1"
 
-#: The fields of inf_device_api (native/executor.cdef.h), and which functions they are.
+#: The fields of inf_device_api (native/executor/executor.cdef.h), and which functions they are.
 FUNCTIONS = {
     "set_current": "cuCtxSetCurrent",
     "get_current": "cuCtxGetCurrent",

@@ -35,7 +35,7 @@ log = logging.getLogger("infinity.aio")
 
 # A median of several: one lucky second is nothing that a drive sustains.
 SUSTAINED_SAMPLES = 8
-# In a row, so that a hiccup of a second warns nobody.
+# In a row, so that a hiccup of a second causes no warning.
 SLOW_SAMPLES = 5
 #: An episode ends at this share of what was sustained; between it and the share where one begins
 #: nothing changes.

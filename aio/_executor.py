@@ -2,8 +2,8 @@
 
 An executor moves chunks between a drive, a slot of its own slab and the caller's memory, and
 updates them on the way. The caller describes the work of a whole unit as arrays of records
-(`_records.py`: CHUNK, JOB, SEG, HYPER), submits them in one call, and gets a `Ticket`. Only
-`Ticket.wait`, `wait_all` and `close` block.
+(CHUNK, JOB, SEG, HYPER of infinity/_src/cabi/records.py), submits them in one call, and gets a
+`Ticket`. Only `Ticket.wait`, `wait_all` and `close` block.
 
     define(chunks) -> ids      submit(jobs, segs, hypers, priority=, gate=) -> Ticket      drop(ids)
 
@@ -66,12 +66,11 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src import native
+from infinity._src.cabi import native, records
+from infinity._src.cabi.records import SPAN, PoolSpec, Priority
 from infinity.aio import _file_system, _memory_limits, _numa_node, _validate
-from infinity.aio import _records as records
 from infinity.aio._cuda_driver import DeviceDriver
 from infinity.aio._handles import Core, Gate, JobTicket, Ticket, load_uring
-from infinity.aio._records import SPAN, PoolSpec, Priority
 from infinity.aio._spares import SPARE, MovedWrite
 from infinity.aio._stats import ExecutorStats, drive_stats, registered_reason
 from infinity.aio._swap_file import SwapFile
@@ -82,7 +81,7 @@ from infinity.errors import AioClosedError, AioError, DeviceCopyError, DeviceFai
 RING_BLOCK_BYTES = 1 << 20
 # A thread has one request in flight, so it sends whole runs to leave no gaps between requests.
 THREAD_BLOCK_BYTES = 16 << 20
-# Spans that C keeps in its ring: SPAN_COUNT of native/executor.c.
+# Spans that C keeps in its ring: SPAN_COUNT of native/executor/executor.c.
 _SPANS_MAX = 65_536
 # Spares and moves that one call of C hands over.
 _SPARES_AT_ONCE = 64
@@ -577,7 +576,7 @@ class Executor:
         return self._core.stopped
 
     def add_spares(self, spares: npt.NDArray[np.void]) -> None:
-        """Give ranges (SPARE records) to which writes may go that fail; nobody else uses them.
+        """Give ranges (SPARE records) to which writes may go that fail; they have no other use.
 
         Raises: ValueError for one that is misaligned, or in a file that is not known; none is
         given then.
@@ -685,7 +684,7 @@ class Executor:
         return met
 
     def fault(self) -> AioError | None:
-        """Return the first fault of any job since opening, also one that nobody waited for."""
+        """Return the first fault of any job since opening, also of one that was not waited for."""
         # The lock that C would take may be held by a thread of the parent.
         if self._core.forked:
             return None
@@ -771,7 +770,7 @@ class Executor:
         the executor's `check` raises; faults stay on their tickets.
         """
         self._core.check()
-        # A closed gate would never become idle by itself if nobody opens it.
+        # A closed gate that is not opened would never become idle by itself.
         self._core.lib.inf_executor_release_gates(self._core.pointer)
         if not self._core.wait_idle(timeout, check=self._core.check_waits):
             raise TimeoutError(f"jobs are pending after {timeout} s")
@@ -788,7 +787,7 @@ class Executor:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        # After an exception nobody wants what is pending.
+        # After an exception what is pending is not wanted.
         self.close(wait=kind is None)
 
 

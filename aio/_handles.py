@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity.aio import _validate
 from infinity.aio._swap_file import SwapFile
 from infinity.errors import AioClosedError, AioError, DeviceCopyError
@@ -71,7 +71,7 @@ class Core:
         self.stopped = False
         self.leaked = False
         self.forked = False
-        # Weak: an executor that nobody holds is freed, and exit and fork find the others.
+        # Weak: an executor without a reference is freed, and exit and fork find the others.
         _CORES.add(self)
 
     def check(self) -> None:
@@ -363,7 +363,7 @@ class Gate:
 
     def __del__(self) -> None:
         if not self._core.forked:
-            # A closed gate escapes then: nobody can open it any more.
+            # A closed gate escapes then: it can no longer be opened.
             self._core.quick.gate_release(self._core.address, self._address)
 
 
@@ -386,7 +386,7 @@ def load_uring(ffi: Any, lib: Any) -> None:
 #
 # cffi lets go of the GIL around every call, and whoever lets go of it beside a busy Python thread
 # gets it back after the interpreter's switch interval: 5 ms for a call that takes microseconds,
-# several times in each submission. These calls only take the executor's lock, which nobody holds
+# several times in each submission. These calls only take the executor's lock, which no thread holds
 # while waiting for anything, and no native thread ever wants the GIL.
 #
 # With a device, `executor_submit` and `gate_open` also record an event on the compute stream, which
@@ -440,6 +440,6 @@ class QuickCalls:
 def load_quick() -> QuickCalls:
     """Load the quick calls. Raises ImportError when the extension is missing."""
     native.load()
-    from infinity import _native
+    import infinity._native as _native
 
     return QuickCalls(_native.__file__)

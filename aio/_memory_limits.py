@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from infinity._src.sizes import format_size
+from infinity._src.base.sizes import format_size
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")

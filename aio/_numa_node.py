@@ -12,7 +12,7 @@ import logging
 import os
 from dataclasses import dataclass
 
-from infinity._src import native
+from infinity._src.cabi import native
 
 log = logging.getLogger("infinity.aio")
 

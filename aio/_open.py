@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from infinity._src.cabi.records import PoolSpec
 from infinity.aio._executor import Executor
-from infinity.aio._records import PoolSpec
 from infinity.aio._swap_file import SwapFile
 from infinity.aio.testing import Seam
 from infinity.errors import AioError

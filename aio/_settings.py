@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from infinity._src.cabi.records import ALIGNMENT_BYTES
 from infinity.aio._probe import probe_engine
-from infinity.aio._records import ALIGNMENT_BYTES
 
 log = logging.getLogger("infinity.aio")
 

@@ -1,11 +1,11 @@
 """Slab: host memory for sections in RAM, gradients, activations and windows.
 
-The executor maps the slab of its pinned slots in the same way, in native/slab.c; the pools of slots
-are native/executor_slots.c. A slab is 2 MiB aligned, on the chosen NUMA node (`_numa_node.py`),
-backed by transparent huge pages where the kernel gives them, touched on creation, and not inherited
-by forked children (a page under DMA must not become copy-on-write). Huge pages decide the drive's
-speed: 3.9 against 1.7 GB/s on a virtio disk, because a 1 MiB request of 4 KiB pages has 256
-segments.
+The executor maps the slab of its pinned slots in the same way, in native/memory/slab.c; the pools
+of slots are native/executor/slots.c. A slab is 2 MiB aligned, on the chosen NUMA node
+(`_numa_node.py`), backed by transparent huge pages where the kernel gives them, touched on
+creation, and not inherited by forked children (a page under DMA must not become copy-on-write).
+Huge pages decide the drive's speed: 3.9 against 1.7 GB/s on a virtio disk, because a 1 MiB request
+of 4 KiB pages has 256 segments.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def registered_reason(code: int, backend: str) -> str:
 
 
 def bucket_bounds_s(bucket: int) -> tuple[float, float]:
-    """Lower and upper bound of a bucket of native/executor_meter.c, in seconds."""
+    """Lower and upper bound of a bucket of native/executor/meter.c, in seconds."""
     if bucket < 4:
         low, width = bucket, 1
     else:

@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
-from infinity._src.paths import absolute, check_link
+from infinity._src.base.paths import absolute, check_link
 from infinity.aio._file_system import IN_MEMORY, direct_refusal, file_system_type, set_buffered
 from infinity.aio._swap_owner import Life, Owner, PrivateDirectory, clear_dead, lock
 from infinity.errors import AioError, DeviceFailedError, SwapFullError
@@ -87,7 +87,7 @@ class SwapFile:
         self._private: PrivateDirectory | None = None
         self._sidecar: Path | None = None
         self._sync_failed: DeviceFailedError | None = None
-        # Weak: a file that nobody holds is closed, and a fork finds the others.
+        # Weak: a file without a reference is closed, and a fork finds the others.
         _FILES.add(self)
 
     @property

@@ -164,7 +164,7 @@ class PrivateDirectory:
 
     def __init__(self, parent: str) -> None:
         for _ in range(_ATTEMPTS):
-            # mkdtemp: mode 0700 from the start, and a name that nobody could guess.
+            # mkdtemp: mode 0700 from the start, and a name that cannot be guessed.
             self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             self._fd = self._lock_owner()
             if self._fd >= 0:
@@ -300,7 +300,7 @@ def _clear_opened(folder: Path, inside: int) -> bool:
 
 def _dead(owner: Owner | None, folder: Path) -> bool:
     """Say whether a free lock means a dead owner."""
-    # Cut short by a crash while it was written, and nobody has the lock.
+    # Cut short by a crash while it was written, and no process has the lock.
     if owner is None:
         return True
     # Same boot: the process can be looked up, whatever the lock says.

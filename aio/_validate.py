@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinity.aio import _records as records
-from infinity.aio._records import PoolSpec
+from infinity._src.cabi import records
+from infinity._src.cabi.records import PoolSpec
 from infinity.errors import (
     AioCancelledError,
     AioClosedError,
@@ -34,7 +34,7 @@ from infinity.errors import (
 FAULT_DEVICE = 8
 OP_NAMES = {0: "read", 1: "write", -1: ""}
 
-#: Mistakes in a job, by the numbers of native/executor_submit.c.
+#: Mistakes in a job, by the numbers of native/executor/submit.c.
 JOB_WRONG = {
     1: "names a chunk that is not defined",
     2: "has an unknown kind",
@@ -187,7 +187,7 @@ def check_options(
 
 
 def check_pools(small: records.PoolSpec, large: records.PoolSpec) -> None:
-    """Raise ValueError for pools of which the small one has the larger slots."""
+    """Raise ValueError if the small pool has the larger slots."""
     if small.count and large.count and small.bytes > large.bytes:
         raise ValueError(
             f"small slots ({small.bytes} bytes) are larger than large ones ({large.bytes} bytes)"

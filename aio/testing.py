@@ -3,7 +3,7 @@
 io_uring makes no libc calls that a mock could intercept, so tests go in by this seam, which delays
 and reorders completions, fails a chosen request, slows a drive down, or takes it away (`null`).
 `Executor.set_seam` changes it in an executor that runs. `Seam` has the settings;
-native/executor_drive.c (`seam_inject`) and native/ring_null.c carry them out.
+native/executor/drive.c (`seam_inject`) and native/rings/null.c carry them out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["Fault", "Seam"]
 
 NULL_BATCH_MAX = 64
 """Requests that a null drive completes together at most: INF_NULL_BATCH_MAX of
-native/executor.cdef.h."""
+native/executor/executor.cdef.h."""
 
 
 KINDS = ("errno", "short", "zero", "bitflip", "stale", "misdirected", "late")
-"""Kinds of faults, in the order of INF_SEAM_* of native/executor.h, which begins at 1."""
+"""Kinds of faults, in the order of INF_SEAM_* of native/executor/executor.h, which begins at 1."""
 
 
 @dataclass(frozen=True)

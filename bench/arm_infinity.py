@@ -17,7 +17,7 @@ import r1
 import torch
 
 import infinity as inf
-from infinity._src.perf.roofline import AtRest, traffic
+from infinity._src.memory.roofline import AtRest, traffic
 
 
 class Always:

@@ -56,10 +56,10 @@ def _encoded(kind: Any, master: np.ndarray[Any, Any]) -> list[np.ndarray[Any, An
 def ours(state: str, numel: int, threads: int) -> Update:
     """inf_update on sections in memory; `verified`: the executor's pass, with checksums before and
     after, on `exact`."""
+    from infinity._src.cabi.native import ffi, lib
+    from infinity._src.cabi.records import Master, Moments
     from infinity._src.kernels.hyper import hyper_row_adamw
-    from infinity._src.native import ffi, lib
     from infinity.aio import Format, GradDtype
-    from infinity.aio._records import Master, Moments
 
     formats = {
         "exact": Format.SPLIT,
@@ -93,10 +93,10 @@ def ours(state: str, numel: int, threads: int) -> Update:
 
 def verified(numel: int, threads: int) -> Update:
     """Return the executor's pass on `exact` states: verify, update, sum anew, piece by piece."""
+    from infinity._src.cabi.native import ffi, lib
+    from infinity._src.cabi.records import CHUNK_NUMEL, PIECE_NUMEL, piece_count
     from infinity._src.kernels.hyper import hyper_row_adamw
-    from infinity._src.native import ffi, lib
     from infinity.aio import CHUNK, SEG, Format, GradDtype
-    from infinity.aio._records import CHUNK_NUMEL, PIECE_NUMEL, piece_count
 
     master = _noise(numel)
     sections = _encoded(Format.SPLIT, master)

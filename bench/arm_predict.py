@@ -24,12 +24,12 @@ import r1
 import torch
 
 import infinity as inf
-from infinity._src.engine import offload
-from infinity._src.perf.plan.experts import shape_in
-from infinity._src.perf.plan.machine import Machine, describe_machine
-from infinity._src.perf.plan.predict import Prediction, predict
-from infinity._src.perf.plan.ram_beside import ram_beside
-from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
+from infinity._src.engine.handle import offload
+from infinity._src.plan.experts import shape_in
+from infinity._src.plan.machine import Machine, describe_machine
+from infinity._src.plan.predict import Prediction, predict
+from infinity._src.plan.ram_beside import ram_beside
+from infinity._src.plan.workload import Job, ModelShape, shape_of
 from infinity.aio import Seam
 
 COPY_BYTES = 256 << 20

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity import aio
-from infinity.aio._records import CHUNK_NUMEL, PIECE_NUMEL, piece_count
+from infinity._src.cabi.records import CHUNK_NUMEL, PIECE_NUMEL, piece_count
 
 ITEMSIZES = tuple(section.itemsize for section in aio.Format.SPLIT.sections)
 CHUNK_BYTES = CHUNK_NUMEL * sum(ITEMSIZES)

@@ -31,8 +31,8 @@ import harness
 import numpy as np
 from compare_deepspeed import VENV, deepspeed_environment
 
-from infinity._src import native
-from infinity._src.native import ffi, lib
+from infinity._src.cabi import native
+from infinity._src.cabi.native import ffi, lib
 
 ARMS = {
     "exact": 2 + 12 + 12,

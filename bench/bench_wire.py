@@ -28,8 +28,9 @@ from typing import Any
 import harness
 import torch
 
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity._src.kernels import comm_codec as wire
+from infinity._src.kernels.wire_layout import wire_bytes
 
 BITS = {8: 256, 4: 128}
 """Elements per group: of weights (qwZ), of gradients (qgZ)."""
@@ -100,7 +101,7 @@ def cases(numel: int) -> list[Case]:
 
     for bits, group in BITS.items():
         wires = [
-            torch.zeros(wire.wire_bytes(numel, bits, group), dtype=torch.uint8)
+            torch.zeros(wire_bytes(numel, bits, group), dtype=torch.uint8)
             for _ in range(RANKS)
         ]
         for seed, buffer in enumerate(wires):

@@ -33,7 +33,7 @@ import harness
 import torch
 import torch.distributed as dist
 
-from infinity._src._torch_compat import all_gather_single
+from infinity._src.base.torch_compat import all_gather_single
 from infinity._src.distributed.collectives import Collectives
 from infinity._src.distributed.names import NAME_BYTES, NameExchange
 from infinity._src.distributed.topology import Topology

@@ -31,7 +31,7 @@ import drive
 import harness
 import r1
 
-from infinity._src.perf.roofline import Compute, Drives, Moved, Traffic, limits
+from infinity._src.memory.roofline import Compute, Drives, Moved, Traffic, limits
 
 DEEPSPEED = "0.19.8"
 TORCH = "2.13.0"

@@ -22,7 +22,7 @@ from typing import Any
 
 import harness
 
-from infinity._src.sizes import MIB, format_size, parse_size
+from infinity._src.base.sizes import MIB, format_size, parse_size
 
 KINDS = ("read", "write", "mixed")
 ARMS = ("infinity", "fio", "deepspeed")

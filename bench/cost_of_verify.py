@@ -23,7 +23,7 @@ from typing import Any
 
 import harness
 
-from infinity._src.sizes import format_size, parse_size
+from infinity._src.base.sizes import format_size, parse_size
 
 MODES = ("full", "sample", "off")
 PARTS = ("executor", "step")

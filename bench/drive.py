@@ -9,7 +9,7 @@ from pathlib import Path
 
 import harness
 
-from infinity._src.bench.swap import SwapTask, measure_swap
+from infinity._src.measure.swap import SwapTask, measure_swap
 
 SIZE_BYTES = 512 << 20
 PHASE_S = 1.0

@@ -29,8 +29,8 @@ from typing import Any
 
 import harness
 
-from infinity._src.sizes import format_size, parse_size
-from infinity._src.storage import default_update_threads
+from infinity._src.base.sizes import format_size, parse_size
+from infinity._src.engine.storage import default_update_threads
 
 NEEDED_GB_PER_S = 60
 """Bytes per second of eight drives that read and write, which the mutex must let through."""

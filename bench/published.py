@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 import infinity as inf
-from infinity._src.perf.plan.machine import Machine, describe_machine
-from infinity._src.perf.plan.predict import EFFICIENCY, predict
-from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
-from infinity._src.perf.roofline import Moved
-from infinity._src.sizes import GIB
+from infinity._src.base.sizes import GIB
+from infinity._src.memory.roofline import Moved
+from infinity._src.plan.machine import Machine, describe_machine
+from infinity._src.plan.predict import EFFICIENCY, predict
+from infinity._src.plan.workload import Job, ModelShape, shape_of
 
 SEQ_RATEL, SEQ = 1024, 2048
 PASSES = 8.0

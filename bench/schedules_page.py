@@ -58,7 +58,7 @@ def train(
 
 def measured(swap: Path) -> dict[str, list[float]]:
     """Bytes per second that the drive reads and writes."""
-    from infinity._src.bench.swap import SwapTask, measure_swap
+    from infinity._src.measure.swap import SwapTask, measure_swap
 
     phases = measure_swap(SwapTask(directories=(swap,), size_bytes=1 << 29)).phases
     return {str(swap): [phases[kind].spread.gbps * 1e9 for kind in ("read", "write")]}

@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from infinity._src.base.version import __version__
+
 if TYPE_CHECKING:
-    from infinity._src.config import Policy
-    from infinity._src.deepspeed_config import DeepSpeedRun, read_deepspeed
-    from infinity._src.engine import (
+    from infinity._src.config.deepspeed import DeepSpeedRun, read_deepspeed
+    from infinity._src.config.policy import Policy
+    from infinity._src.engine.handle import (
         Handle,
         forward_methods,
         handle,
@@ -20,13 +22,15 @@ if TYPE_CHECKING:
         offload,
         offloaded_modules,
     )
-    from infinity._src.interchange import (
+    from infinity._src.engine.interchange import (
         export_dcp,
         export_safetensors,
         load_dcp,
         load_deepspeed,
         load_safetensors,
     )
+    from infinity._src.engine.save_restore import Restored, Save, restore, save
+    from infinity._src.engine.step_log import StepLog
     from infinity._src.kernels.tiling.tile_experts import tile_experts
     from infinity._src.kernels.tiling.tile_model import tile_linears, tile_loss
     from infinity._src.microbatch.microbatched import microbatched, slices_of
@@ -35,41 +39,37 @@ if TYPE_CHECKING:
     from infinity._src.optim.lion import Lion
     from infinity._src.optim.sgd import SGD
     from infinity._src.params.materialize import TensorSource
-    from infinity._src.save_restore import Restored, Save, restore, save
-    from infinity._src.step_log import StepLog
-
-__version__ = "0.1.0"
 
 _HOMES = {
-    "Policy": "infinity._src.config",
-    "DeepSpeedRun": "infinity._src.deepspeed_config",
-    "read_deepspeed": "infinity._src.deepspeed_config",
-    "offload": "infinity._src.engine",
-    "offloaded_modules": "infinity._src.engine",
-    "forward_methods": "infinity._src.engine",
-    "handle": "infinity._src.engine",
-    "is_offloaded": "infinity._src.engine",
-    "Handle": "infinity._src.engine",
+    "Policy": "infinity._src.config.policy",
+    "DeepSpeedRun": "infinity._src.config.deepspeed",
+    "read_deepspeed": "infinity._src.config.deepspeed",
+    "offload": "infinity._src.engine.handle",
+    "offloaded_modules": "infinity._src.engine.handle",
+    "forward_methods": "infinity._src.engine.handle",
+    "handle": "infinity._src.engine.handle",
+    "is_offloaded": "infinity._src.engine.handle",
+    "Handle": "infinity._src.engine.handle",
     "AdamW": "infinity._src.optim.adamw",
     "SGD": "infinity._src.optim.sgd",
     "Lion": "infinity._src.optim.lion",
     "Elementwise": "infinity._src.optim.elementwise",
-    "export_dcp": "infinity._src.interchange",
-    "export_safetensors": "infinity._src.interchange",
-    "load_dcp": "infinity._src.interchange",
-    "load_deepspeed": "infinity._src.interchange",
-    "load_safetensors": "infinity._src.interchange",
-    "save": "infinity._src.save_restore",
+    "export_dcp": "infinity._src.engine.interchange",
+    "export_safetensors": "infinity._src.engine.interchange",
+    "load_dcp": "infinity._src.engine.interchange",
+    "load_deepspeed": "infinity._src.engine.interchange",
+    "load_safetensors": "infinity._src.engine.interchange",
+    "save": "infinity._src.engine.save_restore",
     "tile_experts": "infinity._src.kernels.tiling.tile_experts",
     "tile_linears": "infinity._src.kernels.tiling.tile_model",
     "tile_loss": "infinity._src.kernels.tiling.tile_model",
     "microbatched": "infinity._src.microbatch.microbatched",
     "slices_of": "infinity._src.microbatch.microbatched",
-    "restore": "infinity._src.save_restore",
-    "Save": "infinity._src.save_restore",
-    "Restored": "infinity._src.save_restore",
+    "restore": "infinity._src.engine.save_restore",
+    "Save": "infinity._src.engine.save_restore",
+    "Restored": "infinity._src.engine.save_restore",
     "TensorSource": "infinity._src.params.materialize",
-    "StepLog": "infinity._src.step_log",
+    "StepLog": "infinity._src.engine.step_log",
 }
 
 __all__ = [

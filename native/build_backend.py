@@ -2,7 +2,7 @@
 none.
 
 A front end such as pip asks it which packages a build needs. On a machine without a C compiler
-`ziglang` is one of them; elsewhere nobody downloads its 100 MB.
+`ziglang` is one of them; elsewhere its 100 MB are not downloaded.
 """
 
 from __future__ import annotations

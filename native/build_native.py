@@ -1,4 +1,4 @@
-"""Builds the cffi extension `infinity._native` from native/*.c and native/*.cdef.h.
+"""Builds the cffi extension `infinity._native` from the *.c and *.cdef.h in native/.
 
 Two ways, one description: `python native/build_native.py` puts infinity/_native.abi3.so into the
 source tree; pip runs the `build_ext` class below (pyproject.toml: [[tool.setuptools.ext-modules]]
@@ -123,7 +123,7 @@ def requires() -> list[str]:
 def cdef_text() -> str:
     """The declarations for cffi: kernels.cdef.h first, since the others use its structs."""
     files = sorted(
-        NATIVE.glob("*.cdef.h"), key=lambda file: (file.name != "kernels.cdef.h", file.name)
+        NATIVE.rglob("*.cdef.h"), key=lambda file: (file.name != "kernels.cdef.h", file.name)
     )
     return "\n".join(file.read_text() for file in files)
 
@@ -132,23 +132,23 @@ def preamble_text() -> str:
     """The includes of the generated glue: every header that has a cdef file of its name, and
     infinity.h."""
     headers = ["infinity.h"]
-    for cdef in sorted(NATIVE.glob("*.cdef.h")):
-        header = NATIVE / cdef.name.replace(".cdef.h", ".h")
+    for cdef in sorted(NATIVE.rglob("*.cdef.h")):
+        header = cdef.with_name(cdef.name.replace(".cdef.h", ".h"))
         if header.exists():
-            headers.append(header.name)
+            headers.append(str(header.relative_to(NATIVE)))
     return "".join(f'#include "{name}"\n' for name in headers)
 
 
 def sources() -> list[str]:
     """Every C file, relative to the root as setuptools wants it."""
-    return [f"native/{file.name}" for file in sorted(NATIVE.glob("*.c")) if file.name != GLUE]
+    found = sorted(NATIVE.rglob("*.c"))
+    return [str(file.relative_to(ROOT)) for file in found if file.name != GLUE]
 
 
 def depends() -> list[str]:
     """Files that a rebuild must look at besides the sources."""
-    return [f"native/{file.name}" for file in sorted(NATIVE.glob("*.h"))] + [
-        "native/build_native.py"
-    ]
+    headers = [str(file.relative_to(ROOT)) for file in sorted(NATIVE.rglob("*.h"))]
+    return [*headers, "native/build_native.py"]
 
 
 def compile_flags() -> list[str]:
@@ -191,10 +191,8 @@ class build_ext(_build_ext):  # noqa: N801 - setuptools' name
 
     def get_source_files(self) -> list[str]:
         """Files that a source distribution must carry, for setuptools; without a MANIFEST.in."""
-        return [
-            f"native/{file.name}"
-            for file in sorted(NATIVE.glob("*.[ch]")) + sorted(NATIVE.glob("*.py"))
-        ]
+        found = sorted(NATIVE.rglob("*.[ch]")) + sorted(NATIVE.glob("*.py"))
+        return [str(file.relative_to(ROOT)) for file in found]
 
     def run(self) -> None:
         """Choose the compiler before setuptools asks for CC."""

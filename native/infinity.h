@@ -1,6 +1,6 @@
 /* infinity: shared declarations of the native extension `infinity._native`.
  *
- * The structs mirror the numpy dtypes of aio/_records.py byte for byte
+ * The structs mirror the numpy dtypes of infinity/_src/cabi/records.py byte for byte
  * (tests/unit/native/test_records_layout.py compares every offset). They hold no padding: wide
  * members come first. Addresses travel as uint64_t so that a numpy array is a plan. Little-endian
  * machines only: sections are read by integer offsets and go to drives as they lie.
@@ -22,8 +22,8 @@
 
 #define INF_QUANT_GROUP 64 /* elements that share a quantisation scale */
 
-/* A state format: master | moments << 8 | count << 16 | grad << 24; class Format of aio/_records.py
- * says what they are. */
+/* A state format: master | moments << 8 | count << 16 | grad << 24; class Format of
+ * infinity/_src/cabi/records.py says what they are. */
 enum {
     INF_MASTER_RAW = 0,
     INF_MASTER_SPLIT = 1,
@@ -112,7 +112,7 @@ typedef struct {
 
 /* A range of a chunk that one parameter's gradient updates. The segments of a chunk ascend and do
  * not overlap. Where moments are quantised, `start` and `element` are multiples of INF_QUANT_GROUP,
- * and the elements from a segment's end to the end of its group belong to nobody. */
+ * and the elements from a segment's end to the end of its group belong to no parameter. */
 typedef struct {
     int64_t start; /* element in the chunk */
     int64_t numel;

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infinity._src.grads.accumulator import GradAccumulator
-from infinity._src.grads.reduce import GradReducer
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.delayed_update import DelayedUpdate
 from infinity._src.optim.device_update import DeviceUpdate
@@ -27,7 +25,9 @@ from infinity._src.optim.speculative_update import SpeculativeUpdate
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, UpdateMode
+from infinity._src.params.accumulator import GradAccumulator
 from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.reduce import GradReducer
 from infinity._src.params.unit import Unit, UnitState
 from infinity._src.params.unshard import Unsharder
 

@@ -22,7 +22,7 @@ from torch import nn
 import infinity as inf
 from infinity import aio
 from infinity._src.checkpoint import reader, writer
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Fault, IoSettings, Seam
 from infinity.errors import AioError, RankError, StateInvalid, StepUndone
 

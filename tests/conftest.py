@@ -69,7 +69,7 @@ def _close_what_a_failed_test_left_open() -> Iterator[None]:
     """A model that stays offloaded keeps its part of the process's budget, and the next test would
     fail for it."""
     yield
-    engine = sys.modules.get("infinity._src.engine")
+    engine = sys.modules.get("infinity._src.engine.handle")
     for handle in list(engine._OPEN) if engine is not None else ():
         try:
             handle.close()

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity as inf
-from infinity._src.checkpoint.durable import DurableRun
+from infinity._src.checkpoint.durable.run import DurableRun
 from infinity._src.checkpoint.save import _SaveJob
 from infinity._src.checkpoint.verify import VerifyJob
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Seam
 from tests.forks import FORKSERVER
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infinity._src.deepspeed_config import OPTIMIZERS, SCHEDULES
-from infinity._src.deepspeed_keys import GROUPS, MAPPED, REFUSED, TORCH_SCHEDULES, ConfigKey
+from infinity._src.config.deepspeed import OPTIMIZERS, SCHEDULES
+from infinity._src.config.deepspeed_keys import GROUPS, MAPPED, REFUSED, TORCH_SCHEDULES, ConfigKey
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "deepspeed-config.md"
 HEAD = '''# DeepSpeed configurations
@@ -53,7 +53,7 @@ Stage 0, with `"stage": 0` or without `zero_optimization`, splits and offloads n
 `infinity.compat.deepspeed` takes it as stage 1, to the same numbers, and logs that: states rest in
 CPU memory then.
 
-The tables are written from the table that is in the code (`infinity/_src/deepspeed_keys.py`).
+The tables are written from the table in the code (`infinity/_src/config/deepspeed_keys.py`).
 '''
 
 

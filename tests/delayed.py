@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import Handle, offload
+from infinity._src.engine.handle import Handle, offload
 from infinity.aio import Seam
 from tests import models
 from tests.harness import Training

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src import build
+from infinity._src.engine import build
 from infinity._src.memory import device as module
 from infinity._src.memory.device import Device, GradOffload
 from infinity._src.params.unit import Unit

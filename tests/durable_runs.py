@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import IoSettings, Seam
 from tests.crashes import Net, digest, step
 

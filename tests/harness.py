@@ -18,7 +18,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.distributed.transport import Transport
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity.aio import Seam
 from tests import models

@@ -50,16 +50,16 @@ import torch
 import xxhash
 
 import infinity as inf
-from infinity._src.checkpoint import fill_journal as journals
 from infinity._src.checkpoint import manifest as manifests
-from infinity._src.checkpoint.dcp import DCPFiles
-from infinity._src.checkpoint.fill_journal import FilledFlat, FillJournal
+from infinity._src.checkpoint.durable import fill_journal as journals
+from infinity._src.checkpoint.durable.files import RUN_DIRECTORY, RunFiles
+from infinity._src.checkpoint.durable.fill_journal import FilledFlat, FillJournal
+from infinity._src.checkpoint.formats.dcp import DCPFiles
+from infinity._src.checkpoint.formats.safe_pickle import extra_bytes, read_extra
+from infinity._src.checkpoint.formats.safetensors import ExportJob
+from infinity._src.checkpoint.formats.safetensors_files import SafetensorsFiles
+from infinity._src.checkpoint.formats.torch_files import Descriptors, TorchFile
 from infinity._src.checkpoint.reader import Checkpoint
-from infinity._src.checkpoint.run_files import RUN_DIRECTORY, RunFiles
-from infinity._src.checkpoint.safe_pickle import extra_bytes, read_extra
-from infinity._src.checkpoint.safetensors import ExportJob
-from infinity._src.checkpoint.safetensors_files import SafetensorsFiles
-from infinity._src.checkpoint.torch_files import Descriptors, TorchFile
 from infinity._src.checkpoint.verify import VerifyJob
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import PREFIX, Owner

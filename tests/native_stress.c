@@ -9,7 +9,7 @@
  *   [STRESS_ISA=portable] native_stress DIRECTORY ROUNDS [THREADS [LIBURING]]    0 and some
  *   figures, or a message and 1
  */
-#include "../native/executor.h"
+#include "executor/executor.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,9 +1,9 @@
 """Numpy oracle of the optimizer's kernels: every algorithm on every state format, bit for bit.
 
-Three implementations must agree with it: native/optimizer_kernels.c, the torch code of infinity and
-Triton's kernel. It shares nothing with them but the records, the check of what is known, and
-`mix64`. States are decoded to fp32, updated by operations that round once each, and encoded again;
-the update uses the moments before they are rounded.
+Three implementations must agree with it: native/kernels/optimizer_kernels.c, the torch code of
+infinity and Triton's kernel. It shares nothing with them but the records, the check of what is
+known, and `mix64`. States are decoded to fp32, updated by operations that round once each, and
+encoded again; the update uses the moments before they are rounded.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.kernels.hyper import hyper_row_adamw
-from infinity._src.kernels.rounding import mix64
-from infinity._src.kernels.update import check_update
-from infinity.aio._records import (
+from infinity._src.cabi.records import (
     QUANT_GROUP,
     Algorithm,
     Format,
@@ -28,6 +25,9 @@ from infinity.aio._records import (
     Master,
     Moments,
 )
+from infinity._src.kernels.hyper import hyper_row_adamw
+from infinity._src.kernels.rounding import mix64
+from infinity._src.kernels.update import check_update
 
 Array = npt.NDArray[Any]
 

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Any
 
 from infinity import Policy
-from infinity._src.perf.plan.experts import shape_in
-from infinity._src.perf.plan.machine import Machine
-from infinity._src.perf.plan.ram_beside import ram_beside
-from infinity._src.perf.plan.workload import Job, ModelShape
+from infinity._src.plan.experts import shape_in
+from infinity._src.plan.machine import Machine
+from infinity._src.plan.ram_beside import ram_beside
+from infinity._src.plan.workload import Job, ModelShape
 
 
 def job_of(tokens: int, sequence: int, **fields: Any) -> Job:

@@ -35,13 +35,12 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src import build
 from infinity._src.checkpoint import reshard as resharding
+from infinity._src.checkpoint.durable.copies import run_directory
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.reshard import ReshardJob
-from infinity._src.checkpoint.run_copies import run_directory
 from infinity._src.checkpoint.verify import VerifyJob
-from infinity._src.memory import planner
+from infinity._src.engine import build
 from infinity.errors import AioError, StepUndone
 from tests.device import simulated
 
@@ -140,7 +139,7 @@ class Meter:
 def tiny_chunks() -> Iterator[pytest.MonkeyPatch]:
     """Models that are offloaded inside have chunks of CHUNK_NUMEL elements."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (build, planner, resharding):
+        for module in (build, resharding):
             patch.setattr(module, "chunk_numel_of", lambda _state, _dtype: CHUNK_NUMEL)
         yield patch
 

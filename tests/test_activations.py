@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.hooks import activation_store as shelf
 from infinity.aio import Fault, Seam

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infinity as inf
-from infinity._src.checkpoint import bad_ranges
-from infinity._src.engine import offload
+from infinity._src.checkpoint.durable import bad_ranges
+from infinity._src.engine.handle import offload
 from infinity._src.hooks import activation_offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import (
     AioError,

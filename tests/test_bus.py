@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity as inf
+from infinity._src.cabi.records import HYPER, SEG, Algorithm, Format, GradDtype
 from infinity._src.kernels.update import UpdatePlan
-from infinity.aio._records import HYPER, SEG, Algorithm, Format, GradDtype
 from tests import harness, models
 from tests.bus import assert_smooth, watched
 from tests.device import simulated
@@ -70,7 +70,7 @@ def test_norms_are_read_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     reads = [
         count
         for one, count in bus.found.items()
-        if one.where == "grads/accumulator.py: read_device_norms"
+        if one.where == "params/accumulator.py: read_device_norms"
     ]
     assert reads == [training.steps]
 

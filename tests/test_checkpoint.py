@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint.directory import DirectoryLock, read_generation
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Seam
 from infinity.errors import AioError
 from tests import models

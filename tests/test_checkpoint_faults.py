@@ -23,7 +23,7 @@ from infinity._src.checkpoint import reader as reader_module
 from infinity._src.checkpoint.directory import read_generation
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, DataReader, _RankRows
 from infinity._src.checkpoint.verify import Damage, VerifyJob
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam, Ticket
 from infinity.aio._handles import JobTicket
 from infinity.errors import AioError, ChecksumError, StateInvalid, SwapFullError
@@ -297,7 +297,7 @@ import os, signal, sys, time
 import torch, infinity as inf
 from infinity.aio import Seam
 from infinity._src.checkpoint import save as saving
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from pathlib import Path
 place, swap, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 model = torch.nn.Linear(64, 64)

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import infinity as inf
-from infinity._src import engine
-from infinity._src.distributed import setup
 from infinity._src.distributed.communicator import Comm, device_stuck
+from infinity._src.engine import handle as engine
+from infinity._src.engine import rank_setup as setup
 from infinity.aio import Seam
 from infinity.errors import DeviceCopyError, RankFailed
 from tests import harness, models

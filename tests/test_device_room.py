@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity._src.memory import device_room
 from infinity._src.memory.device_room import (
     BESIDE_BYTES,

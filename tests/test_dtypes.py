@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import nn
 
 import infinity as inf
-from infinity._src import dtypes
+from infinity._src.base import dtypes
 from infinity._src.checkpoint.safetensors_format import decode_tensors, encode_tensors
 from infinity._src.cli.main import main
 

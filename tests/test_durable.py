@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src import native
+from infinity._src.cabi import native
+from infinity._src.cabi.records import PIECE_NUMEL
 from infinity._src.checkpoint import directory
-from infinity._src.checkpoint import durable as committing
 from infinity._src.checkpoint.directory import newest_generation
+from infinity._src.checkpoint.durable import run as committing
 from infinity._src.checkpoint.verify import VerifyJob
-from infinity._src.engine import offload
-from infinity.aio._records import PIECE_NUMEL
+from infinity._src.engine.handle import offload
 from infinity.errors import SwapFullError
 from tests import crashes, durable_runs, models
 

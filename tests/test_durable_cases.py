@@ -14,7 +14,7 @@ import torch
 
 import infinity as inf
 from infinity._src.checkpoint.directory import newest_generation
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.errors import AioError
 from tests import forks, models
 from tests.crashes import Net, digest, step

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.checkpoint.run_copies import (
+from infinity._src.checkpoint.durable.copies import (
     SeveralRunsError,
     are_of_one_run,
     copy_in,

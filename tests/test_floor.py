@@ -1,4 +1,4 @@
-"""The byte floor: what a step moves is what the formulas of `infinity._src.perf.roofline` say, to
+"""The byte floor: what a step moves is what the formulas of `infinity._src.memory.roofline` say, to
 the byte, by the engine's counters and by the kernel's.
 
 Each case trains in a process of its own, so that /proc/self/io counts nobody
@@ -31,11 +31,11 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.base.sizes import round_up
+from infinity._src.cabi.records import ALIGNMENT_BYTES
 from infinity._src.hooks.activation_offload import HELD_CALLS
+from infinity._src.memory.roofline import AtRest, traffic
 from infinity._src.params.unit import Unit
-from infinity._src.perf.roofline import AtRest, traffic
-from infinity._src.sizes import round_up
-from infinity.aio._records import ALIGNMENT_BYTES
 from tests import forks, models
 from tests.marks import mostly_slow, pairwise
 from tests.turning import turning_bytes_max

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from tests import models
 from tests.harness import Training
 from tests.marks import alternating

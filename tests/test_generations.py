@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity._src.optim.speculative_update import History
 from infinity.aio import Fault, Seam
 from infinity.errors import NonFiniteGradient, StepUndone

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint.state_dict as dcp_states
 from torch import nn
 
 import infinity as inf
-from infinity._src.checkpoint.dcp import DCPFiles
+from infinity._src.checkpoint.formats.dcp import DCPFiles
 from infinity.errors import PeerFailed
 from tests import models
 from tests.data.deepspeed import make

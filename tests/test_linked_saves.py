@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import SwapFile
 from tests import models
 from tests.marks import mostly_slow

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import infinity as inf
-from infinity._src.checkpoint.deepspeed import Pieces, ShardedCheckpoint
+from infinity._src.checkpoint.formats.deepspeed import Pieces, ShardedCheckpoint
 from tests import forks
 from tests.data.deepspeed import make
 from tests.test_interchange import assert_same, states_of

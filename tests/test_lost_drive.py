@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import DeviceFailedError, DriveLostError, StepUndone
 from tests.crashes import Net, digest, step

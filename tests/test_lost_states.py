@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity._src.optim import transaction
 from infinity._src.params.state_store import StateStore
 from infinity.aio import Fault, Seam

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Seam
 from tests import harness, models, reference
 from tests.marks import alternating, pairwise

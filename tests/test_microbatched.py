@@ -19,16 +19,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
-from infinity._src import build
+from infinity._src.engine import build
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.memory.device_room import Passes, gathered_room
 from infinity._src.microbatch.microbatched import Slices, slice_grads
 from infinity._src.microbatch.random_streams import SEEDS
 from infinity._src.microbatch.sliced_logits import SlicedLogits
 from infinity._src.params.discover import find_units
-from infinity._src.perf.plan.machine import describe_machine
-from infinity._src.perf.plan.memory import gpu_need
-from infinity._src.perf.plan.workload import shape_of
+from infinity._src.plan.machine import describe_machine
+from infinity._src.plan.memory import gpu_need
+from infinity._src.plan.workload import shape_of
 from tests import harness, models
 from tests.harness import Result, Training
 from tests.marks import mostly_slow, pairwise

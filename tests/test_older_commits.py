@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infinity as inf
-from infinity._src.checkpoint import older_commits
 from infinity._src.checkpoint.directory import generations, read_generation
+from infinity._src.checkpoint.durable import older_commits
+from infinity._src.checkpoint.durable.older_commits import OlderCommits
 from infinity._src.checkpoint.manifest import Manifest
-from infinity._src.checkpoint.older_commits import OlderCommits
 from infinity.aio import SwapFile
 from infinity.errors import ChecksumError, DeviceFailedError, PeerFailed, StateInvalid
 from tests.crashes import Net, digest, step

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import Handle, offload
+from infinity._src.engine.handle import Handle, offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, EngineClosed
 from tests import harness, models, test_spill

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity._src.optim import probe
 from infinity.aio import Fault, Seam
 from infinity.errors import StateInvalid

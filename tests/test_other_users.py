@@ -17,15 +17,15 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.bench.report import write_record
-from infinity._src.checkpoint import dcp, deepspeed_export
+from infinity._src.base.metrics_file import MetricsFile
+from infinity._src.base.new_file import open_new
+from infinity._src.base.step_timeline import StepTimeline
+from infinity._src.base.telemetry import Timeline
 from infinity._src.checkpoint import manifest as manifests
-from infinity._src.checkpoint.run_files import RunFiles
-from infinity._src.checkpoint.safetensors import WeightFiles, write_file
-from infinity._src.metrics_file import MetricsFile
-from infinity._src.new_file import open_new
-from infinity._src.step_timeline import StepTimeline
-from infinity._src.telemetry import Timeline
+from infinity._src.checkpoint.durable.files import RunFiles
+from infinity._src.checkpoint.formats import dcp, deepspeed_export
+from infinity._src.checkpoint.formats.safetensors import WeightFiles, write_file
+from infinity._src.measure.report import write_record
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import PrivateDirectory
 from infinity.compat.deepspeed import zero_to_fp32

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
-from infinity._src.bench import command
+from infinity._src.base.paths import absolute, argument
 from infinity._src.cli.main import build_parser
-from infinity._src.paths import absolute, argument
+from infinity._src.measure import command
 from infinity.aio import SwapFile
 
 NVME: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
-from infinity._src.grads import spill
+from infinity._src.cabi.records import GradSection, Master, Moments
+from infinity._src.engine.handle import offload
 from infinity._src.memory.ledger import LEDGER
+from infinity._src.params import spill
 from infinity._src.params.unit import Unit
 from infinity.aio import Fault, Format, Seam
-from infinity.aio._records import GradSection, Master, Moments
 from infinity.errors import AioError, BudgetError, StateInvalid, SwapFullError
 from tests import harness, models
 from tests.marks import mostly_slow

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 import infinity as inf
-from infinity._src.checkpoint import run_fill
-from infinity._src.checkpoint.fill_journal import FilledFlat, FillJournal
-from infinity._src.engine import offload
+from infinity._src.checkpoint.durable import fill as run_fill
+from infinity._src.checkpoint.durable.fill_journal import FilledFlat, FillJournal
+from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, SwapFullError
 from tests.crashes import Net, digest, step

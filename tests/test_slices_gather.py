@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src import build
-from infinity._src.engine import offload
+from infinity._src.engine import build
+from infinity._src.engine.handle import offload
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.memory import device_room
 from infinity._src.memory.device_room import again_bytes, fresh_room, gathered_room
 from infinity._src.params.unit import SHARDED
-from infinity._src.perf.plan.machine import describe_machine
-from infinity._src.perf.plan.predict import predict
-from infinity._src.perf.plan.workload import shape_of
+from infinity._src.plan.machine import describe_machine
+from infinity._src.plan.predict import predict
+from infinity._src.plan.workload import shape_of
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError
 from tests import harness, models

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.cabi.records import CHUNK_NUMEL
+from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
-from infinity.aio._records import CHUNK_NUMEL
 from infinity.errors import AioError, BudgetError
 from tests import harness, models
 from tests.harness import Training

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity._src.engine import Handle
+from infinity._src.engine.handle import Handle
 from infinity.aio import Seam
 from tests import harness, models
 from tests.delayed import DelayedReference, assert_same_states, opened, reference_of, take_step

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import DeviceFailedError, EngineClosed, StateInvalid
 from tests import forks, models

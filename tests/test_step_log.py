@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.metrics_file import read_rows
-from infinity._src.step_timeline import StepTimeline
-from infinity._src.storage import purposes_of
-from infinity._src.telemetry import PURPOSES
+from infinity._src.base.metrics_file import read_rows
+from infinity._src.base.step_timeline import StepTimeline
+from infinity._src.base.telemetry import PURPOSES
+from infinity._src.cabi.records import KIND_AHEAD
+from infinity._src.engine.storage import purposes_of
 from infinity.aio import SPAN, JobKind
-from infinity.aio._records import KIND_AHEAD
 from tests import harness, models
 
 

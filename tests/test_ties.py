@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.cli.main import main
-from infinity._src.engine import Handle
+from infinity._src.engine.handle import Handle
 from tests import harness, models
 from tests.harness import Training
 from tests.reference import held

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from infinity._src.checkpoint.run_files import RunFiles
+from infinity._src.checkpoint.durable.files import RunFiles
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import Owner, PrivateDirectory, clear_dead
 from infinity.errors import AioError

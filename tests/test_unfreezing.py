@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.errors import BudgetError
 from tests.harness import one_thread
 from tests.reference import ReferenceAdamW

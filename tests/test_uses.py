@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity._src.params.prefetch_schedule import PassTracker
 from tests import harness
 from tests.reference import ReferenceAdamW

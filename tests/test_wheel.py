@@ -63,8 +63,8 @@ import hashlib, json, sys
 from pathlib import Path
 import numpy as np
 import infinity._native
-from infinity._src import native
-from infinity._src.native import ffi, lib
+from infinity._src.cabi import native
+from infinity._src.cabi.native import ffi, lib
 from tests.unit.native.states import native_update
 from tests.unit.native.test_update_kernels import CASES, ROWS, states
 

@@ -24,23 +24,13 @@ LATE_BOUND = {
     "ranks; groups are then aborted, and a lane that waits is woken, at the first failure",
 }
 """Fields that may be bound late, and why. At most 5."""
-CIRCLES = {
-    ("hooks.forward", "hooks.gather_window"): "one life cycle in two files",
-    (
-        "params.sharded_param",
-        "params.unit",
-        "params.unsharded_param",
-    ): "a record and what it points to",
-    ("kernels.comm_codec", "kernels.triton.comm_codec"): "the choice and its implementation",
-    ("kernels.quantize", "kernels.triton.quantize"): "the choice and its implementation",
-}
-"""Circles of imports, TYPE_CHECKING and imports inside of functions counted. The list may only
-shrink."""
+FLOORS_MAX, ARROWS_MAX = 10, 107
+"""Floors of folders, and imports from folder to folder."""
 
 
 def test_behaviour_is_given_by_constructors() -> None:
     # Integrations and stand-ins change what a trainer made: its constructors are not ours to call.
-    theirs = ("infinity/integrations/", "infinity/compat/")
+    theirs = ("infinity/integrations/", "infinity/compat/", "infinity/_embedding/")
     sites = [site for site in wiring.late_bound(ROOT) if not str(site.path).startswith(theirs)]
     new = [f"{site.path}:{site.line}: {site.text}" for site in sites if site.attr not in LATE_BOUND]
     assert not new, "give it by the constructor, or by a method that says what it does"
@@ -48,12 +38,22 @@ def test_behaviour_is_given_by_constructors() -> None:
     assert len(LATE_BOUND) <= 5
 
 
-def test_imports_run_in_no_new_circles() -> None:
-    found = {
-        tuple(name.removeprefix("infinity._src.") for name in group)
-        for group in wiring.cycles(ROOT)
-    }
-    assert found == CIRCLES.keys()
+def test_imports_run_in_no_circles() -> None:
+    """Imports under TYPE_CHECKING and inside of functions count, too."""
+    assert wiring.cycles(wiring.imports(ROOT)) == []
+
+
+def test_rooms_stand_on_few_floors() -> None:
+    """A room stands above all that it imports; the numbers may only shrink."""
+    rooms = wiring.rooms(wiring.imports(ROOT))
+    assert max(wiring.floors(rooms).values()) <= FLOORS_MAX
+    assert sum(map(len, rooms.values())) <= ARROWS_MAX
+
+
+def test_rooms_that_import_each_other_have_no_floor() -> None:
+    assert wiring.floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": 3, "b": 2, "c": 1}
+    with pytest.raises(RecursionError):
+        wiring.floors({"a": {"b"}, "b": {"a"}})
 
 
 LATE = """
@@ -188,4 +188,5 @@ def test_circles_are_found_under_type_checking_and_in_functions(tmp_path: Path) 
     (tmp_path / "infinity" / "two.py").write_text("def late():\n    import infinity.three\n")
     (tmp_path / "infinity" / "three.py").write_text("from infinity import one\n")
     (tmp_path / "infinity" / "four.py").write_text("from infinity import one\n")
-    assert wiring.cycles(tmp_path) == [("infinity.one", "infinity.three", "infinity.two")]
+    found = wiring.cycles(wiring.imports(tmp_path))
+    assert found == [("infinity.one", "infinity.three", "infinity.two")]

@@ -1,8 +1,8 @@
 """Counts what a reader of the wiring cannot see: behaviour assigned after construction, and imports
 that run in circles.
 
-`python tests/wiring.py [ROOT]` prints both for a source tree; tests/test_wiring.py holds them to
-lists with reasons.
+`python tests/wiring.py [ROOT]` prints both for a source tree, and its rooms by floors;
+tests/test_wiring.py holds them to lists with reasons.
 
 Counted are fields (attributes of a class, and what containers in them hold) that are bound to
 behaviour after the object was made.
@@ -31,7 +31,7 @@ Not counted:
  - calls of methods of services, since what these store is counted where they store it; registries
  of the standard library (ExitStack, atexit) and of torch (hooks);
  - containers of a module (in capitals), by which exit and fork find what is open;
- - what autograd's `ctx` keeps, objects that the same function has just made, and `_torch_compat`,
+ - what autograd's `ctx` keeps, objects that the same function has just made, and `torch_compat`,
  which patches torch.
 Types are those of annotations. Fields of unknown objects are found by name, since nothing here
 infers types.
@@ -43,6 +43,7 @@ A circle of imports counts those under TYPE_CHECKING and inside of functions, to
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +84,7 @@ class Site(NamedTuple):
     text: str
 
 
+@functools.lru_cache
 def sources(root: Path) -> dict[str, ast.Module]:
     """The project's modules by path."""
     found = [
@@ -453,7 +455,7 @@ def _functions(
 def late_bound(root: Path) -> list[Site]:
     """Every site, in order."""
     modules = {
-        path: tree for path, tree in sources(root).items() if not path.endswith("_torch_compat.py")
+        path: tree for path, tree in sources(root).items() if not path.endswith("torch_compat.py")
     }
     project = Project(modules)
     found = []
@@ -501,8 +503,9 @@ def late_bound(root: Path) -> list[Site]:
     return found
 
 
-def cycles(root: Path) -> list[tuple[str, ...]]:
-    """Groups of modules that import each other, directly or around; largest first."""
+@functools.lru_cache
+def imports(root: Path) -> dict[str, set[str]]:
+    """The modules that each module imports, but for the lazy exports of `infinity/__init__.py`."""
     modules = sources(root)
     dotted = {
         path: path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
@@ -526,10 +529,49 @@ def cycles(root: Path) -> list[tuple[str, ...]]:
                     graph[dotted[path]] |= {node.module} & known
             elif isinstance(node, ast.Import):
                 graph[dotted[path]] |= {alias.name for alias in node.names} & known
+    return graph
+
+
+def cycles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
+    """Groups that import each other, directly or around; largest first."""
     return sorted(
         (group for group in _circles(graph) if len(group) > 1),
         key=lambda group: (-len(group), group),
     )
+
+
+def room(module: str) -> str:
+    """The folder of a module: one of infinity/_src, or of the package; "infinity" has the names
+    that users import, and "commands" starts the programs."""
+    parts = module.split(".")
+    if module in ("infinity.__main__", "infinity.bench"):
+        return "commands"
+    if parts[:2] == ["infinity", "_src"]:
+        return ".".join(parts[:3])
+    return ".".join(parts[:2]) if parts[1:2] and parts[1] != "ops" else "infinity"
+
+
+def rooms(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The rooms that each room imports."""
+    found: dict[str, set[str]] = {room(module): set() for module in graph}
+    for module, imported in graph.items():
+        found[room(module)] |= {room(each) for each in imported} - {room(module)}
+    return found
+
+
+def floors(graph: dict[str, set[str]]) -> dict[str, int]:
+    """The floor of each room: 1, or one above the highest that it imports. Rooms that import each
+    other have none: RecursionError."""
+    found: dict[str, int] = {}
+
+    def floor(name: str) -> int:
+        if name not in found:
+            found[name] = 1 + max(map(floor, graph[name]), default=0)
+        return found[name]
+
+    for name in graph:
+        floor(name)
+    return found
 
 
 def _circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
@@ -565,15 +607,21 @@ def _circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
 
 
 def main(root: Path) -> None:
-    """Print both counts."""
+    """Print the counts."""
     sites = late_bound(root)
     for site in sites:
         print(f"{site.path}:{site.line}: {site.text}")
     print(f"late-bound: {len({site.attr for site in sites})} attributes, {len(sites)} sites")
-    groups = cycles(root)
+    graph = imports(root)
+    groups = cycles(graph)
     for group in groups:
         print("circle:", " <-> ".join(group))
     print(f"circles of imports: {len(groups)}, of {sum(map(len, groups))} modules")
+    found = rooms(graph)
+    high = floors(found)
+    for floor in range(max(high.values()), 0, -1):
+        print(f"floor {floor}:", ", ".join(name for name in sorted(high) if high[name] == floor))
+    print(f"arrows between rooms: {sum(map(len, found.values()))}")
 
 
 if __name__ == "__main__":

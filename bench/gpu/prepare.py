@@ -71,7 +71,7 @@ CHECK = """
 import importlib.metadata, json, sys
 import torch, numpy, transformers
 import infinity
-from infinity._src import native
+from infinity._src.cabi import native
 native.load()
 names = sys.argv[1].split(",")
 print(json.dumps({name: importlib.metadata.version(name) for name in names}))
@@ -91,8 +91,10 @@ def native_digest() -> str:
     """A digest of the sources that the extension is built from."""
     found = hashlib.sha256()
     folder = ROOT / "native"
-    for path in sorted([*folder.glob("*.c"), *folder.glob("*.h"), folder / "build_native.py"]):
-        found.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    sources = [*folder.rglob("*.c"), *folder.rglob("*.h"), folder / "build_native.py"]
+    for path in sorted(sources):
+        name = str(path.relative_to(folder))
+        found.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return found.hexdigest()
 
 
@@ -106,9 +108,9 @@ def has(module: str, *sites: Path) -> bool:
     for site in sites:
         # What an earlier look has seen of the folder is from before something was installed there.
         sys.path_importer_cache.pop(str(site), None)
-    return (
-        importlib.machinery.PathFinder.find_spec(module, [*sys.path, *map(str, sites)]) is not None
-    )
+    # Commands have SITE in PYTHONPATH; what it lacks is installed beside all that it has.
+    own = [place for place in sys.path if place != str(SITE)]
+    return importlib.machinery.PathFinder.find_spec(module, [*own, *map(str, sites)]) is not None
 
 
 def lacking(*sites: Path) -> list[str]:

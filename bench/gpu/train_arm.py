@@ -65,9 +65,9 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def planned_bytes(shape: Any, policy: Any, device: str, tokens: int, sequence: int) -> float:
     """Return the bytes that one GPU needs by `infinity plan`."""
-    from infinity._src.perf.plan.machine import describe_machine
-    from infinity._src.perf.plan.predict import predict
-    from infinity._src.perf.plan.workload import Job
+    from infinity._src.plan.machine import describe_machine
+    from infinity._src.plan.predict import predict
+    from infinity._src.plan.workload import Job
 
     machine = describe_machine(gpus=1, gpu_mem_bytes=accelerator.memory_bytes(device), drives=1)
     job = Job(policy, tokens=tokens, sequence=sequence)
@@ -77,7 +77,7 @@ def planned_bytes(shape: Any, policy: Any, device: str, tokens: int, sequence: i
 def infinity_arm(workload: r1.Workload, device: str, values: dict[str, Any]) -> Arm:
     """The engine; `values` are the policy's fields."""
     import infinity as inf
-    from infinity._src.perf.plan.workload import shape_of
+    from infinity._src.plan.workload import shape_of
 
     policy = inf.Policy(**values, **({"device": "cuda"} if device == "cuda" else {}))
     model = checkpointed(r1.build_on_meta(workload))

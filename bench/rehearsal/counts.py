@@ -45,13 +45,12 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src import build
 from infinity._src.checkpoint import reshard as resharding
+from infinity._src.checkpoint.durable.copies import run_directory
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.reshard import ReshardJob
-from infinity._src.checkpoint.run_files import run_directory
 from infinity._src.checkpoint.verify import VerifyJob
-from infinity._src.memory import planner
+from infinity._src.engine import build
 
 CHUNK_NUMEL = 2048
 UNITS = 506
@@ -210,7 +209,7 @@ def run_child(args: argparse.Namespace) -> int:
 
     (args.dir / "run").mkdir(exist_ok=True)
     with contextlib.ExitStack() as stack:
-        for module in (build, planner, resharding):
+        for module in (build, resharding):
             stack.enter_context(mock.patch.object(module, "chunk_numel_of", tiny))
         globals()[args.child](args, Phases(args.chunks[0]))
     return 0

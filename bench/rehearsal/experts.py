@@ -35,7 +35,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3RMSNorm
 
 import infinity as inf
-from infinity._src.perf.plan.workload import shape_of
+from infinity._src.plan.workload import shape_of
 
 HIDDEN, INTERMEDIATE, CHOSEN = 7168, 2048, 8
 INIT_STD = 0.006

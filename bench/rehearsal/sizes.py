@@ -37,8 +37,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import infinity as inf
-from infinity._src.build import EngineParts
-from infinity._src.perf.plan.workload import shape_of
+from infinity._src.engine.build import EngineParts
+from infinity._src.plan.workload import shape_of
 from infinity.aio import IoSettings, Seam
 
 LAYERS = 126

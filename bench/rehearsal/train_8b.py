@@ -32,8 +32,8 @@ import meter
 import torch
 
 import infinity as inf
-from infinity._src.perf.plan.workload import shape_of
-from infinity._src.sizes import parse_size
+from infinity._src.base.sizes import parse_size
+from infinity._src.plan.workload import shape_of
 
 LAYERS = 32
 DISK_BYTES_PER_PARAM = 5.2

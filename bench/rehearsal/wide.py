@@ -27,7 +27,7 @@ import meter
 import torch
 
 import infinity as inf
-from infinity._src.perf.plan.workload import shape_of
+from infinity._src.plan.workload import shape_of
 
 DISK_BYTES_PER_PARAM = 7.3
 

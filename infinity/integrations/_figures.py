@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 import infinity as inf
-from infinity.integrations._engines import only_engine
+from infinity._embedding import only_engine
 
 
 class DriveFigures(transformers.TrainerCallback):

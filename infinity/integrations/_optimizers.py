@@ -36,8 +36,8 @@ _OF_TORCH: dict[str, type] = {
 """Names for which Trainer builds a class of torch, whose settings the engine's takes."""
 
 _SAME_RULE = ("adamw_torch_xla", "adamw_torch_npu_fused", "paged_adamw_32bit")
-"""Other implementations of AdamW in 32 bits, which need a package or a device that nobody needs to
-have here."""
+"""Other implementations of AdamW in 32 bits. Each needs a package or a device that is not needed
+here."""
 
 _LION = ("lion_32bit", "paged_lion_32bit")
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 import transformers
 
 import infinity as inf
-from infinity.integrations._engines import (
+from infinity._embedding import (
     STATES,
     check_methods,
     engine_optimizer,
@@ -452,7 +452,7 @@ def _activity(model: Any) -> Iterator[None]:
 
 
 def _check_plain(model: Any) -> None:
-    """Raise ValueError for trained parameters beside offloaded ones that nobody would save."""
+    """Raise ValueError for trained parameters beside offloaded ones that would not be saved."""
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     plain = [name for name, param in trained if not inf.is_offloaded(param)]
     if plain and (len(plain) < len(trained) or not is_adapted(model)):

@@ -19,7 +19,7 @@ import torch
 from trl.trainer.callbacks import BEMACallback, SyncRefModelCallback
 
 import infinity as inf
-from infinity.integrations._engines import check_methods, only_engine
+from infinity._embedding import check_methods, only_engine
 
 TESTED = "1.16.0"
 """The release of TRL that this was written against."""
@@ -66,7 +66,7 @@ def adapt(trainer: Any) -> type:
 
 
 class _SyncOffloaded(SyncRefModelCallback):  # type: ignore[misc]
-    """TRL's callback for two offloaded models, of which a parameter each is in memory at a time."""
+    """TRL's callback for two offloaded models. One parameter of each is in memory at a time."""
 
     @staticmethod
     def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
@@ -76,7 +76,7 @@ class _SyncOffloaded(SyncRefModelCallback):  # type: ignore[misc]
         )
         pairs = zip(target_model.parameters(), model.parameters(), strict=True)
         for target, param in pairs:
-            # Without `.data`, whose writes nobody counts.
+            # Without `.data`, whose writes no version counter counts.
             with source.gather(param), sink.gather(target), torch.no_grad():
                 target.mul_(1.0 - alpha).add_(param, alpha=alpha)
 

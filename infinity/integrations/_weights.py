@@ -14,7 +14,7 @@ import transformers
 from transformers.dynamic_module_utils import custom_object_save
 
 import infinity as inf
-from infinity.integrations._engines import check_methods, only_engine, share_values
+from infinity._embedding import check_methods, only_engine, share_values
 
 TESTED = "5.23.0"
 """The release of transformers that this, and the methods of `_trainer`, were written against."""

@@ -35,7 +35,7 @@ from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 import infinity as inf
-from infinity.integrations._engines import (
+from infinity._embedding import (
     STATES,
     check_all_offloaded,
     check_methods,
@@ -44,7 +44,7 @@ from infinity.integrations._engines import (
     only_engine,
     optimizers_of,
 )
-from infinity.integrations._twins import note_steps_as, rebind, twin_of
+from infinity._embedding.optimizer_twins import note_steps_as, rebind, twin_of
 
 log = logging.getLogger("infinity")
 

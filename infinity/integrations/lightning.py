@@ -54,8 +54,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.trainer.states import TrainerFn
 
 import infinity as inf
-from infinity.errors import ParameterReleased
-from infinity.integrations._engines import (
+from infinity._embedding import (
     STATES,
     check_methods,
     engine_optimizer,
@@ -63,6 +62,7 @@ from infinity.integrations._engines import (
     optimizers_of,
     share_values,
 )
+from infinity.errors import ParameterReleased
 
 log = logging.getLogger("infinity")
 
@@ -572,7 +572,7 @@ def _check_reduced(module: torch.nn.Module, engines: Iterable[torch.nn.Module]) 
     ]
     if left:
         raise ValueError(
-            f"{', '.join(left[:3])} of {type(module).__name__}: not offloaded, so nobody would "
+            f"{', '.join(left[:3])} of {type(module).__name__}: not offloaded, so nothing would "
             "reduce the gradients over ranks; offload the module as a whole (leave it to the "
             "strategy), or call requires_grad_(False)"
         )
@@ -690,7 +690,7 @@ def _write_directory(strategy: Any, path: Path, write: Callable[[Path], None]) -
     try:
         write(partial)
     except BaseException:
-        # Other checkpoints have other names: nobody would remove it, and it may fill the drive.
+        # Other checkpoints have other names: it would never be removed, and may fill the drive.
         if strategy.is_global_zero:
             shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -32,7 +32,7 @@ from peft.utils import load_peft_weights
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 import infinity as inf
-from infinity.integrations._engines import check_all_offloaded, check_methods
+from infinity._embedding import check_all_offloaded, check_methods
 from infinity.ops import LowRank, TiledExperts
 
 for _owner, _names in (
@@ -305,7 +305,7 @@ class TiledParamWrapper(ParamWrapper):
 
 
 def _checked(model: torch.nn.Module, call: str) -> Any:
-    """Return the PeftModel, of which each parameter is the engine's. Raises: ValueError."""
+    """Return the PeftModel. Each of its parameters is the engine's. Raises: ValueError."""
     inner = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(inner, PeftModel):
         raise ValueError(f"{call} wants a PeftModel, not a {type(inner).__name__}")

@@ -40,8 +40,8 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.trainer import Trainer
 
 import infinity as inf
+from infinity._embedding import STATES, check_methods, has_states, only_engine
 from infinity.errors import AioError
-from infinity.integrations._engines import STATES, check_methods, has_states, only_engine
 
 log = logging.getLogger("infinity")
 

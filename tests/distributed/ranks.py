@@ -230,7 +230,7 @@ def _joined(job: Job, place: Path, rank: int, world: int, meet: str) -> Outcome:
             "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S)
         )
         result = job(rank, place)
-        left = sys.modules["infinity._src.engine"]._OPEN
+        left = sys.modules["infinity._src.engine.handle"]._OPEN
         assert not left, f"the job left {len(left)} models offloaded"
         if dist.is_initialized():  # a job whose ranks failed has left the group
             if world > 1:

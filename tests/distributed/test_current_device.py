@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src import build
-from infinity._src.engine import offload
+from infinity._src.engine import build
+from infinity._src.engine.handle import offload
 from infinity._src.memory import device as module
 from infinity.errors import PeerFailed
 from tests.distributed.ranks import on_ranks

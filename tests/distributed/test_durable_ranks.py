@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 import infinity as inf
-from infinity._src import engine
-from infinity._src.checkpoint import durable
-from infinity._src.checkpoint.hardlink import PinnedLayers
+from infinity._src.checkpoint.durable import run as durable
+from infinity._src.checkpoint.durable.hardlink import PinnedLayers
+from infinity._src.engine import handle as engine
 from infinity.errors import PeerFailed, SwapFullError
 from tests.crashes import digest, step
 from tests.distributed.ranks import on_ranks

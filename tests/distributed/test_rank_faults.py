@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import infinity as inf
 from infinity._src.distributed import communicator
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, RankFailed, StepUndone
 from tests.crashes import Net, Rooted, digest, step

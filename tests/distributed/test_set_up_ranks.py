@@ -19,9 +19,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import infinity as inf
-from infinity._src.checkpoint import run_fill
-from infinity._src.engine import offload
-from infinity.aio._records import GROUP_NUMEL
+from infinity._src.cabi.records import GROUP_NUMEL
+from infinity._src.checkpoint.durable import fill as run_fill
+from infinity._src.engine.handle import offload
 from infinity.errors import AioError, MemoryLimitError, PeerFailed
 from tests import hub_models, models
 from tests.crashes import Net, digest, step

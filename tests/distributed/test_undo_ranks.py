@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.distributed.watchdog import Watchdog
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import PeerFailed, RankFailed, StatesLost, StepUndone
 from tests.crashes import digest

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Seam
 from infinity.errors import RankFailed
 from tests.distributed.ranks import named, on_ranks

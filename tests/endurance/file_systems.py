@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from infinity._src.sizes import format_size
+from infinity._src.base.sizes import format_size
 
 IMAGE_BYTES = 400 << 20
 """Size of a sparse image: xfs takes no less than 300 MiB."""

@@ -12,7 +12,7 @@ import torch
 
 import infinity as inf
 from bench.r1 import Workload, build_on_meta, fill
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from tests.reference import ReferenceAdamW
 
 SMALLER = Workload(hidden=512, layers=6, vocab=4096)

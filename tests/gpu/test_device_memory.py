@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.perf.plan.machine import describe_machine
-from infinity._src.perf.plan.predict import predict
-from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
+from infinity._src.plan.machine import describe_machine
+from infinity._src.plan.predict import predict
+from infinity._src.plan.workload import Job, ModelShape, shape_of
 from infinity.errors import BudgetError
 from tests import models, test_memory
 from tests.test_bitwise import policy

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity.aio import Seam
 from infinity.errors import BudgetError
 from tests import harness, models

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from torch import nn
 
 import infinity as inf
-from infinity.integrations._engines import check_methods
+from infinity._embedding import check_methods
 from infinity.integrations.accelerate import attach
 from tests import models
 from tests.integrations.accelerate_script import (

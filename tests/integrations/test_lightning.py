@@ -41,7 +41,7 @@ from lightning.pytorch.utilities import grad_norm
 from torchmetrics import MeanMetric
 
 import infinity as inf
-from infinity.integrations._engines import check_methods
+from infinity._embedding import check_methods
 from infinity.integrations.lightning import InfinityStrategy
 from tests.device import simulated
 from tests.integrations.lightning_runs import (

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import _records as records
+from infinity._src.cabi import records
 from infinity.errors import AioError, DeviceFailedError
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import (

@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infinity as inf
-from infinity._src import config as policy_module
-from infinity._src.deepspeed_config import OPTIMIZERS, SCHEDULES, LossScaling
-from infinity._src.deepspeed_keys import (
+from infinity._src.config import policy as policy_module
+from infinity._src.config.deepspeed import OPTIMIZERS, SCHEDULES, LossScaling
+from infinity._src.config.deepspeed_keys import (
     AUTO,
     KEYS,
     LEFT_OUT,

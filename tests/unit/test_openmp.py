@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src import openmp
+from infinity._src.base import openmp
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -106,7 +106,7 @@ def test_commands_decide_before_torch_is_loaded() -> None:
 
 def test_a_user_s_choice_and_a_loaded_torch_are_left_alone() -> None:
     code = (
-        "import os, sys; from infinity._src.openmp import wait_passively; wait_passively(); "
+        "import os, sys; from infinity._src.base.openmp import wait_passively; wait_passively(); "
         "print(os.environ.get('OMP_WAIT_POLICY'))"
     )
     assert run(code).stdout == "PASSIVE\n"

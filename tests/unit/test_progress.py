@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src import progress
+from infinity._src.base import progress
+from infinity._src.base.progress import ProgressLine
+from infinity._src.base.sizes import GIB
 from infinity._src.params import deferred_init
-from infinity._src.progress import ProgressLine
-from infinity._src.sizes import GIB
 
 
 class Stream(io.StringIO):

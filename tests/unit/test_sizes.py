@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from infinity._src.sizes import format_size, parse_size, round_size
+from infinity._src.base.sizes import format_size, parse_size, round_size
 
 
 @given(st.integers(0, 1 << 60))

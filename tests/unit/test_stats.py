@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.base.sizes import format_size
 from infinity._src.cli.report import Steady, drive_rows
+from infinity._src.engine.stats import DriveFigures, drive_figures
 from infinity._src.hooks.activation_offload import HELD_CALLS
-from infinity._src.perf.roofline import Moved
-from infinity._src.sizes import format_size
-from infinity._src.stats import DriveFigures, drive_figures
+from infinity._src.memory.roofline import Moved
 from infinity.aio._endurance import Endurance
 from infinity.errors import BudgetError
 from tests import models

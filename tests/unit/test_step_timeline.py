@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from infinity._src.step_timeline import BARS_MAX, LANES, ROWS_MAX, Bar, StepTimeline
-from infinity._src.telemetry import Span
+from infinity._src.base.step_timeline import BARS_MAX, LANES, ROWS_MAX, Bar, StepTimeline
+from infinity._src.base.telemetry import Span
 
 MS = 1_000_000
 
@@ -115,7 +115,7 @@ def test_a_step_of_any_size_has_few_bars_and_loses_no_time_and_no_byte(seed: int
 
 def test_ten_times_the_units_take_ten_times_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted as bars that are looked at, in all passes of making them fewer."""
-    from infinity._src import step_timeline
+    from infinity._src.base import step_timeline
 
     counts = []
     for units in (2_000, 20_000):

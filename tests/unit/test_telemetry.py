@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infinity._src import telemetry
-from infinity._src.telemetry import (
+from infinity._src.base import telemetry
+from infinity._src.base.telemetry import (
     PURPOSES,
     Marks,
     NativeSpans,
@@ -168,7 +168,7 @@ def printed(code: str, **environment: str) -> str:
 
 def test_warnings_are_printed_where_nobody_takes_them() -> None:
     code = (
-        "from infinity._src.telemetry import logger; logger.warning('a bad block'); "
+        "from infinity._src.base.telemetry import logger; logger.warning('a bad block'); "
         "logger.info('nobody asked')"
     )
     assert printed(code, RANK="1") == "[rank 1] infinity warning: a bad block\n"
@@ -180,9 +180,10 @@ def test_warnings_are_printed_where_nobody_takes_them() -> None:
 
 @pytest.mark.parametrize("stderr", ["full", "closed"])
 def test_a_log_that_cannot_be_written_raises_nothing(stderr: str) -> None:
-    code = "from infinity._src.telemetry import logger; logger.warning('lost'); print('went on')"
+    code = "from infinity._src.base.telemetry import logger\n"
+    code += "logger.warning('lost'); print('went on')"
     if stderr == "closed":
-        code = f"import sys; sys.stderr.close(); {code}"
+        code = f"import sys; sys.stderr.close()\n{code}"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -195,7 +196,7 @@ def test_a_log_that_cannot_be_written_raises_nothing(stderr: str) -> None:
 
 def test_infinity_log_prints_with_the_rank_in_front() -> None:
     code = (
-        "from infinity._src.telemetry import configure_logging, logger; configure_logging(); "
+        "from infinity._src.base.telemetry import configure_logging, logger; configure_logging(); "
         "configure_logging(); logger.info('hello')"
     )
     assert printed(code, INFINITY_LOG="info", RANK="3") == "[rank 3] infinity info: hello\n"

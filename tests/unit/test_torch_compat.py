@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity._src import _torch_compat as compat
+from infinity._src.base import torch_compat as compat
 
 
 def test_a_resized_storage_frees_its_memory_and_takes_new_values_under_the_same_views() -> None:

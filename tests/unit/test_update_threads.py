@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src import storage
+from infinity._src.engine import storage
 from infinity._src.memory import numa
-from infinity._src.perf.roofline import update_threads
+from infinity._src.memory.roofline import update_threads
 
 
 @pytest.mark.parametrize(

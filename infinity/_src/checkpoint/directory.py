@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import xxhash
 
+from infinity._src.base.paths import check_link
 from infinity._src.checkpoint.manifest import (
     FileEntry,
     Head,
@@ -33,7 +34,6 @@ from infinity._src.checkpoint.manifest import (
     check_manifest,
     manifest_name,
 )
-from infinity._src.paths import check_link
 from infinity.errors import AioError, ChecksumError, DeviceFailedError, SwapFullError
 
 log = logging.getLogger("infinity")
@@ -141,7 +141,7 @@ def newest_heads(directory: Path) -> list[Head]:
 
 
 def readable_heads(directory: Path) -> list[Head] | None:
-    """Read the heads of the newest generation of which all can be read, damaged ones passed over;
+    """Read the heads of the newest generation that can be read whole, damaged ones passed over;
     None where there is none.
     """
     for generation in generations(directory):

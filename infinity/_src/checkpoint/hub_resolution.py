@@ -20,7 +20,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from infinity._src.checkpoint.safetensors_files import (
+from infinity._src.base.wording import listed
+from infinity._src.checkpoint.formats.safetensors_files import (
     SafetensorsFiles,
     StoredTensor,
     StoredTensors,
@@ -28,7 +29,6 @@ from infinity._src.checkpoint.safetensors_files import (
     read_header,
     read_index,
 )
-from infinity._src.wording import listed
 from infinity.errors import WeightsError
 
 _SINGLE = "model.safetensors"

@@ -23,7 +23,7 @@ The checksum says that the bytes are as they were written, not that an engine wr
 numbers in a manifest become addresses and lengths. So `check_manifest` refuses each that leads out
 of its file, its table of checksums or its shard.
 
-Small values of optimizers are kept exactly, as JSON of which nothing is ever run. None, bool, int,
+Small values of optimizers are kept exactly, as JSON, which is never executed. None, bool, int,
 float, str and lists are plain (floats to the last bit); other types are tagged:
 
     {"tuple": [...]}   {"dict": [[key, value], ...]}
@@ -47,11 +47,11 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from infinity._src.base.dtypes import bytes_of, dtype_name, dtype_of, from_bytes
+from infinity._src.cabi.records import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Section
 from infinity._src.checkpoint.rows import FOLDED, PADDED, ROW, TABLE, Marks, joined
-from infinity._src.dtypes import bytes_of, dtype_name, dtype_of, from_bytes
 from infinity._src.memory.layout import sections_of
 from infinity.aio import Format
-from infinity.aio._records import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Section
 from infinity.errors import AioError, ChecksumError
 
 VERSION: Final = 3

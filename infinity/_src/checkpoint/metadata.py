@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from infinity._src.base.dtypes import check_kept, converts, copied, copy_, dtype_name
+from infinity._src.base.wording import listed
+from infinity._src.cabi.records import GradSection
 from infinity._src.checkpoint.manifest import (
     FlatEntry,
     Layout,
@@ -18,13 +21,10 @@ from infinity._src.checkpoint.manifest import (
     to_json,
 )
 from infinity._src.checkpoint.safetensors_format import decode_tensors, encode_tensors
-from infinity._src.config import Policy
-from infinity._src.dtypes import check_kept, converts, copied, copy_, dtype_name
+from infinity._src.config.policy import Policy
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity._src.wording import listed
-from infinity.aio._records import GradSection
 
 # A restore compares them with those of the run that saved, and notes what differs.
 NUMERICS = ("state", "seed", "update", "grad_dtype", "reduce_dtype")

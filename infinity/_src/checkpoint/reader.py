@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
+from infinity._src.cabi.records import PIECE_NUMEL, SECTION_MAX
 from infinity._src.checkpoint.directory import (
     check_length,
     generations,
@@ -31,6 +32,7 @@ from infinity._src.checkpoint.directory import (
     read_attachment,
     read_generation,
 )
+from infinity._src.checkpoint.durable.copies import are_of_one_run, others_of
 from infinity._src.checkpoint.manifest import (
     PIECE_BYTES,
     FileEntry,
@@ -42,7 +44,6 @@ from infinity._src.checkpoint.manifest import (
     section_bytes,
 )
 from infinity._src.checkpoint.rows import FOLDED, PADDED
-from infinity._src.checkpoint.run_copies import are_of_one_run, others_of
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity.aio import (
     CHUNK,
@@ -57,7 +58,6 @@ from infinity.aio import (
     Ticket,
     open_executor,
 )
-from infinity.aio._records import PIECE_NUMEL, SECTION_MAX
 from infinity.errors import AioError
 
 log = logging.getLogger("infinity")
@@ -394,7 +394,7 @@ class ChunkReader:
                 while len(self._held) >= self._capacity:
                     oldest = next(iter(self._held))
                     # Taken out after the wait: Ctrl-C in it must leave the memory held. A fault is
-                    # nobody's here: whoever asks for the chunk has it read again.
+                    # not raised here: the call that asks for the chunk reads it again.
                     _wait_out(self._held[oldest][1])
                     del self._held[oldest]
                 self._held[ref] = self._fetch(ref)
@@ -415,7 +415,7 @@ class ChunkReader:
     def close(self) -> None:
         """Wait for what is in flight, however it ends, and give up all."""
         for _, tickets in self._held.values():
-            # Nobody asks for these chunks any more.
+            # No call asks for these chunks any more.
             _wait_out(tickets)
         self._held.clear()
 

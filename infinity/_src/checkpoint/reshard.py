@@ -23,12 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.base.dtypes import dtype_of
+from infinity._src.cabi.records import CHUNK_NUMEL, GradSection, Master, Moments, Section
 from infinity._src.checkpoint.directory import (
     DirectoryLock,
     begun_commits,
     make_directory,
     next_generation,
 )
+from infinity._src.checkpoint.durable.files import check_no_run
 from infinity._src.checkpoint.manifest import FlatEntry, Layout, section_bytes
 from infinity._src.checkpoint.reader import (
     Checkpoint,
@@ -38,7 +41,6 @@ from infinity._src.checkpoint.reader import (
     Piece,
     SavedParam,
 )
-from infinity._src.checkpoint.run_files import check_no_run
 from infinity._src.checkpoint.writer import (
     DataWriter,
     NewPart,
@@ -48,13 +50,11 @@ from infinity._src.checkpoint.writer import (
     remove_part,
     write_part,
 )
-from infinity._src.dtypes import dtype_of
 from infinity._src.kernels.state_codec import clear_signs, decode_sections, encode_sections
 from infinity._src.memory.layout import FlatLayout, plan_flat
-from infinity._src.memory.planner import chunk_numel_of, state_format
+from infinity._src.memory.state_formats import chunk_numel_of, state_format
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio import Format
-from infinity.aio._records import CHUNK_NUMEL, GradSection, Master, Moments, Section
 from infinity.errors import AioError, SwapFullError
 
 # Neighbours share saved chunks, since boundaries of old and new chunks differ.
@@ -318,7 +318,7 @@ class ReshardJob:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        # With fewer ranks nobody takes over the state of those that are gone, and that is told.
+        # With fewer ranks the state of those that are gone is dropped, and that is told.
         lost = [
             manifest.rank
             for manifest in self._checkpoint.manifests[self._world :]

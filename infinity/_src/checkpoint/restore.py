@@ -22,8 +22,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from infinity._src.base.dtypes import dtype_name, dtype_of
+from infinity._src.base.progress import ProgressLine
+from infinity._src.base.wording import listed
 from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.directory import begun_commits, newest_generation, typed_errors
+from infinity._src.checkpoint.formats.safe_pickle import read_extra
+from infinity._src.checkpoint.formats.saved_weights import SavedRanges, SavedWeight, weights_by_name
 from infinity._src.checkpoint.manifest import (
     LeftOutEntry,
     OptimizerEntry,
@@ -37,21 +42,16 @@ from infinity._src.checkpoint.reader import (
     SavedParam,
 )
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
-from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
-from infinity._src.checkpoint.saved_weights import SavedRanges, SavedWeight, weights_by_name
-from infinity._src.config import Policy
+from infinity._src.config.policy import Policy
 from infinity._src.distributed.communicator import Comm
-from infinity._src.dtypes import dtype_name, dtype_of
-from infinity._src.grads.reduce import GradReducer
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
 from infinity._src.params.materialize import size_text
+from infinity._src.params.reduce import GradReducer
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param
-from infinity._src.progress import ProgressLine
-from infinity._src.wording import listed
 from infinity.aio import Format, Ticket
 from infinity.errors import AioError, DamagedRange, PeerFailed, StateInvalid
 
@@ -245,7 +245,7 @@ class MatchedOptimizer:
                     "in the optimizer: build it with the same hyper-parameters (whether SGD has "
                     "momentum, say)"
                 )
-            # One parameter has one count of steps; which of the saved ones is right nobody knows.
+            # One parameter has one count of steps; which of the saved ones is right is unknown.
             other = next((name for name in names[param] if entry.params[name] != saved), None)
             if other is not None:
                 raise ValueError(

@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src import native
-from infinity.aio._records import SECTION_MAX
+from infinity._src.cabi import native
+from infinity._src.cabi.records import SECTION_MAX
 
 ROW: Final = np.dtype(
     [

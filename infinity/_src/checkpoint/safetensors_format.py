@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from infinity._src.dtypes import (
+from infinity._src.base.dtypes import (
     FROM_SAFETENSORS,
     SAFETENSORS,
     bytes_of,
@@ -27,7 +27,7 @@ from infinity._src.dtypes import (
     shape_of_stored,
     stored_shape,
 )
-from infinity._src.sizes import round_up
+from infinity._src.base.sizes import round_up
 
 _RANK_OF = {dtype: rank for rank, dtype in enumerate(SAFETENSORS)}
 

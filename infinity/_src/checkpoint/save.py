@@ -30,11 +30,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.base.progress import ProgressLine
 from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.directory import DirectoryLock, make_directory, next_generation
+from infinity._src.checkpoint.durable.files import check_no_run
+from infinity._src.checkpoint.formats.safe_pickle import extra_bytes
 from infinity._src.checkpoint.manifest import FlatEntry, Layout, OptimizerEntry, section_bytes
-from infinity._src.checkpoint.run_files import check_no_run
-from infinity._src.checkpoint.safe_pickle import extra_bytes
 from infinity._src.checkpoint.writer import (
     DataWriter,
     NewPart,
@@ -45,7 +46,7 @@ from infinity._src.checkpoint.writer import (
     remove_part,
     write_part,
 )
-from infinity._src.config import Policy
+from infinity._src.config.policy import Policy
 from infinity._src.distributed.communicator import Comm, digest_of_text
 from infinity._src.memory.drives import Drives
 from infinity._src.optim.state_access import States
@@ -59,7 +60,6 @@ from infinity._src.params.chunk_pipeline import (
 )
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity._src.progress import ProgressLine
 from infinity.aio import JOB, Executor, JobKind, Priority, Ticket
 from infinity.errors import AioError, SwapFullError
 
@@ -134,7 +134,7 @@ class Snapshot:
     def end(self) -> None:
         """End the copying: writers that wait go on, since nothing is read any more."""
         with self._changed:
-            # Also after a fault: training must not wait for a copy that nobody makes any more.
+            # Also after a fault: training must not wait for a copy that will not be made.
             self._ended = True
             self._changed.notify_all()
 
@@ -208,7 +208,7 @@ class Snapshot:
 
 
 class Linkable(Protocol):
-    """A durable run, whose files a checkpoint may share (durable.py)."""
+    """A durable run, whose files a checkpoint may share (durable/run.py)."""
 
     def link(self, directory: Path, generation: int) -> StoredStates | None:
         """Give the newest generation's files second names in `directory`. Returns None where that
@@ -279,7 +279,7 @@ class Save:
         self.told = self.left = True
 
     def tell_of_error(self) -> None:
-        """Warn of an error that was left to `wait` and that nobody has heard of, once. Does not
+        """Warn of an error that was left to `wait` and was not raised, once. Does not
         block.
         """
         if self.left and self.done and self._error is not None:
@@ -566,7 +566,7 @@ class Saver:
             self._last.wait()
 
     def tell_of_last(self) -> None:
-        """Warn of the error of the last save where it was left to `Save.wait`, and nobody waited.
+        """Warn of the error of the last save if `Save.wait`, which was to raise it, was not called.
         Does not block.
         """
         if self._last is not None:

@@ -4,7 +4,7 @@ byte of one against its checksums.
     list_generations    manifests and the lengths of files; reads no states
     VerifyJob           reads all, and names all damage: file, range, parameter
 
-One rank's damaged manifest keeps nobody from reading what the others name. A chunk that fails is
+A damaged manifest of one rank does not keep others from being read. A chunk that fails is
 looked at piece by piece.
 """
 
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from infinity._src import native
+from infinity._src.cabi import native
+from infinity._src.cabi.records import PIECE_NUMEL, SECTION_MAX, sum_seed
 from infinity._src.checkpoint.directory import (
     begun_commits,
     check_length,
@@ -27,6 +28,7 @@ from infinity._src.checkpoint.directory import (
     read_attachment,
     read_manifest,
 )
+from infinity._src.checkpoint.durable.copies import RUN_DIRECTORY, run_directory
 from infinity._src.checkpoint.manifest import (
     PIECE_BYTES,
     FileEntry,
@@ -37,10 +39,8 @@ from infinity._src.checkpoint.manifest import (
 )
 from infinity._src.checkpoint.reader import DataReader
 from infinity._src.checkpoint.rows import FOLDED, PADDED
-from infinity._src.checkpoint.run_copies import RUN_DIRECTORY, run_directory
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio import Ticket
-from infinity.aio._records import PIECE_NUMEL, SECTION_MAX, sum_seed
 from infinity.errors import AioError, ChecksumError
 
 
@@ -214,7 +214,7 @@ class Damage:
 
 
 class VerifyJob:
-    """Verification of one generation: the newest of which all manifests are there (else: any), or
+    """Verification of one generation: the newest that has all manifests (else: any), or
     this one.
 
     Raises: AioError (ENOENT) where there is none.

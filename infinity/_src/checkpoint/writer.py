@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from infinity._src.cabi.records import SECTION_MAX
 from infinity._src.checkpoint.directory import (
     file_name,
     files_of,
@@ -39,7 +40,6 @@ from infinity._src.checkpoint.manifest import (
 from infinity._src.checkpoint.reader import ALGORITHM, SLOTS, Chunks, RowChunks
 from infinity._src.checkpoint.rows import PADDED, ROW
 from infinity.aio import JobKind, PoolSpec, SwapFile, Ticket, open_executor
-from infinity.aio._records import SECTION_MAX
 
 _KINDS = ("data", "buffers", "extra")
 
@@ -167,7 +167,7 @@ def write_part(
     there.
     """
     names = {kind: file_name(kind, part.generation, part.rank) for kind in _KINDS}
-    # Data first, manifest last: a crash in between leaves files that nobody names.
+    # Data first, manifest last: a crash in between leaves files that no manifest names.
     stored = stored or _written(directory / names["data"], part, fill, backend)
     attached: list[FileEntry | None] = [
         write_attachment(directory, names[kind], data) if data is not None else None
@@ -231,7 +231,7 @@ def remove_part(directory: Path, generation: int, rank: int) -> None:
 
 def remove_others(directory: Path, generation: int) -> None:
     """Remove what belongs to other generations. Raises: OSError."""
-    # Manifests first: data without one is nobody's, a manifest without data would be a damaged
+    # Manifests first: data without one is ignored, a manifest without data would be a damaged
     # checkpoint.
     older = [path for path, number in files_of(directory) if number != generation]
     remove(sorted(older, key=lambda path: not path.name.startswith("manifest-")))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from infinity._src.paths import argument
+from infinity._src.base.paths import argument
 
 TIERS = ("device", "cpu", "nvme")
 SCHEDULES = ("horizontal", "vertical")

@@ -27,11 +27,14 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from infinity._src.checkpoint.deepspeed_export import UniversalExport
+from infinity._src.base.sizes import format_size, parse_size
+from infinity._src.base.standard_streams import write_to_stdout
+from infinity._src.base.wording import listed
+from infinity._src.checkpoint.durable.copies import run_directory
+from infinity._src.checkpoint.formats.deepspeed_export import UniversalExport
+from infinity._src.checkpoint.formats.safetensors import ExportJob
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.reshard import ReshardJob
-from infinity._src.checkpoint.run_copies import run_directory
-from infinity._src.checkpoint.safetensors import ExportJob
 from infinity._src.checkpoint.verify import (
     Damage,
     Generation,
@@ -40,9 +43,6 @@ from infinity._src.checkpoint.verify import (
     find_checkpoints,
     list_generations,
 )
-from infinity._src.sizes import format_size, parse_size
-from infinity._src.standard_streams import write_to_stdout
-from infinity._src.wording import listed
 from infinity.errors import InfinityError
 
 # -- The command -----------------------------------------------------------------------------------

@@ -19,11 +19,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from infinity import __version__
-from infinity._src import native, openmp
-from infinity._src.bench import hardware
+from infinity._src.base import openmp
+from infinity._src.base.sizes import GIB, format_size
+from infinity._src.base.version import __version__
+from infinity._src.cabi import native
+from infinity._src.cabi.records import CHUNK_NUMEL
+from infinity._src.measure import hardware
 from infinity._src.memory.placement import LARGE_COUNT, SMALL_COUNT
-from infinity._src.sizes import GIB, format_size
 from infinity.aio import PoolSpec
 from infinity.aio._memory_limits import cgroup_limit_bytes, memory_left_bytes
 from infinity.aio._probe import (
@@ -36,7 +38,6 @@ from infinity.aio._probe import (
     probe_engine,
     probe_executor,
 )
-from infinity.aio._records import CHUNK_NUMEL
 from infinity.errors import DeviceCopyError
 
 _PACKAGES = ("torch", "numpy", "cffi", "liburing", "safetensors", "transformers", "triton")
@@ -356,7 +357,7 @@ def _waiting() -> Finding:
     reason = openmp.active_here()
     if not reason:
         return Finding(subject, "asleep")
-    # A single thread waits for nobody, and beside a GPU little is computed here.
+    # A single thread does not wait for others, and beside a GPU little is computed here.
     if torch.get_num_threads() < 2 or torch.cuda.is_available():
         return Finding(subject, f"active ({reason})")
     return Finding(

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import infinity as inf
-from infinity._src._torch_compat import is_out_of_memory
-from infinity._src.checkpoint.hub_files import hub_checkpoint, open_weights
+from infinity._src.base.torch_compat import is_out_of_memory
+from infinity._src.checkpoint.formats.hub_files import hub_checkpoint, open_weights
 from infinity._src.checkpoint.hub_resolution import read_config
 from infinity._src.params.materialize import Faults, FileTensors
 from infinity._src.params.source_files import SourceFiles
@@ -158,7 +158,7 @@ def offload_pretrained(
 
 
 class _Unread(FileTensors):
-    """Tensors of which no value is read: all are zeros."""
+    """Tensors whose values are not read: all are zeros."""
 
     def __init__(self, tensors: FileTensors) -> None:
         self._tensors = tensors

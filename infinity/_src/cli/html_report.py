@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console
 from rich.markup import escape
 
+from infinity._src.base.new_file import write_named
+from infinity._src.base.sizes import format_size
+from infinity._src.base.step_timeline import Bar, StepTimeline
 from infinity._src.cli.run_history import Point, RunHistory, read_run, runs_of
-from infinity._src.new_file import write_named
-from infinity._src.perf.roofline import EXAMPLE_TBW
-from infinity._src.sizes import format_size
-from infinity._src.step_timeline import Bar, StepTimeline
+from infinity._src.memory.roofline import EXAMPLE_TBW
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -9,12 +9,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from infinity import __version__
-from infinity._src.bench import command as bench
+from infinity._src.base.openmp import wait_passively
+from infinity._src.base.paths import argument
+from infinity._src.base.standard_streams import with_safe_streams
+from infinity._src.base.version import __version__
 from infinity._src.cli import arguments
-from infinity._src.openmp import wait_passively
-from infinity._src.paths import argument
-from infinity._src.standard_streams import with_safe_streams
+from infinity._src.measure import command as bench
 from infinity.errors import InfinityError
 
 
@@ -99,7 +99,7 @@ def _is_foreseen(error: Exception) -> bool:
     # Torch has an error of its own where memory is short. What does without it raises none of them.
     if "torch" not in sys.modules:
         return False
-    from infinity._src._torch_compat import is_out_of_memory
+    from infinity._src.base.torch_compat import is_out_of_memory
 
     return is_out_of_memory(error)
 

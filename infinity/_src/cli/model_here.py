@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 import infinity as inf
+from infinity._src.base.sizes import format_size
 from infinity._src.cli.plan import SEQUENCE, read_shape, recommend
 from infinity._src.memory.device import rocm_lacks
-from infinity._src.perf.plan.changes import faster_update
-from infinity._src.perf.plan.machine import Machine, describe_machine
-from infinity._src.perf.plan.predict import predict
-from infinity._src.perf.plan.workload import Job
-from infinity._src.sizes import format_size
+from infinity._src.plan.changes import faster_update
+from infinity._src.plan.machine import Machine, describe_machine
+from infinity._src.plan.predict import predict
+from infinity._src.plan.workload import Job
 from infinity.aio._memory_limits import memory_left_bytes
 from infinity.aio._probe import DirectoryProbe
 

@@ -22,27 +22,27 @@ from rich.markup import escape
 from rich.table import Table
 
 import infinity as inf
-from infinity._src.bench.report import check_target, write_record
+from infinity._src.base.sizes import format_size, parse_size
 from infinity._src.checkpoint.hub_resolution import read_object
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import check_tiles, parse_resident
-from infinity._src.deepspeed_config import DeepSpeedRun, read_deepspeed
-from infinity._src.deepspeed_keys import shown
-from infinity._src.perf.plan.changes import (
+from infinity._src.config.deepspeed import DeepSpeedRun, read_deepspeed
+from infinity._src.config.deepspeed_keys import shown
+from infinity._src.measure.report import check_target, write_record
+from infinity._src.memory.roofline import AtRest
+from infinity._src.plan.changes import (
     Change,
     faster_update,
     fewest_micro_batches,
     one_change,
     where_updates_run,
 )
-from infinity._src.perf.plan.machine import Machine, describe_machine, read_updates
-from infinity._src.perf.plan.memory import Need, TierBytes
-from infinity._src.perf.plan.outside import Outside, outside
-from infinity._src.perf.plan.predict import EFFICIENCY, Prediction, predict
-from infinity._src.perf.plan.ranks import Exchanges, RankBytes, stages
-from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
-from infinity._src.perf.roofline import AtRest
-from infinity._src.sizes import format_size, parse_size
+from infinity._src.plan.machine import Machine, describe_machine, read_updates
+from infinity._src.plan.memory import Need, TierBytes
+from infinity._src.plan.outside import Outside, outside
+from infinity._src.plan.predict import EFFICIENCY, Prediction, predict
+from infinity._src.plan.ranks import Exchanges, RankBytes, stages
+from infinity._src.plan.workload import Job, ModelShape, shape_of
 from infinity.aio import IoSettings
 
 # -- The command -----------------------------------------------------------------------------------
@@ -715,7 +715,7 @@ def recommend(found: Prediction, faster: Prediction) -> str:
     room = f"; it needs {format_size(faster.nvme.bytes)} on the drives"
     if more > 0:
         room += f", {format_size(more)} more: "
-        # Without the argument nobody knows what there is.
+        # Without the argument it is not known what there is.
         room += f"{format_size(there)} are there" if there is not None else "see that they have it"
     return (
         "Recommended: Policy(update='backward', generations=2), exact and with clipping: "

@@ -1,8 +1,8 @@
 """Report of `infinity train`: figures per step, limits and η, a table, a plot.
 
-The limits are those of any schedule and of the update mode (`infinity._src.perf.roofline`), for the
-bytes that really moved; B_r and B_w are measured in the same run. Compute times are those of the
-loop less the time it waited. In the loop the update runs beside the first forward and slows it
+The limits are those of any schedule and of the update mode (infinity/_src/memory/roofline.py), for
+the bytes that really moved; B_r and B_w are measured in the same run. Compute times are the loop's,
+less the time it waited. In the loop the update runs beside the first forward and slows it
 where the CPU computes: taken as compute, that interference makes limits too high and η flattering,
 most at small batches. So one step begins with nothing pending (`StepRecord.alone`): its first
 forward is the compute term, and the step is left out of the means. Both figures are shown.
@@ -30,7 +30,9 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from infinity._src.perf.roofline import (
+from infinity._src.base.sizes import format_size
+from infinity._src.engine.step_report import micro_batches_text
+from infinity._src.memory.roofline import (
     EXAMPLE_TBW,
     Compute,
     Drives,
@@ -39,8 +41,6 @@ from infinity._src.perf.roofline import (
     limits,
     measured_traffic,
 )
-from infinity._src.perf.step_report import micro_batches_text
-from infinity._src.sizes import format_size
 
 # -- Figures and limits ----------------------------------------------------------------------------
 

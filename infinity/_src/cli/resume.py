@@ -28,11 +28,11 @@ from typing import Any
 import torch
 
 from infinity._src.checkpoint.directory import check_length, newest_heads, read_attachment
+from infinity._src.checkpoint.durable.copies import FoundRun, newest_run
+from infinity._src.checkpoint.formats.safe_pickle import read_extra
 from infinity._src.checkpoint.manifest import Head
-from infinity._src.checkpoint.run_copies import FoundRun, newest_run
-from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.cli.corpus import Corpus
-from infinity._src.config import Policy
+from infinity._src.config.policy import Policy
 from infinity.errors import AioError
 
 RULES = (

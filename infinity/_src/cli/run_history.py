@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from infinity._src.metrics_file import FILE_NAME, SCHEMA, TORN, read_rows
-from infinity._src.step_timeline import FILE_NAME as TIMELINE_NAME
-from infinity._src.step_timeline import StepTimeline
+from infinity._src.base.metrics_file import FILE_NAME, SCHEMA, TORN, read_rows
+from infinity._src.base.step_timeline import FILE_NAME as TIMELINE_NAME
+from infinity._src.base.step_timeline import StepTimeline
 
 POINTS_MAX: Final = 400
 RUNS_MAX: Final = 8
@@ -107,7 +107,7 @@ class DriveHistory:
 class RunHistory:
     """One run. about: its newest line of the kind "run". resumed: steps after which other processes
     went on. memory: as its newest step has it. bandwidth: GB/s of all drives together as they were
-    measured, by "read", "write", "mixed"; empty where nobody did. notes: for the reader.
+    measured, by "read", "write", "mixed"; empty where it was not. notes: for the reader.
     """
 
     name: str
@@ -287,7 +287,7 @@ class _Line:
 
     def _number(self, holder: Mapping[str, Any], name: str, *, finite: bool = True) -> float | None:
         """Return a field as a float; None where it is missing or null. finite: as sizes and times
-        are, of which a difference of two clocks may be a little below 0. Raises: ValueError.
+        are; a difference of two clocks may be a little below 0. Raises: ValueError.
         """
         value = holder.get(name)
         if value is None:

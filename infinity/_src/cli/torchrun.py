@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity._src._torch_compat import is_out_of_memory
+from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli.stop_signals import Stopped, StopSignals
 from infinity.errors import AioError, RankFailed
 
@@ -97,7 +97,7 @@ class Joined:
             # The first that sets the key tells; the store compares and sets in one operation.
             return bool(self.store.compare_set(_STOPPED, "", mine) == mine.encode())
         except (RuntimeError, OSError):
-            # The store went with its node, so nobody else can be asked.
+            # The store went with its node: no other process knows.
             return True
 
     def ended_by(self) -> int:

@@ -2,8 +2,8 @@
 
 The loop is what a user would write; around it are only measurements. Results in --out:
 
-    metrics.jsonl   one record per line (`infinity._src.metrics_file`)
-    timeline.json   one step, unit by unit (`infinity._src.step_timeline`)
+    metrics.jsonl   one record per line (`infinity._src.base.metrics_file`)
+    timeline.json   one step, unit by unit (`infinity._src.base.step_timeline`)
     report.html     a page of these two (needs plotly); `infinity report` makes it again
     trace.json      the timeline, for https://ui.perfetto.dev
     loss.png        training and held-out loss (needs matplotlib)
@@ -44,9 +44,11 @@ from rich.console import Console
 from rich.markup import escape
 
 import infinity as inf
-from infinity._src._torch_compat import is_out_of_memory
-from infinity._src.bench import hardware
-from infinity._src.bench.swap import SwapTask, measure_swap
+from infinity._src.base.metrics_file import FILE_NAME, SCHEMA, MetricsFile, read_rows
+from infinity._src.base.sizes import MIB
+from infinity._src.base.step_timeline import FILE_NAME as TIMELINE_NAME
+from infinity._src.base.telemetry import configure_logging
+from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import check_tiles, parse_resident
 from infinity._src.cli.corpus import Corpus, build_corpus
@@ -71,16 +73,14 @@ from infinity._src.cli.resume import (
 )
 from infinity._src.cli.stop_signals import Stopped, name_of, status_of
 from infinity._src.cli.torchrun import Joined, joined
-from infinity._src.memory.planner import state_format
-from infinity._src.metrics_file import FILE_NAME, SCHEMA, MetricsFile, read_rows
+from infinity._src.engine.step_log import StepMeter
+from infinity._src.engine.step_report import micro_batches_text
+from infinity._src.measure import hardware
+from infinity._src.measure.swap import SwapTask, measure_swap
+from infinity._src.memory.roofline import AtRest, Drives
+from infinity._src.memory.state_formats import state_format
 from infinity._src.microbatch.random_streams import RandomStreams
 from infinity._src.params.discover import find_parameters
-from infinity._src.perf.roofline import AtRest, Drives
-from infinity._src.perf.step_report import micro_batches_text
-from infinity._src.sizes import MIB
-from infinity._src.step_log import StepMeter
-from infinity._src.step_timeline import FILE_NAME as TIMELINE_NAME
-from infinity._src.telemetry import configure_logging
 from infinity.aio._swap_file import resolve_directories
 from infinity.errors import (
     AioError,
@@ -168,8 +168,8 @@ def _say_error(
     options: argparse.Namespace | None = None,
     ranks: Joined | None = None,
 ) -> None:
-    """Print an error in one line, which names the rank where there are several. Errors that nobody
-    foresaw have their traceback, too.
+    """Print an error in one line, which names the rank where there are several. Unforeseen
+    errors have their traceback, too.
     """
     if isinstance(error, KeyboardInterrupt):
         assert options is not None
@@ -258,7 +258,7 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.save_dir is not None and not (options.save_every or options.resume):
         raise ValueError(
-            f"--save-dir {options.save_dir} is for checkpoints, of which there are none; add "
+            f"--save-dir {options.save_dir} is for checkpoints, and there are none; add "
             "--save-every STEPS, or --resume"
         )
     if options.activations != "device" and not options.checkpointing and _slices(options) == 1:
@@ -1058,7 +1058,7 @@ def _earlier_records(out: Path) -> list[StepRecord]:
 
 
 def _recorded_losses(out: Path) -> set[int]:
-    """Return the steps of which a run has recorded the held-out loss."""
+    """Return the steps whose held-out loss a run has recorded."""
     rows = [row for _, row in read_rows(out / FILE_NAME) if row["kind"] == "held_out"]
     return {row["step"] for row in rows}
 

@@ -29,6 +29,7 @@ import torch
 from infinity._src.distributed.topology import Topology
 from infinity._src.distributed.transport import Message, Transport
 from infinity._src.kernels import comm_codec as wire
+from infinity._src.kernels.wire_layout import wire_bytes
 
 SCALE_GROUP_NUMEL = 64
 """Elements that share a scale. Parameters start at multiples of it: no group spans two of them."""
@@ -76,7 +77,7 @@ class Collectives:
         return found[:size_bytes].view(dtype)
 
     def all_gather(self, wholes: Sequence[torch.Tensor], *, across: bool = True) -> None:
-        """Complete each whole [world, part], of which this rank has its own part.
+        """Complete each whole [world, part]. This rank has its part.
 
         across: False where it has the parts of its counterparts, too (secondary shards): then
         nothing travels between nodes.
@@ -238,7 +239,7 @@ class Collectives:
 
     def _coded_buffers(self, name: str, parts: Parts | torch.Tensor, bits: int) -> torch.Tensor:
         """Buffers for so many parts as codes: [parts, bytes]."""
-        size_bytes = wire.wire_bytes(parts[0].numel(), bits, SCALE_GROUP_NUMEL)
+        size_bytes = wire_bytes(parts[0].numel(), bits, SCALE_GROUP_NUMEL)
         return self.buffer(name, len(parts) * size_bytes, torch.uint8).view(len(parts), size_bytes)
 
     def _reduce_level(

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, uint8
 
-from infinity._src._torch_compat import all_gather_single
+from infinity._src.base.torch_compat import all_gather_single
 from infinity._src.distributed.collectives import Collectives, Volume
 from infinity._src.distributed.lanes import Lane, OrderedLane, PendingCollective
 from infinity._src.distributed.names import NameExchange
@@ -345,7 +345,7 @@ class Comm:
         return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def all_gather_vector(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-        """All-gather an fp32 vector [numel] of which every rank holds one part, from `start` on.
+        """All-gather an fp32 vector [numel]. Every rank holds one part, from `start` on.
         Blocks.
 
         Bits are kept, those of NaN and of -0.0 too. Parts may be empty, and differ in length.

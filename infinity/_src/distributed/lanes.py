@@ -377,7 +377,7 @@ class Lane:
         _GIVEN_UP.append(self._group)
 
     def _exits(self) -> None:
-        """Close at the interpreter's exit, where nobody has called close().
+        """Close at the interpreter's exit, where close() was not called.
 
         A thread that returns from a call into torch after the exit ends the process by SIGABRT.
         """

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from infinity._src.base.wording import LEFT_OUT
 from infinity._src.distributed.topology import Topology
-from infinity._src.wording import LEFT_OUT
 from infinity.errors import RanksDiverged
 
 NAME_BYTES = 128

@@ -129,7 +129,7 @@ def _abort_nccl(group: dist.ProcessGroup, aborted: list[dist.ProcessGroup]) -> N
     try:
         group.abort()
         aborted.append(group)
-    # Nobody waits for this thread's error.
+    # No thread waits for this one's error.
     except Exception:
         log.exception("a communicator of NCCL cannot be aborted")
 

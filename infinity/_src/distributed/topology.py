@@ -67,7 +67,7 @@ def check_group(world: int | None, engine_world: int) -> None:
     world: of the group then. engine_world: ranks of the engine. Raises: ProcessGroupChanged.
     """
     now = group_world()
-    # Without a group at the end of a program there is nobody to train with.
+    # Without a group at the end of a program there is no other rank to train with.
     if now is not None and now != (world or 1):
         raise ProcessGroupChanged(
             f"torch.distributed has a process group of {now} ranks, and the model was offloaded "

@@ -35,7 +35,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from infinity._src._torch_compat import all_gather_single
+from infinity._src.base.torch_compat import all_gather_single
 
 Message = tuple[int, torch.Tensor]
 """A rank, and the contiguous tensor that is sent to it or received from it."""
@@ -66,7 +66,7 @@ class Transport(abc.ABC):
         """
 
     def all_gather(self, wholes: Sequence[torch.Tensor], rank: int) -> None:
-        """Complete each whole [world, shard], of which this rank has its own row."""
+        """Complete each whole [world, shard]. This rank has its row."""
         self.exchange(
             [(to, whole[rank]) for whole in wholes for to in range(len(whole)) if to != rank],
             [(of, whole[of]) for whole in wholes for of in range(len(whole)) if of != rank],
@@ -153,7 +153,7 @@ class StagedTransport(Transport):
                 [(rank, copy) for (rank, _), copy in zip(receives, arrivals, strict=True)],
             )
         except BaseException:
-            # Messages that broke off may still be written into this memory: nobody gets it again.
+            # Messages that broke off may still be written into this memory: it is not used again.
             self._host = None
             raise
         for (_, tensor), copy in zip(receives, arrivals, strict=True):

@@ -30,9 +30,9 @@ from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore
 
+from infinity._src.base.wording import LEFT_OUT
 from infinity._src.distributed.heartbeat import Heartbeat, Host, PeerProcess, RankRecord
 from infinity._src.distributed.topology import Topology
-from infinity._src.wording import LEFT_OUT
 from infinity.aio._swap_owner import start_time_of
 from infinity.errors import RankFailed, RanksDiverged
 
@@ -361,7 +361,7 @@ class Watchdog:
             self._heartbeat.refresh(_POLL_S)
 
     def _exits(self) -> None:
-        """Leave at the interpreter's exit, where nobody has called close()."""
+        """Leave at the interpreter's exit, where close() was not called."""
         if not self._closed and self._pid == os.getpid():
             self.report_exit()
             self._closed = True

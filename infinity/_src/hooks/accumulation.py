@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from infinity._src._torch_compat import sequence_number
+from infinity._src.base.torch_compat import sequence_number
 from infinity._src.hooks.block_order import block_modules, reorder_backward
 
 if TYPE_CHECKING:

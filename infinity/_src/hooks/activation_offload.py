@@ -31,7 +31,9 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity._src._torch_compat import (
+from infinity._src.base.sizes import format_size
+from infinity._src.base.telemetry import Timeline
+from infinity._src.base.torch_compat import (
     NO_TASK,
     CheckpointCall,
     address_of,
@@ -46,8 +48,6 @@ from infinity._src.hooks.activation_store import ActivationStore, StoredBytes
 from infinity._src.hooks.block_order import Marks, deal
 from infinity._src.memory.constants import HELD_CALLS, STORING_BYTES_MAX
 from infinity._src.params.unit import Unit
-from infinity._src.sizes import format_size
-from infinity._src.telemetry import Timeline
 from infinity.aio import Priority, Ticket
 from infinity.errors import AioError, EngineClosed
 
@@ -390,7 +390,7 @@ class Activations:
             boundary.stored = self._store.store(boundary.source.data_ptr(), size)
             self._stores.append((boundary.stored, label))
         except BaseException as error:
-            # Without a record of the copy nobody could wait for it later.
+            # Backward waits for the copy by this record.
             if boundary.stored is None:
                 if not isinstance(error, AioError):
                     self._store.wait_all()  # interrupted: the transfer may have begun all the same

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.base.sizes import round_up
+from infinity._src.cabi.records import ALIGNMENT_BYTES, CHUNK_NUMEL
 from infinity._src.memory.device import Device
 from infinity._src.memory.swap_space import SwapExtent, SwapSpace
-from infinity._src.sizes import round_up
 from infinity.aio import CHUNK, JOB, Executor, JobKind, Priority, Slab, Ticket
-from infinity.aio._records import ALIGNMENT_BYTES, CHUNK_NUMEL
 from infinity.aio._slab import HUGE_PAGE_BYTES
 from infinity.errors import AioError
 
@@ -348,7 +348,7 @@ class HostActivationStore:
         try:
             self._device.pin(slab)
         except BaseException:
-            # Nobody else has the slab yet.
+            # No other thread has the slab yet.
             slab.close()
             raise
         self._rest_bytes += slab.size_bytes

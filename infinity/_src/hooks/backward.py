@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from infinity._src._torch_compat import (
+from infinity._src.base.torch_compat import (
     NO_TASK,
     graph_task_id,
     node_sequence_number,
@@ -32,7 +32,9 @@ from infinity._src._torch_compat import (
 )
 from infinity._src.hooks.graph_calls import GraphCall, GraphCalls, prune
 from infinity._src.hooks.unit_refs import UnitRefs
-from infinity._src.params.unit import GradientsInterface, Param, Unit, UnsharderInterface
+from infinity._src.params.reduce import GradReducer
+from infinity._src.params.unit import Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity.errors import EngineClosed, ReleasedInBackward, SecondOrderUnsupported
 
 _CLOSED = "backward: the engine of this model was closed, and its parameters' values with it"
@@ -122,8 +124,8 @@ class Backward:
     def __init__(
         self,
         units: Sequence[Unit],
-        unsharder: UnsharderInterface,
-        gradients: GradientsInterface,
+        unsharder: Unsharder,
+        gradients: GradReducer,
         lock: threading.RLock,
     ) -> None:
         self._units = units

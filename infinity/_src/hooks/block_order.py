@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import node_sequence_number, set_sequence_number
+from infinity._src.base.torch_compat import node_sequence_number, set_sequence_number
 from infinity._src.params.blocks import Named, find_blocks
 from infinity._src.params.unit import Unit
 

@@ -19,14 +19,14 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from infinity._src._torch_compat import (
+from infinity._src.base.torch_compat import (
     NO_TASK,
     address_of,
     calling_module_frame,
@@ -41,7 +41,6 @@ from infinity._src.hooks import tensors
 from infinity._src.hooks.activation_offload import Activations
 from infinity._src.hooks.backward import Backward, BackwardUse
 from infinity._src.hooks.block_order import BlockLog, Marks
-from infinity._src.hooks.gather_window import Gatherable, open_windows
 from infinity._src.hooks.module_params import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, WeightWindow
@@ -49,15 +48,14 @@ from infinity._src.hooks.whole_params import ShownWindow, WholeParams
 from infinity._src.kernels.tiling.tiled_experts import ChosenTiles
 from infinity._src.kernels.tiling.tiled_module import exclude_from_compile, is_idle_call
 from infinity._src.params.prefetch_schedule import PassTracker
+from infinity._src.params.reduce import GradReducer
 from infinity._src.params.rollback import Rollback
-from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import (
     EngineHook,
-    GradientsInterface,
     Param,
     Unit,
-    UnsharderInterface,
 )
+from infinity._src.params.unshard import Unsharder
 from infinity.errors import EngineClosed, ParameterReleased
 
 
@@ -122,7 +120,7 @@ class Hook(EngineHook):
         self._first.__deepcopy__(memo)
 
     @property
-    def _first(self) -> ShardedParameter:
+    def _first(self) -> torch.nn.Parameter:
         """The parameter that refuses, with its name."""
         return next(param.at_rest for unit in self._units for param in unit.params)
 
@@ -166,8 +164,8 @@ class Lifecycle:
         self,
         model: torch.nn.Module,
         units: list[Unit],
-        unsharder: UnsharderInterface,
-        gradients: GradientsInterface,
+        unsharder: Unsharder,
+        gradients: GradReducer,
         passes: PassTracker,
         *,
         whole: WholeParams | None = None,
@@ -236,17 +234,6 @@ class Lifecycle:
 
     # -- interface for the engine and users --------------------------------------------------------
 
-    def gather(self, params: Gatherable) -> AbstractContextManager[None]:
-        """Open windows: inside, `params` (a module, a parameter, or parameters) are readable and
-        writable; writes are kept.
-
-        Blocks until they are gathered. Views kept past the end are undefined.
-        """
-        self._require_open("gather()")
-        # Units that a broken-off pass has left would count as in use.
-        self.recover()
-        return open_windows(self, params)
-
     def reset(self) -> None:
         """Release everything that interrupted forwards and backwards left. Not to be called while
         one runs."""
@@ -291,7 +278,7 @@ class Lifecycle:
 
         Raises: RuntimeError inside of a forward, a backward, or another one of these.
         """
-        self._require_open("accumulate()")
+        self.require_open("accumulate()")
         # Frames that a broken-off forward has left would count as running.
         self.recover()
         if self._frames or self._log.noting or graph_task_id() != NO_TASK:
@@ -474,7 +461,7 @@ class Lifecycle:
     def hook_method(self, module: torch.nn.Module, name: str) -> None:
         """Treat calls of a method of `module` as its forward is treated, until the engine closes.
         """
-        self._require_open("forward_methods()")
+        self.require_open("forward_methods()")
         if (module, name) not in self._methods:
             self._methods[module, name] = HookedMethod(self, module, name)
 
@@ -695,7 +682,7 @@ class Lifecycle:
             # that leaf.
             register_post_accumulate(param.at_rest, hook)
 
-    def _require_open(self, what: str) -> None:
+    def require_open(self, what: str) -> None:
         if self.closed:
             raise EngineClosed(
                 f"{what}: the engine of this model was closed, and its parameters' values with it"
@@ -705,8 +692,8 @@ class Lifecycle:
 def attach(
     model: torch.nn.Module,
     units: list[Unit],
-    unsharder: UnsharderInterface,
-    gradients: GradientsInterface,
+    unsharder: Unsharder,
+    gradients: GradReducer,
     passes: PassTracker,
     *,
     whole: WholeParams | None = None,

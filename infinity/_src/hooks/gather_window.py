@@ -8,20 +8,17 @@ window if training computes with other values than `gather()` shows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from infinity._src._torch_compat import tensor_refs
+from infinity._src.base.torch_compat import tensor_refs
 from infinity._src.hooks.backward import WINDOW, BackwardUse
+from infinity._src.hooks.forward import Lifecycle
 from infinity._src.hooks.unit_refs import UnitRefs, WeightWindow
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Param
 from infinity.errors import RankFailed, StepUndone
-
-if TYPE_CHECKING:
-    from infinity._src.hooks.forward import Lifecycle
 
 Gatherable = torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]
 
@@ -54,8 +51,20 @@ def chosen_params(lifecycle: Lifecycle, what: Gatherable) -> list[Param]:
     return list(chosen)
 
 
+def gather(lifecycle: Lifecycle, what: Gatherable) -> AbstractContextManager[None]:
+    """Open windows: inside, `what` (a module, a parameter, or parameters) is readable and writable;
+    writes are kept.
+
+    Blocks until it is gathered. Views kept past the end are undefined.
+    """
+    lifecycle.require_open("gather()")
+    # Units that a broken-off pass has left would count as in use.
+    lifecycle.recover()
+    return _open_windows(lifecycle, what)
+
+
 @contextmanager
-def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
+def _open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
     """Open windows on the chosen parameters: inside, they are readable and writable. Writes are
     kept, also when the body raises."""
     params = [param for param in chosen_params(lifecycle, what) if param not in lifecycle.windows]

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from infinity._src._torch_compat import leaf_of, node_sequence_number
+from infinity._src.base.torch_compat import leaf_of, node_sequence_number
 from infinity._src.hooks.unit_refs import UnitRefs
 
 ROOM = 64
@@ -167,7 +167,7 @@ class GraphCalls:
         return False
 
     def keep(self, may_live: Callable[[GraphCall], bool]) -> None:
-        """Forget calls of which `may_live` is not true. It is asked of the newest first."""
+        """Forget the calls for which `may_live` returns False. The newest is asked first."""
         kept = [call for call in reversed(self._calls) if may_live(call)]
         self._calls = kept[::-1]
         self._firsts = [call.first for call in self._calls]

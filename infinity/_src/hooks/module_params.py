@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from infinity._src._torch_compat import (
+from infinity._src.base.torch_compat import (
     DisableTorchFunctionSubclass,
     dynamo_disable,
     gradient_node,

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from infinity._src.base.sizes import format_size
 from infinity._src.hooks.module_params import ModuleParameters
 from infinity._src.memory.ledger import memory_left_bytes
 from infinity._src.params.unit import Param
-from infinity._src.sizes import format_size
 
 Check = Callable[[int], None]
 """Called with the bytes of the CPU copies before any is made; raises when they are too many, and

@@ -17,8 +17,9 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch.nn import Parameter
 
-from infinity._src._torch_compat import (
+from infinity._src.base.torch_compat import (
     bump_version,
     separate_version,
     set_versions,
@@ -29,7 +30,8 @@ from infinity._src._torch_compat import (
 from infinity._src.hooks.module_params import ModuleParameters, look, put
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.sharded_param import ShardedParameter
-from infinity._src.params.unit import UNSHARDED, ClosedWindow, Param, Unit, UnsharderInterface
+from infinity._src.params.unit import UNSHARDED, ClosedWindow, Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity.errors import ReplacedOutsideEngine, WeightWritten
 
 
@@ -81,7 +83,7 @@ class UnitRefs:
     def __init__(
         self,
         unit: Unit,
-        unsharder: UnsharderInterface,
+        unsharder: Unsharder,
         modules: list[tuple[torch.nn.Module, ModuleParameters]],
     ) -> None:
         self.unit = unit
@@ -95,7 +97,7 @@ class UnitRefs:
         # Without a graph: windows come later, and pass.
         self._refs_at_rest = self._count_refs()
         found = dict(modules)
-        self._sites: list[tuple[ModuleParameters, str, ShardedParameter, torch.nn.Parameter]] = [
+        self._sites: list[tuple[ModuleParameters, str, Parameter, Parameter]] = [
             (found[module], attr, param.at_rest, param.gathered)
             for param in unit.params
             for module, attr in param.sites

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import torch
 
+from infinity._src.base.wording import listed
 from infinity._src.hooks.unit_refs import WeightWindow
-from infinity._src.params.unit import SHARDED, STALE, Param, Unit, UnsharderInterface
-from infinity._src.wording import listed
+from infinity._src.params.unit import SHARDED, STALE, Param, Unit
+from infinity._src.params.unshard import Unsharder
 from infinity.errors import StepUndone, WeightWritten
 
 
@@ -53,7 +54,7 @@ class WholeParams:
     `opt.step()`. alone: whether there is one rank only.
     """
 
-    def __init__(self, unsharder: UnsharderInterface, *, shown: bool, alone: bool) -> None:
+    def __init__(self, unsharder: Unsharder, *, shown: bool, alone: bool) -> None:
         self._unsharder = unsharder
         self._shown, self._alone = shown, alone
         self._windows: dict[Param, ShownWindow] = {}

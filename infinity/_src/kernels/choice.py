@@ -129,13 +129,14 @@ def why(name: str, device: torch.device) -> str:
 
 
 def may_be_triton(name: str) -> bool:
-    """Tell whether Triton computes this operation on some GPU: by force, or by figures. For plans
-    of machines that are elsewhere.
+    """Tell whether Triton computes this operation on some GPU. For plans of machines that are
+    elsewhere.
     """
     chosen = _chosen(name)
     if chosen is not None:
         return chosen == "triton"
-    return any(op == name and ratio > 1.0 for (op, _), ratio in MEASURED.items())
+    ratios = [ratio for (op, _), ratio in MEASURED.items() if op == name]
+    return any(ratio > 1.0 for ratio in ratios) or (OPS[name].bitwise and not ratios)
 
 
 def _choose(name: str, device: torch.device, trial: Trial | None) -> tuple[str, str]:

@@ -28,9 +28,9 @@ the wire decodes to, rounded to the error's dtype. So errors do not add up: over
 of the decoded values is the sum of the values, but for the last error. A group that is not finite
 has nothing to carry on: its error is zero.
 
-On the CPU the kernels are native/comm_codec.c: one pass in the caller's thread, without the GIL. On
-a GPU torch or Triton computes (infinity/_src/kernels/choice.py). All give the same bits; the torch
-code below defines them.
+On the CPU the kernels are native/kernels/comm_codec.c: one pass in the caller's thread, without the
+GIL. On a GPU torch or Triton computes (infinity/_src/kernels/choice.py). All give the same bits;
+the torch code below defines them.
 
 All tensors are contiguous and 1-D; nothing allocates on the CPU. Nothing waits on a GPU, but for
 the trial before the first use of a form there.
@@ -44,20 +44,14 @@ from collections.abc import Sequence
 
 import torch
 
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity._src.kernels import choice
-from infinity._src.kernels.quantize import (
-    DTYPES,
-    GROUP_NUMEL_LEAST,
-    GROUP_NUMEL_MOST,
-    Quantized,
-    dequantize_torch,
-    quantize_torch,
-)
+from infinity._src.kernels.quantize import dequantize_torch, quantize_torch
+from infinity._src.kernels.quantized import DTYPES, Quantized, check_groups
 from infinity._src.kernels.trial import Trial, sample
+from infinity._src.kernels.wire_layout import codes_bytes, wire_bytes
 from infinity.aio import GradDtype
 
-ALIGN_BYTES = 64
 DIVISOR_MOST = 1 << 24
 """Up to here every whole number is an fp32."""
 # Not a power of two: a division by one of them rounds nothing but denormals.
@@ -68,22 +62,6 @@ _CODES = {
     torch.float16: GradDtype.FP16,
     torch.float32: GradDtype.FP32,
 }
-
-
-def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
-    """Bytes of a wire of `numel` values.
-
-    Raises: ValueError for bits or groups that are not known.
-    """
-    _check_groups(bits, group_numel)
-    if numel < 0:
-        raise ValueError(f"numel={numel}: a number of values is not negative")
-    return codes_bytes(numel, bits) + _aligned(-(-numel // group_numel) * 2)
-
-
-def codes_bytes(numel: int, bits: int) -> int:
-    """Bytes of the codes with their padding: the offset of the scales."""
-    return _aligned(numel if bits == 8 else -(-numel // 2))
 
 
 def encode(
@@ -104,7 +82,7 @@ def encode(
     values, and receives the part of the sum that rounding took.
     Raises: ValueError for other arguments.
     """
-    _check_groups(bits, group_numel)
+    check_groups(bits, group_numel)
     _check_values("values", values, DTYPES)
     _check_wire(wire, values, bits, group_numel)
     if error is not None:
@@ -155,7 +133,7 @@ def decode_sum(
     wires: uint8 [wire_bytes(numel)] each, at least one. out: bf16, fp16 or fp32 [numel]. divisor: 1
     to 2^24. Raises: ValueError for what is none of these.
     """
-    _check_groups(bits, group_numel)
+    check_groups(bits, group_numel)
     _check_values("out", out, DTYPES)
     _check_sum(wires, "wires", divisor)
     for wire in wires:
@@ -393,22 +371,8 @@ def _implementation(name: str, device: torch.device, trial: Trial) -> str:
     return "native" if which == "torch" and device.type == "cpu" else which
 
 
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
 def _of(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
-
-
-def _check_groups(bits: int, group_numel: int) -> None:
-    if bits not in (4, 8):
-        raise ValueError(f"bits={bits} is not known: use 8 or 4")
-    if not GROUP_NUMEL_LEAST <= group_numel <= GROUP_NUMEL_MOST or group_numel & (group_numel - 1):
-        raise ValueError(
-            f"group_numel={group_numel}: use a power of two from {GROUP_NUMEL_LEAST} to "
-            f"{GROUP_NUMEL_MOST}"
-        )
 
 
 def _check_values(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:

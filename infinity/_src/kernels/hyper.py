@@ -12,7 +12,7 @@
 SGD is torch.optim.SGD's, Lion that of Chen et al. 2023 ("Symbolic Discovery of Optimization
 Algorithms") with decoupled weight decay; the sign of zero is zero, that of NaN is NaN. Scalars are
 computed in double and rounded once to fp32, as torch rounds a Python float. Each operation of an
-update rounds once to fp32, in the order above: the bits of native/optimizer_kernels.h.
+update rounds once to fp32, in the order above: the bits of native/kernels/optimizer_kernels.h.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from infinity.aio._records import HYPER, LOG_MAX, Algorithm, HyperFlag, LogKind
+from infinity._src.cabi.records import HYPER, LOG_MAX, Algorithm, HyperFlag, LogKind
 
 Log: TypeAlias = Sequence[tuple[LogKind | str, float]]
 """Operations done to a gradient since it was accumulated, oldest first: ("mul" | "div" or a

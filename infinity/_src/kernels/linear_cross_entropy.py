@@ -201,8 +201,8 @@ def row_losses(
     """(loss, log-sum-exp) of each row, [rows] of `sum_dtype` both, from the partials of the whole
     vocabulary.
 
-    The loss of ignored rows is 0; the loss of a target outside of the vocabulary is NaN (on a GPU
-    nobody waits to look).
+    The loss of ignored rows is 0; the loss of a target outside of the vocabulary is NaN (an
+    error would have to wait for the GPU).
     """
     smoothing = settings.label_smoothing
     lse = found.row_max + found.row_sum_exp.log()

@@ -48,51 +48,13 @@ import dataclasses
 import torch
 
 from infinity._src.kernels import choice
+from infinity._src.kernels.quantized import DTYPES, VALUE_MOST, Quantized, check_groups
 from infinity._src.kernels.rounding import random_bits, shift_right
 from infinity._src.kernels.trial import Trial, sample
 
-GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST = 64, 1024
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-VALUE_MOST = float.fromhex("0x1.fep127")
-"""The largest bf16: no dequantized value is larger."""
 # 2^-126, the least normal fp32: no group has a smaller scale.
 _SCALE_LEAST_BITS = 0x00800000
 _NAN_BITS = 0x7FC00000
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantized:
-    """Values in groups.
-
-    codes: [numel] int8 (symmetric) or uint8; int4: uint8 [ceil(numel / 2)], the element with the
-    even number in the low half, as two's complement when symmetric. scales: bf16 [groups]. zeros:
-    uint8 [groups], or None when symmetric. shape, dtype: of the values before. group_numel:
-    elements per group.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None
-    shape: torch.Size
-    dtype: torch.dtype
-    bits: int
-    group_numel: int
-
-    @property
-    def symmetric(self) -> bool:
-        """True where zero is the code 0 of every group."""
-        return self.zeros is None
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return self.shape.numel()
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of codes, scales and zeros, which travel together."""
-        tensors = [self.codes, self.scales] + ([] if self.zeros is None else [self.zeros])
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def quantize(
@@ -111,13 +73,7 @@ def quantize(
     the first value then; without a key to nearest, ties to even. Raises: ValueError for what is
     none of these.
     """
-    if bits not in (4, 8):
-        raise ValueError(f"bits={bits} is not known: use 8 or 4")
-    if not GROUP_NUMEL_LEAST <= group_numel <= GROUP_NUMEL_MOST or group_numel & (group_numel - 1):
-        raise ValueError(
-            f"group_numel={group_numel}: use a power of two from {GROUP_NUMEL_LEAST} to "
-            f"{GROUP_NUMEL_MOST}"
-        )
+    check_groups(bits, group_numel)
     if values.dtype not in DTYPES:
         raise ValueError(f"values are {values.dtype}: quantize bfloat16, float16 or float32")
     if element < 0:

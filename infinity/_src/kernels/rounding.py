@@ -3,7 +3,7 @@ once.
 
 An element's 32 random bits follow from a key and the element's index in its parameter, and from
 nothing else. So the same update rounds alike wherever it runs, however a parameter is cut into
-chunks, and in whatever order. The hash is that of native/update_codec.h.
+chunks, and in whatever order. The hash is that of native/kernels/update_codec.h.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     master, moments = decode_sections(format, sections)
 
 One codec serves the update on a device, access to single states and checkpoints, with the bits of
-native/update_codec.h. Every line rounds once, and a divisor is a tensor: by a number torch divides
-through its reciprocal on a GPU. Integers are int32 and wrap: int64 is several times slower on a
-CPU.
+native/kernels/update_codec.h. Every line rounds once, and a divisor is a tensor: by a number torch
+divides through its reciprocal on a GPU. Integers are int32 and wrap: int64 is several times slower
+on a CPU.
 
 **Split master** (`hi` bf16, `lo` int16): the fp32 is `hi` in the upper half plus `lo`, and `hi` is
 the fp32 rounded to nearest, ties to even, as torch rounds. Of the two masters half-way to the
@@ -41,8 +41,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from infinity._src.cabi.records import QUANT_GROUP, Format, GradSection, Master, Moments
 from infinity._src.kernels.rounding import random_bits, shift_right, sqrt_exact
-from infinity.aio._records import QUANT_GROUP, Format, GradSection, Master, Moments
 
 _NAN_BITS, _INFINITY_BITS, _MAGNITUDE = 0x7FC00000, 0x7F800000, 0x7FFFFFFF
 # 2^-94, so that code 1 of moment 1 is not zero; and the largest finite bf16.

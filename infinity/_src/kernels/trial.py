@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from infinity._src.kernels.launch import on_device
+from infinity._src.base.torch_device import on_device
+from infinity._src.kernels.quantized import GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST
 
 CPU = torch.device("cpu")
 SAMPLE_NUMEL = 3408
@@ -26,10 +27,6 @@ a part of one. A multiple of 16, as nearly all sizes are: Triton compiles anothe
 """
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MESSAGE_MOST = 300
-_RUN = 64
-"""Elements of a sample that have one order of magnitude: the least group of any codec."""
-_GROUP = 1024
-"""The largest group of any codec."""
 
 
 class Trial(NamedTuple):
@@ -50,11 +47,12 @@ def sample(dtype: torch.dtype, seed: int = 0, *, finite: bool = True) -> torch.T
     finite: False: infinities and NaN in the first group, too.
     """
     generator = torch.Generator().manual_seed(seed)
-    runs = -(-SAMPLE_NUMEL // _RUN)
+    # Each run of the least group's size has one order of magnitude.
+    runs = -(-SAMPLE_NUMEL // GROUP_NUMEL_LEAST)
     exponents = torch.randint(-144, 10, (runs,), generator=generator, device=CPU)
-    exponents = exponents.repeat_interleave(_RUN)[:SAMPLE_NUMEL]
+    exponents = exponents.repeat_interleave(GROUP_NUMEL_LEAST)[:SAMPLE_NUMEL]
     # In a group of several runs the largest values decide, and the others are zeros.
-    exponents[_GROUP : 2 * _GROUP] = -128
+    exponents[GROUP_NUMEL_MOST : 2 * GROUP_NUMEL_MOST] = -128
     values = torch.randn(SAMPLE_NUMEL, generator=generator, dtype=torch.float32, device=CPU)
     # In double: fp32's powers of two end where its denormals begin.
     values = torch.ldexp(values.double(), exponents).float()
@@ -72,9 +70,8 @@ def difference(trial: Trial, device: torch.device) -> str:
     compilation. A kernel that does not compile or run differs, too. Raises: torch.OutOfMemoryError
     if the device has no memory for the sample, also after torch's cache was emptied.
     """
-    with torch.no_grad():
-        with _denormals_kept():
-            expected = trial.outputs("torch", CPU, *trial.form)
+    with torch.no_grad(), _denormals_kept():
+        expected = trial.outputs("torch", CPU, *trial.form)
         try:
             try:
                 found = _on_device(trial, device)

@@ -5,11 +5,10 @@
     for index in range(chunks):          # chunks come and go through the same few buffers
         plan.run(index, sections, grad)
 
-native/optimizer_kernels.c does the same to a chunk in RAM. Both implementations here take the
-records of infinity/aio/_records.py as they are. infinity/_src/kernels/choice.py says which one runs
-(`update`), and that changes no bit but of a NaN's payload in an fp32 section, which is nobody's
-value. All that a step's updates need besides the chunks is copied to the device once, when the plan
-is made.
+native/kernels/optimizer_kernels.c does the same to a chunk in RAM. Both implementations here take
+the records of infinity/_src/cabi/records.py as they are. infinity/_src/kernels/choice.py says which
+one runs (`update`). That changes no bit but of a NaN's payload in an fp32 section. All that a
+step's updates need besides the chunks is copied to the device once, when the plan is made.
 
 The torch implementation decodes a segment's states to fp32, updates them and encodes them again.
 Every line of it rounds once: products and sums are separate operations, and divisors are tensors,
@@ -28,13 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src import native
-from infinity._src.kernels import choice
-from infinity._src.kernels.hyper import hyper_row_adamw, hyper_row_lion, hyper_row_sgd
-from infinity._src.kernels.rounding import sqrt_exact
-from infinity._src.kernels.state_codec import decode_sections, encode_sections
-from infinity._src.kernels.trial import SAMPLE_NUMEL, Trial, sample
-from infinity.aio._records import (
+from infinity._src.cabi import native
+from infinity._src.cabi.records import (
     HYPER,
     QUANT_GROUP,
     SEG,
@@ -46,6 +40,11 @@ from infinity.aio._records import (
     LogKind,
     Moments,
 )
+from infinity._src.kernels import choice
+from infinity._src.kernels.hyper import hyper_row_adamw, hyper_row_lion, hyper_row_sgd
+from infinity._src.kernels.rounding import sqrt_exact
+from infinity._src.kernels.state_codec import decode_sections, encode_sections
+from infinity._src.kernels.trial import SAMPLE_NUMEL, Trial, sample
 
 GRAD_DTYPES = {
     GradDtype.BF16: torch.bfloat16,
@@ -385,7 +384,7 @@ def _sample_row(algorithm: Algorithm, moments: int) -> npt.NDArray[np.void]:
     return hyper_row_lion(lr=1e-3, weight_decay=0.1, log=log, key=7)
 
 
-# -- the torch implementation; the order of operations is native/optimizer_kernels.h's -------------
+# -- the torch implementation, in the order of native/kernels/optimizer_kernels.h ------------------
 
 
 def _update_torch(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from infinity._src.cabi.records import Algorithm, Format, GradDtype
 from infinity._src.kernels.comm_codec import decode_trial, encode_trial, sum_trial
 from infinity._src.kernels.quantize import dequantize_trial, quantize_trial
 from infinity._src.kernels.trial import Trial
 from infinity._src.kernels.update import update_trial
-from infinity.aio._records import Algorithm, Format, GradDtype
 
 
 def trials_of_usual_forms() -> dict[str, Trial]:

@@ -1,7 +1,7 @@
 """The device that computes: memory of gathered units, and copies to it (H2D) and from it (D2H).
 
     CPU   device memory is the host's: executor threads copy, and gradients are added in place
-    GPU   copies have streams of their own, in the executor (native/executor_device.c); their host
+    GPU   copies have streams of their own, in the executor (native/executor/device.c); their host
           memory is pinned
 
 The compute stream is the current stream of torch at the time of a call. Memory of a unit that was
@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from infinity._src._torch_compat import make_mem_pool
-from infinity._src.kernels.launch import on_device
-from infinity._src.progress import ProgressLine
+from infinity._src.base.progress import ProgressLine
+from infinity._src.base.torch_compat import make_mem_pool
+from infinity._src.base.torch_device import on_device
 from infinity.aio import (
     JOB,
     MASK_COPY_OUT,
@@ -137,7 +137,7 @@ class Device:
         )
 
     def free_cache(self) -> None:
-        """Give the memory that torch has cached, and nobody uses, back to the device. Blocks until
+        """Give the unused memory that torch has cached back to the device. Blocks until
         its kernels are done.
         """
         if self._on_gpu:

@@ -34,7 +34,7 @@ class Drives:
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self._directories = list(directories)
-        # Known now: of a drive that is gone nobody can ask.
+        # Known now: a drive that is gone cannot be asked.
         self._devices = [each.stat().st_dev for each in directories]
         self._committed: int | None = None
         self._saved: _Saved | None = None

@@ -19,9 +19,8 @@ from typing import NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.sizes import round_up
-from infinity.aio import Format
-from infinity.aio._records import (
+from infinity._src.base.sizes import round_up
+from infinity._src.cabi.records import (
     ALIGNMENT_BYTES,
     CHUNK_NUMEL,
     GROUP_NUMEL,
@@ -30,6 +29,7 @@ from infinity.aio._records import (
     NumelT,
     Section,
 )
+from infinity.aio import Format
 
 __all__ = [
     "ALIGN_BYTES",
@@ -137,8 +137,8 @@ class Segments(NamedTuple):
 class FlatLayout:
     """Layout of one flat: offsets of its parameters, split over `world` ranks and into chunks.
 
-    chunk_numel: elements per chunk, a multiple of GROUP_NUMEL; `infinity.aio._records.chunk_numel`
-    of the format that the flat may get.
+    chunk_numel: elements per chunk, a multiple of GROUP_NUMEL: `records.chunk_numel` of the format
+    that the flat may get.
     """
 
     itemsize: int

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from infinity._src.sizes import format_size
+from infinity._src.base.sizes import format_size
 from infinity.aio._memory_limits import cgroup_limits, memory_left_bytes
 
 RAM_SHARE = 0.5

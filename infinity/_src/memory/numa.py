@@ -5,7 +5,7 @@
 
 Nodes are read from /sys, under a root that tests may write themselves. On a machine with one node
 nothing is chosen, and nothing is called. `infinity.aio._numa_node` carries the choice out, by mbind
-and affinity calls in native/numa.c.
+and affinity calls in native/memory/numa.c.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 def core_count(cpus: Iterable[int], root: Path = _ROOT) -> int:
     """Count the physical cores of these processors: hyper-threads of one core share its units."""
     folder = root / "sys" / "devices" / "system" / "cpu"
-    # A processor of which the kernel says nothing counts as a core.
+    # A processor that the kernel does not describe counts as a core.
     siblings = {
         _text(folder / f"cpu{cpu}" / "topology" / "thread_siblings_list").strip() or str(cpu)
         for cpu in cpus

@@ -38,12 +38,12 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from infinity._src.base.sizes import format_size, round_size, round_up
+from infinity._src.cabi.records import piece_count
 from infinity._src.memory.device_room import beside_bytes
 from infinity._src.memory.layout import FlatLayout, Section, aligned_section_bytes, sections_of
-from infinity._src.perf.roofline import move_counts
-from infinity._src.sizes import format_size, round_size, round_up
+from infinity._src.memory.roofline import move_counts
 from infinity.aio import Format
-from infinity.aio._records import piece_count
 from infinity.errors import BudgetError
 
 __all__ = ["FlatNeed", "PlacementPlan", "StepLoad", "chunk_bytes", "plan_placement", "step_bytes"]
@@ -175,7 +175,7 @@ written, one is prefetched or written late."""
 
 
 def staging_bytes(largest: int, count: int) -> int:
-    """Bytes of the windows for `count` flats that spill, of which the largest takes so much."""
+    """Bytes of the windows for `count` flats that spill; the largest takes so much."""
     return min(largest + beside_bytes([largest], WINDOW_COUNT - 1), largest * count)
 
 

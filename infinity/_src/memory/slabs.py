@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from infinity._src.progress import ProgressLine
+from infinity._src.base.progress import ProgressLine
 from infinity.aio import Slab
 
 ItemT = TypeVar("ItemT")

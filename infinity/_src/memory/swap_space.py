@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity import aio
-from infinity._src.sizes import MIB, format_size
+from infinity._src.base.sizes import MIB, format_size
 from infinity.aio import ExtentAllocator, SwapFile
 from infinity.errors import DeviceFailedError, SwapFullError
 
@@ -245,7 +245,7 @@ class SwapSpace:
         Raises: SwapFullError, as `reserve_together`.
         """
         found: list[SwapExtent] = []
-        # No credits to take back: the drives are given, so nobody took a turn.
+        # No credits to take back: the drives are given, so none was chosen by turns.
         lengths = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for drive, want in zip(drives, wants, strict=True):
@@ -332,7 +332,7 @@ class SwapSpace:
 
     def free(self, place: SwapExtent) -> None:
         """Give an extent back; its file keeps its length for the next one."""
-        # A place that refused a write stays reserved, so that nobody gets it. The one that was
+        # A place that refused a write stays reserved, and is not given out. The one that was
         # taken in exchange may have refused one later.
         while (key := (place.layer, place.drive, place.offset)) in self._exchanged:
             place = self._exchanged.pop(key)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import dynamo_disable, version_of
+from infinity._src.base.torch_compat import dynamo_disable, version_of
 from infinity._src.microbatch.rows import DICTS, PerSlice, mapped, per_slice
 from infinity.errors import SlicesError
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import is_compiled
+from infinity._src.base.torch_compat import is_compiled
 from infinity._src.kernels.tiling.deferred_logits import find_head
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
 from infinity._src.memory.device_room import SliceGrads, UnitBytes, slice_grad_bytes
@@ -132,7 +132,7 @@ class Slices:
 
     count: of a batch of as many rows or more; a smaller batch has one slice for each row.
     loss_reduction: "mean": the loss that the model returns is the mean over the slices of their
-        losses, and the sum where the call has `num_items_in_batch`: nobody divides it by `count`
+        losses, and the sum where the call has `num_items_in_batch`: no code divides it by `count`
         again. None: the model calls no `loss_function`; a loss, its own or the loop's, is computed
         of the logits of all rows, and has the reduction of whoever computes it.
     """

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from infinity._src._torch_compat import dynamo_disable
+from infinity._src.base.torch_compat import dynamo_disable
 
 SEEDS = 1 << 62
 """Bases are below this."""
@@ -86,7 +86,7 @@ class RandomStreams:
         return torch.Generator(device=device).manual_seed(self._base + index).get_state()
 
     def end(self) -> None:
-        """Let the caller's generator move on if a slice has drawn, and nobody else has."""
+        """Let the caller's generator move on if slices alone have drawn."""
         if self.drawn and torch.equal(torch.get_rng_state(), self._before):
             torch.set_rng_state(self._after)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import dynamo_disable, version_of
+from infinity._src.base.torch_compat import dynamo_disable, version_of
 from infinity.errors import SlicesError
 
 log = logging.getLogger("infinity")
@@ -39,7 +39,7 @@ class SideEffects:
 
     @dynamo_disable
     def __init__(self, module: nn.Module, first_time: Callable[[str], bool]) -> None:
-        # Attributes, not modules: these must go as soon as nobody else has them.
+        # Attributes, not modules: these must go with their last other reference.
         self._attributes = [(name, inner.__dict__) for name, inner in module.named_modules()]
         # Reading every attribute at each call would cost more than all else here.
         self._listed = [_names(attributes) for _, attributes in self._attributes]

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import (
+from infinity._src.base.sizes import format_size
+from infinity._src.base.torch_compat import (
     METADATA,
     DisableTorchFunctionSubclass,
     make_wrapper,
@@ -34,7 +35,6 @@ from infinity._src.kernels.tiling.deferred_logits import (
 from infinity._src.microbatch.replay import UNNEEDED
 from infinity._src.microbatch.rows import mapped, tensors_in
 from infinity._src.microbatch.slicing import Run, loss_of_batch
-from infinity._src.sizes import format_size
 from infinity.errors import SlicesError
 
 log = logging.getLogger("infinity")

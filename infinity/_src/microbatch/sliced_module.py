@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import dynamo_disable, hooks_of
+from infinity._src.base.torch_compat import dynamo_disable, hooks_of
 from infinity._src.microbatch.collected_outputs import (
     ATTENTIONS,
     FLAG,

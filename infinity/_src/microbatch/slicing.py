@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity._src._torch_compat import (
+from infinity._src.base.torch_compat import (
     NO_TASK,
     clear_autocast_cache,
     graph_task_id,
@@ -55,7 +55,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 """Types of values that all slices share."""
 
 _ITEMS = (bool, int, float, complex, str, bytes, dict)
-"""Types of items of which a list may have one for each row."""
+"""Types of the items that a list may have, one for each row."""
 
 BATCHES = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 """Arguments whose rows are those of the batch; else the first tensor has them."""
@@ -487,7 +487,7 @@ class Run:
         if known is not None and known.hold(tensor):
             return known.parts
         key = id(tensor)
-        # Weak: parts go as soon as nobody else has the tensor.
+        # Weak: parts go as soon as the tensor has no other reference.
         gone = weakref.ref(tensor, lambda _: self._cuts.pop(key, None))
         bounds = [(each * start, each * end) for start, end in self.bounds]
         self._cuts[key] = _Parts(gone, tensor, cut_rows(tensor, bounds))
@@ -580,7 +580,7 @@ class _Parts:
         self._versions = versions_of([tensor, *parts])
 
     def hold(self, tensor: torch.Tensor) -> bool:
-        """True when they are the tensor's, nobody has written to it or to them since, and they
+        """True when they are the tensor's, it and they have not been written since, and they
         have a graph where one is wanted."""
         wants_graph = torch.is_grad_enabled() and tensor.requires_grad
         return (

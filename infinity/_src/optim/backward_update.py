@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from infinity._src._torch_compat import NO_TASK, graph_task_id
-from infinity._src.grads.accumulator import AccumulatorState
+from infinity._src.base.torch_compat import NO_TASK, graph_task_id
 from infinity._src.kernels.update import all_finite
 from infinity._src.memory.constants import LAG_UNITS, UNITS_AHEAD
 from infinity._src.memory.device import Device
@@ -34,6 +33,7 @@ from infinity._src.optim.step import guard
 from infinity._src.optim.step_consensus import Grouped, values_of
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import DeferredUpdate, UpdatingOptimizer
+from infinity._src.params.accumulator import AccumulatorState
 from infinity._src.params.prefetch_schedule import PassTracker, Phase
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Ticket

@@ -15,17 +15,17 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import torch
 
-from infinity._src.config import Policy
-from infinity._src.grads.accumulator import AccumulatorState, is_exact
-from infinity._src.grads.reduce import GradReducer
+from infinity._src.base.wording import TRAINERS
+from infinity._src.config.policy import Policy
 from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline, refuse_nonfinite
 from infinity._src.optim.update_jobs import Work
+from infinity._src.params.accumulator import AccumulatorState, is_exact
+from infinity._src.params.reduce import GradReducer
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param
 from infinity._src.params.unshard import Unsharder
-from infinity._src.wording import TRAINERS
 from infinity.aio import Format
 
 MANIFEST_VERSION = 1

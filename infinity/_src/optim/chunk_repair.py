@@ -24,9 +24,9 @@ from typing import NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
+from infinity._src.base.wording import listed
 from infinity._src.params.state_store import ChunkAt, StateStore
 from infinity._src.params.unit import Flat
-from infinity._src.wording import listed
 from infinity.aio import Executor
 from infinity.errors import (
     AioError,
@@ -178,7 +178,7 @@ class ChunkRepair:
         try:
             problems = self._store.verify([at], reads=self._reads)
         except BaseException:
-            # Interrupted: nobody was told that they are older, so they are not taken.
+            # Interrupted before a warning said that they are older: they are not taken.
             self._executor.wait_all()
             self._store.exchange(at)
             raise

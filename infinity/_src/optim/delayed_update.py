@@ -26,13 +26,13 @@ from typing import NamedTuple
 
 import torch
 
-from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator
-from infinity._src.grads.buffers import GradBuffers
 from infinity._src.memory.device import Device
 from infinity._src.optim.step import accumulated_gradients
 from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import DeferredUpdate
+from infinity._src.params.accumulator import AccumulatorState, GradAccumulator
+from infinity._src.params.buffers import GradBuffers
 from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
@@ -136,7 +136,7 @@ class DelayedUpdate(DeferredUpdate):
 
 class _Swap(NamedTuple):
     """Reader of an accumulator's storage, while the next step writes elsewhere
-    (`infinity._src.grads.accumulator.AccumulatorReader`).
+    (`infinity._src.params.accumulator.AccumulatorReader`).
     """
 
     updates: DelayedUpdate

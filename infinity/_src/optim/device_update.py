@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from infinity._src.base.sizes import round_up
+from infinity._src.cabi.records import GradSection
 from infinity._src.kernels.update import UpdatePlan
 from infinity._src.memory.constants import AHEAD_CHUNKS
 from infinity._src.memory.device import Device
@@ -29,9 +31,7 @@ from infinity._src.optim.update_jobs import Submission, Work
 from infinity._src.optim.update_mode import DeferredUpdate
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity._src.sizes import round_up
 from infinity.aio import JOB, MASK_DEVICE, Executor, GradDtype, JobKind, Priority, Ticket
-from infinity.aio._records import GradSection
 
 _ALIGNMENT_BYTES = 256
 

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from infinity._src.config import Policy
+from infinity._src.base.sizes import round_up
+from infinity._src.config.policy import Policy
 from infinity._src.memory.constants import OFFLOAD_UNITS, WINDOW_UNITS
 from infinity._src.memory.device import Device, GradOffload
 from infinity._src.memory.device_room import beside_bytes, room_bytes
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity._src.sizes import round_up
 from infinity.aio import Slab, Ticket
 from infinity.errors import AioError
 

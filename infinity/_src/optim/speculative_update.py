@@ -24,13 +24,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from infinity._src._torch_compat import NO_TASK, graph_task_id
-from infinity._src.grads.accumulator import (
-    AccumulatorState,
-    GradAccumulator,
-    is_exact,
-    wait_through,
-)
+from infinity._src.base.torch_compat import NO_TASK, graph_task_id
 from infinity._src.memory.constants import LAG_UNITS
 from infinity._src.memory.device import Device
 from infinity._src.optim.step import accumulated_gradients, guard
@@ -38,6 +32,12 @@ from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import DeferredUpdate
+from infinity._src.params.accumulator import (
+    AccumulatorState,
+    GradAccumulator,
+    is_exact,
+    wait_through,
+)
 from infinity._src.params.prefetch_schedule import PassTracker, Phase
 from infinity._src.params.unit import Param, Unit
 from infinity.aio import Ticket
@@ -199,7 +199,7 @@ class SpeculativeUpdate(DeferredUpdate):
         ahead = _Ahead(
             {param: item.hyper.tobytes() for param, item in work.items()}, unit.generation
         )
-        # Before the start: an interrupt must not leave an update that nobody knows of.
+        # Before the start: an interrupt must not leave an update without a record.
         self._ahead[unit] = ahead
         ahead.ticket = self._pipeline.start(
             unit, work, accumulated_gradients(work), targets=targets

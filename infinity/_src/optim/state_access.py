@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.cabi.records import GradSection, Moments
 from infinity._src.distributed.communicator import Comm, digest, fingerprinted
-from infinity._src.grads.accumulator import AccumulatorState
-from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
+from infinity._src.params.accumulator import AccumulatorState
 from infinity._src.params.chunk_pipeline import ChunkBuffer, ParamSpan, spans_of
 from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.reduce import GradReducer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param
 from infinity._src.params.unshard import Unsharder
 from infinity.aio import Format
-from infinity.aio._records import GradSection, Moments
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -196,7 +196,7 @@ class States:
         self._gradients.replace(param, part)
 
     def _whole(self, param: Param, part: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the whole tensor of which the ranks have parts, fp32 [param.shape]."""
+        """Return the whole tensor, from the parts of the ranks, fp32 [param.shape]."""
         _, element, _ = param.flat.layout.shard_range(param.param_index, self.rank)
         mine = torch.cat([piece.reshape(-1) for piece in part]) if part else torch.empty(0)
         return self._comm.all_gather_vector(mine, element, param.numel).view(param.shape)

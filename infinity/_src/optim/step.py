@@ -12,7 +12,7 @@ to the update until its ticket is done: whoever wants to change it earlier waits
 (`GradAccumulator.guard`).
 
 Clipping and unscaling come before the step: the loop calls torch's own functions, `p.grad` answers
-them (`infinity._src.grads.proxy`), and updates replay the scalings.
+them (`infinity._src.params.proxy`), and updates replay the scalings.
 
 That is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
 
@@ -44,7 +44,7 @@ refused gather ends in its place, so ranks go on with the same collectives behin
 of gathers ride on the names; on several nodes of several ranks they take one exchange of a byte
 more, beside the collective before. Not undone, but the end of all ranks as with one generation: a
 fault that opt.step() itself meets on one rank (update_on="device", an interrupt), since the others
-are not where it is; one that `close()` meets in a run that is not durable, since nobody can see
+are not where it is; one that `close()` meets in a run that is not durable, since no one can see
 the states any more; and all that is no fault of an update.
 """
 
@@ -57,10 +57,10 @@ from typing import NoReturn, Protocol
 import numpy as np
 import torch
 
-from infinity._src._torch_compat import profiled
+from infinity._src.base.torch_compat import profiled
+from infinity._src.base.wording import listed
+from infinity._src.cabi.records import MASK_PARAM_IN_MEMORY
 from infinity._src.distributed.communicator import Comm
-from infinity._src.grads.accumulator import ReadByUpdate, wait_through
-from infinity._src.grads.reduce import GradReducer
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.optim.step_consensus import (
@@ -71,13 +71,13 @@ from infinity._src.optim.step_consensus import (
 )
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, jobs_of_flat, jobs_of_unit
+from infinity._src.params.accumulator import ReadByUpdate, wait_through
 from infinity._src.params.prefetch_schedule import Phase, Progress
+from infinity._src.params.reduce import GradReducer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
-from infinity._src.wording import listed
 from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
-from infinity.aio._records import MASK_PARAM_IN_MEMORY
 from infinity.errors import (
     AioError,
     DriveLostError,
@@ -113,7 +113,7 @@ class StepHooks(Protocol):
 
 
 class StepWatch(Protocol):
-    """The watch over drives and activations (`infinity._src.storage`)."""
+    """The watch over drives and activations (`infinity._src.engine.storage`)."""
 
     def step_begins(self, steps: int) -> None:
         """Note that forwards and backwards of a step are done. steps: those before it."""
@@ -218,7 +218,7 @@ class StepPipeline:
         """
         try:
             undone = transaction.undo(cause, self._faults_of_updates, read)
-            # Not before: updates that ran ahead would be committed if nobody knew of them.
+            # Not before: a commit would take updates that ran ahead and are not recorded here.
             self.begun = self._unagreed = False
             self._mode.undone()
         except StateInvalid as lost:
@@ -412,7 +412,7 @@ class StepPipeline:
 
         Raises: RanksDiverged; ValueError for an lr, or another number, of one rank's own.
         """
-        # One rank has nobody to agree with, and describing a step costs a pass over the groups.
+        # One rank agrees with itself, and describing a step costs a pass over the groups.
         if self._comm.world > 1:
             description = describe_step(optimizer, params)
             self._comm.check_same_numbers(description.what, description.numbers, description.names)
@@ -618,7 +618,7 @@ class StepPipeline:
         if gate is not None:
             jobs["mask"] |= self._device.mask
         else:
-            # Without a hand-over nobody waits for the chunks that have no work.
+            # Without a hand-over no gather waits for the chunks that have no work.
             jobs = jobs[jobs["kind"] == JobKind.UPDATE]
             if targets:
                 jobs["ptr"][:, 0] += np.array(targets, dtype=np.uint64)[jobs["base"]]

@@ -35,11 +35,11 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity._src.grads.reduce import GradReducer
 from infinity._src.optim.step import StepPipeline, accumulated_gradients, guard
 from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.update_jobs import Work
 from infinity._src.params.prefetch_schedule import Phase
+from infinity._src.params.reduce import GradReducer
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
 from infinity._src.params.update_hooks import UpdateHooks

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import gradient_node, storage_of, storage_uses
+from infinity._src.base.torch_compat import gradient_node, storage_of, storage_uses
 from infinity._src.params.discover import FoundParameter, find_parameters
 from infinity._src.params.materialize import find_buffers
 from infinity._src.params.sharded_param import Alias

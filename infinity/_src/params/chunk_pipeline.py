@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.base.sizes import round_up
 from infinity._src.params.state_store import ShardRecords, StateStore
 from infinity._src.params.unit import Param
-from infinity._src.sizes import round_up
 from infinity.aio import JobKind, Priority, Slab, Ticket
 from infinity.errors import AioError, RankFailed
 

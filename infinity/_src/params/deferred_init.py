@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity._src._torch_compat import FAKE_HAS_NO_VALUES, FakeTensor, FakeTensorMode
-from infinity._src.dtypes import copy_
-from infinity._src.progress import ProgressLine
+from infinity._src.base.dtypes import copy_
+from infinity._src.base.progress import ProgressLine
+from infinity._src.base.torch_compat import FAKE_HAS_NO_VALUES, FakeTensor, FakeTensorMode
 
 DEFERRED_BYTES_MIN = 1 << 20
 """Smaller tensors are real: norms, rotary frequencies, tables whose values constructors read."""
@@ -178,7 +178,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         changed = _changed(func, args, kwargs)
         if any(not isinstance(leaf, FakeTensor) for leaf in changed):
-            # What has memory gets its values now: nobody would do it later.
+            # What has memory gets its values now: no later step would do it.
             return self._at_once(func, args, kwargs)
         try:
             with self._fakes:

@@ -5,8 +5,8 @@
                          updates t in place                     (step t+2 computes with the result)
     step t+1         gathers from the delayed parameters, in RAM
 
-On a device with memory of its own they are pinned, and nobody waits for their copy but who wants
-the unit: on one rank the executor copies, on several the gather lane, on its stream.
+On a device with memory of its own they are pinned, and only a gather of the unit waits for their
+copy: on one rank the executor copies, on several the gather lane, on its stream.
 
 Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 5.2, one-step delayed parameter
 update (update="delayed").
@@ -32,7 +32,7 @@ class DelayedCopy:
     one rank.
 
     parts: for each flat the read that fills its delayed shard, the place in the gathered flat, and
-    the shard. One thread uses it at a time. In a lane `run` does it all, and nobody asks the rest.
+    the shard. One thread uses it at a time. In a lane `run` does it all; the rest is not called.
     """
 
     def __init__(

@@ -38,7 +38,10 @@ import psutil
 import torch
 from torch import nn
 
-from infinity._src.dtypes import why_not_bits
+from infinity._src.base.dtypes import why_not_bits
+from infinity._src.base.sizes import format_size
+from infinity._src.base.wording import listed
+from infinity._src.cabi.records import CHUNK_NUMEL
 from infinity._src.kernels.tiling.tile_experts import is_stack
 from infinity._src.kernels.tiling.tiled_experts import ExpertsTile
 from infinity._src.kernels.tiling.tiled_module import Grid, Tile, tile_modules, whole_name
@@ -63,10 +66,7 @@ from infinity._src.params.call_order import call_order
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
-from infinity._src.sizes import format_size
-from infinity._src.wording import listed
 from infinity.aio._memory_limits import cgroup_limit_bytes
-from infinity.aio._records import CHUNK_NUMEL
 
 log = logging.getLogger("infinity")
 

@@ -29,13 +29,13 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from infinity._src.dtypes import converts, copy_, kind_of
+from infinity._src.base.dtypes import converts, copy_, kind_of
+from infinity._src.base.sizes import MIB
+from infinity._src.base.wording import listed, listed_are
 from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.source_files import SourceFiles
 from infinity._src.params.unit import Flat, Param, place_at
-from infinity._src.sizes import MIB
-from infinity._src.wording import listed, listed_are
 from infinity.errors import WeightsError
 
 
@@ -152,7 +152,7 @@ class NamedTensors(abc.ABC):
 
 
 class FileTensors(NamedTensors):
-    """Named tensors of files, of which any part can be read."""
+    """Named tensors of files. Any part of them can be read."""
 
     @property
     @abc.abstractmethod
@@ -205,7 +205,7 @@ class OpenSource(abc.ABC):
         `device`. Blocks. keep: called with each real one that is about to be written.
 
         Buffers that are not persistent are in no checkpoint: Hugging Face models recompute theirs.
-        Raises: ValueError naming buffers that nobody can compute.
+        Raises: ValueError naming buffers that cannot be computed.
         """
         lost: list[Buffer] = []
         # A buffer made under inference mode could not be changed in training.
@@ -436,7 +436,7 @@ class _CallableSource(_WholeSource):
 
 
 class _InitSource(_WholeSource):
-    """A model built anew, of which one tensor at a time gets its initial values."""
+    """A model built anew. One tensor at a time gets its initial values."""
 
     def __init__(self, model: nn.Module, built: DeferredModel) -> None:
         super().__init__(model)
@@ -616,7 +616,7 @@ class _NamedSource(_WholeSource):
 
 
 class _FileSource(_NamedSource):
-    """Named tensors of files, of which no more is read than is wanted."""
+    """Named tensors of files. Only the part that is wanted is read."""
 
     def __init__(self, model: nn.Module, tensors: FileTensors) -> None:
         super().__init__(model, tensors)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
+from infinity._src.base.dtypes import bytes_of, copy_, from_bytes
 from infinity._src.distributed.communicator import Comm, digest_of_text, fingerprinted
-from infinity._src.dtypes import bytes_of, copy_, from_bytes
 from infinity._src.params.materialize import find_buffers
 
 

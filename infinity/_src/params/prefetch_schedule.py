@@ -37,7 +37,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from infinity._src.telemetry import LoopWaits, PhaseClock
+from infinity._src.base.telemetry import LoopWaits, PhaseClock
 
 if TYPE_CHECKING:
     from infinity._src.params.unit import Unit
@@ -50,7 +50,7 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
     EVAL = "eval"
 
-    # Enum's is a function of Python, and phases are keys that each demand looks up.
+    # `Enum.__hash__` is a Python function, and each demand looks a phase up.
     __hash__ = object.__hash__
 
 
@@ -192,7 +192,7 @@ class Schedule:
 
     def distance(self, unit: int) -> int:
         """Demands until the unit is used next; NEVER if the schedule does not use it."""
-        # A loop: it is asked several times for each unit of each pass.
+        # Called several times for each unit and pass: a loop is faster than generators.
         found = NEVER
         for way in self._ways():
             place = self._place_from(way, unit)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import exchange
+from infinity._src.base.torch_compat import exchange
 from infinity._src.params.sharded_param import ShardedParameter, ShardedView, replace_by_sharded
 
 

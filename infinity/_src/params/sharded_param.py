@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from infinity._src._torch_compat import (
+from infinity._src.base.torch_compat import (
     METADATA,
     DisableTorchFunctionSubclass,
     exchange,
@@ -28,7 +28,7 @@ from infinity._src._torch_compat import (
     make_wrapper,
     parse_to,
 )
-from infinity._src.wording import TRAINERS
+from infinity._src.base.wording import TRAINERS
 from infinity.errors import EngineClosed, ParameterReleased
 
 if TYPE_CHECKING:

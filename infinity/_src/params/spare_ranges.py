@@ -5,7 +5,7 @@
                one warning says so, and other spare ranges take their place
     rehome     a checkpoint has links to the files that they are in: others, in new files
 
-The executor moves by itself (native/executor_spares.c), amid a step. Its moves are settled between
+The executor moves by itself (native/executor/spares.c), amid a step. Its moves are settled between
 steps.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from infinity._src.base.sizes import format_size
 from infinity._src.memory.constants import SPARES_PER_DRIVE
 from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
-from infinity._src.sizes import format_size
 from infinity.aio import Executor
 from infinity.aio._spares import SPARE, MovedWrite
 from infinity.errors import AioError
@@ -52,7 +52,7 @@ class SpareRanges:
         self._remember = remember
         self._size_bytes = 0
         self._held: dict[tuple[int, int, int], SwapExtent] = {}
-        # Extents that refused a write. They stay reserved, so that nobody gets them.
+        # Extents that refused a write. They stay reserved, and are never given out.
         self._bad: list[SwapExtent] = []
         self._refused: set[tuple[int, int, int]] = set()
         self._told_full = False
@@ -69,7 +69,7 @@ class SpareRanges:
         return sum(place.size_bytes for place in self._held.values())
 
     def refused(self, place: SwapExtent) -> bool:
-        """Return whether this is the place of a write that failed, which nobody gets again;
+        """Return whether this is the place of a write that failed, which is not given out again;
         of those since the last `rehome`."""
         return (place.layer, place.drive, place.offset) in self._refused
 
@@ -133,7 +133,7 @@ class SpareRanges:
             self._tell(moves)
 
     def retire(self, bad: SwapExtent) -> None:
-        """Give this extent to nobody again: it refused a write, or cannot be read."""
+        """Never give this extent out again: it refused a write, or cannot be read."""
         self._bad.append(bad)
         self._refused.add((bad.layer, bad.drive, bad.offset))
         if self._remember is not None:

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.dtypes import as_integers
+from infinity._src.base.dtypes import as_integers
+from infinity._src.cabi.records import PIECE_NUMEL, GradSection, Master, NumelT, piece_count
 from infinity._src.kernels.state_codec import clear_signs
 from infinity._src.memory import constants
 from infinity._src.memory.device import Device
@@ -31,7 +32,6 @@ from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.spare_ranges import SpareRanges
 from infinity._src.params.unit import Flat
 from infinity.aio import CHUNK, JOB, Executor, Format, JobKind, Priority, Slab, Ticket
-from infinity.aio._records import PIECE_NUMEL, GradSection, Master, NumelT, piece_count
 from infinity.aio._spares import MovedWrite
 from infinity.errors import AioError
 
@@ -249,7 +249,7 @@ def _makes_master(before: ShardRecords, now: ShardRecords) -> bool:
 
 
 def _mark_zeros(before: ShardRecords, now: ShardRecords) -> None:
-    """Say of sections on NVMe that begin as zeros that they are, so that nobody writes them."""
+    """Mark sections on NVMe that begin as zeros, so that zeros are not written."""
     carried = {*sections_carried(before.format, now.format)}
     if _makes_master(before, now):
         carried.add(1)
@@ -426,7 +426,7 @@ class StateStore:
             reader.before_write(flats)
 
     def guard(self, reader: StateReader | None) -> None:
-        """Ask `reader` before states are written, from now on; None: ask nobody. Any thread may
+        """Ask `reader` before states are written, from now on; None ends that. Any thread may
         call it.
         """
         self._reader = reader
@@ -638,7 +638,7 @@ class StateStore:
 
     def renew_second_place(self, at: ChunkAt) -> SwapExtent:
         """Give a chunk, which is committed, another second place on the same drive. Returns the old
-        one, which nobody gets again. Blocks. Raises: SwapFullError; ValueError for one whose
+        one, which is not given out again. Blocks. Raises: SwapFullError; ValueError for one whose
         spilled gradients lie on another drive than that.
         """
         assert self._space is not None

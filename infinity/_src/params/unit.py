@@ -12,8 +12,7 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,9 +21,7 @@ from infinity._src.memory.device_room import UnitBytes
 from infinity._src.memory.layout import FlatLayout
 
 if TYPE_CHECKING:
-    from infinity._src.grads.accumulator import GradAccumulator
-    from infinity._src.params.sharded_param import ShardedParameter
-    from infinity._src.params.unsharded_param import UnshardedParameter
+    from infinity._src.params.accumulator import GradAccumulator
 
 
 class UnitState(enum.Enum):
@@ -51,12 +48,9 @@ class UnitState(enum.Enum):
     next `unshard` fills it."""
     PENDING = "pending"
     """Memory that is being filled: by reads and an all_gather, or by the update that computes the
-    new values. Nobody has waited for it yet."""
+    new values. No gather has waited for it yet."""
     UNSHARDED = "unsharded"
     """Memory that holds the values of the unit's generation: modules may use them."""
-
-    # Enum's is a function of Python, and each step of a unit looks up its transition.
-    __hash__ = object.__hash__
 
 
 SHARDED, STALE, PENDING, UNSHARDED = UnitState
@@ -93,8 +87,8 @@ class Param:
     unit: Unit
     param_index: int  # position in flat.params
     # `hooks.module_params.install` sets both, when the values are on their tier.
-    at_rest: ShardedParameter = dataclasses.field(init=False)
-    gathered: UnshardedParameter = dataclasses.field(init=False)
+    at_rest: torch.nn.Parameter = dataclasses.field(init=False)
+    gathered: torch.nn.Parameter = dataclasses.field(init=False)
     # Version counter of `gathered` while it has no memory; set with it. No generation is as high.
     evicted_version: int = dataclasses.field(init=False)
     # None until `GradReducer.slot` is first asked for it.
@@ -237,92 +231,3 @@ class Unit:
 class EngineHook:
     """Mark of the engine's hooks on modules: they gather and release, and change neither arguments
     nor outputs."""
-
-
-class UnsharderInterface(Protocol):
-    """`Unsharder` as hooks see it. They report events; it decides which units have memory.
-
-    All calls come from the thread that runs forward or backward.
-    """
-
-    def unshard(self, unit: Unit) -> None:
-        """Block until the unit is UNSHARDED: its memory holds its current values."""
-
-    def mixes(self, unit: Unit, *, window: bool) -> bool:
-        """True when a unit in use holds another version than this pass computes with; with
-        `window`: another version than `gather()` shows.
-        """
-
-    def trains_on_rest(self, unit: Unit) -> bool:
-        """True when training computes with the values at rest, which `gather()` shows."""
-
-    def release(self, unit: Unit) -> None:
-        """Let the unit, whose reference count fell to 0, be evicted, now or later."""
-
-    def unit_done(self, unit: Unit) -> None:
-        """Count a use of the unit that has ended: no further gradient comes from it."""
-
-    def borrowed(self, unit: Unit) -> AbstractContextManager[None]:
-        """Unshard the unit for a block, with the values at rest."""
-
-    def read(self, param: Param) -> torch.Tensor:
-        """The current value as an ordinary CPU tensor; waits for pending updates."""
-
-    def written(self, here: list[bool]) -> list[bool]:
-        """Return for each window that all ranks close now whether some rank has written to it.
-
-        here: whether this rank has.
-        """
-
-    def chosen(self, here: list[bool]) -> list[bool]:
-        """Return which tiles of experts are to be gathered, on all ranks alike.
-
-        here: whether tokens of this rank chose an expert of each.
-        """
-
-    def write_alike(self, param: Param, value: torch.Tensor) -> None:
-        """Set the value, master included; all ranks pass the same one. Waits for pending updates.
-
-        Raises: RanksDiverged; then nothing is written.
-        """
-
-    def expect_forward(self, follows: bool) -> None:
-        """Note whether another training forward comes after the next one, or a backward does."""
-
-    def unfrozen(self, param: Param) -> None:
-        """Note that a parameter requires a gradient from now on."""
-
-    def forward_start(self) -> None:
-        """Begin the outermost forward."""
-
-    def forward_end(self) -> None:
-        """End the outermost forward, which has returned or raised."""
-
-    def backward_start(self) -> None:
-        """Begin a backward over this model's graph."""
-
-    def backward_end(self) -> None:
-        """End a backward over this model's graph."""
-
-    def invalidate(self, unit: Unit) -> None:
-        """Forget the unit's values, which were overwritten, while `unit.refs` is 0. The next
-        `unshard` fills it again.
-        """
-
-    def broke(self, where: str, error: BaseException) -> None:
-        """Note that a forward or backward has raised."""
-
-    def reset(self) -> None:
-        """Forget what an interrupted forward or backward left."""
-
-
-class GradientsInterface(Protocol):
-    """`GradReducer` as hooks see it. All calls come from the thread that runs backward, or the
-    loop.
-    """
-
-    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
-        """Take one fresh gradient [param.shape] and make its proxy the `.grad` of `at_rest`."""
-
-    def assign(self, param: Param, grad: torch.Tensor) -> None:
-        """Make `grad` [param.shape] the at-rest parameter's whole gradient."""

@@ -1,7 +1,7 @@
 """Unsharder: when a unit has memory on the device, and what fills it.
 
-    unshard(u)   begin to fill u if nobody has -> begin what the schedule wants next -> wait for u
-    release(u)   nobody uses u: it stays, until its memory is wanted
+    unshard(u)   begin to fill u if it is not -> begin what the schedule wants next -> wait for u
+    release(u)   u is not in use: it stays, until its memory is wanted
 
 `UnitState` (`params.unit`) names the states that a unit goes through here, and draws the ways
 between them. A released unit keeps its memory as long as there is room, so the units at a turning
@@ -38,29 +38,29 @@ from typing import NamedTuple
 
 import torch
 
-from infinity._src._torch_compat import graph_is_kept, profiled
-from infinity._src.cleanup import cancel_and_wait
+from infinity._src.base.dtypes import copied, copy_
+from infinity._src.base.sizes import format_size
+from infinity._src.base.telemetry import SHORT_NS, Timeline
+from infinity._src.base.torch_compat import graph_is_kept, profiled
 from infinity._src.distributed.collectives import Collectives
 from infinity._src.distributed.communicator import Comm, digest, fingerprinted
 from infinity._src.distributed.lanes import CollectiveRefused, PendingCollective
-from infinity._src.dtypes import copied, copy_
-from infinity._src.grads.reduce import GradReducer
-from infinity._src.kernels.quantize import DTYPES
+from infinity._src.kernels.quantized import DTYPES
 from infinity._src.memory.constants import SUMS_UNITS
 from infinity._src.memory.device import Device
 from infinity._src.memory.device_room import Passes, gathered_room, kept_room, room_bytes
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
+from infinity._src.params.cleanup import cancel_and_wait
 from infinity._src.params.delayed_params import DelayedCopy
 from infinity._src.params.kept_units import KeptUnits
 from infinity._src.params.module_buffers import ModuleBuffers
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Phase, Progress
+from infinity._src.params.reduce import GradReducer
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import PENDING, SHARDED, STALE, UNSHARDED, Flat, Param, Unit
 from infinity._src.params.update_hooks import Access, UpdateHooks
-from infinity._src.sizes import format_size
-from infinity._src.telemetry import SHORT_NS, Timeline
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.errors import AioError
 
@@ -95,7 +95,7 @@ AT_REST = ParamVersion()
 
 
 class Unsharder:
-    """The unsharded units of one model (`UnsharderInterface`). One thread uses it at a time.
+    """The unsharded units of one model. One thread uses it at a time.
 
     gathered_bytes_max bounds the memory of units, prefetches included, as far as units in use
     allow (`memory.device_room`). passes: the use of the device; where whole parameters are on it,
@@ -139,7 +139,7 @@ class Unsharder:
         self._never_evict = passes.whole
         self._timeline = timeline
         self._pending = PendingUnshards(comm, access, secondary=secondary)
-        # One rank has nobody to send weights to: they stay as they are.
+        # One rank sends its weights nowhere: they stay as they are.
         self._quantized = qwz and comm.world > 1
         # The version in the memory of each unit that is not SHARDED, or on its way there. Whether a
         # unit has memory is said by its state alone.
@@ -240,7 +240,7 @@ class Unsharder:
         return ParamVersion(False, self._quantized and self._passes.evaluates)
 
     def release(self, unit: Unit) -> None:
-        """Let the unit, which nobody uses any more, be evicted once its room is wanted."""
+        """Let the unit, which is not in use any more, be evicted once its room is wanted."""
         since_ns = self._used_since_ns.pop(unit, None)
         if since_ns is not None:
             args = _BACKWARD if self._passes.in_backward else _FORWARD
@@ -275,8 +275,8 @@ class Unsharder:
         self._fill(unit, priority, version)
 
     def _allocate(self, unit: Unit, *, demand: bool) -> None:
-        """Allocate the unit's memory. On one rank a demand takes the memory of others that nobody
-        uses, and a prefetch asks once.
+        """Allocate the unit's memory. On one rank a demand takes the memory of idle units, and a
+        prefetch asks once.
         """
         # The device of another rank may have room, and all ranks evict the same. Whole parameters
         # are all in use.
@@ -307,8 +307,8 @@ class Unsharder:
         return True
 
     def _evict_prefetched(self, wanted: Unit) -> bool:
-        """Evict the unit that is wanted last of those that are being filled and that nobody uses
-        yet. Blocks for its reads. Returns whether there was one.
+        """Evict the unit that is wanted last of those that are being filled and are not in use yet.
+        Blocks for its reads. Returns whether there was one.
         """
         return self._evict_last(
             each
@@ -463,7 +463,7 @@ class Unsharder:
             except torch.OutOfMemoryError as error:
                 if self._comm.world > 1:  # every rank prefetches the same
                     raise
-                # Nobody wants the unit yet, and activations may leave before somebody does.
+                # The unit is not in use yet, and activations may leave before it is.
                 self._pause_prefetch(error)
                 return
 
@@ -518,7 +518,7 @@ class Unsharder:
         return unit.state is not PENDING or self._pending.filled(unit)
 
     def invalidate(self, unit: Unit) -> None:
-        """Forget the unit's values, which were overwritten; nobody uses them. The next `unshard`
+        """Forget the unit's values, which were overwritten. It is not in use. The next `unshard`
         reads them again.
         """
         if unit.state is SHARDED:
@@ -549,7 +549,7 @@ class Unsharder:
         self._pending.changed(unit)
 
     def _finish_pending(self, unit: Unit) -> None:
-        """Finish a fill that nobody has waited for, or make it if its values were taken back."""
+        """Finish a fill that no gather has waited for, or make it if its values were taken back."""
         if unit.state is STALE:
             self._fill(unit, Priority.DEMAND, self._versions[unit])
         if unit.state is PENDING:
@@ -933,7 +933,7 @@ class PendingUnshards:
         travel as int8 groups, and are rounded to these on this rank, too. delayed: fills the flats
         that have delayed parameters, on one rank as one of the tickets, on several in the lane.
         """
-        # Before the collective, which nobody can take back.
+        # Before the collective, which cannot be undone.
         assert unit.state is STALE, f"{unit.name} is {unit.state}, and was to be filled"
         if self._comm.world > 1:
             op = self._submit(unit, tickets, version, quantized, delayed)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from infinity._src._torch_compat import (
+from infinity._src.base.torch_compat import (
     is_resizable,
     resize_storage,
     separate_version,
@@ -137,7 +137,7 @@ def _allocate_on(unit: Unit, device: Device) -> None:
         with device.allocation():
             _grow(unit)
     except BaseException:
-        # The state says that there is none. Nobody has used it: no stream has to be noted.
+        # The state says that there is none. No kernel has used it: no stream has to be noted.
         _free(unit)
         raise
     stream = device.stream

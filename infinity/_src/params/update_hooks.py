@@ -64,7 +64,7 @@ class UpdateHooks(abc.ABC):
 
 
 class Access(Protocol):
-    """Checks before values are read or written (`infinity._src.access`)."""
+    """Checks before values are read or written (`infinity._src.engine.access`)."""
 
     def before_pass(self) -> None:
         """An outermost forward is about to begin. Raises: ProcessGroupChanged."""

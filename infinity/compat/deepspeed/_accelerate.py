@@ -6,8 +6,8 @@ import functools
 import os
 from typing import Any
 
+from infinity._embedding import check_methods
 from infinity.compat.deepspeed.accelerator import get_accelerator
-from infinity.integrations._engines import check_methods
 
 _TESTED = "1.15.0"
 

@@ -1,4 +1,4 @@
-"""Functions that run right after the import of a module, which nobody need import for them."""
+"""Functions that run right after the import of a module, and do not import it themselves."""
 
 from __future__ import annotations
 

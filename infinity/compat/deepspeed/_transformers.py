@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from infinity._embedding import check_methods
 from infinity.compat.deepspeed.zero.init import is_reserved, reserving, set_values
-from infinity.integrations._engines import check_methods
 
 log = logging.getLogger("infinity")
 

@@ -30,7 +30,7 @@ class OutputHooks:
     def __init__(self, divisor: Callable[[], int], needs_scale: Callable[[], bool]) -> None:
         self._divisor, self._needs_scale = divisor, needs_scale
         self._inside = False
-        # By its number: one that raised has an end that nobody is told of.
+        # By its number: one that raised ends without a call here.
         self._scaled_task = _NO_TASK
 
     def attach(self, outputs: Any) -> Any:

@@ -254,7 +254,7 @@ def _offloaded(
         if settings.stage == 3:
             _transformers.warn_of_whole(model)
         if plan is None:
-            # States that nobody uses would take room.
+            # States that no step uses would take room.
             model.requires_grad_(False)
         _make_directories(policy)
         _cast(settings, model)
@@ -331,7 +331,7 @@ def _check_schedule(settings: Settings, plan: OptimizerPlan | None, client: Any)
     unfilled = [key for key, value in arguments.items() if value == "auto"]
     if unfilled:
         raise DeepSpeedRefusal(
-            f'scheduler.params.{unfilled[0]}="auto" of {name}: nobody has filled it; write the '
+            f'scheduler.params.{unfilled[0]}="auto" of {name}: it was never filled; write the '
             "value"
         )
     try:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 import infinity as inf
+from infinity._embedding import engine_optimizer
+from infinity._embedding.optimizer_twins import Twin, note_steps_as, rebind, twin_of
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.loss_scale import (
     AutocastLossScaler,
@@ -31,8 +33,6 @@ from infinity.compat.deepspeed.ops import (
     FusedLion,
 )
 from infinity.compat.deepspeed.settings import Settings
-from infinity.integrations._engines import engine_optimizer
-from infinity.integrations._twins import Twin, note_steps_as, rebind, twin_of
 
 log = logging.getLogger("infinity")
 

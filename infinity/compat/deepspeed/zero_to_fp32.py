@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from infinity._src.base.new_file import replaced
+from infinity._src.base.paths import absolute
+from infinity._src.base.progress import ProgressLine
+from infinity._src.base.sizes import parse_size
+from infinity._src.checkpoint.formats.safetensors import ExportJob, group_units
 from infinity._src.checkpoint.reader import Checkpoint
-from infinity._src.checkpoint.safetensors import ExportJob, group_units
-from infinity._src.new_file import replaced
-from infinity._src.paths import absolute
-from infinity._src.progress import ProgressLine
-from infinity._src.sizes import parse_size
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.checkpoints import LATEST, newest_tag, save_new
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal

@@ -1,6 +1,6 @@
-/* A drive's meter (native/executor_meter.c) with a clock that tests set: what it says of seconds
+/* A drive's meter (native/executor/meter.c) with a clock that tests set: what it says of seconds
  * and days can be seen at once. Compiled and loaded by test_executor_meter.py. */
-#include "executor.h"
+#include "executor/executor.h"
 
 #include <string.h>
 
@@ -17,7 +17,7 @@ void meter_reset(int64_t now_ns) {
 
 void meter_pass(int64_t ns) { clock_ns += ns; }
 
-/* One request at a time of each op; in the order of executor_drive.c. */
+/* One request at a time of each op; in the order of drive.c. */
 void meter_send(int32_t op) {
     inf_meter_tick(&drive, clock_ns);
     drive.queue.in_flight[op]++;

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity import aio
-from infinity._src import native
-from infinity.aio import _records as records
+from infinity._src.cabi import native, records
 from infinity.aio._executor import Executor
 from infinity.aio._handles import load_uring
 from infinity.aio._spares import SPARE

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import _records as records
+from infinity._src.cabi import records
 from infinity.errors import (
     AioError,
     ChecksumError,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import _records as records
+from infinity._src.cabi import records
 from infinity.aio._executor import Executor
 from infinity.errors import DeviceCopyError
 from tests.simulated import Simulated, library

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import _records as records
+from infinity._src.cabi import records
 from infinity.errors import AioCancelledError, AioError
 from tests.unit.aio.rig import NUMEL, adamw, hyper_record, outcome, random_chunk, same
 

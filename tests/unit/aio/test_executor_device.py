@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinity import aio
-from infinity.aio import _records as records
+from infinity._src.cabi import records
 from infinity.aio._cuda_driver import relax_capture_mode
 from infinity.errors import ChecksumError, DeviceCopyError, RankFailed
 from tests.simulated import Simulated, library

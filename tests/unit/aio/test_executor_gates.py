@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import _records as records
+from infinity._src.cabi import records
 from tests.unit.aio.rig import NUMEL, adamw, hyper_record, random_chunk, same, until
 
 LONG_S = 30.0

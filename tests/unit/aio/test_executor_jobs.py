@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import _records as records
+from infinity._src.cabi import records
 from tests.unit.aio.rig import DTYPES, NUMEL, PIECE, adamw, hyper_record, random_chunk, same
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity.aio import _records as records
+from infinity._src.cabi import records
 from infinity.errors import AioClosedError, SwapFullError
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, Rig, random_chunk, same
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity import aio
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity.aio._stats import DriveStats, Latency, drive_stats
 from native.build_native import compiler_command
 from tests.unit.aio.rig import RUN_BYTES, random_chunk, until
@@ -24,7 +24,7 @@ SECOND = 10**9
 
 
 class Meter:
-    """The meter of native/executor_meter.c for one drive, with a clock that the test moves."""
+    """The meter of native/executor/meter.c for one drive, with a clock that the test moves."""
 
     def __init__(self, library: Path, file: aio.SwapFile) -> None:
         self._lib, self._file = ctypes.CDLL(str(library)), file
@@ -53,7 +53,7 @@ def meter(tmp_path_factory: pytest.TempPathFactory):
     directory = tmp_path_factory.mktemp("meter")
     library = directory / "meter.so"
     flags = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    sources = [Path(__file__).with_name("meter_clock.c"), ROOT / "native" / "executor_meter.c"]
+    sources = [Path(__file__).with_name("meter_clock.c"), ROOT / "native" / "executor" / "meter.c"]
     command = [*compiler_command(), *flags, f"-I{ROOT / 'native'}", "-o", str(library)]
     done = subprocess.run(
         [*command, *map(str, sources)], capture_output=True, text=True, check=False

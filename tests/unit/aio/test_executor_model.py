@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from infinity import aio
-from infinity.aio import _records as records
+from infinity._src.cabi import records
 from infinity.errors import AioCancelledError, DeviceFailedError
 from tests.unit.aio.rig import (
     BACKENDS,

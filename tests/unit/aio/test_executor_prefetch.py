@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from infinity import aio
+from infinity._src.cabi import records
 from infinity.aio import TRACK_READ
-from infinity.aio import _records as records
 from infinity.errors import AioClosedError, ChecksumError, DeviceFailedError
 from tests.unit.aio.rig import NUMEL, adamw, hyper_record, outcome, random_chunk, same
 

@@ -10,7 +10,7 @@ import pytest
 from infinity import aio
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, random_chunk, same
 
-FAIR_TURN = 8  # of native/executor_slots.c: one turn in eight goes to who waited longest
+FAIR_TURN = 8  # of native/executor/slots.c: one turn in eight goes to who waited longest
 IN_FLIGHT = 4
 THREADS = 2
 ENOUGH = 400

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity._src import native
+from infinity._src.cabi import native, records
 from infinity.aio import Executor
-from infinity.aio import _records as records
 from infinity.errors import AioError, ChecksumError, ShortTransferError
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, adamw, hyper_record, outcome, random_chunk, same
 

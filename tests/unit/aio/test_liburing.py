@@ -27,7 +27,7 @@ import logging
 from pathlib import Path
 import numpy as np
 from infinity import aio
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity.errors import *
 logging.basicConfig(level="WARNING")
 ffi, lib = native.load()

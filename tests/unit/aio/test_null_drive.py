@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity import aio
-from infinity._src.native import lib
-from infinity.aio import _records as records
+from infinity._src.cabi import records
+from infinity._src.cabi.native import lib
 from infinity.aio._executor import Executor
 from infinity.aio.testing import NULL_BATCH_MAX
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, Rig, hyper_record, outcome, random_chunk, same

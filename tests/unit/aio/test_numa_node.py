@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity.aio import _numa_node as numa_node
 from infinity.aio._numa_node import Place
 from infinity.aio._slab import HUGE_PAGE_BYTES

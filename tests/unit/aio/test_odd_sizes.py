@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infinity import aio
-from infinity.aio import _records as records
+from infinity._src.cabi import records
 from infinity.aio import _validate
 from infinity.aio._executor import Executor
 from tests.unit.aio.rig import BACKENDS, adamw, hyper_record

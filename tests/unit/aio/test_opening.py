@@ -9,7 +9,7 @@ import os
 import pytest
 
 from infinity import aio
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity.aio import _open
 from infinity.aio import _probe as probe
 from tests.unit.aio.child import run_python
@@ -240,7 +240,7 @@ def test_too_few_threads_are_an_error_that_leaves_none_behind(tmp_path):
 def test_a_library_without_the_symbols_is_an_error_that_names_one(monkeypatch, tmp_path):
     code = """
         import ctypes.util
-        from infinity._src.native import ffi, lib
+        from infinity._src.cabi.native import ffi, lib
         why = ffi.new("char[512]")
         assert lib.inf_uring_load(b"/nowhere/liburing.so", why, 512) == -1
         print(ffi.string(why).decode())

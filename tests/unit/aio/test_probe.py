@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from infinity import aio
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity.aio import _probe as probe
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import BACKENDS

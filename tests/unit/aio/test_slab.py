@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity.aio import Slab, _slab
 from infinity.aio import _memory_limits as memory_limits
 from infinity.aio._slab import HUGE_PAGE_BYTES

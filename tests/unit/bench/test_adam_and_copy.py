@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from infinity._src import native
-from infinity._src.bench import command, sweep
-from infinity._src.bench.adam import CACHE_NUMEL, measure_adam
+from infinity._src.cabi import native
 from infinity._src.kernels.hyper import hyper_row_adamw
+from infinity._src.measure import command, sweep
+from infinity._src.measure.adam import CACHE_NUMEL, measure_adam
 
 
 def test_the_scalars_are_those_of_the_optimizer() -> None:
-    from infinity._src.bench import adam
+    from infinity._src.measure import adam
 
     row = hyper_row_adamw(
         lr=adam._LR, betas=adam._BETAS, eps=adam._EPS, weight_decay=adam._DECAY, step=adam._STEP

@@ -675,6 +675,28 @@ def test_a_bundle_of_other_sources_pythons_or_packages_is_made_anew(
     assert not made.is_current(bundle)
 
 
+def test_what_the_preparation_imports_is_there(bench: Any) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", bench("prepare").CHECK, "torch,numpy"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    assert set(json.loads(done.stdout)) == {"torch", "numpy"}
+
+
+def test_what_was_installed_does_not_hide_what_is_installed_again(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of packages that lacks one is made anew with all of them."""
+    prepare = bench("prepare")
+    (tmp_path / "there.py").touch()
+    monkeypatch.setattr(prepare, "SITE", tmp_path)
+    monkeypatch.setattr(prepare, "WHEELS", {"there": "there", "missing": "missing"})
+    monkeypatch.setattr(prepare, "OLD_PYTHON", {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert prepare.lacking(tmp_path) == ["missing"]
+    assert prepare.lacking() == ["there", "missing"]
+
+
 def test_a_python_without_pip_is_told_so(
     bench: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

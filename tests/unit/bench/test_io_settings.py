@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infinity._src.config import Policy
+from infinity._src.config.policy import Policy
 from infinity.aio import IoSettings, PoolSpec, SwapFile, open_executor
 
 PAIR = {"/mnt/nvme0": [3e9, 2e9]}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity._src import native
+from infinity._src.cabi import native
 
 ROOT = Path(__file__).parents[3]
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity._src.bench import command, hardware
-from infinity._src.bench.reference import Fio, open_reference, why_no_fio
-from infinity._src.bench.streams import CHUNK_BYTES, Content, Sample, is_hole
-from infinity._src.bench.swap import Bench, PhaseFigures, Spread, SwapTask, measure_swap
-from infinity._src.config import Policy
-from infinity._src.sizes import MIB
+from infinity._src.base.sizes import MIB
+from infinity._src.config.policy import Policy
+from infinity._src.measure import command, hardware
+from infinity._src.measure.reference import Fio, open_reference, why_no_fio
+from infinity._src.measure.streams import CHUNK_BYTES, Content, Sample, is_hole
+from infinity._src.measure.swap import Bench, PhaseFigures, Spread, SwapTask, measure_swap
 from infinity.errors import AioError, ChecksumError
 
 SMALL = ["--size", "48MiB", "--rounds", "1", "--seconds", "1", "--limit", "off"]
@@ -281,7 +281,7 @@ def test_fio_asked_for_and_missing_is_a_mistake(
 
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
     code = (
-        "import sys; from infinity._src.bench.command import main; print('up', flush=True); "
+        "import sys; from infinity._src.measure.command import main; print('up', flush=True); "
         "sys.exit(main(sys.argv[1:]))"
     )
     arguments = [
@@ -316,7 +316,7 @@ _LONG_FIO = """
 import sys
 from pathlib import Path
 from infinity import aio
-from infinity._src.bench.reference import Fio
+from infinity._src.measure.reference import Fio
 
 class Long(Fio):
     def command(self, kind, seconds):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from infinity._src.bench import command, sweep
-from infinity._src.bench.swap import KINDS
-from infinity._src.bench.sweep import IN_FLIGHT_MAX_BYTES, Point, choose, pairs
-from infinity._src.config import Policy
-from infinity._src.sizes import KIB, MIB
+from infinity._src.base.sizes import KIB, MIB
+from infinity._src.config.policy import Policy
+from infinity._src.measure import command, sweep
+from infinity._src.measure.swap import KINDS
+from infinity._src.measure.sweep import IN_FLIGHT_MAX_BYTES, Point, choose, pairs
 
 
 @pytest.fixture(autouse=True)

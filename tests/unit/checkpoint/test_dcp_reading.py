@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from infinity._src.checkpoint.dcp import DCPFiles, DCPWriter
+from infinity._src.checkpoint.formats.dcp import DCPFiles, DCPWriter
 
 
 def written(directory: Path, **values: Any) -> Path:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src.checkpoint.deepspeed import DeepSpeedCheckpoint, DeepSpeedStates
-from infinity._src.checkpoint.deepspeed_universal import open_deepspeed
-from infinity._src.checkpoint.safe_pickle import record_class
+from infinity._src.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, DeepSpeedStates
+from infinity._src.checkpoint.formats.deepspeed_universal import open_deepspeed
+from infinity._src.checkpoint.formats.safe_pickle import record_class
 from tests.data.deepspeed import make
 
 OPTIMIZER = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -174,7 +174,7 @@ def test_what_is_wrong_in_stages_1_and_2_is_named(
 
 
 def test_hyper_parameters_that_nothing_here_computes_with_are_refused(tmp_path: Path) -> None:
-    from infinity._src.checkpoint.deepspeed_run import match_groups
+    from infinity._src.checkpoint.formats.deepspeed_run import match_groups
     from tests.test_load_deepspeed import Coming
 
     coming = Coming("zero2_one_rank", tmp_path)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.checkpoint import gguf_files
-from infinity._src.checkpoint.gguf_files import UnpackedGguf
+from infinity._src.checkpoint.formats import gguf_files
+from infinity._src.checkpoint.formats.gguf_files import UnpackedGguf
 from infinity._src.checkpoint.gguf_header import read_gguf_header
 from infinity.errors import WeightsError
 from tests import hub_models

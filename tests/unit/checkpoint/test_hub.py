@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity as inf
-from infinity._src.checkpoint import hub_files, safetensors, safetensors_files
-from infinity._src.checkpoint.hub_files import HubTensors
+from infinity._src.checkpoint.formats import hub_files, safetensors, safetensors_files
+from infinity._src.checkpoint.formats.hub_files import HubTensors
 from infinity._src.memory import ledger
 from infinity.aio._memory_limits import CgroupLimit
 from infinity.errors import AioError, MemoryLimitError, WeightsError
@@ -394,9 +394,9 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import infinity as inf
-from infinity._src import build
-from infinity._src.checkpoint import hub_export, safetensors
-from infinity._src.checkpoint.hub_files import HubTensors
+from infinity._src.engine import build
+from infinity._src.checkpoint.formats import hub_export, safetensors
+from infinity._src.checkpoint.formats.hub_files import HubTensors
 from infinity._src.memory import heap
 from tests import hub_models
 

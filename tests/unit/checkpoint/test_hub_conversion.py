@@ -18,16 +18,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import infinity as inf
-from infinity._src.checkpoint import hub_conversion, run_fill
-from infinity._src.checkpoint.hub_conversion import (
+from infinity._src.checkpoint.durable import fill as run_fill
+from infinity._src.checkpoint.formats import hub_conversion
+from infinity._src.checkpoint.formats.hub_conversion import (
     ForwardGroup,
     conversions_of,
     in_whole_blocks,
     plan_forward,
     plan_reverse,
 )
-from infinity._src.checkpoint.hub_files import HubTensors
-from infinity._src.checkpoint.hub_fp8 import WholeBlocks
+from infinity._src.checkpoint.formats.hub_files import HubTensors
+from infinity._src.checkpoint.formats.hub_fp8 import WholeBlocks
 from infinity.errors import AioError, WeightsError
 from tests import hub_models, models
 from tests.hub_models import assert_alike, on_meta, stored_names

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.cabi.records import PIECE_NUMEL
 from infinity._src.checkpoint.directory import (
     generations,
     newest_generation,
@@ -44,7 +45,6 @@ from infinity._src.checkpoint.reader import (
 from infinity._src.checkpoint.writer import DataWriter
 from infinity._src.memory.layout import plan_flat
 from infinity.aio import CHUNK, JOB, Format, JobKind, PoolSpec, Priority, SwapFile, open_executor
-from infinity.aio._records import PIECE_NUMEL
 from infinity.errors import AioError, ChecksumError
 
 EXACT = FlatEntry(

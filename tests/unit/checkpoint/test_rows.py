@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity._src.checkpoint.directory import (
     file_name,
     newest_generation,
@@ -22,6 +22,7 @@ from infinity._src.checkpoint.directory import (
     read_manifest,
     write_attachment,
 )
+from infinity._src.checkpoint.durable.chunk_table import Described, RunTable
 from infinity._src.checkpoint.manifest import (
     FileEntry,
     FlatEntry,
@@ -31,7 +32,6 @@ from infinity._src.checkpoint.manifest import (
     table_parts,
 )
 from infinity._src.checkpoint.rows import FOLDED, TABLE, Marks, joined, marks_of
-from infinity._src.checkpoint.run_table import Described, RunTable
 from infinity.aio import CHUNK, Format
 from infinity.errors import AioError
 

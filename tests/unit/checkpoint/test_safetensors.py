@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
-from infinity._src.checkpoint.safetensors import write_file
+from infinity._src.base.dtypes import SAFETENSORS, in_safetensors
+from infinity._src.checkpoint.formats.safetensors import write_file
 from infinity._src.checkpoint.safetensors_format import FileTensor, check_dtypes, file_order
-from infinity._src.dtypes import SAFETENSORS, in_safetensors
 
 
 def described(tensors: dict[str, torch.Tensor]) -> list[FileTensor]:

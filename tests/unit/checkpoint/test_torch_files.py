@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from infinity._src.checkpoint.torch_files import Descriptors, TorchFile
+from infinity._src.checkpoint.formats.torch_files import Descriptors, TorchFile
 
 
 @pytest.fixture

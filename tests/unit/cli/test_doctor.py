@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity._src.cli import doctor
 from infinity._src.kernels import choice
 from infinity._src.kernels.usual_trials import trials_of_usual_forms

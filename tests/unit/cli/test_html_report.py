@@ -21,12 +21,12 @@ pytest.importorskip("plotly")
 from plotly.offline import get_plotlyjs
 from rich.console import Console
 
-from infinity._src.bench.swap import measure_swap
 from infinity._src.cli import html_report, run_history
 from infinity._src.cli import train as command
 from infinity._src.cli.html_report import run_report, sections
 from infinity._src.cli.main import build_parser
 from infinity._src.cli.run_history import POINTS_MAX, Series, read_run, runs_of
+from infinity._src.measure.swap import measure_swap
 from tests.unit.cli.run_pages import (
     HOSTILE,
     hostile_run,

@@ -16,10 +16,10 @@ transformers = pytest.importorskip("transformers")
 
 from rich.console import Console  # noqa: E402
 
+from infinity._src.base.sizes import MIB  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.plan import read_shape, run_plan  # noqa: E402
-from infinity._src.perf.plan.predict import EFFICIENCY  # noqa: E402
-from infinity._src.sizes import MIB  # noqa: E402
+from infinity._src.plan.predict import EFFICIENCY  # noqa: E402
 from tests import tiny_llama  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]

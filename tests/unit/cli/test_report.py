@@ -16,7 +16,7 @@ from infinity._src.cli.report import (
     steady,
     step_limits,
 )
-from infinity._src.perf.roofline import AtRest, Compute, Drives, limits, traffic
+from infinity._src.memory.roofline import AtRest, Compute, Drives, limits, traffic
 
 
 def shown_on(console: Console) -> str:

@@ -30,22 +30,23 @@ transformers = pytest.importorskip("transformers")
 from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from infinity._src import engine  # noqa: E402
-from infinity._src.bench.swap import SwapTask, measure_swap  # noqa: E402
-from infinity._src.checkpoint import run_fill, save  # noqa: E402
+from infinity._src.checkpoint import save  # noqa: E402
 from infinity._src.checkpoint.directory import (  # noqa: E402
     DirectoryLock,
     file_name,
     newest_generation,
     write_attachment,
 )
-from infinity._src.checkpoint.safe_pickle import extra_bytes  # noqa: E402
+from infinity._src.checkpoint.durable import fill as run_fill  # noqa: E402
+from infinity._src.checkpoint.formats.safe_pickle import extra_bytes  # noqa: E402
 from infinity._src.cli import stop_signals  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.corpus import Corpus  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.resume import SmallState, Source, find_source  # noqa: E402
 from infinity._src.cli.stop_signals import NUMBERS, name_of  # noqa: E402
+from infinity._src.engine import handle as engine  # noqa: E402
+from infinity._src.measure.swap import SwapTask, measure_swap  # noqa: E402
 from infinity.aio import Fault, Seam  # noqa: E402
 from infinity.errors import AioError, StepUndone  # noqa: E402
 from tests.forks import FORKSERVER  # noqa: E402

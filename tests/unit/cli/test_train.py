@@ -19,11 +19,11 @@ from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
-from infinity._src.bench.swap import measure_swap  # noqa: E402
 from infinity._src.cli import hf_model  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.train import learning_rate, run_train  # noqa: E402
+from infinity._src.measure.swap import measure_swap  # noqa: E402
 from infinity.aio import _memory_limits as memory_limits  # noqa: E402
 from infinity.aio._memory_limits import CgroupLimit  # noqa: E402
 from tests import models  # noqa: E402

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity._src.base.telemetry import Timeline
 from infinity._src.hooks import activation_offload as module
 from infinity._src.hooks.activation_offload import Activations, span_numel
 from infinity._src.hooks.activation_store import CHUNK_BYTES, NvmeActivationStore, StoredOnNvme
 from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.params.spare_ranges import SpareRanges
-from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Fault, PoolSpec, Seam, open_executor
 from infinity.errors import AioError, ChecksumError, EngineClosed
 from tests.unit.hooks.rig import Rig

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from infinity._src.hooks.gather_window import gather
 from infinity.errors import ParameterReleased
 from tests.unit.hooks import models
 from tests.unit.hooks.rig import Rig, at_rest
@@ -26,7 +27,7 @@ def plain(rig: Rig, name: str = NAME) -> nn.Parameter:
 
 def test_values_are_readable_inside_and_released_outside(rig: Rig) -> None:
     p = at_rest(rig.model, NAME)
-    with rig.lifecycle.gather(p):
+    with gather(rig.lifecycle, p):
         assert torch.equal(p, plain(rig))
         assert torch.equal(p.detach().clone(), plain(rig))
         assert torch.equal(torch.from_numpy(p.detach().numpy().copy()), plain(rig))
@@ -48,7 +49,7 @@ def test_a_module_a_generator_or_a_list_can_be_gathered(rig: Rig, many: str) -> 
         "generator": rig.model.parameters(),
         "list": list(rig.model.blocks[1].parameters()),
     }[many]
-    with rig.lifecycle.gather(what):
+    with gather(rig.lifecycle, what):
         assert torch.equal(at_rest(rig.model, NAME), plain(rig))
     rig.check_idle()
 
@@ -72,7 +73,7 @@ def test_what_is_written_inside_is_kept_and_nothing_else_is_touched(rig: Rig, wr
     with torch.no_grad():
         write(plain(rig))
         p = at_rest(rig.model, NAME)
-        with rig.lifecycle.gather(rig.model):
+        with gather(rig.lifecycle, rig.model):
             write(p)
     assert rig.unsharder.writes == 1
     rig.check_idle()
@@ -82,13 +83,13 @@ def test_what_is_written_inside_is_kept_and_nothing_else_is_touched(rig: Rig, wr
 
 def test_in_place_operations_return_the_parameter_itself(rig: Rig) -> None:
     p = at_rest(rig.model, NAME)
-    with rig.lifecycle.gather(p), torch.no_grad():
+    with gather(rig.lifecycle, p), torch.no_grad():
         assert p.mul_(2) is p
 
 
 def test_writes_are_kept_when_the_body_raises(rig: Rig) -> None:
     p = at_rest(rig.model, NAME)
-    with pytest.raises(ValueError, match="boom"), torch.no_grad(), rig.lifecycle.gather(p):
+    with pytest.raises(ValueError, match="boom"), torch.no_grad(), gather(rig.lifecycle, p):
         p.zero_()
         raise ValueError("boom")
     rig.check_idle()
@@ -98,7 +99,7 @@ def test_writes_are_kept_when_the_body_raises(rig: Rig) -> None:
 def test_a_leaf_that_requires_grad_cannot_be_written_without_no_grad_as_in_torch(rig: Rig) -> None:
     p = at_rest(rig.model, NAME)
     with (
-        rig.lifecycle.gather(p),
+        gather(rig.lifecycle, p),
         pytest.raises(RuntimeError, match="leaf Variable that requires grad"),
     ):
         p.mul_(2)
@@ -110,7 +111,7 @@ def test_a_forward_and_backward_inside_see_what_was_written(rig: Rig) -> None:
         plain(rig).mul_(0.5)
     models.stack_loss(rig.plain, 0).backward()
     p = at_rest(rig.model, NAME)
-    with rig.lifecycle.gather(rig.model):
+    with gather(rig.lifecycle, rig.model):
         with torch.no_grad():
             p.mul_(0.5)
         models.stack_loss(rig.model, 0).backward()
@@ -122,7 +123,7 @@ def test_a_forward_and_backward_inside_see_what_was_written(rig: Rig) -> None:
 def test_a_backward_after_gather_and_a_write_raises_what_torch_raises(rig: Rig) -> None:
     loss = models.stack_loss(rig.model, 0)
     p = at_rest(rig.model, NAME)
-    with rig.lifecycle.gather(p), torch.no_grad():
+    with gather(rig.lifecycle, p), torch.no_grad():
         p.mul_(0.5)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -131,7 +132,7 @@ def test_a_backward_after_gather_and_a_write_raises_what_torch_raises(rig: Rig) 
 def test_a_backward_inside_gather_after_a_write_raises_what_torch_raises(rig: Rig) -> None:
     loss = models.stack_loss(rig.model, 0)
     p = at_rest(rig.model, NAME)
-    with rig.lifecycle.gather(p):
+    with gather(rig.lifecycle, p):
         with torch.no_grad():
             p.mul_(0.5)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -142,7 +143,7 @@ def test_a_backward_inside_gather_after_a_write_raises_what_torch_raises(rig: Ri
 
 def test_reading_between_forward_and_backward_changes_nothing(rig: Rig) -> None:
     loss = models.stack_loss(rig.model, 0)
-    with rig.lifecycle.gather(rig.model):
+    with gather(rig.lifecycle, rig.model):
         sum(float(p.sum()) for p in rig.model.parameters())
     loss.backward()
     models.stack_loss(rig.plain, 0).backward()
@@ -152,7 +153,7 @@ def test_reading_between_forward_and_backward_changes_nothing(rig: Rig) -> None:
 def test_a_regulariser_made_inside_has_gradients_there(rig: Rig) -> None:
     (0.1 * plain(rig).square().sum()).backward()
     p = at_rest(rig.model, NAME)
-    with rig.lifecycle.gather(p):
+    with gather(rig.lifecycle, p):
         (0.1 * p.square().sum()).backward()
     rig.check_grads()
     assert rig.unsharder.events[-3:].count("backward_end") == 1
@@ -161,7 +162,7 @@ def test_a_regulariser_made_inside_has_gradients_there(rig: Rig) -> None:
 def test_a_graph_made_inside_runs_backward_outside(rig: Rig) -> None:
     """Its memory is gathered again, after other passes, too."""
     p = at_rest(rig.model, NAME)
-    with rig.lifecycle.gather(p):
+    with gather(rig.lifecycle, p):
         with torch.no_grad():
             p.mul_(0.5)
         penalty = p.square().sum()
@@ -177,7 +178,7 @@ def test_a_graph_made_inside_runs_backward_outside(rig: Rig) -> None:
 
 def test_a_graph_made_inside_raises_what_torch_raises_after_a_step(rig: Rig) -> None:
     p = at_rest(rig.model, NAME)
-    with rig.lifecycle.gather(p):
+    with gather(rig.lifecycle, p):
         penalty = p.square().sum()
     for model in (rig.plain, rig.model):
         models.stack_loss(model, 0).backward()
@@ -188,8 +189,8 @@ def test_a_graph_made_inside_raises_what_torch_raises_after_a_step(rig: Rig) -> 
 
 def test_gathers_nest(rig: Rig) -> None:
     p = at_rest(rig.model, NAME)
-    with torch.no_grad(), rig.lifecycle.gather(p):
-        with rig.lifecycle.gather(rig.model):
+    with torch.no_grad(), gather(rig.lifecycle, p):
+        with gather(rig.lifecycle, rig.model):
             p.zero_()
             at_rest(rig.model, "head.bias").zero_()
         assert not p.any()
@@ -200,17 +201,17 @@ def test_gathers_nest(rig: Rig) -> None:
 
 def test_parameters_that_are_not_offloaded_are_let_through(rig: Rig) -> None:
     adapter = nn.Parameter(torch.ones(3))
-    with rig.lifecycle.gather([adapter, at_rest(rig.model, NAME)]):
+    with gather(rig.lifecycle, [adapter, at_rest(rig.model, NAME)]):
         assert torch.equal(at_rest(rig.model, NAME), plain(rig))
 
 
 def test_mistakes_are_named(rig: Rig) -> None:
     other = Rig(models.stack(), models.stack_groups)
-    with pytest.raises(ValueError, match="another model"), rig.lifecycle.gather(other.model):
+    with pytest.raises(ValueError, match="another model"), gather(rig.lifecycle, other.model):
         pass
     with (
         pytest.raises(ValueError, match="named_parameters"),
-        rig.lifecycle.gather(rig.model.named_parameters()),
+        gather(rig.lifecycle, rig.model.named_parameters()),
     ):
         pass
     rig.check_idle()

@@ -15,6 +15,7 @@ import torch.nn.utils.parametrize as parametrize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity._src.hooks.gather_window import gather
 from infinity.errors import ParameterReleased, ReplacedOutsideEngine, WeightWritten
 from tests.unit.hooks import models
 from tests.unit.hooks.rig import Rig, at_rest
@@ -210,7 +211,7 @@ def test_a_parametrization_takes_values_inside_of_gather_only(rig: Rig) -> None:
     values = torch.ones(4, 16)
     with pytest.raises(ParameterReleased, match=r"weight\.original.*gather"):
         rig.model.head.weight = values
-    with rig.lifecycle.gather(rig.model.head):
+    with gather(rig.lifecycle, rig.model.head):
         rig.model.head.weight = values
         with pytest.raises(ValueError, match=r"`set_` of shape \(2, 2\)"):
             rig.model.head.weight = torch.ones(2, 2)

@@ -239,7 +239,7 @@ def quantize_forms() -> Iterator[Form]:
 
 
 def dequantize_forms() -> Iterator[Form]:
-    from infinity._src.kernels.quantize import Quantized
+    from infinity._src.kernels.quantized import Quantized
     from infinity._src.kernels.triton.quantize import dequantize_triton
 
     def run(out: torch.Tensor, group: int, bits: int, symmetric: bool) -> None:
@@ -263,8 +263,8 @@ def dequantize_forms() -> Iterator[Form]:
 
 
 def encode_forms() -> Iterator[Form]:
-    from infinity._src.kernels.comm_codec import wire_bytes
     from infinity._src.kernels.triton.comm_codec import encode_triton
+    from infinity._src.kernels.wire_layout import wire_bytes
 
     for numel, *case in sized(turning(GROUPS, FLOATS, (8, 4), (None, 7), (None, BF16, FP32))):
         group, dtype, bits, key, error = case
@@ -276,8 +276,8 @@ def encode_forms() -> Iterator[Form]:
 
 
 def decode_forms() -> Iterator[Form]:
-    from infinity._src.kernels.comm_codec import wire_bytes
     from infinity._src.kernels.triton.comm_codec import decode_sum_triton
+    from infinity._src.kernels.wire_layout import wire_bytes
 
     for numel, *case in sized(turning(GROUPS, FLOATS, (8, 4), (1, 3), (empty, odd))):
         group, dtype, bits, divisor, make = case
@@ -300,9 +300,9 @@ def sum_forms() -> Iterator[Form]:
 
 
 def update_forms() -> Iterator[Form]:
+    from infinity._src.cabi.records import HYPER, Algorithm, Format, GradDtype, Master, Moments
     from infinity._src.kernels.triton.update import Launches
     from infinity._src.kernels.update import _MOMENT_COUNTS, RESOLVED
-    from infinity.aio._records import HYPER, Algorithm, Format, GradDtype, Master, Moments
 
     def run(state_format: Format, algorithm: Algorithm, grad: GradDtype, address: int) -> None:
         sections = [empty(k.size_bytes(4096), dtype=torch.uint8) for k in state_format.sections]

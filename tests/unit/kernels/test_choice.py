@@ -19,26 +19,20 @@ import numpy as np
 import pytest
 import torch
 
+from infinity._src.cabi.records import HYPER, SEG, Format, GradDtype
 from infinity._src.kernels import choice
 from infinity._src.kernels.comm_codec import (
     decode_sum,
     encode,
     encode_torch,
     sum_in_order,
-    wire_bytes,
 )
 from infinity._src.kernels.hyper import hyper_row_adamw
-from infinity._src.kernels.quantize import (
-    GROUP_NUMEL_LEAST,
-    GROUP_NUMEL_MOST,
-    dequantize,
-    quantize,
-    quantize_torch,
-)
-from infinity._src.kernels.trial import _GROUP, _RUN, CPU, Trial, difference, sample
+from infinity._src.kernels.quantize import dequantize, quantize, quantize_torch
+from infinity._src.kernels.trial import CPU, Trial, difference, sample
 from infinity._src.kernels.update import UpdatePlan
 from infinity._src.kernels.usual_trials import trials_of_usual_forms
-from infinity.aio._records import HYPER, SEG, Format, GradDtype
+from infinity._src.kernels.wire_layout import wire_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 ROOT = Path(__file__).resolve().parents[3]
@@ -166,23 +160,30 @@ def test_triton_passes_its_trial_on_a_gpu(name: str) -> None:
     assert difference(trials_of_usual_forms()[name], device) == ""
 
 
-def test_the_sample_has_the_least_and_the_largest_groups() -> None:
-    assert (_RUN, _GROUP) == (GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST)
-
-
 def test_a_trial_in_a_thread_that_flushes_denormals_passes() -> None:
-    """The kernels keep denormals there; that torch on the CPU does not is no fault of them."""
+    """Samples and references keep denormals there, as the kernels do."""
     outputs, form = trials_of_usual_forms()["ordered_sum"]
     kept = outputs("torch", CPU, *form)
+    both: list[dict[str, torch.Tensor]] = []
+
+    def noted(_which: str, *_: Any) -> dict[str, torch.Tensor]:
+        both.append(dict(outputs("torch", CPU, *form)))
+        return both[-1]
+
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush denormals")
     try:
-        given = {"torch": lambda: outputs("torch", CPU, *form), "triton": lambda: kept}
-        found = difference(Trial(lambda which, *_: given[which](), ()), CPU)
+        found = difference(Trial(noted, ()), CPU)
         assert float(torch.full((1,), 2.0**-130).mul(1.0)) == 0.0, "the thread's mode was changed"
     finally:
         torch.set_flush_denormal(False)
     assert found == ""
+    for made in both:
+        assert all(
+            torch.equal(made[key].view(torch.uint8), values.view(torch.uint8))
+            for key, values in kept.items()
+        )
+    assert len(both) == 2
 
 
 @pytest.mark.parametrize("name", sorted(set(BITWISE) - {"group_dequantize"}))

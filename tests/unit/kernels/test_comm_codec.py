@@ -15,12 +15,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity._src.kernels import choice
 from infinity._src.kernels import comm_codec as wire
-from infinity._src.kernels.comm_codec import decode, decode_sum, encode, sum_in_order, wire_bytes
-from infinity._src.kernels.quantize import DTYPES, dequantize, quantize
+from infinity._src.kernels.comm_codec import decode, decode_sum, encode, sum_in_order
+from infinity._src.kernels.quantize import dequantize, quantize
+from infinity._src.kernels.quantized import DTYPES
 from infinity._src.kernels.rounding import rounding_key
+from infinity._src.kernels.wire_layout import codes_bytes, wire_bytes
 from tests import forks
 
 pytestmark = pytest.mark.filterwarnings(
@@ -102,7 +104,7 @@ def decoded(buffer: torch.Tensor, numel: int, *, bits: int, group_numel: int) ->
 
 def step_of(buffer: torch.Tensor, numel: int, *, bits: int, group_numel: int) -> torch.Tensor:
     """fp32 [numel]: the scale of each value's group."""
-    scales = buffer[wire.codes_bytes(numel, bits) :].view(torch.bfloat16).float()
+    scales = buffer[codes_bytes(numel, bits) :].view(torch.bfloat16).float()
     return scales.repeat_interleave(group_numel)[:numel]
 
 
@@ -254,7 +256,7 @@ def test_a_wire_holds_the_codes_and_scales_of_the_groups_and_zeros(data: st.Data
     keys, numel = data.draw(st.composite(keys_drawn)()), values.numel()
     q, buffer = quantize(values, **groups, **keys), encoded(values, **groups, **keys)
     at, codes, scales = (
-        wire.codes_bytes(numel, groups["bits"]),
+        codes_bytes(numel, groups["bits"]),
         q.codes.view(torch.uint8),
         q.scales.view(torch.uint8),
     )
@@ -309,7 +311,7 @@ def test_bytes_are_codes_then_scales_each_a_multiple_of_64(bits: int) -> None:
             assert native.lib.inf_wire_bytes(numel, bits, group_numel, 0) == wire_bytes(
                 numel, bits, group_numel
             )
-            assert native.lib.inf_wire_bytes(numel, bits, group_numel, 1) == wire.codes_bytes(
+            assert native.lib.inf_wire_bytes(numel, bits, group_numel, 1) == codes_bytes(
                 numel, bits
             )
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import infinity
-from infinity._src.kernels.launch import on_device, table_on
+from infinity._src.base.torch_device import on_device, table_on
 from tests.fake_cuda import FakeCuda
 
 PACKAGE = Path(infinity.__file__).parent
 KERNELS = PACKAGE / "_src" / "kernels" / "triton"
 NON_BLOCKING = {
-    "bench/device_copy.py": "it measures both kinds of memory",
+    "measure/device_copy.py": "it measures both kinds of memory",
     "distributed/transport.py": "host memory of its own, pinned",
-    "grads/accumulator.py": "the storage of gradients is in pinned slabs",
-    "grads/reduce.py": "flags for the host, in pinned memory",
-    "kernels/launch.py": "`table_on` pins",
+    "params/accumulator.py": "the storage of gradients is in pinned slabs",
+    "params/reduce.py": "flags for the host, in pinned memory",
+    "base/torch_device.py": "`table_on` pins",
     "params/delayed_params.py": "shards are in pinned slabs",
     "params/secondary_shards.py": "copies of shards are in pinned slabs",
 }

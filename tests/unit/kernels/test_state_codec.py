@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.cabi.records import QUANT_GROUP, Format, Master, Moments
 from infinity._src.kernels import state_codec
 from infinity._src.kernels.rounding import rounding_key
-from infinity.aio._records import QUANT_GROUP, Format, Master, Moments
 from tests import oracle
 from tests.marks import mostly_slow
 from tests.unit.native.states import random_bits as odd_bits

@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from infinity._src.cabi.records import HYPER, SEG, Format, GradDtype, GradSection, Master, Moments
 from infinity._src.kernels import choice
 from infinity._src.kernels.update import UpdatePlan
-from infinity.aio._records import HYPER, SEG, Format, GradDtype, GradSection, Master, Moments
 from tests.marks import alternating
 from tests.oracle import update_sections
 from tests.unit.native.test_update_kernels import CASES, ROWS, as_bf16, assert_same_sections, states

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src.grads.accumulator import GradRegistry
-from infinity._src.grads.proxy import GradProxy
 from infinity._src.hooks.activation_store import HostActivationStore, StoredInHostMemory
 from infinity._src.memory.device import Device, GradOffload, open_device
 from infinity._src.optim.device_update import DeviceUpdate, JointTicket, _DeviceBuffer
 from infinity._src.optim.grad_windows import GradWindows, _Window
+from infinity._src.params.accumulator import GradRegistry
+from infinity._src.params.proxy import GradProxy
 from infinity.errors import RankFailed
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import infinity as inf
-from infinity._src.memory.node_resources import NodeResources
+from infinity._src.engine.node_resources import NodeResources
 from infinity.aio import SwapFile
 
 

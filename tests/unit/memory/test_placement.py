@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.cabi.records import GradSection, Master, Moments
 from infinity._src.memory.layout import plan_flat
 from infinity._src.memory.placement import (
     WINDOW_COUNT,
@@ -21,7 +22,6 @@ from infinity._src.memory.placement import (
     van_der_corput_order,
 )
 from infinity.aio import Format
-from infinity.aio._records import GradSection, Master, Moments
 from infinity.errors import BudgetError
 
 TIERS = st.sampled_from(["device", "cpu", "nvme"])

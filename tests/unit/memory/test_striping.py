@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from infinity import aio
+from infinity._src.cabi import records
 from infinity._src.memory import swap_space as swap_module
 from infinity._src.memory.swap_space import SwapSpace, choose_shares, measure_shares
-from infinity.aio import _records as records
 from infinity.errors import AioError
 from tests.unit.aio.rig import BACKENDS
 

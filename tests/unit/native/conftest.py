@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infinity._src import native
+from infinity._src.cabi import native
 
 
 @pytest.fixture(params=native.ISA_NAMES)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from infinity._src.native import ffi, lib
-from infinity.aio._records import Format, GradDtype, LogKind
+from infinity._src.cabi.native import ffi, lib
+from infinity._src.cabi.records import Format, GradDtype, LogKind
 from tests.oracle import Hyper, update_sections
 
 Array = npt.NDArray[Any]

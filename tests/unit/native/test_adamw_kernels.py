@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src import native
+from infinity._src.cabi import native
+from infinity._src.cabi.records import HYPER, LOG_MAX, Format
 from infinity._src.kernels.hyper import hyper_row_adamw
-from infinity.aio._records import HYPER, LOG_MAX, Format
 from tests.oracle import Hyper, adamw_
 from tests.unit.native.states import (
     HYPER_PLAIN,

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.kernels.hyper import hyper_row_adamw
-from infinity._src.native import ffi, lib
-from infinity.aio._records import (
+from infinity._src.cabi.native import ffi, lib
+from infinity._src.cabi.records import (
     CHUNK,
     HYPER,
     QUANT_GROUP,
@@ -24,6 +23,7 @@ from infinity.aio._records import (
     Moments,
     piece_count,
 )
+from infinity._src.kernels.hyper import hyper_row_adamw
 from tests.oracle import update_sections
 from tests.unit.native.states import Array
 from tests.unit.native.test_update_kernels import as_bf16, assert_same_sections, states

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.native import ffi, lib
+from infinity._src.cabi.native import ffi, lib
+from infinity._src.cabi.records import piece_count
 from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype
-from infinity.aio._records import piece_count
 from tests.unit.native.states import (
     HYPER_LATE,
     HYPER_LOGGED,

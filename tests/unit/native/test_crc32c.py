@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src import native
-from infinity._src.native import ffi, lib
+from infinity._src.cabi import native
+from infinity._src.cabi.native import ffi, lib
 from native.build_native import compiler_command
 
 NAMES = ["portable", "streams", "clmul", "vpclmul"]
@@ -81,7 +81,7 @@ def test_512_bit_folding_agrees_where_the_instruction_is_emulated(tmp_path: Path
     """The vpclmul path's arithmetic, on machines that have AVX-512 but not VPCLMULQDQ."""
     if "avx512" not in native.isas():
         pytest.skip("needs AVX-512")
-    source = Path(__file__).parents[3] / "native" / "crc32c.c"
+    source = Path(__file__).parents[3] / "native" / "kernels" / "crc32c.c"
     library = tmp_path / "crc32c_emulated.so"
     subprocess.run(
         [
@@ -91,6 +91,7 @@ def test_512_bit_folding_agrees_where_the_instruction_is_emulated(tmp_path: Path
             "-shared",
             "-fPIC",
             "-DINF_EMULATE_VPCLMUL",
+            f"-I{source.parent.parent}",
             str(source),
             "-o",
             str(library),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity._src import native
+from infinity._src.cabi import native
 from infinity._src.kernels.update import all_finite
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from infinity import aio
-from infinity._src.native import ffi, lib
+from infinity._src.cabi import records
+from infinity._src.cabi.native import ffi, lib
 from infinity.aio import CHUNK, HYPER, JOB, SEG, Format, SwapFile
-from infinity.aio import _records as records
 from infinity.aio._executor import Executor
 from infinity.aio._validate import BYTES_MAX, check_chunks
 

@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.cabi.native import ffi, lib
+from infinity._src.cabi.records import Format, Master
 from infinity._src.kernels.state_codec import decode_master, decode_sections, encode_sections
-from infinity._src.native import ffi, lib
-from infinity.aio._records import Format, Master
 
 Bits = npt.NDArray[np.uint32]
 SPLIT = Format(Master.SPLIT)

@@ -1,5 +1,5 @@
-"""infinity._src.native: what is in use, why not, and what the environment changes. In subprocesses:
-it is read at import."""
+"""infinity._src.cabi.native: what is in use, why not, and what the environment changes. In
+subprocesses: it is read at import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity._src import native
+from infinity._src.cabi import native
 
 MENDED_BY = "run `make native` in a checkout, or `pip install --force-reinstall infinity-offload`"
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,8 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_the_extension_the_module_says_why_and_imports_no_torch() -> None:
     code = (
-        "import sys; sys.modules['infinity._native'] = None; from infinity._src import native; "
+        "import sys; sys.modules['infinity._native'] = None\n"
+        "from infinity._src.cabi import native; "
         "assert not native.available(); assert 'torch' not in sys.modules; "
         "print(native.isa(), native.isas(), native.reason())"
     )
@@ -54,7 +55,8 @@ def test_without_the_extension_its_first_use_is_an_import_error_that_names_the_c
     use: str,
 ) -> None:
     done = run(
-        "import sys; sys.modules['infinity._native'] = None; from infinity._src import native; "
+        "import sys; sys.modules['infinity._native'] = None\n"
+        "from infinity._src.cabi import native; "
         f"{use}"
     )
     last = done.stderr.splitlines()[-1]
@@ -73,7 +75,7 @@ def test_the_command_and_aio_import_without_the_extension() -> None:
 
 def test_the_environment_selects_the_instruction_set() -> None:
     for name in native.isas():
-        done = run("from infinity._src import native; print(native.isa())", INFINITY_ISA=name)
+        done = run("from infinity._src.cabi import native; print(native.isa())", INFINITY_ISA=name)
         assert done.stdout.strip() == name, done.stderr
 
 
@@ -81,7 +83,7 @@ def test_the_environment_selects_the_instruction_set() -> None:
 def test_an_unknown_instruction_set_in_the_environment_is_an_error_that_lists_the_known(
     value: str,
 ) -> None:
-    done = run("import infinity._src.native", INFINITY_ISA=value)
+    done = run("import infinity._src.cabi.native", INFINITY_ISA=value)
     assert done.returncode != 0
     assert "one of portable, avx2, avx512" in done.stderr
 
@@ -92,7 +94,7 @@ def test_the_widest_instruction_set_is_the_default() -> None:
         [
             sys.executable,
             "-c",
-            "from infinity._src import native; print(native.isa() == native.isas()[-1])",
+            "from infinity._src.cabi import native; print(native.isa() == native.isas()[-1])",
         ],
         cwd=ROOT,
         env=environment,

@@ -1,4 +1,4 @@
-"""aio/_records.py and native/infinity.h describe the same bytes."""
+"""infinity/_src/cabi/records.py and native/infinity.h describe the same bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity._src.native import ffi, lib
-from infinity.aio import _records as records
+from infinity._src.cabi import records
+from infinity._src.cabi.native import ffi, lib
 
 STRUCTS = [
     ("inf_chunk", records.CHUNK),

@@ -1,5 +1,5 @@
-"""Every instruction set gives the bits of infinity/ops for every algorithm on every state format,
-however it is cut."""
+"""Every instruction set gives the bits of infinity/_src/kernels for every algorithm on every state
+format, however it is cut."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src import native
+from infinity._src.cabi import native
+from infinity._src.cabi.native import ffi, lib
+from infinity._src.cabi.records import QUANT_GROUP, Format, Master, Moments
 from infinity._src.kernels.hyper import hyper_row_adamw, hyper_row_lion, hyper_row_sgd
 from infinity._src.kernels.rounding import rounding_key
-from infinity._src.native import ffi, lib
-from infinity.aio._records import QUANT_GROUP, Format, Master, Moments
 from tests.oracle import decode_sections, encode_sections, random_bits, update_sections
 from tests.unit.native.states import Array, native_update
 from tests.unit.native.states import random_bits as odd_bits

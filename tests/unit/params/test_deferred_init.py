@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
-from infinity._src import progress
+from infinity._src.base import progress
 from infinity._src.params import deferred_init
 from infinity._src.params.deferred_init import DeferredModel
 

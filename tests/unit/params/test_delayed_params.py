@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src.cleanup import cancel_and_wait
+from infinity._src.params.cleanup import cancel_and_wait
 from infinity._src.params.delayed_params import DelayedCopy
 from infinity.errors import AioError
 

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from infinity import tile_linears
-from infinity._src.checkpoint import safetensors_files
-from infinity._src.checkpoint.hub_files import open_weights
-from infinity._src.checkpoint.safetensors_files import SafetensorsFiles
+from infinity._src.checkpoint.formats import safetensors_files
+from infinity._src.checkpoint.formats.hub_files import open_weights
+from infinity._src.checkpoint.formats.safetensors_files import SafetensorsFiles
 from infinity._src.params import materialize
 from infinity._src.params.discover import build, find_units
 from infinity._src.params.materialize import Source, fill_flats, fill_shards, open_source

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from infinity._src.hooks.gather_window import gather
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity.errors import EngineClosed, ParameterReleased, ReplacedOutsideEngine
 from tests.unit.hooks import models
@@ -327,4 +328,4 @@ def test_after_close_it_says_that_the_engine_is_closed(rig: Rig, p: ShardedParam
     with pytest.raises(EngineClosed, match=r"weight|bias"):
         rig.model(torch.zeros(2, 3, 16))
     with pytest.raises(EngineClosed):
-        rig.lifecycle.gather(p)
+        gather(rig.lifecycle, p)

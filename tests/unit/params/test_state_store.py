@@ -15,13 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.cabi.records import GradSection, Master, Moments
 from infinity._src.memory.layout import CHUNK_NUMEL, plan_flat
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity.aio import Fault, Format, PoolSpec, Priority, Seam, open_executor
 from infinity.aio import _memory_limits as memory_limits
-from infinity.aio._records import GradSection, Master, Moments
 from infinity.errors import AioError
 
 LARGE_BYTES = CHUNK_NUMEL * 14

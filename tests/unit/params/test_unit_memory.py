@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src import build
-from infinity._src._torch_compat import resize_storage, storage_size
-from infinity._src.engine import offload
+from infinity._src.base.torch_compat import resize_storage, storage_size
+from infinity._src.engine import build
+from infinity._src.engine.handle import offload
 from infinity._src.memory.device import Device
 from infinity._src.params import unsharded_param
 from infinity._src.params.unit import SHARDED, UNSHARDED, Unit

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.engine import offload
+from infinity._src.engine.handle import offload
 from infinity._src.params.unit import TRANSITIONS, Unit, UnitState
 from infinity._src.params.unshard import AT_REST
 from infinity.aio import Fault, Priority, Seam

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
-from infinity._src._torch_compat import (
+from infinity._src.base.sizes import format_size
+from infinity._src.base.torch_compat import (
     METADATA,
     DisableTorchFunctionSubclass,
     make_wrapper,
@@ -26,7 +27,6 @@ from infinity._src._torch_compat import (
 from infinity._src.kernels.linear_cross_entropy import Settings
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
 from infinity._src.kernels.tiling.tiled_loss import head_loss, head_rows
-from infinity._src.sizes import format_size
 
 log = logging.getLogger("infinity")
 

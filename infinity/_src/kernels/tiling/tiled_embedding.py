@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import assert_async
+from infinity._src.base.torch_compat import assert_async
 from infinity._src.kernels.tiling.tiled_linear import first_order, token
 from infinity._src.kernels.tiling.tiled_module import Grid, TiledMatrix
 

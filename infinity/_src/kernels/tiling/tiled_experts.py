@@ -113,7 +113,7 @@ class Changes:
 class TiledExperts(TiledModule):
     """A stack of experts in tiles of a few experts each.
 
-    stacks: each parameter [experts, ...] of the uncut module, of which the tiles are copies. ends:
+    stacks: each parameter [experts, ...] of the uncut module; the tiles are copies of it. ends:
     first expert of each tile, and the number of experts last.
 
     Called as the uncut module: `(hidden_states [tokens, hidden], top_k_index [tokens, k],

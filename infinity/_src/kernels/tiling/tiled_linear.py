@@ -10,7 +10,7 @@ forward and backward.
 
 [Note: the chain of tokens] Autograd orders backward, and each tile must be one node that needs
 nothing but its own weight. So the tiles are links of a chain: each takes two tokens and gives two
-tokens, tensors with shape and dtype but one element of memory, whose values nobody reads. In
+tokens, tensors with shape and dtype but one element of memory, whose values are not read. In
 forward they only tie the links together (results go straight into the output). In backward their
 gradients carry what all tiles share: the first is the sum that becomes dx, to which each link adds
 its part in place, in fp32; the second is dy, which passes through. So the sum has one fixed order,

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import (
+from infinity._src.base.torch_compat import (
     METADATA,
     DisableTorchFunctionSubclass,
     dynamo_disable,

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from infinity._src.kernels.comm_codec import codes_bytes
-from infinity._src.kernels.launch import on_device, table_on
+from infinity._src.base.torch_device import on_device, table_on
 from infinity._src.kernels.triton.quantize import (
     BLOCK_NUMEL,
     SCALE_LEAST_BITS,
@@ -36,11 +35,12 @@ from infinity._src.kernels.triton.random import (
     random_bits,
     store_float,
 )
+from infinity._src.kernels.wire_layout import codes_bytes
 
 BF16, FP16, FP32 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _ALIGN_BYTES = 16
-"""Addresses of which all are multiples of this are read in vectors."""
+"""Addresses that are all multiples of this are read in vectors."""
 SCALES_PADDED = tl.constexpr(32)
 """Scales are padded to a multiple of this many."""
 

@@ -8,13 +8,12 @@ reference rounds twice), divisions are IEEE's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
-from infinity._src.kernels.launch import on_device
+from infinity._src.base.torch_device import on_device
+from infinity._src.kernels.quantized import Quantized
 from infinity._src.kernels.triton.random import (
     INFINITY_BITS,
     NAN_BITS,
@@ -24,9 +23,6 @@ from infinity._src.kernels.triton.random import (
     random_bits,
     store_float,
 )
-
-if TYPE_CHECKING:
-    from infinity._src.kernels.quantize import Quantized
 
 BLOCK_NUMEL = 2048
 SCALE_LEAST_BITS = tl.constexpr(0x00800000)

@@ -45,8 +45,8 @@ import torch
 import triton
 import triton.language as tl
 
+from infinity._src.base.torch_device import on_device
 from infinity._src.kernels import choice
-from infinity._src.kernels.launch import on_device
 
 Grid = Callable[[dict[str, Any]], tuple[int, ...]]
 """Number of programs that run a kernel, as a function of its arguments."""

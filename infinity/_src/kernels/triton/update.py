@@ -8,8 +8,8 @@ dtype, if these differ): a program takes BLOCK_NUMEL elements of one segment and
 on the device which, and by which HYPER record. Its elements are [groups, QUANT_GROUP], so that the
 scales of 8-bit moments are reductions of rows.
 
-Every operation rounds once to fp32, in the order of native/optimizer_kernels.h. On a GPU this
-relies on three things: launches say `enable_fp_fusion=False` (else a product and the sum that
+Every operation rounds once to fp32, in the order of native/kernels/optimizer_kernels.h. On a GPU
+this relies on three things: launches say `enable_fp_fusion=False` (else a product and the sum that
 follows become one FMA, in LLVM and again in ptxas), `tl.div_rn` and `tl.sqrt_rn` (else both are
 approximate), and that none of the operations used flushes denormals.
 tests/unit/kernels/test_triton_compiles.py looks for all three in the PTX.
@@ -26,16 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
-from infinity._src.kernels.launch import on_device, table_on
-from infinity._src.kernels.triton.random import (
-    INFINITY_BITS,
-    bits_of,
-    canonical_bits,
-    float_of,
-    float_of_bf16,
-    random_bits,
-)
-from infinity.aio._records import (
+from infinity._src.base.torch_device import on_device, table_on
+from infinity._src.cabi.records import (
     HYPER,
     QUANT_GROUP,
     Algorithm,
@@ -45,6 +37,14 @@ from infinity.aio._records import (
     LogKind,
     Master,
     Moments,
+)
+from infinity._src.kernels.triton.random import (
+    INFINITY_BITS,
+    bits_of,
+    canonical_bits,
+    float_of,
+    float_of_bf16,
+    random_bits,
 )
 
 # Whole groups, so that no two programs share the scale of one.
@@ -261,7 +261,7 @@ def _block(
     if COUNT > 0:
         m = _load_moment(s2, scales, at + within, groups, mask, in_groups, 0, MOMENTS, COUNT, WHOLE)
     else:
-        # A value for the branches that are compiled; without a moment nobody reads it.
+        # A value for the branches that are compiled; without a moment none reads it.
         m = p
     if COUNT > 1:
         v = _load_moment(s3, scales, at + within, groups, mask, in_groups, 1, MOMENTS, COUNT, WHOLE)
@@ -349,7 +349,7 @@ def _gradient(
 @triton.jit
 def _adamw(p: tl.tensor, m: tl.tensor, v: tl.tensor, g: tl.tensor, hyper: tl.tensor) -> tl.tensor:
     m = m * _scalar(hyper, BETA1) + g * _scalar(hyper, ONE_MINUS_BETA1)
-    # Products and sums apart, in the order of native/optimizer_kernels.h.
+    # Products and sums apart, in the order of native/kernels/optimizer_kernels.h.
     v = v * _scalar(hyper, BETA2) + (g * g) * _scalar(hyper, ONE_MINUS_BETA2)
     denom = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + _scalar(hyper, BC2_SQRT)) + _scalar(
         hyper, EPS

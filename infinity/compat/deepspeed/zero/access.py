@@ -145,7 +145,7 @@ def _part(whole: Tensor | None) -> Tensor | None:
 
 
 def _joined(param: Parameter, value: Tensor) -> Tensor:
-    """The whole of which each rank gives its part."""
+    """The whole; each rank gives its part."""
     numel = _part_numel(param.numel())
     if value.numel() != numel:
         raise DeepSpeedRefusal(

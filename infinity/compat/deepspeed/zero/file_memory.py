@@ -19,7 +19,7 @@ DIRTY_BYTES_MAX = 64 << 20
 """Bytes of new tensors after which pages are written out."""
 
 SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 64 << 20, 1 << 30
-"""Bytes that are mapped at once: each mapping takes an open file, of which a process has few."""
+"""Bytes that are mapped at once: each mapping takes an open file, and a process has few."""
 
 
 class FileMemory:
@@ -33,7 +33,7 @@ class FileMemory:
         # No name: a killed process leaves nothing, and no other user can open it.
         with tempfile.TemporaryFile(dir=directory) as file:
             self._file = os.dup(file.fileno())
-        # Mappings keep the file; by its number nobody asks for it when this object has gone.
+        # Mappings keep the file; its number is not used when this object has gone.
         weakref.finalize(self, os.close, self._file)
         self._size_bytes = 0
         self._segment: mmap.mmap | None = None

@@ -1,0 +1,598 @@
+"""Logging and timelines, without torch.
+
+The logger `infinity` goes where the application or INFINITY_LOG sends it; where neither does, its
+warnings go to stderr, for a fault is never silent. A `Timeline` collects spans from Python and from
+native threads and writes Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing
+open. All times are CLOCK_MONOTONIC nanoseconds, so that spans of both origins lie on one axis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from infinity._src.base.new_file import write_new
+from infinity._src.base.paths import absolute
+
+logger: Final = logging.getLogger("infinity")
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+NATIVE_TRACKS: Final = ("reads", "writes", "updates", "copies", "to device", "from device")
+"""Track names by the number in the `track` field of an executor's spans."""
+
+TRACKS: Final = ("phases", "wait", "compute", "gradients", *NATIVE_TRACKS)
+"""The tracks every trace has, in the order in which they are shown. compute: a unit is gathered and
+in use by a forward or a backward. gradients: a gradient that autograd has made is taken in.
+"""
+
+SHORT_NS: Final = 20_000
+"""Shorter waits and gradients are not drawn: they are the cost of asking, and of small tensors."""
+
+PURPOSES: Final = ("gather", "update", "gradient", "activation", "save", "copy", "other")
+"""Purposes of native spans, by their number in `NativeSpans.purposes`."""
+
+
+class _RankFormatter(logging.Formatter):
+    """Puts the rank before each message, so that the lines of several ranks can be told apart."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        rank = os.environ.get("RANK")
+        where = f"[rank {rank}] " if rank is not None else ""
+        return f"{where}infinity {record.levelname.lower()}: {super().format(record)}"
+
+
+class _LastResort(logging.Handler):
+    """Prints warnings to stderr while the log has no other handler."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or logger.handlers != [self]:
+            return
+        # A log that cannot be written (a full disk, a closed stream) ends no run: a warning may
+        # come amid the undo of a step. The stream of now: programs put others in its place.
+        with contextlib.suppress(OSError, ValueError):
+            if sys.stderr is not None:
+                print(self.format(record), file=sys.stderr, flush=True)
+
+
+def _last_resort() -> logging.Handler:
+    handler = _LastResort(logging.WARNING)
+    handler.setFormatter(_RankFormatter())
+    return handler
+
+
+logger.addHandler(_last_resort())
+
+
+def configure_logging(level: str | None = None) -> None:
+    """Send the log to stderr at `level`, else at $INFINITY_LOG; with neither, leave logging as it
+    is: warnings go to stderr where no handler takes them.
+
+    Calling again changes the level and adds no second handler.
+    Raises: ValueError when the level is none of `LEVELS`.
+    """
+    chosen = level or os.environ.get("INFINITY_LOG")
+    if not chosen:
+        return
+    if chosen.lower() not in LEVELS:
+        raise ValueError(
+            f"log level {chosen!r} is not known; set INFINITY_LOG to {', '.join(LEVELS)}"
+        )
+    # A handler of an earlier call is found, so lines are not doubled.
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler) and isinstance(
+            handler.formatter, _RankFormatter
+        ):
+            break
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(_RankFormatter())
+        logger.addHandler(handler)
+    logger.setLevel(chosen.upper())
+
+
+def now_ns() -> int:
+    """CLOCK_MONOTONIC in nanoseconds, the clock of every span."""
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Something that took from `start_ns` to `end_ns` (CLOCK_MONOTONIC) on `track`."""
+
+    track: str
+    name: str
+    start_ns: int
+    end_ns: int
+    args: Mapping[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeSpans:
+    """Spans of an executor [n] (`aio.SPAN`), each with its unit and its purpose.
+
+    units: index in `names` of the unit that each belongs to, -1 for none. purposes: index in
+    PURPOSES.
+    """
+
+    spans: np.ndarray[Any, Any]
+    units: np.ndarray[Any, Any]
+    purposes: np.ndarray[Any, Any]
+    names: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def part(self, chosen: Any) -> NativeSpans:
+        """Return some of them: `chosen` is a slice, or a mask [n]."""
+        return NativeSpans(
+            self.spans[chosen], self.units[chosen], self.purposes[chosen], self.names
+        )
+
+    def __iter__(self) -> Iterator[Span]:
+        rows = zip(self.spans, self.units.tolist(), self.purposes.tolist(), strict=True)
+        for record, unit, purpose in rows:
+            yield _native_span(record, self.names[unit] if unit >= 0 else "", PURPOSES[purpose])
+
+
+_NO_WAIT = -1
+
+
+class Timeline:
+    """Collects spans and writes them as a Chrome trace.
+
+    Memory: the newest `spans_max` spans of Python and as many native ones; older ones are dropped,
+    and counted in `dropped`. Spans of Python take 48 bytes each, all of them from the beginning,
+    so that a process does not grow with its steps. Threads: `add` may be called from any.
+    """
+
+    def __init__(self, *, spans_max: int = 100_000) -> None:
+        if spans_max < 1:
+            raise ValueError(f"spans_max={spans_max} must be at least 1")
+        self.spans_max = spans_max
+        self.dropped = 0
+        # A ring: span n is at n % spans_max. In columns, which share the names: a tuple
+        # with numbers of its own for each span would be four times as large.
+        self._count = 0
+        self._times = array("q", bytes(16 * spans_max))
+        self._waited_ns = array("q", bytes(8 * spans_max))
+        self._tracks = [""] * spans_max
+        self._names = [""] * spans_max
+        self._args: list[Mapping[str, Any] | None] = [None] * spans_max
+        self._native: deque[NativeSpans] = deque()
+        self._native_count = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return min(self._count, self.spans_max) + self._native_count
+
+    def add(
+        self,
+        track: str,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        args: Mapping[str, Any] | None = None,
+        *,
+        waited_ns: int = _NO_WAIT,
+    ) -> None:
+        """Record one span. Costs about a microsecond; does not block.
+
+        args: kept as it is. Spans that are recorded for as long as a run lasts share theirs, or
+        have none. waited_ns: of the span, shown in milliseconds among its args.
+        """
+        with self._lock:
+            at = self._count % self.spans_max
+            self.dropped += self._count >= self.spans_max
+            self._count += 1
+            self._times[2 * at], self._times[2 * at + 1] = start_ns, end_ns
+            self._tracks[at], self._names[at], self._args[at] = track, name, args
+            self._waited_ns[at] = waited_ns
+
+    @contextlib.contextmanager
+    def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
+        """Record the time spent inside, also when it raises."""
+        start_ns = now_ns()
+        try:
+            yield
+        finally:
+            self.add(track, name, start_ns, now_ns(), args or None)
+
+    def add_native_spans(self, spans: NativeSpans) -> None:
+        """Take the spans of an executor. Keeps the arrays."""
+        if not len(spans):
+            return
+        with self._lock:
+            self._native.append(spans)
+            self._native_count += len(spans)
+            while self._native_count > self.spans_max:
+                oldest = self._native.popleft()
+                excess = min(self._native_count - self.spans_max, len(oldest))
+                if excess < len(oldest):
+                    self._native.appendleft(oldest.part(slice(excess, None)))
+                self._native_count -= excess
+                self.dropped += excess
+
+    def spans(self, since_ns: int = 0) -> list[Span]:
+        """Return the spans that ended at `since_ns` or later, in order of start."""
+        with self._lock:
+            # Copies: whoever adds must not wait for the spans to be made of them.
+            count, times = min(self._count, self.spans_max), self._times[:]
+            columns = list(self._tracks), list(self._names), list(self._args)
+            waited = self._waited_ns[:]
+            blocks = list(self._native)
+        rows = zip(*columns[:2], times[::2], times[1::2], columns[2], waited, strict=True)
+        found = [
+            Span(track, name, start, end, _with_wait(args, waited_ns))
+            for track, name, start, end, args, waited_ns in itertools.islice(rows, count)
+            if end >= since_ns
+        ]
+        for block in blocks:
+            found.extend(block.part(block.spans["end_ns"] >= since_ns))
+        return sorted(found, key=lambda span: (span.start_ns, span.end_ns))
+
+    def clear(self) -> None:
+        """Forget every span."""
+        with self._lock:
+            self._count = 0
+            # Names may be of a model that is gone.
+            for column in (self._tracks, self._names):
+                column[:] = [""] * self.spans_max
+            self._args[:] = [None] * self.spans_max
+            self._native.clear()
+            self._native_count = 0
+            self.dropped = 0
+
+    def write(self, path: str | os.PathLike[str]) -> int:
+        """Write a Chrome trace to `path`, replacing it in one step; returns the number of spans
+        written.
+
+        Overlapping spans of one track go to rows of their own, since a row of a trace holds nested
+        spans only. Times are microseconds since the first span.
+        """
+        spans = self.spans()
+        origin_ns = spans[0].start_ns if spans else 0
+        events = list(_trace_events(spans, origin_ns))
+        document = {
+            "displayTimeUnit": "ms",
+            "otherData": {"origin_monotonic_ns": origin_ns, "dropped_spans": self.dropped},
+            "traceEvents": events,
+        }
+        target = absolute(path, "path")
+        # Renamed when it is whole: a reader never sees half a trace.
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+        try:
+            write_new(partial, json.dumps(document, separators=(",", ":")))
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return len(spans)
+
+
+def _with_wait(args: Mapping[str, Any] | None, waited_ns: int) -> Mapping[str, Any] | None:
+    if waited_ns == _NO_WAIT:
+        return args
+    return {**(args or {}), "waited_ms": round(waited_ns / 1e6, 3)}
+
+
+def _native_span(record: Any, unit: str, purpose: str) -> Span:
+    track = int(record["track"])
+    name = NATIVE_TRACKS[track] if 0 <= track < len(NATIVE_TRACKS) else f"track {track}"
+    drive, chunk, size_bytes = int(record["drive"]), int(record["chunk"]), int(record["bytes"])
+    args: dict[str, Any] = {"for": purpose, "chunk": chunk, "bytes": size_bytes}
+    if drive >= 0:
+        args["drive"] = drive
+    return Span(
+        name, unit or f"chunk {chunk}", int(record["start_ns"]), int(record["end_ns"]), args
+    )
+
+
+def _trace_events(spans: list[Span], origin_ns: int) -> Iterator[dict[str, Any]]:
+    """Metadata and complete events ("X"). Spans come sorted by start."""
+    order = {track: index for index, track in enumerate(TRACKS)}
+    for span in spans:
+        order.setdefault(span.track, len(order))
+    pid = os.getpid()
+    rank = os.environ.get("RANK")
+    process = "infinity" if rank is None else f"infinity rank {rank}"
+    yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": process}}
+    rows: dict[str, list[int]] = {track: [] for track in order}
+    for span in spans:
+        tid = order[span.track] * 1000 + _row(rows[span.track], span)
+        event: dict[str, Any] = {
+            "ph": "X",
+            "pid": pid,
+            "tid": tid,
+            "name": span.name,
+            "cat": span.track,
+            "ts": (span.start_ns - origin_ns) / 1000,
+            "dur": max(span.end_ns - span.start_ns, 0) / 1000,
+        }
+        if span.args:
+            event["args"] = dict(span.args)
+        yield event
+    for track, ends in rows.items():
+        for row in range(max(len(ends), 1)):
+            tid = order[track] * 1000 + row
+            label = track if row == 0 else f"{track} +{row}"
+            yield {
+                "ph": "M",
+                "pid": pid,
+                "tid": tid,
+                "name": "thread_name",
+                "args": {"name": label},
+            }
+            yield {
+                "ph": "M",
+                "pid": pid,
+                "tid": tid,
+                "name": "thread_sort_index",
+                "args": {"sort_index": tid},
+            }
+
+
+def _row(ends: list[int], span: Span) -> int:
+    """Return the first row that is free at the span's start. `ends` has each row's last end and is
+    updated.
+    """
+    for row, end_ns in enumerate(ends):
+        if end_ns <= span.start_ns:
+            ends[row] = span.end_ns
+            return row
+    if len(ends) < 64:
+        ends.append(span.end_ns)
+        return len(ends) - 1
+    # More than 64 at once cannot be told apart on a screen; share the last row.
+    ends[-1] = max(ends[-1], span.end_ns)
+    return len(ends) - 1
+
+
+# -- phases of a step ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class LoopWaits:
+    """Seconds that the training loop has waited: for units in forward and backward, and for pending
+    updates. Whoever waits adds to it.
+    """
+
+    units_s: float = 0.0
+    updates_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of both."""
+        return self.units_s + self.updates_s
+
+
+class Marks(NamedTuple):
+    """Counters of an engine at one moment: bytes and seconds since it was opened.
+
+    bytes_read, bytes_written: confirmed by the drives, of everything. params_read: of parameters
+    for a gather. grads_*: of spilled gradients. activations_*: of activations whose reading or
+    writing has begun. drives_busy_s: mean over the drives. h2d, d2h: copied to a GPU and from it.
+    h2d_s, d2h_s: while such a copy was in flight.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    params_read: int = 0
+    wait_s: float = 0.0
+    drives_busy_s: float = 0.0
+    grads_read: int = 0
+    grads_written: int = 0
+    activations_read: int = 0
+    activations_written: int = 0
+    h2d: int = 0
+    d2h: int = 0
+    h2d_s: float = 0.0
+    d2h_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls, executor: Any, params_read: int, wait_s: float, grads: tuple[int, int] = (0, 0)
+    ) -> Marks:
+        """Make marks from the counters of an executor (`aio.ExecutorStats`), and others. grads:
+        (read, written).
+        """
+        drives = executor.drives
+        return cls(
+            bytes_read=sum(drive.bytes_read for drive in drives),
+            bytes_written=sum(drive.bytes_written for drive in drives),
+            params_read=params_read,
+            wait_s=wait_s,
+            drives_busy_s=sum(drive.busy_s for drive in drives) / max(len(drives), 1),
+            grads_read=grads[0],
+            grads_written=grads[1],
+            h2d=executor.to_device_bytes,
+            d2h=executor.from_device_bytes,
+            h2d_s=executor.to_device_s,
+            d2h_s=executor.from_device_s,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseFigures:
+    """All runs of one phase together: their count, time, and traffic meanwhile.
+
+    wait_s: the part of `seconds` in which the training thread waited for a unit or for updates.
+    bytes_read, bytes_written: bytes that the drives confirmed, of whatever was in flight;
+    params_read_bytes, grads_*, activations_*: bytes whose move was begun, of parameters for a
+    gather, spilled gradients, activations (a run moves states besides). drives_busy_s: with a
+    request in flight, mean over the drives. h2d_bytes, d2h_bytes: copied to a GPU and from it;
+    h2d_s, d2h_s: with such a copy under way.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    params_read_bytes: int = 0
+    drives_busy_s: float = 0.0
+    grads_read_bytes: int = 0
+    grads_written_bytes: int = 0
+    activations_read_bytes: int = 0
+    activations_written_bytes: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    h2d_s: float = 0.0
+    d2h_s: float = 0.0
+
+    @property
+    def compute_s(self) -> float:
+        """Time without waits. Updates and reads beside it slow computation down, and are not taken
+        out."""
+        return self.seconds - self.wait_s
+
+    def __add__(self, other: PhaseFigures) -> PhaseFigures:
+        return PhaseFigures(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+
+    def __sub__(self, other: PhaseFigures) -> PhaseFigures:
+        return PhaseFigures(*(a - b for a, b in zip(_values(self), _values(other), strict=True)))
+
+    def per(self, steps: int) -> PhaseFigures:
+        """Means per step; counts and bytes rounded."""
+        return PhaseFigures(
+            *(round(v / steps) if isinstance(v, int) else v / steps for v in _values(self))
+        )
+
+
+def _values(figures: PhaseFigures) -> tuple[Any, ...]:
+    return tuple(getattr(figures, name) for name in PhaseFigures.__dataclass_fields__)
+
+
+PHASES: Final = ("first forward", "forward", "backward", "step", "evaluation", "idle")
+"""Phases of a run. "first forward": the training forward that follows a step; "forward": forwards
+of further micro-batches; "step": `opt.step()`; "idle": everything else, such as the data loader,
+clipping, and `flush()`.
+"""
+
+
+class PhaseClock:
+    """Divides the time of a run into phases, and what is counted meanwhile. One thread uses it.
+
+    marks: reads the engine's counters; called at every edge (tens of microseconds). activations:
+    (read, written) bytes of activations, where something takes these away. A phase is entered by
+    name; `enter("idle")` ends it. Times of steps are taken from the end of the first step to the
+    end of the last one, since the first one traces and fills pools: `steady`, over `steady_steps`
+    steps.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        marks: Callable[[], Marks],
+        activations: Callable[[], tuple[int, int]] | None = None,
+    ) -> None:
+        self._timeline = timeline
+        self._marks = marks
+        self._activations = activations
+        self._phase = "idle"
+        self._since_ns = now_ns()
+        self._at = self.marks()
+        self._totals = dict.fromkeys(PHASES, PhaseFigures())
+        self._first: dict[str, PhaseFigures] | None = None
+        self._last: dict[str, PhaseFigures] | None = None
+        self._steps = 0
+        self._quiet = False
+        self._quiet_forward = PhaseFigures()
+        self._after_step = True
+
+    def marks(self) -> Marks:
+        """The engine's counters at this moment."""
+        read, written = self._activations() if self._activations is not None else (0, 0)
+        return self._marks()._replace(activations_read=read, activations_written=written)
+
+    def enter(self, phase: str, *, quiet: bool = False) -> None:
+        """The running phase ends and `phase` begins; "forward" tells by itself whether it is the
+        first one of a step.
+
+        quiet: for a training forward: no update is pending, so that it computes undisturbed by
+            them.
+        """
+        if phase == "forward" and self._after_step:
+            phase, self._after_step = "first forward", False
+        before = self._close()
+        # The next training forward is the first of a step.
+        if before == "step":
+            self._after_step = True
+            self._steps += 1
+            self._last = dict(self._totals)
+            self._first = self._first or self._last
+        self._phase, self._quiet = phase, quiet
+
+    def _close(self) -> str:
+        """Book what passed since the running phase began; returns the phase."""
+        end_ns, marks = now_ns(), self.marks()
+        phase, at = self._phase, self._at
+        passed = PhaseFigures(
+            1,
+            (end_ns - self._since_ns) / 1e9,
+            marks.wait_s - at.wait_s,
+            marks.bytes_read - at.bytes_read,
+            marks.bytes_written - at.bytes_written,
+            marks.params_read - at.params_read,
+            marks.drives_busy_s - at.drives_busy_s,
+            marks.grads_read - at.grads_read,
+            marks.grads_written - at.grads_written,
+            marks.activations_read - at.activations_read,
+            marks.activations_written - at.activations_written,
+            marks.h2d - at.h2d,
+            marks.d2h - at.d2h,
+            marks.h2d_s - at.h2d_s,
+            marks.d2h_s - at.d2h_s,
+        )
+        self._totals[phase] += passed
+        # Not before the first step, which traces and fills pools.
+        if self._quiet and phase in ("first forward", "forward") and self._steps:
+            self._quiet_forward += passed
+        if phase != "idle":
+            self._timeline.add(
+                "phases",
+                phase,
+                self._since_ns,
+                end_ns,
+                waited_ns=round(1e9 * passed.wait_s),
+            )
+        self._since_ns, self._at = end_ns, marks
+        return phase
+
+    @property
+    def steady_steps(self) -> int:
+        """Steps after the first one that have ended."""
+        return max(self._steps - 1, 0)
+
+    def totals(self) -> dict[str, PhaseFigures]:
+        """Every phase since the clock was made, the running one as far as it has come."""
+        self._close()
+        # The running phase goes on: it is the same run of it, not another.
+        found = dict(self._totals)
+        self._totals[self._phase] -= PhaseFigures(1)
+        return found
+
+    def steady(self) -> dict[str, PhaseFigures]:
+        """Every phase from the end of the first step to the end of the last; zeros before there
+        were two."""
+        if self._first is None or self._last is None:
+            return dict.fromkeys(PHASES, PhaseFigures())
+        return {phase: self._last[phase] - self._first[phase] for phase in PHASES}
+
+    @property
+    def quiet_forward(self) -> PhaseFigures:
+        """Training forwards after the first step that began with no update pending: after
+        `flush()`, and those of further micro-batches."""
+        return self._quiet_forward

@@ -1,0 +1,104 @@
+"""Loads the compiled extension `infinity._native`: its `ffi` and `lib`, and the instruction set of
+its kernels.
+
+Importing this module never fails and never imports torch, so that plans, documentation and
+`infinity doctor` work where the extension is missing. Its first use then raises one ImportError
+that says how to mend it.
+
+Environment: INFINITY_ISA=portable|avx2|avx512 forces the kernels' instruction set (a ValueError
+where the machine lacks it).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+ISA_NAMES = ("portable", "avx2", "avx512")
+
+# Set below where the extension loads; else `__getattr__` answers for both.
+ffi: Any
+lib: Any
+_reason = ""
+
+try:
+    import infinity._native as _native
+except ImportError as error:
+    _reason = (
+        f"infinity's C extension is missing or does not load ({error}): run `make native` in a "
+        "checkout, or `pip install --force-reinstall infinity-offload`"
+    )
+else:
+    ffi, lib = _native.ffi, _native.lib
+
+
+def __getattr__(name: str) -> Any:
+    # Python calls this for missing names only: a loaded extension costs nothing more.
+    if name in ("ffi", "lib"):
+        raise ImportError(_reason)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def load() -> tuple[Any, Any]:
+    """Return (ffi, lib) of the extension. Raises ImportError naming the command that mends its
+    absence."""
+    if _reason:
+        raise ImportError(_reason)
+    return ffi, lib
+
+
+def available() -> bool:
+    """Say whether the extension is loaded."""
+    return not _reason
+
+
+def reason() -> str:
+    """Say why the extension is not loaded, and how to mend it; empty when it is."""
+    return _reason
+
+
+def isa() -> str:
+    """Name the instruction set of the kernels in use; "none" without the extension."""
+    return str(ffi.string(lib.inf_isa()).decode()) if available() else "none"
+
+
+def select_isa(name: str) -> None:
+    """Use the kernels of instruction set `name` in this process from now on. Not while a kernel
+    runs.
+
+    Raises: ValueError when this machine or this build lacks it, ImportError without the extension.
+    """
+    if name not in ISA_NAMES:
+        raise ValueError(f"INFINITY_ISA={name!r}: unknown; one of {', '.join(ISA_NAMES)}")
+    load()
+    if not lib.inf_isa_select(name.encode()):
+        raise ValueError(
+            f"INFINITY_ISA={name!r}: this CPU or build lacks it; unset it to use {isa()}"
+        )
+
+
+def isas() -> tuple[str, ...]:
+    """List the instruction sets that this machine can run, plainest first."""
+    if not available():
+        return ()
+    # Selecting is the only way to ask, so the choice is put back afterwards.
+    before = isa()
+    found = tuple(name for name in ISA_NAMES if lib.inf_isa_select(name.encode()))
+    select_isa(before)
+    return found
+
+
+def crc32c(data: Any, seed: int = 0) -> int:
+    """Compute CRC-32C of a contiguous buffer, chained like zlib.crc32. Releases the GIL."""
+    load()
+    view = ffi.from_buffer(data)
+    return int(lib.inf_crc32c(seed, view, len(view)))
+
+
+def crc32c_name() -> str:
+    """Name the checksum implementation in use; "none" without the extension."""
+    return str(ffi.string(lib.inf_crc32c_name(-1)).decode()) if available() else "none"
+
+
+if os.environ.get("INFINITY_ISA") and available():
+    select_isa(os.environ["INFINITY_ISA"])

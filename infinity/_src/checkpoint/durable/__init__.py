@@ -1,0 +1,1 @@
+"""Durable runs: swap files from which training goes on after a crash."""

@@ -1,0 +1,671 @@
+"""The files of a durable run: their places, their locks, and the files that an earlier run left.
+
+    <nvme[0]>/infinity-run/
+        manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    (directory.py)
+        states-<id>-<n>.rank<r>                  this rank's chunks; more after linked saves
+        bad-<id>-<n>.rank<r>                     ranges that refused a write (bad_ranges.py)
+        drive1 -> <nvme[1]>/infinity-run/        for each further drive (or another number)
+        fill.rank<r>                             until the first commit (fill_journal.py)
+        lock.rank<r>
+    <nvme[1]>/infinity-run/
+        states-<id>-<n>.rank<r>
+        home-<sum> -> <nvme[0]>/infinity-run/    the home of the states here
+        copy-<sum>/                              of the manifests (copies.py)
+
+A run's states lie in two files on each drive, named anew for each process, so one that has just
+begun overwrites nothing; but one goes on with those of a fill that broke off. Files that no
+manifest names are removed: a rank's own when it begins, since their room is wanted, with those of
+ranks that an earlier run had and this one has not, and all when a step was committed. An id begins
+with a sum of the run's first directory: the files of other runs may lie beside these, also of the
+run that this one is a copy of, and in the home those of runs to which it is a further drive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from infinity._src.checkpoint.directory import (
+    files_of,
+    generations,
+    is_of,
+    next_generation,
+    read_head,
+    remove,
+    sync_directory,
+    typed_errors,
+)
+from infinity._src.checkpoint.durable import bad_ranges
+from infinity._src.checkpoint.durable.copies import (
+    RUN_DIRECTORY,
+    SeveralRunsError,
+    copy_in,
+    lead,
+    link_to,
+    make_copy,
+    newest_run,
+    readable_run,
+    remove_copy,
+    sum_of,
+)
+from infinity._src.checkpoint.durable.fill_journal import (
+    FillJournal,
+    described,
+    ids_of_fills,
+    states_of,
+)
+from infinity._src.checkpoint.manifest import Head
+from infinity._src.memory.swap_space import SwapExtent
+from infinity.aio import SwapFile
+from infinity.aio._swap_owner import lock
+from infinity.errors import AioError
+
+log = logging.getLogger("infinity")
+
+# The first 8 digits are a sum of the run's first directory, the others the process's own.
+_STATES = re.compile(r"states-([0-9a-f]{8})[0-9a-f]{8}-\d+\.rank\d+")
+_DRIVE = re.compile(r"drive\d+")
+
+
+def _real(path: Path) -> Path:
+    """Resolve a path. A loop of links stays as it is, and is refused where it is opened."""
+    # Path.resolve raises RuntimeError for one.
+    return Path(os.path.realpath(path))
+
+
+def check_no_run(directory: Path) -> None:
+    """Raise ValueError for a directory that holds a durable run: a checkpoint saved there would not
+    be found, or would replace the run's manifests.
+    """
+    if (directory / RUN_DIRECTORY).is_dir() or _real(directory).name == RUN_DIRECTORY:
+        raise ValueError(
+            f"directory={str(directory)!r} holds a durable run, which inf.restore would take for "
+            "the checkpoint: name another (one on the same file system is made by hard links)"
+        )
+
+
+class RunFiles:
+    """One rank's files of a durable run in these directories.
+
+    world: how many ranks the run has now; rank 0 alone removes files of others.
+    give_up: the run that lies there is given up, so its manifests may be damaged.
+
+    Raises: AioError (EWOULDBLOCK) while another process holds the run, ChecksumError for a damaged
+    manifest, ValueError for directories that are not this user's, or of which another one than the
+    first has a run's manifests.
+    """
+
+    def __init__(
+        self, directories: Sequence[Path], rank: int, world: int, *, give_up: bool = False
+    ) -> None:
+        self.rank = rank
+        self.directories = [directory / RUN_DIRECTORY for directory in directories]
+        self.layers: dict[int, list[SwapFile]] = {}
+        """The states files, by layer of the swap space and drive. Set with the layers."""
+        self._made: list[list[SwapFile]] = []
+        # Of all that were made, also of those that are given up: each has a name of its own.
+        self._made_count = 0
+        # By the first directory: on other drives several runs may share one infinity-run.
+        self._sum = sum_of(self.home)
+        self.copies = [copy_in(run, self.home) for run in self.directories[1:]]
+        """The places of the copies of the manifests."""
+        self._links: list[str] = []
+        self._named = False
+        self._id = ""
+        with contextlib.ExitStack() as undo:
+            # First: nothing below is read or changed while another process has the run.
+            self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
+            self.fill = FillJournal(self.home / f"fill.rank{rank}")
+            # Before the lock goes: another process may begin the moment it does.
+            undo.callback(self._remove_states)
+            for run, copy in zip(self.directories[1:], self.copies, strict=True):
+                _check_no_home(run, copy)
+            self.source = self.home
+            """The place of the manifests of `before`: the home, or a copy."""
+            self.before = self._newest(directories, give_up)
+            # As all ranks see it: none removes a manifest before all have come so far.
+            newest = self.before[0].generation if self.before else 0
+            self._older = any(number < newest for number in generations(self.source))
+            self._id = self._adopted()
+            # Before `_link`, which then finds the mended links instead of making others.
+            self._find_moved()
+            self._take_links()
+            self._links += [_link(self.home, run.absolute()) for run in self.directories[1:]]
+            self._remove_unnamed(world)
+            self._undo = undo.pop_all()
+
+    @property
+    def home(self) -> Path:
+        """The directory of the manifests."""
+        return self.directories[0]
+
+    def add(self) -> list[SwapFile]:
+        """Make new states files, one on each drive. Raises: AioError, SwapFullError."""
+        self._made.append([])
+        self._made_count += 1
+        for drive, directory in enumerate(self.directories):
+            name = f"states-{self._id}-{self._made_count}.rank{self.rank}"
+            self._made[-1].append(SwapFile.durable(directory, name))
+            # `directory` may have been made just now: its own name must survive a crash, too.
+            sync_directory(directory.parent)
+            if directory != self.home:
+                self._name_home(directory / f"home-{self._sum}")
+                here = self._links[drive - 1]
+                make_copy(self.copies[drive - 1], self.home, self._drives(), self.rank, here=here)
+        return self._made[-1]
+
+    def give_up(self, files: Sequence[SwapFile]) -> None:
+        """Take the run's names from states files that are closed."""
+        # The run's names only: those that a checkpoint has keep the bytes.
+        unlink_states(Path(file.path) for file in files)
+        self._made = [made for made in self._made if made is not files]
+
+    def check_place(self) -> None:
+        """Raise AioError where the home is no longer the directory whose lock is held here: another
+        run may have begun in the one that has its name now.
+        """
+        with typed_errors(self.home, "open", 0):
+            there = os.lstat(self._lock.path)
+        if not os.path.samestat(there, os.fstat(self._lock.fd)):
+            raise AioError(
+                "the run's directory was replaced by another while it was in use: move it back, or "
+                "end this job",
+                path=str(self.home),
+                op="open",
+            )
+
+    @property
+    def places(self) -> list[Path]:
+        """The directories of manifests, in the order in which a commit writes them: copies, then
+        the home, which decides."""
+        return [*self.copies, self.home]
+
+    def next_generation(self) -> int:
+        """Return the number of a commit that begins now: no file has it yet."""
+        return max(next_generation(place) for place in self.places if place.is_dir())
+
+    def sync(self) -> None:
+        """Return when what was written to the states files is on the drives. Raises:
+        DeviceFailedError."""
+        for files in self._made:
+            for file in files:
+                file.fsync()
+
+    def remember_bad(self, place: SwapExtent) -> None:
+        """Remember a range that refused a write, so that no later file of the drive gets it. Blocks
+        for the drive. A drive that refuses this, too, is only warned of.
+        """
+        # Layer 0 is of nameless files, which end with the process.
+        if place.layer not in self.layers:
+            return
+        path = Path(self.layers[place.layer][place.drive].path)
+        try:
+            bad_ranges.remember(path, place.offset, place.size_bytes)
+        except AioError as error:
+            log.warning("%s: a bad range is not remembered after this process: %s", path, error)
+
+    def states(self) -> list[tuple[int, int]]:
+        """Return the inode and length of each states file."""
+        return described([Path(file.path) for files in self._made for file in files])
+
+    def _adopted(self) -> str:
+        """Return the id of the states files: that of a fill that broke off, whose files are all
+        here, or a new one.
+        """
+        head, start, mine = self.fill.head, self.fill.started, self._sum + secrets.token_hex(4)
+        directories = [str(_real(directory)) for directory in self.directories]
+        found = head["id"] if head is not None else ""
+        states = [
+            directory / f"states-{found}-{layer}.rank{self.rank}"
+            for layer in (1, 2)
+            for directory in self.directories
+        ]
+        # Files with the sum of another directory are those of the run that this is a copy of; and
+        # what a manifest names is a commit's, however the journal came to outlive it.
+        if found.startswith(self._sum) and not self._may_be_named(states):
+            with contextlib.suppress(OSError):
+                whole = start is not None and described(states) == states_of(start)
+                if head is not None and head["directories"] == directories and whole:
+                    return found
+            # No other process knows of them, and their room is wanted.
+            with typed_errors(self.home, "unlink", 0):
+                unlink_states(states)
+        # Random: a process that has just begun overwrites nothing of the run before.
+        self.fill.begin({"id": mine, "directories": directories})
+        return mine
+
+    def _may_be_named(self, states: Sequence[Path]) -> bool:
+        """Return whether a manifest of this rank names one of these, or may, as it is damaged."""
+        try:
+            named = {path.name for path in self._all_named(self.rank)}
+        except (OSError, ValueError):
+            return True
+        # By name: where the earlier process had them, another drive may be mounted now.
+        return any(path.name in named for path in states)
+
+    def _name_home(self, link: Path) -> None:
+        with typed_errors(link, "open", 0), contextlib.suppress(FileExistsError):
+            # Leads back from a further drive: `_of_others` asks that run what it names.
+            link.symlink_to(_real(self.home))
+
+    def name(self, layer: int, drive: int) -> str:
+        """Return the name of a states file in manifests, relative to `home`."""
+        file = Path(self.layers[layer][drive].path).name
+        return f"{self._links[drive - 1]}/{file}" if drive else file
+
+    def _newest(self, directories: Sequence[Path], give_up: bool) -> list[Head] | None:
+        try:
+            found = newest_run(directories)
+        except (AioError, ValueError) as error:
+            # A damaged run is never passed over: only one that the user gives up is.
+            if give_up:
+                return None
+            if isinstance(error, SeveralRunsError):
+                raise
+            # An older commit can be gone on with; the restore tells of the damage.
+            found = readable_run(directories)
+            if found is None:
+                raise
+        if found is None:
+            return None
+        self.source = found.place
+        return found.heads
+
+    def _find_moved(self) -> None:
+        """Mend the links of the earlier run: lead each to the directory, among these, in which its
+        files are now.
+
+        Drives may be mounted elsewhere than when it was committed, or copied together with the
+        first.
+        """
+        mine = {_real(run): run for run in self.directories if run != self.source}
+        names = {entry.name for manifest in self.before or () for entry in manifest.files}
+        files = {each[0]: each[2] for each in sorted(name.rpartition("/") for name in names)}
+        files = {link: file for link, file in files.items() if _DRIVE.fullmatch(link)}
+        # Files of all drives have one name, so each drive says which it is (where it is of an
+        # earlier release, nothing).
+        there = {
+            link: place
+            for link, file in files.items()
+            if (self.source / link / file).exists()
+            and (place := _real(self.source / link)) in mine
+            and link_to(place, file) in (link, "")
+        }
+        for link, file in files.items():
+            left = (run for place, run in mine.items() if place not in there.values())
+            found = next(
+                (
+                    run
+                    for run in left
+                    if (run / file).is_file() and link_to(run, file) in (link, "")
+                ),
+                None,
+            )
+            if link not in there and found is not None:
+                there[link] = _real(found)
+                with typed_errors(self.source / link, "rename", 0):
+                    lead(self.source / link, found.absolute(), self.rank)
+
+    def _take_links(self) -> None:
+        """Give a home that is new the links of the copy, to which the earlier run's manifests
+        refer: the copy gets those of the home."""
+        if self.source in self.copies:
+            for link in self.source.glob("drive*"):
+                with typed_errors(link, "open", 0):
+                    if link.name != "drive0":
+                        lead(self.home / link.name, link.readlink(), self.rank)
+
+    def _drives(self) -> list[Path]:
+        """Return the links to further drives."""
+        return [
+            path
+            for path in self.home.iterdir()
+            if _DRIVE.fullmatch(path.name) and path.is_symlink()
+        ]
+
+    def _all_named(self, rank: int | None = None) -> set[Path]:
+        """Return the files that manifests of this run name, or of the one whose copy it begins
+        from, as `_named_in`."""
+        return set[Path]().union(*(_named_in(place, rank) for place in self._all_places()))
+
+    def _all_places(self) -> set[Path]:
+        """Return the directories that may have manifests of this run, or of the one whose copy it
+        begins from."""
+        # The copies of another run that this one begins from have one name on all drives.
+        places = {*self.places, *(run / self.source.name for run in self.directories)}
+        return {place for place in places if place.is_dir()}
+
+    def keep(self) -> None:
+        """Keep the files when the process ends: a manifest is about to name them."""
+        if not self._named:
+            # Before they are named: what they hold is the fill's no more. The head stays until all
+            # ranks have named theirs (`committed`).
+            self.fill.forget()
+        self._named = True
+
+    def committed(self) -> None:
+        """Note that manifests of all ranks name their files: the journal is not asked for them.
+        Blocks, once. Raises: AioError."""
+        if self.fill.head is not None:
+            self.fill.remove()
+
+    def give_up_older(self, world: int) -> bool:
+        """Remove this rank's part of the commits before the newest that an earlier process left:
+        their room is wanted. Returns whether there were any, the same on all ranks. Blocks.
+        """
+        if not self._older or self.before is None:
+            return False
+        self._older = False
+        log.warning(
+            "%s: there is no room beside the commits that an earlier process left: of these the "
+            "newest stays, step %d",
+            self.home,
+            self.before[0].step,
+        )
+        newest = self.before[0].generation
+        tables = {head.table.name for head in self.before if head.table is not None}
+        # Rank 0 has those of ranks that this run has not, too.
+        ranks = {self.rank} | set(range(world, self.before[0].world) if self.rank == 0 else ())
+        gone = [
+            path
+            for place in self._all_places()
+            for path, number in files_of(place)
+            if number < newest
+            and path.name not in tables
+            and any(is_of(path, rank) for rank in ranks)
+        ]
+        # Manifests first: nothing that one names goes before it.
+        remove(sorted(gone, key=lambda path: not path.name.startswith("manifest-")))
+        self._remove_unnamed(world)
+        return True
+
+    def _remove_unnamed(self, world: int) -> None:
+        """Remove this rank's states files that no manifest names: the generation that a killed
+        process was about to write. The new process wants their room. Rank 0 removes those of ranks
+        that a larger run had before, too.
+        """
+        try:
+            # No more of this rank will come, as its lock is held here.
+            keep = self._all_named(self.rank)
+            gone = [
+                path
+                for path in self._states_here()
+                if path.suffix == f".rank{self.rank}"
+                # Those of a fill that goes on.
+                and not path.name.startswith(f"states-{self._id}-")
+                and self._is_own(path)
+                and _real(path) not in keep
+            ]
+            unlink_states(gone)
+            if self.rank == 0:
+                self._remove_unnamed_beyond(world)
+        except (OSError, ValueError) as error:
+            # What a damaged manifest names is unknown; a run that is given up may have one.
+            log.warning("%s: states that nothing names stay until a commit: %s", self.home, error)
+
+    def _remove_unnamed_beyond(self, world: int) -> None:
+        """Remove states files that no manifest names of ranks from `world` on, whose processes are
+        gone. Raises: OSError, ValueError for a manifest that cannot be read."""
+        free = [
+            path
+            for path in self._states_here()
+            if int(path.suffix.removeprefix(".rank")) >= world
+            and self._is_own(path)
+            and not _is_held(path)
+        ]
+        if free:
+            # Read after that: a process that is gone has named all that it ever will.
+            keep = self._all_named()
+            unlink_states(path for path in free if _real(path) not in keep)
+
+    def _states_here(self) -> Iterator[Path]:
+        """Yield the states files in these directories that are of this run."""
+        for directory in self.directories:
+            for path in directory.iterdir() if directory.is_dir() else ():
+                found = _STATES.fullmatch(path.name)
+                if found is None or not (
+                    directory == self.home or found.group(1) == self._sum
+                ):
+                    continue
+                if _is_ordinary(path):
+                    yield path
+
+    def _is_own(self, path: Path) -> bool:
+        """Return whether a states file is of this run, and of no other, by its name and place."""
+        if path.name.startswith(f"states-{self._sum}"):
+            return True
+        # In the home, as after a move of the run; but a link beside it says that it is of a run to
+        # which this directory was a further drive.
+        return _real(path.parent) == _real(self.home) and not _home_link(path).is_symlink()
+
+    def remove_strangers(self, named: Iterable[str]) -> None:
+        """Remove states files that no manifest names and no process holds: files of the earlier
+        run, and of processes that died; those of another run only once that is gone. Also remove
+        links to drives on which no named file lies.
+
+        named: names of files as manifests have them.
+        """
+        names = set(named)
+        # Resolved: the same file may be reached by links of several numbers.
+        keep = {_real(self.home / name) for name in names}
+        gone = {
+            _real(self.source / entry.name)
+            for manifest in self.before or ()
+            for entry in manifest.files
+        }
+        gone |= {_real(path) for path in self._states_here()}
+        # A manifest names the files that it points into; beside them lie others of the same
+        # process.
+        gone |= {
+            each
+            for path in gone
+            for each in path.parent.glob(path.name.rpartition("-")[0] + "-*.rank*")
+        }
+        # Files of this process that no manifest names yet are in use all the same.
+        keep |= {_real(Path(file.path)) for files in self._made for file in files}
+        gone = {path for path in gone if _STATES.fullmatch(path.name) and _is_ordinary(path)}
+        gone -= keep
+        # The lock of this rank is held here, so no other process has its files; other ranks hold
+        # theirs, and other runs.
+        mine = f".rank{self.rank}"
+        gone = {
+            path
+            for path in gone
+            if (path.suffix == mine and self._is_own(path)) or not _is_held(path)
+        }
+        # A copy of the first directory alone must not remove the original's states.
+        gone -= self._of_others(gone)
+        unlink_states(gone)
+        # A link stays while a manifest, or this process, goes through it.
+        links = {name.partition("/")[0] for name in names} | set(self._links)
+        left = [path for path in self._drives() if path.name not in links]
+        self._remove_copies(left)
+        remove(left)
+        # The way back goes with the last states file that it is for.
+        homes = {_home_link(path) for path in gone}
+        remove(
+            [
+                link
+                for link in homes
+                if not any(link.parent.glob(f"states-{link.name.removeprefix('home-')}*"))
+            ]
+        )
+
+    def _remove_copies(self, left: Sequence[Path]) -> None:
+        """Remove copies of runs that have no states here any more, such as the one that this run
+        began from; and this one's on drives that it has left. left: the links to them. Raises:
+        OSError."""
+        mine = {_real(run) for run in self.directories}
+        for link in left:
+            if _real(link) not in mine:
+                remove_copy(copy_in(_real(link), self.home))
+            remove([copy / link.name for copy in self.copies])
+        for run in self.directories:
+            for copy in run.glob("copy-*"):
+                begin = copy.name.removeprefix("copy-")
+                if begin != self._sum and not any(run.glob(f"states-{begin}*")):
+                    remove_copy(copy)
+
+    def _of_others(self, states: Iterable[Path]) -> set[Path]:
+        """Return those of these files, resolved, that a run elsewhere names or goes on with.
+
+        A copy of a run's first directory alone still has links to the original's other drives.
+        """
+        found = set()
+        by_link: dict[Path, list[Path]] = {}
+        for path in states:
+            if not self._is_own(path):
+                by_link.setdefault(_home_link(path), []).append(path)
+        for link, paths in by_link.items():
+            # The run that this one goes on from a copy of, since its home cannot be read.
+            if link.name.removeprefix("home-") == self.source.name.removeprefix("copy-"):
+                continue
+            try:
+                # The directory that they lie in is the home of a run itself, which clears it.
+                if link.parent != _real(self.home) and generations(link.parent):
+                    found.update(paths)
+                    continue
+                home = link.readlink() if link.is_symlink() else None
+                # Only a run that is gone has none of them.
+                if home is None or not home.is_dir():
+                    continue
+                kept, filling = _named_in(home), ids_of_fills(home)
+            except (OSError, ValueError):
+                # A run that cannot be read may name them all.
+                found.update(paths)
+                continue
+            found |= {path for path in paths if path in kept or _id_of(path) in filling}
+        return found
+
+    def _remove_states(self) -> None:
+        """Close the states files; remove those that no manifest names: no run can use them."""
+        # Closed in any case; a file that a manifest names stays for the next process, and so does
+        # one of a fill that broke off.
+        stays = self._named or self.fill.goes_on
+        if self._made and not self._named and stays:
+            log.warning(
+                "%s: loading the model broke off; inf.offload of the same model from the same "
+                "files goes on there. Remove the directory to give that up",
+                self.home,
+            )
+        for files in self._made:
+            for file in files:
+                file.close()
+                if not stays:
+                    unlink_states([Path(file.path)])
+        self.fill.close()
+        # Without an id nothing was begun, and the journal is as it was found.
+        if not stays and self._id:
+            self.fill.remove()
+
+    def close(self) -> None:
+        """Let go of the run. The executor must be closed. Idempotent."""
+        self._undo.close()
+
+
+def _named_in(home: Path, rank: int | None = None) -> set[Path]:
+    """Return the files, resolved, that the manifests in a home name. rank: those of one alone.
+    Raises: OSError, ValueError for a manifest that cannot be read.
+
+    Each manifest that is there counts, also one of a commit that broke off: another rank of the
+    dead run may be about to write its part, and then that generation is whole.
+    """
+    return {
+        _real(home / entry.name)
+        for path, _ in files_of(home)
+        if path.name.startswith("manifest-")
+        and path.suffix != ".partial"
+        and (rank is None or is_of(path, rank))
+        for entry in read_head(path).files
+    }
+
+
+def unlink_states(states: Iterable[Path]) -> None:
+    """Remove states files, the words of their owners, and their lists of bad ranges."""
+    for path in states:
+        kept = bad_ranges.retire(path)
+        # The file last: one that is there is found again.
+        remove([_sidecar(path), bad_ranges.list_of(path), *([] if kept else [path])])
+
+
+def _id_of(states: Path) -> str:
+    """Return the id of the process that made a states file."""
+    return states.name.split("-")[1]
+
+
+def _home_link(states: Path) -> Path:
+    """Return the link from an additional drive back to the home directory of the run that a states
+    file belongs to.
+    """
+    found = _STATES.fullmatch(states.name)
+    assert found is not None
+    return states.with_name(f"home-{found.group(1)}")
+
+
+def _sidecar(states: Path) -> Path:
+    """Return the file that names the owner of a states file."""
+    return states.with_name(f".{states.name}.owner")
+
+
+def _is_ordinary(path: Path) -> bool:
+    """Return whether a states file is none of what no run makes: a link, which leads elsewhere, a
+    FIFO, a directory. One that is gone is ordinary.
+    """
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return True
+
+
+def _is_held(path: Path) -> bool:
+    """Return whether a process has the file open as swap space."""
+    try:
+        # O_NONBLOCK: a FIFO of that name must not hold this process.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        # A lock taken for the test goes with the descriptor.
+        return not lock(fd)
+    finally:
+        os.close(fd)
+
+
+def _check_no_home(directory: Path, copy: Path) -> None:
+    """Raise ValueError where a run's manifests lie in what is not the first directory now: its
+    states would be overwritten. copy: the place of this run's copy there.
+    """
+    # A copy says that this run was here first: the other one has lost its own first drive.
+    if copy.is_dir() and generations(copy):
+        return
+    if directory.is_dir() and generations(directory):
+        raise ValueError(
+            f"{str(directory.parent)!r} holds the manifests of a durable run, and is not the first "
+            "directory in Policy.nvme: name it first to go on with that run, or name another "
+            "directory of that drive here, and both runs stay"
+        )
+
+
+def _link(home: Path, target: Path) -> str:
+    """Make a symbolic link to `target` in `home`. Returns its name, or that of one that is there
+    already.
+    """
+    number = 1
+    while True:
+        # The first number that is free, or that leads there already.
+        path = home / f"drive{number}"
+        with typed_errors(path, "open", 0):
+            try:
+                path.symlink_to(target)
+            except FileExistsError:
+                # States of the run before are on this drive: its link stays as it is.
+                if not path.is_symlink() or path.readlink() != target:
+                    number += 1
+                    continue
+        return path.name

@@ -1,0 +1,314 @@
+"""Journal of a fill: the flats of a durable run whose values are on the drives already. A fill that
+broke off, however it ended, goes on there in the next process.
+
+    <home>/fill.rank<r>     HEAD    the states files: their id and directories
+                            START   the fill: places of all chunks, source, shares, states files
+                            FLAT    one that is on the drives, with the checksums of its chunks
+                            FLAT    ...
+
+A flat is noted when the drives have it. The journal ends with the first commit, which names the
+states files; and with the first write after the fill, which changes what it says. Its head stays
+until a commit, so that the next process finds files that no manifest names, and frees their room.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, final
+
+import xxhash
+
+from infinity._src.checkpoint.directory import sync_directory, typed_errors
+from infinity.errors import AioError
+
+log = logging.getLogger("infinity")
+
+_RECORD = struct.Struct("<QQ")  # kind, bytes of the payload; a sum of all follows
+_FLAT = struct.Struct("<QQ")  # index, digest; checksums follow
+_SUM_BYTES = 8
+_HEAD, _START, _FILLED = range(3)
+_ID = re.compile(r"[0-9a-f]{16}")
+_BYTES_MAX = (64 << 20, 64 << 20, 1 << 28)
+"""Bytes of a record of each kind: more are no journal's, and would be read into memory."""
+
+
+class FilledFlat(NamedTuple):
+    """A flat that is on the drives. digest: of its whole values, 0 where they were read in parts.
+    sums: the checksums of this rank's chunks, as bytes."""
+
+    digest: int
+    sums: bytes
+
+
+@final
+class FillJournal:
+    """One rank's journal. One thread uses it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+        self._head: Mapping[str, Any] | None = None
+        self._start: Mapping[str, Any] | None = None
+        self._filled: dict[int, FilledFlat] = {}
+        self._coming: list[bytes] = []
+        # Bytes of the head, and of all that is whole.
+        self._head_bytes = self._whole_bytes = 0
+        self._ended = False
+        self.refused = ""
+        """Reason why the journal that was found is none that a fill wrote; empty when it is one."""
+        try:
+            if self._open():
+                self._read()
+        except ValueError as error:
+            # As if there was none: nothing of it is taken over, and `begin` writes another.
+            self.refused = str(error)
+            log.warning("%s: a journal that no fill wrote is not taken over: %s", path, error)
+            self._head = self._start = None
+            self._filled.clear()
+
+    @property
+    def head(self) -> Mapping[str, Any] | None:
+        """The head of the journal; None where there is no journal."""
+        return self._head
+
+    @property
+    def started(self) -> Mapping[str, Any] | None:
+        """The start of the fill, by this process or the one before; None if no fill may go on."""
+        return self._start
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether the next process has something to go on from."""
+        return self._start is not None and not self._ended and bool(self._filled)
+
+    def begin(self, head: Mapping[str, Any]) -> None:
+        """Write a new journal with this head alone. Blocks. Raises: AioError, SwapFullError."""
+        self.close()
+        self._head, self._start, self._filled = head, None, {}
+        self._coming.clear()
+        # Of the journal that was found: the new one begins where the file does.
+        self._head_bytes = self._whole_bytes = 0
+        record = _packed(_HEAD, json.dumps(head).encode())
+        with typed_errors(self._path, "write", len(record)):
+            # Anew: one that is there may be a link, soft or hard, to something else.
+            self._path.unlink(missing_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            self._fd = os.open(self._path, flags, 0o600)
+            self._append(record)
+        self._head_bytes = self._whole_bytes
+        # Its name is to be there before those of the states files that it tells of.
+        sync_directory(self._path.parent)
+
+    def start(self, start: Mapping[str, Any], *, known: bool) -> list[str]:
+        """Begin a fill, or go on with the one that was found. Returns the names of what is
+        different from that one; nothing of it is taken over then. known: False notes nothing, as
+        the source is not known. Blocks. Raises: AioError, SwapFullError.
+        """
+        before, self._ended = self._start, False
+        different = [
+            name for name in start if before is not None and before.get(name) != start[name]
+        ]
+        if before is None or different or not known:
+            self.forget()
+        if known and self._start is None:
+            with typed_errors(self._path, "write", 0):
+                self._append(_packed(_START, json.dumps(start).encode()))
+            self._start = start
+        return different
+
+    def take(self, index: int) -> FilledFlat | None:
+        """Return what is known of a flat that was filled before; None for one that was not. Once:
+        the caller keeps the checksums.
+        """
+        found = self._filled.get(index)
+        if found is not None:
+            self._filled[index] = found._replace(sums=b"")
+        return found
+
+    def add(self, index: int, flat: FilledFlat) -> None:
+        """Note a flat that is on the drives; kept with the next `flush`."""
+        if self._start is not None:
+            self._coming.append(_packed(_FILLED, _FLAT.pack(index, flat.digest) + flat.sums))
+            self._filled[index] = flat._replace(sums=b"")
+
+    def flush(self) -> None:
+        """Bring what was added to the drive. Blocks. Raises: AioError, SwapFullError."""
+        if self._coming:
+            records = b"".join(self._coming)
+            with typed_errors(self._path, "write", len(records)):
+                self._append(records)
+            # Kept until then: the next call tries again.
+            self._coming.clear()
+
+    def end(self) -> None:
+        """Note that all flats are on the drives; what is written from now on is not the fill's."""
+        self._ended = True
+
+    def before_write(self) -> None:
+        """Forget the fill, if it has ended: states are about to be written. Blocks, once. Raises:
+        AioError."""
+        if self._ended and self._start is not None:
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget what was filled; the head stays. Blocks. Raises: AioError."""
+        self._start, self._filled = None, {}
+        self._coming.clear()
+        self._cut(self._head_bytes)
+
+    def remove(self) -> None:
+        """Remove the journal. Raises: AioError."""
+        self.close()
+        self._head = self._start = None
+        with typed_errors(self._path, "unlink", 0):
+            self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self) -> bool:
+        """Open the journal that is there. Returns False for none. Raises: AioError, ValueError for
+        a file that no fill made."""
+        # O_NONBLOCK: a FIFO of that name must not hold the reader.
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with typed_errors(self._path, "open", 0):
+            try:
+                self._fd = os.open(self._path, flags)
+            except FileNotFoundError:
+                return False
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise ValueError("it is no regular file, or has another name elsewhere")
+        return True
+
+    def _read(self) -> None:
+        """Read the journal. Raises: AioError, ValueError for what no fill wrote."""
+        with (
+            typed_errors(self._path, "read", 0),
+            os.fdopen(self._fd, "rb", closefd=False) as file,
+        ):
+            for kind, payload, end in _records(file):
+                if kind == _HEAD:
+                    self._head, self._head_bytes = _head_of(payload), end
+                elif kind == _START:
+                    self._start = _start_of(payload)
+                elif len(payload) < _FLAT.size:
+                    raise ValueError(f"a flat has {len(payload)} bytes")
+                else:
+                    index, digest = _FLAT.unpack_from(payload)
+                    self._filled[index] = FilledFlat(digest, payload[_FLAT.size :])
+                self._whole_bytes = end
+        if self._head is None and self._start is not None:
+            raise ValueError("it has no head")
+
+    def _cut(self, size_bytes: int) -> None:
+        with typed_errors(self._path, "write", 0):
+            os.ftruncate(self._fd, size_bytes)
+            os.fsync(self._fd)
+        self._whole_bytes = size_bytes
+
+    def _append(self, data: bytes) -> None:
+        # Over the torn end of a process that was killed.
+        os.ftruncate(self._fd, self._whole_bytes)
+        view, at = memoryview(data), self._whole_bytes
+        while view:
+            count = os.pwrite(self._fd, view, at)
+            view, at = view[count:], at + count
+        os.fsync(self._fd)
+        self._whole_bytes = at
+
+
+def _packed(kind: int, payload: bytes) -> bytes:
+    record = _RECORD.pack(kind, len(payload)) + payload
+    return record + xxhash.xxh3_64_digest(record)
+
+
+def _records(file: IO[bytes]) -> Iterator[tuple[int, bytes, int]]:
+    """Yield kind, payload and end of each record that is whole, up to the first that is not."""
+    left = os.fstat(file.fileno()).st_size
+    while len(head := file.read(_RECORD.size)) == _RECORD.size:
+        kind, length = _RECORD.unpack(head)
+        left -= _RECORD.size + length + _SUM_BYTES
+        # Before it is read: a torn length may be any number.
+        if left < 0 or kind > _FILLED or length > _BYTES_MAX[kind]:
+            return
+        record = head + file.read(length)
+        if file.read(_SUM_BYTES) != xxhash.xxh3_64_digest(record):
+            return
+        yield kind, record[_RECORD.size :], file.tell()
+
+
+def _mapping_of(payload: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(payload)
+    except RecursionError as error:
+        raise ValueError("its values lie in each other too deep") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__} stands for its values")
+    return found
+
+
+def _head_of(payload: bytes) -> dict[str, Any]:
+    """Return a head. Raises: ValueError for values that no head has."""
+    head = _mapping_of(payload)
+    # A part of the names of files, which are removed where no run resumes from them.
+    if not isinstance(head.get("id"), str) or not _ID.fullmatch(head["id"]):
+        raise ValueError(f"its id is {head.get('id')!r:.100}")
+    if not isinstance(head.get("directories"), list):
+        raise ValueError("its directories are no list")
+    return head
+
+
+def _start_of(payload: bytes) -> dict[str, Any]:
+    """Return a start. Raises: ValueError for values that no start has."""
+    start = _mapping_of(payload)
+    states = start.get("states")
+    if not isinstance(states, list) or not all(
+        isinstance(each, list) and len(each) == 2 and all(type(n) is int for n in each)
+        for each in states
+    ):
+        raise ValueError("its states files are no list of inodes and lengths")
+    return start
+
+
+def ids_of_fills(home: Path) -> set[str]:
+    """Return the ids of the states files that journals in a run's home tell of. Raises: AioError,
+    ValueError for one that no fill wrote.
+    """
+    found = set()
+    for path in home.glob("fill.rank*"):
+        journal = FillJournal(path)
+        journal.close()
+        if journal.refused:
+            raise ValueError(f"{path}: {journal.refused}")
+        if journal.head is not None:
+            found.add(str(journal.head["id"]))
+    return found
+
+
+def states_of(start: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the inode and length of each states file of a fill."""
+    return [(inode, size) for inode, size in start["states"]]
+
+
+def described(paths: Sequence[Path]) -> list[tuple[int, int]]:
+    """Return the inode and length of each states file. Raises: OSError; also for one that is a
+    link, or has another name: a fill's files have neither, and writing there would change another
+    file."""
+    found = []
+    for path in paths:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise AioError("the file is a link, or has another name", path=str(path), op="open")
+        found.append((status.st_ino, status.st_size))
+    return found

@@ -1,0 +1,340 @@
+"""Commits that a durable run keeps beside the newest one, with `Policy.generations` of 3 and more:
+further places of its chunks, used in turn.
+
+    generations=3    places of a chunk:   A newest commit   B the one before   C written by the step
+    next commit      A the one before     B free            C newest
+
+A place that a kept commit names is never written. After a commit a chunk whose other place is named
+gets one in exchange that none names: the oldest commit was just removed, so there is one. Nothing
+is copied. Chunks that no step updates need no further place, and share theirs between commits.
+
+If the drives lack the room, fewer commits are kept, down to the newest alone; never less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity._src.base.sizes import MIB, format_size
+from infinity._src.checkpoint.durable.hardlink import PinnedLayers
+from infinity._src.memory.swap_space import ExtentRequest, SwapSpace
+from infinity._src.params.state_store import ShardRecords, StateStore
+from infinity._src.params.unit import Flat
+from infinity.aio import Executor, Format
+from infinity.errors import SwapFullError
+
+log = logging.getLogger("infinity")
+
+_LEFT_FREE = 64 * MIB
+"""Bytes of a drive that further places leave free: commits write manifests there, and others may
+write, too."""
+
+
+class _Places(NamedTuple):
+    """Places of chunks: drive, file there (-1: none) and offset, each [chunks]."""
+
+    drives: npt.NDArray[np.int32]
+    files: npt.NDArray[np.int32]
+    offsets: npt.NDArray[np.int64]
+
+    def alike(self, other: _Places) -> npt.NDArray[np.bool_]:
+        """Chunks whose two places are the same."""
+        found: npt.NDArray[np.bool_] = (
+            (self.drives == other.drives)
+            & (self.files == other.files)
+            & (self.offsets == other.offsets)
+        )
+        return found
+
+    def put(self, chunks: npt.NDArray[np.bool_], other: _Places) -> None:
+        """Take the places of these chunks from `other`."""
+        self.drives[chunks], self.files[chunks] = other.drives[chunks], other.files[chunks]
+        self.offsets[chunks] = other.offsets[chunks]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Commit:
+    """One commit. table: the file that its manifest names. places: of each flat's chunks."""
+
+    generation: int
+    table: str
+    shards: tuple[ShardRecords, ...]
+    places: tuple[_Places, ...]
+
+
+class OlderCommits:
+    """The commits of one rank that are kept, and the further places of its chunks. One thread uses
+    it at a time.
+
+    count: how many are wanted beside the newest one.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        flats: Sequence[Flat],
+        *,
+        store: StateStore,
+        executor: Executor,
+        space: SwapSpace,
+        pinned: PinnedLayers,
+    ) -> None:
+        self._flats = list(flats)
+        self._store = store
+        self._executor = executor
+        self._space = space
+        self._pinned = pinned
+        # Newest first.
+        self._kept: list[_Commit] = []
+        self._spares: list[list[_Places]] = [[] for _ in self._flats]
+        self._wanted = count
+        self._layer = 0
+        self.room = count
+        """The number of commits that this rank has room for beside the newest one."""
+
+    @property
+    def generations(self) -> set[int]:
+        """Numbers of the commits that are kept."""
+        return {commit.generation for commit in self._kept}
+
+    @property
+    def tables(self) -> set[str]:
+        """Names of the tables of the commits that are kept."""
+        return {commit.table for commit in self._kept}
+
+    @property
+    def layers(self) -> set[int]:
+        """Layers in which kept commits have places."""
+        found: set[int] = set()
+        for commit in self._kept if self._wanted else ():
+            for places in commit.places:
+                found.update(np.unique(places.files).tolist())
+        return found
+
+    def committed(self, generation: int, table: str, count: int) -> None:
+        """Note a commit of all ranks, before its manifest is the only one. count: of older ones
+        that all ranks have room for; others are forgotten.
+        """
+        shards = tuple(self._store[flat] for flat in self._flats)
+        moved = not self._kept or any(
+            mine is not other for mine, other in zip(shards, self._kept[0].shards, strict=True)
+        )
+        if moved:
+            # Their places were given up with the records, and others will have them.
+            before = self._kept[0].shards if self._kept else shards
+            for index, (mine, other) in enumerate(zip(shards, before, strict=True)):
+                if mine is not other:
+                    self._spares[index].clear()
+            self._kept.clear()
+            self.room = self._wanted
+        live = tuple(self._live(shard) for shard in shards) if self._wanted else ()
+        self._kept.insert(0, _Commit(generation, table, shards, live))
+        del self._kept[1 + count :]
+
+    def _live(self, shard: ShardRecords) -> _Places:
+        now = self._executor.look(shard.ids)
+        return _Places(now["drive"].copy(), now["file"].copy(), now["file_offset"].copy())
+
+    def make_way(self) -> bool:
+        """Exchange the other places that kept commits name, or checkpoints, for ones that none
+        names. Called when everything is committed. Blocks for the file system.
+
+        Returns True if some commits are kept no more, for lack of room: their manifests must go
+        before anything is written. Raises: AioError.
+        """
+        if not (self._wanted and self._kept):
+            return False
+        for index, flat in enumerate(self._flats):
+            self._forget_pinned(index, self._store[flat])
+        self._take_room()
+        cut = len(self._kept) > 1 + self.room
+        del self._kept[1 + self.room :]
+        while True:
+            try:
+                for index, flat in enumerate(self._flats):
+                    self._exchange(index, self._store[flat])
+                return cut
+            except SwapFullError as error:
+                self._tell(min(self.room, len(self._kept) - 1) - 1, error)
+                # With the newest alone a checkpoint may still name the other place, and
+                # `PinnedLayers` tells of that.
+                if len(self._kept) == 1:
+                    return cut
+                cut = True
+                self._kept.pop()
+
+    # -- room --------------------------------------------------------------------------------------
+
+    def _take_room(self) -> None:
+        """Reserve further places for all chunks with states that lack them, for one commit after
+        the other.
+        """
+        for row in range(self.room):
+            wanted: list[tuple[int, npt.NDArray[np.void], npt.NDArray[np.intp]]] = []
+            for index, flat in enumerate(self._flats):
+                shard = self._store[flat]
+                # Parameters without states change seldom; theirs are taken when they are needed.
+                if shard.format is Format.RAW:
+                    continue
+                held = sum((spare.files >= 0).astype(np.int64) for spare in self._spares[index])
+                lacks = np.broadcast_to(held <= row, len(shard.ids))
+                if lacks.any():
+                    now = self._executor.look(shard.ids)
+                    lacking = np.flatnonzero(lacks & (now["other_bytes"] > 0))
+                    wanted.append((index, now, lacking))
+            try:
+                self._reserve([each for each in wanted if each[2].size])
+            except SwapFullError as error:
+                self._tell(row, error)
+                return
+
+    def _reserve(
+        self, wanted: Sequence[tuple[int, npt.NDArray[np.void], npt.NDArray[np.intp]]]
+    ) -> None:
+        """Reserve a place for each of these chunks: all, or none. Raises: SwapFullError."""
+        if not wanted:
+            return
+        drives = np.concatenate([now["other_drive"][chunks] for _, now, chunks in wanted]).tolist()
+        sizes = np.concatenate([now["other_bytes"][chunks] for _, now, chunks in wanted]).tolist()
+        layer = self._layer_of_its_own()
+        self._check_free(layer, drives, sizes)
+        places = self._space.reserve_on(drives, [ExtentRequest(size, layer) for size in sizes])
+        self._store.nvme_bytes += sum(sizes)
+        at = 0
+        for index, _, chunks in wanted:
+            mine = places[at : at + len(chunks)]
+            at += len(chunks)
+            # In the records, so that they are given back together with the chunks.
+            self._store[self._flats[index]].places.extend(mine)
+            spare = _none(len(self._store[self._flats[index]].ids))
+            self._spares[index].append(spare)
+            spare.drives[chunks] = [place.drive for place in mine]
+            spare.files[chunks] = layer
+            spare.offsets[chunks] = [place.offset for place in mine]
+
+    def _check_free(self, layer: int, drives: Sequence[int], sizes: Sequence[int]) -> None:
+        """Raise SwapFullError where a drive would have little room left for what is written."""
+        wants = np.bincount(drives, weights=sizes, minlength=len(self._space.files))
+        for drive, size in enumerate(wants.astype(np.int64).tolist()):
+            file = self._space.layers[layer][drive]
+            more = self._space.growth(layer, drive, size) if size else 0
+            if more and file.free_bytes() < more + _LEFT_FREE:
+                raise SwapFullError(
+                    f"the drive has to keep {format_size(_LEFT_FREE)} free beside further places",
+                    path=file.path, op="allocate", length=more,
+                )  # fmt: skip
+
+    def _layer_of_its_own(self) -> int:
+        if not self._layer:
+            self._layer = self._pinned.layer_for_more()
+        elif self._layer in self._pinned.layers:
+            # A save has made room there.
+            self._layer = self._pinned.newest
+        return self._layer
+
+    def _tell(self, count: int, error: SwapFullError) -> None:
+        if count >= self.room:
+            return
+        self.room = max(count, 0)
+        log.warning(
+            "there is no room for %d commits of the durable run beside the step that is written: "
+            "this process keeps %d. Free space before the next start, or give "
+            "Policy(generations=%d) (%s)",
+            self._wanted + 1, self.room + 1, self.room + 2, error,
+        )  # fmt: skip
+
+    # -- turns -------------------------------------------------------------------------------------
+
+    def _exchange(self, index: int, shard: ShardRecords) -> None:
+        """Exchange the other places of a flat's chunks that must not be written. Raises:
+        SwapFullError; then some are exchanged, and each place is still known.
+        """
+        now = self._executor.look(shard.ids)
+        other = _Places(
+            now["other_drive"].copy(), now["other_file"].copy(), now["other_offset"].copy()
+        )
+        pinned = sorted(self._pinned.layers)
+        needs = (now["other_bytes"] > 0) & (
+            self._named(index, other) | np.isin(other.files, pinned)
+        )
+        if not needs.any():
+            return
+        # First those that there are; then new ones for the rest.
+        needs &= ~self._take(index, shard, needs, other)
+        if needs.any():
+            self._reserve([(index, now, np.flatnonzero(needs))])
+            self._take(index, shard, needs, other)
+        self._forget_pinned(index, shard)
+        self._spares[index] = _packed(self._spares[index])
+
+    def _take(
+        self, index: int, shard: ShardRecords, needs: npt.NDArray[np.bool_], other: _Places
+    ) -> npt.NDArray[np.bool_]:
+        """Give chunks that need one a further place that may be written, in exchange for `other`.
+        Returns those that got one.
+        """
+        pinned, done = sorted(self._pinned.layers), np.zeros(len(needs), dtype=np.bool_)
+        for spare in self._spares[index]:
+            # Of what a checkpoint names nothing is written either.
+            free = (spare.files >= 0) & ~np.isin(spare.files, pinned)
+            chosen = needs & ~done & free & ~self._named(index, spare)
+            if not chosen.any():
+                continue
+            chunks = np.flatnonzero(chosen)
+            self._executor.relocate(
+                shard.ids[chunks],
+                spare.drives[chunks],
+                spare.files[chunks],
+                spare.offsets[chunks],
+            )
+            spare.put(chosen, other)
+            done |= chosen
+        return done
+
+    def _named(self, index: int, places: _Places) -> npt.NDArray[np.bool_]:
+        """Chunks that have this place in a kept commit."""
+        found: npt.NDArray[np.bool_] = np.zeros(len(places.files), dtype=np.bool_)
+        for commit in self._kept:
+            found |= places.alike(commit.places[index])
+        return found
+
+    def _forget_pinned(self, index: int, shard: ShardRecords) -> None:
+        """Forget further places that only checkpoints name: they are never written again."""
+        gone: set[tuple[int, int, int]] = set()
+        pinned = sorted(self._pinned.layers)
+        for spare in self._spares[index] if pinned else ():
+            lost = np.isin(spare.files, pinned) & ~self._named(index, spare)
+            columns = (spare.files[lost], spare.drives[lost], spare.offsets[lost])
+            gone.update(zip(*(column.tolist() for column in columns), strict=True))
+            spare.files[lost] = -1
+        if not gone:
+            return
+        kept = [
+            place for place in shard.places if (place.layer, place.drive, place.offset) not in gone
+        ]
+        self._store.nvme_bytes -= sum(place.size_bytes for place in shard.places)
+        self._store.nvme_bytes += sum(place.size_bytes for place in kept)
+        shard.places[:] = kept
+
+
+def _none(count: int) -> _Places:
+    none = np.full(count, -1, dtype=np.int32)
+    return _Places(none, none.copy(), np.zeros(count, dtype=np.int64))
+
+
+def _packed(spares: Sequence[_Places]) -> list[_Places]:
+    """Put the places of each chunk into as few rows as will hold them."""
+    if not spares:
+        return []
+    order = np.argsort(np.stack([spare.files for spare in spares]) < 0, axis=0, kind="stable")
+    columns = [
+        np.take_along_axis(np.stack(column), order, axis=0) for column in zip(*spares, strict=True)
+    ]
+    rows = (_Places(*(column[row].copy() for column in columns)) for row in range(len(spares)))
+    return [places for places in rows if (places.files >= 0).any()]

@@ -1,0 +1,540 @@
+"""Durable runs: every committed step has a manifest beside the swap files, from which training goes
+on after a crash.
+
+    set-up          when all that learns has its states: a manifest of step 0
+    opt.step()      captures the step's small state: step counts, groups, buffers, handle.extra
+    the next one    updates have ended -> flush the drives -> manifest of each rank -> all have one
+                    -> the states of the step before may be overwritten
+
+Until then nothing that the last manifest names is written, so at any moment there is a whole
+generation: the last step that was committed, or the one before. With `Policy.generations` of 3 and
+more the commits before the last one stay, too (older_commits.py): the oldest goes, manifest first,
+and its places are written next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity._src.base.torch_compat import dynamo_disable
+from infinity._src.checkpoint import metadata
+from infinity._src.checkpoint.directory import (
+    file_name,
+    files_of,
+    is_of,
+    read_heads,
+    remove,
+    sync_directory,
+    typed_errors,
+    write_attachment,
+)
+from infinity._src.checkpoint.durable.chunk_table import Described, RunTable, layer_and_drive
+from infinity._src.checkpoint.durable.copies import for_copy, save_number
+from infinity._src.checkpoint.durable.files import RunFiles
+from infinity._src.checkpoint.durable.hardlink import PinnedLayers
+from infinity._src.checkpoint.durable.older_commits import OlderCommits
+from infinity._src.checkpoint.formats.safe_pickle import extra_bytes
+from infinity._src.checkpoint.manifest import (
+    FileEntry,
+    Head,
+    OptimizerEntry,
+    table_parts,
+)
+from infinity._src.checkpoint.reader import ALGORITHM
+from infinity._src.checkpoint.rows import Marks
+from infinity._src.checkpoint.save import Saver
+from infinity._src.checkpoint.writer import StoredStates
+from infinity._src.memory.swap_space import SwapSpace
+from infinity._src.optim.base import Optimizer
+from infinity._src.optim.step import StepPipeline
+from infinity._src.params.unit import Flat
+from infinity.errors import AioError, DriveLostError, PeerFailed
+
+log = logging.getLogger("infinity")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Small:
+    """Small state of a step: all but its chunks.
+
+    whole: the user's `extra` was asked for and encoded (it may be None). False: still to be asked.
+    """
+
+    step: int
+    optimizers: tuple[OptimizerEntry, ...]
+    buffers: bytes | None
+    extra: bytes | None
+    whole: bool = True
+
+
+class DurableRun:
+    """One model's durable run. One thread uses it. extra: returns the user's small state."""
+
+    def __init__(
+        self,
+        files: RunFiles,
+        space: SwapSpace,
+        model: torch.nn.Module,
+        saver: Saver,
+        pipeline: StepPipeline,
+        *,
+        extra: Callable[[], Any],
+    ) -> None:
+        assert pipeline.transaction is not None, "Policy sees to it that there are two generations"
+        self.files = files
+        self._policy = policy = saver.policy
+        self._model = model
+        self._units = list(saver.units)
+        self._store = saver.states.store
+        self._executor = saver.executor
+        self._comm = saver.comm
+        self._drives = saver.drives
+        self._optimizer_of = saver.optimizer_of
+        self._pipeline = pipeline
+        self._extra = extra
+        before = files.before
+        # Ranks agree on both when the first commit begins.
+        self._generation = self._save = 0
+        # A run that is there is not overwritten before it was restored, or given up by the user.
+        self._waits_for = before[0].step if before is not None and policy.durable != "new" else None
+        self._captured: _Small | None = None
+        self._committed: _Small | None = None
+        self._written = -1  # `StateStore.writes` at the last commit
+        self._pinned = PinnedLayers(files, space, self._store, self._executor)
+        self._older = OlderCommits(
+            policy.older_commits,
+            self.flats,
+            store=self._store,
+            executor=self._executor,
+            space=space,
+            pinned=self._pinned,
+        )
+        # True on all ranks as soon as one rank has linked.
+        self._linked = False
+        self._stepped = False
+        self._cleaned = False
+        self._table = RunTable(self._executor, self._store, self.flats)
+        # Before the first step: its forward may change buffers already.
+        self._first_forward = model.register_forward_pre_hook(
+            dynamo_disable(self._before_forward), prepend=True
+        )
+
+    def close(self) -> None:
+        """Stop capturing."""
+        self._first_forward.remove()
+
+    def _before_forward(self, *_: object) -> None:
+        # Forward changes buffers (running means, say): commit them as they were before it.
+        if not self._stepped and not self.waits:
+            self.capture()
+            if self._captured == self._committed:
+                # As they were at set-up: the first step finds them committed.
+                self._captured = self._committed
+        # A forward of evaluation leaves the hook for the first one that trains.
+        if self._model.training and torch.is_grad_enabled():
+            self._first_forward.remove()
+            # Where some parameters learn without an optimizer, set-up could not tell its end.
+            if not self.begun and self._captured is not None and self._captured.optimizers:
+                self._pipeline.commit()
+
+    @property
+    def flats(self) -> list[Flat]:
+        """Every flat, in order."""
+        return [flat for unit in self._units for flat in unit.flats]
+
+    def check(self) -> None:
+        """Raise ValueError while the directories hold a run that was not restored or given up."""
+        if self._waits_for is not None:
+            place, files = str(self.files.home.parent), self.files
+            # Of a copy of another run the first drive is gone, and what it had with it.
+            reports = "" if files.source in (files.home, *files.copies) else ", damaged='report'"
+            raise ValueError(
+                f"{files.source.parent} holds a durable run, committed up to step "
+                f"{self._waits_for}: call inf.restore(model, opt, {place!r}{reports}) "
+                "first, or give it up with Policy(durable='new')"
+            )
+
+    def must_restore(self, directories: Sequence[str | os.PathLike[str]]) -> bool:
+        """Return whether this run has to be restored first, and all of these are directories of
+        it."""
+        mine = {os.path.realpath(run.parent) for run in self.files.directories}
+        named = {os.path.realpath(each) for each in directories}
+        return self._waits_for is not None and bool(named) and named <= mine
+
+    @property
+    def before(self) -> int | None:
+        """The generation that the directories held when this run began, as long as nothing was
+        committed since.
+        """
+        return (
+            self.files.before[0].generation
+            if self.files.before is not None and self._written < 0
+            else None
+        )
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether the run that the directories held has optimizer states."""
+        return self.files.before is not None and bool(self.files.before[0].optimizers)
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the directories hold a run that was neither restored nor given up by
+        taking a step.
+        """
+        given_up = self._stepped or self.begun or self.files.before is None
+        return self._waits_for is not None or not given_up
+
+    @property
+    def begun(self) -> bool:
+        """Return whether this run has committed something."""
+        return self._written >= 0
+
+    def restored(self, extra: object) -> None:
+        """Note that a checkpoint with this `extra` was restored: the next commit may replace the
+        run that the directories held.
+        """
+        # As if a step was taken: `extra` belongs to the step that was restored.
+        self._waits_for, self._stepped = None, True
+        self._first_forward.remove()
+        self._capture(lambda: extra)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def count_step(self) -> None:
+        """Note that a step was taken, and capture the small state to commit with it.
+
+        Raises: ValueError for `handle.extra`; then no commit goes on before it is mended.
+        """
+        self._stepped = True
+        self.capture()
+
+    def capture(self) -> None:
+        """Capture the small state to commit, as it is now."""
+        # `handle.extra` before the first step belongs to that step: a run without steps has none.
+        self._capture(self._extra if self._stepped else lambda: None)
+
+    def _capture(self, extra: Callable[[], object]) -> None:
+        # First without `extra`: if that cannot be kept, the step's own state is captured all the
+        # same.
+        self._captured = self._described()
+        self._captured = dataclasses.replace(self._captured, extra=extra_bytes(extra()), whole=True)
+
+    def _described(self) -> _Small:
+        """Return the small state to commit, without `extra`."""
+        # One optimizer holds many parameters, and is described once.
+        holders = {
+            id(holder): holder
+            for unit in self._units
+            for param in unit.params
+            if (holder := self._optimizer_of(param))
+        }
+        entries: list[OptimizerEntry] = []
+        for holder in holders.values():
+            assert isinstance(holder, Optimizer)
+            entries.append(metadata.describe_optimizer(holder, self._optimizer_of))
+        buffers = metadata.buffer_bytes(self._model)
+        return _Small(self._pipeline.steps, tuple(entries), buffers, None, whole=False)
+
+    def undone(self) -> None:
+        """Forget the small state captured since the last commit: a fault undid its step."""
+        self._captured = self._committed
+
+    def states_moved(self, *, complete: bool) -> None:
+        """Commit the last step anew: its flats moved, and others will use their old places.
+        complete: all that learns has its states, so a run without a commit gets its first.
+        """
+        # None first: should describing fail, the next commit captures anew.
+        before, self._captured = self._captured, None
+        if self._written >= 0:
+            # `extra` is that of the last step, or of the run that was restored.
+            if before is not None and before.whole:
+                self._captured = dataclasses.replace(
+                    self._described(), extra=before.extra, whole=True
+                )
+            self.commit()
+        elif complete and not self.waits:
+            # Not earlier: a second optimizer's states would find no room beside named places.
+            try:
+                self.commit()
+            except BaseException:
+                # The optimizer is not registered then, and its groups do not count.
+                self._captured = None
+                raise
+
+    def prepare_next(self) -> None:
+        """Move chunks away from places that a checkpoint names, and that must never be written
+        again, or that an older commit names which is kept. Called after a commit.
+
+        Collective where older commits are kept, and once a checkpoint was linked. Raises:
+        SwapFullError, AioError, and PeerFailed when it was another rank.
+        """
+        # Alike on all ranks (linked on one is linked on all), so that none waits alone.
+        if not (self._linked or self._policy.older_commits):
+            return
+        problem: Exception | None = None
+        try:
+            # Without room for a further place the older commit goes that names the one to be
+            # written.
+            if self._older.make_way():
+                self._remove_older()
+            if self._linked:
+                self._pinned.make_way(self.flats, self._older.layers)
+        except Exception as error:  # noqa: BLE001 - raised below: the other ranks stop too
+            problem = error
+        failed = self._comm.all_reduce_any([problem is not None])[0]
+        if problem is not None:
+            raise problem
+        if failed:
+            raise PeerFailed(
+                "another rank has no place for the states of the next step beside a checkpoint or "
+                "an older commit, and its error says why"
+            )
+
+    def link(self, directory: Path, generation: int) -> StoredStates | None:
+        """Put the newest generation, just committed, into a checkpoint's directory by hard links to
+        its files.
+
+        Returns None where links cannot be made, or while a run waits to be restored. Raises:
+        SwapFullError, AioError.
+        """
+        if self.waits:
+            return None
+        # Before the attempt: another rank's may succeed, and then all meet in `make_way`.
+        self._linked = True
+        rows, sums = self._table.live_rows()
+        numbers, rows["file"] = np.unique(rows["file"], return_inverse=True)
+        used = [layer_and_drive(each) for each in numbers.tolist()]
+        names = [
+            file_name(f"data{index}", generation, self.files.rank) for index in range(len(used))
+        ]
+        targets = {each: directory / name for each, name in zip(used, names, strict=True)}
+        now = np.concatenate([self._executor.look(self._store[flat].ids) for flat in self.flats])
+        # Other file system, or too many layers: the save copies instead.
+        if not self._pinned.link(now, targets, spare=self._older.room > 0):
+            return None
+        entries = (
+            FileEntry(name, self.files.layers[layer][drive].size_bytes)
+            for name, (layer, drive) in zip(names, used, strict=True)
+        )
+        return StoredStates(tuple(entries), rows, sums)
+
+    def is_due(self) -> bool:
+        """Return whether the step that was captured is to be committed."""
+        small = self._captured
+        # Nothing captured: `commit` captures, and finds out whether anything is new.
+        return small is None or small.step % self._policy.durable_every == 0
+
+    def commit(self) -> None:
+        """Make the states as they are the newest generation, on all ranks. No update may be
+        pending. Blocks; collective.
+
+        Raises: SwapFullError, DeviceFailedError, AioError, and PeerFailed when it was another rank:
+        then the generation before is what a crash would leave, and nothing that it names was
+        overwritten.
+        """
+        # Writes between steps may be one rank's alone.
+        if not self._comm.all_reduce_any(
+            [self._store.writes != self._written or self._captured is not self._committed]
+        )[0]:
+            return
+        problem: Exception | None = None
+        written = None
+        generation = self._next_generation()
+        try:
+            if self._captured is None:
+                self.capture()
+            elif not self._captured.whole:
+                # `extra` could not be kept when the step ended; it may have been mended since.
+                kept = extra_bytes(self._extra())
+                self._captured = dataclasses.replace(self._captured, extra=kept, whole=True)
+            written = self._write(generation)
+        except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
+            problem = error
+        if isinstance(problem, AioError):
+            problem = self._drives.examine(problem)
+        if isinstance(problem, DriveLostError):
+            # The others are told which drive, instead of waiting for a word on the commit.
+            self._comm.report_failure(problem)
+            self._drives.check()
+        # Of older commits all keep as many as the rank with the least room: others are not whole.
+        lacks = [self._older.room <= count for count in range(self._policy.older_commits)]
+        failed, *lacks = self._comm.all_reduce_any([problem is not None, *lacks])
+        if failed:
+            # Some rank has no manifest, so the generation is of no use; this rank's part goes.
+            self._remove(lambda path, number: number == generation and is_of(path, self.files.rank))
+        if problem is not None:
+            raise problem
+        if failed:
+            raise PeerFailed(
+                "another rank could not commit the step, and its error says why; the step before "
+                "stays"
+            )
+        assert written is not None
+        manifest, found = written
+        assert manifest.table is not None
+        # From here on a crash leaves this step: the places of the one before may be written.
+        self._written, self._committed = self._store.writes, self._captured
+        self._table.committed(manifest.table, found)
+        self._drives.committed(manifest.step)
+        self._older.committed(generation, manifest.table.name, lacks.count(False))
+        # Only after every rank has its manifest: until here the older generation is the whole one.
+        self._remove_older()
+        # Named by a manifest: the next step writes beside these places, not into them.
+        self._store.commit_named_places()
+        try:
+            self.files.committed()
+        except AioError as error:
+            # The states are safe, and the next commit tries again.
+            log.warning(
+                "%s: the journal of the fill could not be removed: %s", self.files.home, error
+            )
+
+    def _next_generation(self) -> int:
+        """Return a number that no file has, and no attempt had: ranks that died may have left parts
+        of a commit. Collective.
+        """
+        # Once: afterwards every rank counts by itself, in step with the others.
+        if not self._generation:
+            mine = [0.0, 0.0]
+            if self.files.rank == 0:
+                before = self.files.before if self._policy.durable != "new" else None
+                save = save_number(before[0] if before is not None else None)
+                mine = [float(self.files.next_generation() - 1), float(save)]
+            self._generation, self._save = map(int, self._comm.all_reduce_sum(mine))
+        self._generation += 1
+        return self._generation
+
+    def _write(self, generation: int) -> tuple[Head, Described]:
+        # Before anything is written by name.
+        self.files.check_place()
+        # What a write that failed has left in memory alone is no commit's: it is written now, or
+        # its error is this commit's.
+        if self._executor.stats().kept_chunks:
+            self._executor.recover().wait()
+            self._store.settle_moves()
+        # The states first, then the manifest that names them.
+        for files in self.files.layers.values():
+            for file in files:
+                # A manifest on the drive must never name bytes that are only in a cache.
+                file.fsync()
+        small, rank = self._captured, self.files.rank
+        assert small is not None
+        attached = [
+            self._attach(file_name(kind, generation, rank), data) if data is not None else None
+            for kind, data in (("buffers", small.buffers), ("extra", small.extra))
+        ]
+        found = self._table.describe()
+        table = self._table.known(found)
+        if table is None:
+            layout = metadata.layout_of(self.flats, self._store, self._policy)
+            parts = table_parts(layout, self._table.rows())
+            table = self._attach(file_name("table", generation, rank), *parts)
+        used = [layer_and_drive(each) for each in found.files]
+        manifest = Head(
+            generation=generation,
+            save=self._save,
+            rank=rank,
+            world=self._comm.world,
+            step=small.step,
+            algorithm=ALGORITHM,
+            files=tuple(
+                FileEntry(self.files.name(*each), self.files.layers[each[0]][each[1]].size_bytes)
+                for each in used
+            ),
+            buffers=attached[0],
+            extra=attached[1],
+            optimizers=small.optimizers,
+            table=table,
+            numbers=found.files,
+        )
+        # Before the first rename: if this breaks off or a rank dies right after it, the manifest
+        # names these files, and the end of the process must not remove them.
+        self.files.keep()
+        # The home last: the copies are of a commit that counts only once it has that.
+        for place in self.files.places:
+            head = manifest if place == self.files.home else for_copy(manifest)
+            _put_manifest(place, head, found.marks)
+        return manifest, found
+
+    def _attach(self, name: str, *parts: bytes | memoryview) -> FileEntry:
+        """Write a small file beside every manifest. Returns its entry there."""
+        # Alike in all: the home is the last.
+        return [write_attachment(place, name, *parts) for place in self.files.places][-1]
+
+    def _remove_older(self) -> None:
+        """Remove this rank's part of generations that are not kept; and, the first time, the states
+        of the run before.
+        """
+        # Each rank removes its own files, so none removes what another still writes.
+        rank, first = self.files.rank, not self._cleaned
+        # Rank 0 also removes the files of ranks that a larger run before this one had. Those of the
+        # ranks that there are may be named by them, such as a table of an earlier commit.
+        everything = rank == 0 and first
+        world, kept = self._comm.world, self._older.generations
+        newest = max(kept)
+        # The table may be of an earlier commit: it is written when a place changes.
+        tables = self._older.tables
+        self._remove(
+            lambda path, number: (
+                number < newest
+                and number not in kept
+                and path.name not in tables
+                and (
+                    is_of(path, rank)
+                    or (everything and not any(is_of(path, each) for each in range(world)))
+                )
+            )
+        )
+        if self._policy.older_commits:
+            for place in self.files.places:
+                try:
+                    # A manifest that a crash brought back would name what was written since.
+                    sync_directory(place)
+                except AioError as error:
+                    log.warning("%s: %s", place, error)
+        if everything:
+            try:
+                # All ranks' manifests: a file that any of them names stays.
+                heads = read_heads(self.files.home, newest)
+                self.files.remove_strangers(entry.name for head in heads for entry in head.files)
+            except (OSError, AioError) as error:
+                log.warning(
+                    "%s: states that nothing names could not be removed: %s", self.files.home, error
+                )
+                # The next commit tries again.
+                return
+        self._cleaned = True
+
+    def _remove(self, goes: Callable[[Path, int], bool]) -> None:
+        """Remove files of generations. A file that stays is no fault of the commit, and goes with a
+        later one.
+        """
+        # Also where another drive is gone: what is left of a commit that failed must not be found.
+        for place in self.files.places:
+            try:
+                found = [path for path, number in files_of(place) if goes(path, number)]
+                # Manifests first: without one, nothing refers to the rest.
+                remove(sorted(found, key=lambda path: not path.name.startswith("manifest-")))
+            except OSError as error:
+                log.warning("%s: an older generation could not be removed: %s", place, error)
+
+
+def _put_manifest(place: Path, head: Head, marks: Marks) -> None:
+    """Put a manifest into a directory, whole and on the drive. Blocks. Raises: AioError."""
+    path = place / head.name
+    # Under another name until it is whole: a reader takes any manifest for a commit.
+    partial = path.with_name(path.name + ".partial")
+    write_attachment(place, partial.name, *head.parts_with(marks))
+    with typed_errors(path, "rename", 0):
+        partial.replace(path)
+    # The rename is on the drive only now; before, a crash might undo it.
+    sync_directory(place)

@@ -1,0 +1,1 @@
+"""Formats of others: safetensors, GGUF, torch's files, DCP, DeepSpeed's checkpoints."""

@@ -1,0 +1,643 @@
+"""A ZeRO checkpoint of DeepSpeed, of stage 1, 2 or 3, written by any number of ranks; masters,
+moments and what a run goes on from.
+
+    latest              the name of the newest folder
+    global_stepN/
+      [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt      rank R's part of masters and moments
+      mp_rank_00_model_states.pt                            stages 1 and 2: names, shapes, 16 bits
+      zero_pp_rank_R_mp_rank_00_model_states.pt             stage 3: names, shapes, buffers, frozen
+
+Stages 1 and 2 lay the parameters of a parameter group one after the other, in the order of
+`param_shapes` (which `round_robin_gradients` changes), pad the end, and cut the whole into one
+partition a rank. Files may leave the padding out, of masters and not of moments.
+
+In stage 3 a rank holds, of each parameter, ceil(numel / ranks) elements, one parameter after the
+other in the order of `param_shapes`, in groups; the last rank's part of a parameter is padded.
+
+A universal checkpoint has a folder for each parameter (`deepspeed_universal.py`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity._src.checkpoint.formats.deepspeed_run import RunFields, hyper_of, number_of
+from infinity._src.checkpoint.formats.torch_files import (
+    Descriptors,
+    StoredTensor,
+    TorchFile,
+    kind_of,
+)
+from infinity._src.params.materialize import NamedTensors
+
+OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+SHARDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
+WHOLE_MODEL = "mp_rank_00_model_states.pt"
+MASTERS = "fp32"
+"""The name of masters among the states, as in universal checkpoints."""
+WAY_OUT = (
+    "DeepSpeed's own zero_to_fp32.py, which lies beside the checkpoint, converts the weights of "
+    "what is not read here, and inf.load_safetensors reads what it writes"
+)
+_NVME = (
+    "with the optimizer offloaded to NVMe, DeepSpeed leaves in its checkpoint only what was in "
+    "memory, and the rest of masters and moments in files of its swap directory (copies of them "
+    "may lie in offloaded_tensors), which it does not find again itself: moments are lost. Save "
+    "from a run whose optimizer is on the GPU or the CPU; a job that still runs can write them "
+    "with deepspeed.utils.safe_get_full_fp32_param and safe_get_full_optimizer_state"
+)
+
+
+class Vector:
+    """Vectors of files that lie one after the other. Raises: ValueError for several dtypes."""
+
+    def __init__(self, tensors: Sequence[StoredTensor]) -> None:
+        self.tensors = tensors
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            raise ValueError(f"{tensors[0].file.path} and its neighbours have several dtypes")
+        self.starts = [0, *itertools.accumulate(tensor.numel for tensor in tensors)]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all."""
+        return self.starts[-1]
+
+    def read_into(self, target: torch.Tensor, start: int) -> None:
+        """Fill a vector with the elements from `start` on. Blocks."""
+        index, done = bisect.bisect_right(self.starts, start) - 1, 0
+        while done < target.numel():
+            skipped = start + done - self.starts[index]
+            count = min(self.tensors[index].numel - skipped, target.numel() - done)
+            self.tensors[index].read_into(target[done : done + count], skipped)
+            done += count
+            index += 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A tensor: of each vector the elements [start, start + numel), one vector after the other;
+    those beyond its shape are padding.
+    """
+
+    shape: tuple[int, ...]
+    vectors: Sequence[Vector]
+    start: int
+    numel: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all elements."""
+        return self.vectors[0].tensors[0].dtype
+
+    def read(self) -> torch.Tensor:
+        """Put it together, without a second copy. Blocks. Raises: OSError, ValueError."""
+        out = torch.empty(math.prod(self.shape), dtype=self.dtype)
+        done = 0
+        for vector in self.vectors:
+            # The last parts are padded.
+            count = min(self.numel, out.numel() - done)
+            vector.read_into(out[done : done + count], self.start)
+            done += count
+        return out.view(self.shape)
+
+
+class DeepSpeedCheckpoint(NamedTensors):
+    """A checkpoint of DeepSpeed. As NamedTensors it has the weights: fp32 masters, frozen
+    parameters and buffers in their dtype there; every name of shared ones.
+
+    Opening reads no tensors, and checks that the parts in the files make up all of them. `close` it
+    after use.
+
+    Raises: OSError; ValueError for files that are damaged, refused, or of a kind that is not read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._undo = contextlib.ExitStack()
+        self._descriptors = self._undo.enter_context(Descriptors())
+        self._whole: dict[str, StoredTensor] = {}
+        self._values: dict[str, Pieces] = {}
+        self._aliases: dict[str, str] = {}
+        self.states: dict[str, dict[str, Pieces | int | float]] = {}
+        """Moments and numbers of each trained parameter, by its first name and theirs."""
+        self.group_of: dict[str, int] = {}
+        """The parameter group of each trained parameter."""
+        self.hyper: Sequence[Mapping[str, Any]] | None = None
+        """Hyper-parameters of each group; None where the checkpoint has none."""
+        try:
+            self.run = self._take()
+            self._check()
+        # What a damaged file has where numbers and dicts should be, may raise any of these.
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            self.close()
+            if isinstance(error, ValueError) and str(folder) in str(error):
+                raise
+            raise ValueError(
+                f"{folder} is no ZeRO checkpoint as DeepSpeed writes it: {error!r}. {WAY_OUT}"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self) -> RunFields:
+        """Take in what the files say. Returns what a run goes on from."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close its files. Idempotent."""
+        self._undo.close()
+
+    # -- the weights -------------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """The folder of the tag."""
+        return str(self.folder)
+
+    def names(self) -> Iterable[str]:
+        """Return the names of all weights and buffers, every name of shared ones."""
+        return dict.fromkeys((*self._values, *self._whole, *self._aliases))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight."""
+        return self._found(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a weight."""
+        return self._found(name).dtype
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read a weight. Blocks. Raises: OSError, ValueError."""
+        return self._found(name).read()
+
+    def _found(self, name: str) -> Pieces | StoredTensor:
+        name = self._aliases.get(name, name)
+        return self._values[name] if name in self._values else self._whole[name]
+
+    # -- for the layouts ---------------------------------------------------------------------------
+
+    def open(self, name: str) -> TorchFile:
+        """Open a file of the folder. Raises: OSError; ValueError naming it and the way out."""
+        try:
+            return TorchFile(self.folder / name, self._descriptors, prefix="deepspeed.")
+        except ValueError as error:
+            raise ValueError(f"{error}. {WAY_OUT}") from error
+
+    def take_whole(self, file: TorchFile, names: Iterable[str]) -> None:
+        """Take tensors of `module` that lie in it whole, and the names of shared ones."""
+        module, shared = file.root["module"], file.root.get("shared_params") or {}
+        for alias, name in dict(shared).items():
+            if alias not in self._values:
+                self._aliases[str(alias)] = str(name)
+        for name in names:
+            if name not in self._values and name not in self._aliases:
+                self._whole[str(name)] = file.tensor(module[name])
+
+    def take_frozen(self, first: TorchFile, others: Iterable[TorchFile]) -> None:
+        """Take the parameters that stage 3 did not train. Each rank has a part of them."""
+        shapes = dict(first.root.get("frozen_param_shapes") or {})
+        files = [first, *(others if shapes else ())]
+        for name, shape in shapes.items():
+            parts = [vector_of(file, file.root["frozen_param_fragments"][name]) for file in files]
+            sizes = {part.numel for part in parts}
+            if len(sizes) != 1 or sum(part.numel for part in parts) < math.prod(shape):
+                raise ValueError(f"{self.label} does not hold all of {name}, which was frozen")
+            self._values[str(name)] = Pieces(
+                shape_of(shape), [Vector([part]) for part in parts], 0, parts[0].numel
+            )
+
+    def _check(self) -> None:
+        lost = next(
+            (
+                name
+                for name in self._aliases.values()
+                if name not in self._values and name not in self._whole
+            ),
+            None,
+        )
+        if lost is not None:
+            raise KeyError(lost)
+
+    def verify(self, states: Iterable[str], part: int, of: int) -> None:
+        """Read every byte of masters, of these states and of all else against the files' checksums,
+        one file of `of` from `part` on. Blocks. Raises: OSError; ValueError naming the damage.
+        """
+        wanted = set(states)
+        found: dict[TorchFile, dict[str, None]] = {}
+        for stored in self._stored(wanted):
+            found.setdefault(stored.file, {})[stored.member] = None
+        for file, members in itertools.islice(found.items(), part, None, of):
+            file.check(members)
+
+    def _stored(self, states: set[str]) -> Iterator[StoredTensor]:
+        yield from self._whole.values()
+        of_states = (
+            each
+            for by_state in self.states.values()
+            for state, each in by_state.items()
+            if state in states and isinstance(each, Pieces)
+        )
+        # Parameters of one group share their vectors.
+        vectors = {
+            id(vector): vector
+            for pieces in (*self._values.values(), *of_states)
+            for vector in pieces.vectors
+        }
+        for vector in vectors.values():
+            yield from vector.tensors
+
+
+class DeepSpeedStates:
+    """The optimizer states of a checkpoint of DeepSpeed: a `StateSource`. Raises: ValueError where
+    there are none.
+    """
+
+    def __init__(self, source: DeepSpeedCheckpoint) -> None:
+        # Optimizers that keep no count have made as many updates as the run.
+        counted = {"step": source.run.step - source.run.skipped_steps}
+        self._found = {
+            self.name_of(param, state): value
+            for param, by_state in source.states.items()
+            if by_state
+            for state, value in {**counted, **by_state}.items()
+        }
+        self._label = source.label
+        if not self._found:
+            raise ValueError(
+                f"{source.label} has no optimizer states, as before the first update: load it "
+                "without opt="
+            )
+
+    @property
+    def label(self) -> str:
+        """The folder of the tag."""
+        return self._label
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all states."""
+        return list(self._found)
+
+    def name_of(self, param: str, state: str) -> str:
+        """Return the name that a state of a parameter has."""
+        return f"{param}: {state}"
+
+    def fault(self, name: str, shape: tuple[int, ...] | None) -> str:
+        """Say why a state is no tensor of this shape (None: no number); "" if it is."""
+        found = self._found[name]
+        if isinstance(found, Pieces):
+            if shape is None:
+                return f"{name} is no number there"
+            return "" if found.shape == shape else f"{name} is of shape {found.shape}, here {shape}"
+        return "" if shape is None else f"{name} is no tensor there"
+
+    def read(self, name: str) -> Any:
+        """Read one. Blocks. Raises: OSError, ValueError."""
+        found = self._found[name]
+        return found.read() if isinstance(found, Pieces) else found
+
+
+# -- the files of ranks ----------------------------------------------------------------------------
+
+
+class ShardedCheckpoint(DeepSpeedCheckpoint):
+    """A checkpoint as `save_checkpoint` writes it."""
+
+    def _take(self) -> RunFields:
+        names = rank_files(self.folder, OPTIMIZER)
+        optimizer = [self.open(name) for name in names]
+        roots = [file.root["optimizer_state_dict"] for file in optimizer]
+        # BF16_Optimizer, of stage 1 with gradients in fp32, does not say it.
+        stages = {_stage(root["zero_stage"]) if "zero_stage" in root else 1 for root in roots}
+        if not stages <= {1, 2, 3} or len(stages) != 1:
+            raise ValueError(
+                f"{self.label} is of ZeRO stage {', '.join(map(str, stages))}, and stages 1, 2 and "
+                f"3 are read here. {WAY_OUT}"
+            )
+        stage = stages.pop()
+        for root in roots:
+            counts = root["partition_count"]
+            for count in counts if isinstance(counts, list) else [counts]:
+                if count != len(names):
+                    raise ValueError(
+                        f"{self.label} was written by {count} ranks, and has files of {len(names)}"
+                    )
+        ranks = list(zip(optimizer, roots, strict=True))
+        if stage == 3:
+            model = self._take_stage_3(ranks)
+        else:
+            model = self._take_flat_groups(ranks)
+        return RunFields.of(model, optimizer[0], roots[0], stage=stage)
+
+    # -- stages 1 and 2 ----------------------------------------------------------------------------
+
+    def _take_flat_groups(self, ranks: Sequence[tuple[TorchFile, Any]]) -> TorchFile:
+        model = self.open(WHOLE_MODEL)
+        files = [file for file, _ in ranks]
+        base = [root["base_optimizer_state"] for _, root in ranks]
+        # Elastic checkpoints have a list of states, and no hyper-parameters.
+        groups = None if isinstance(base[0], list) else base[0]["param_groups"]
+        first = ranks[0][1]
+        paddings = first.get("param_alignment_paddings")
+        for index, shapes in enumerate(model.root["param_shapes"]):
+            parts = [
+                vector_of(file, root["single_partition_of_fp32_groups"][index])
+                for file, root in ranks
+            ]
+            layout = self._layout_of(shapes, None if paddings is None else paddings[index])
+            needed = max((start + numel for _, _, start, numel in layout), default=0)
+            self._check_partitions([part.numel for part in parts], needed, f"group {index}")
+            key = index if groups is None else groups[index]["params"][0]
+            states = [
+                each[index] if groups is None else each["state"].get(key, {}) for each in base
+            ]
+            found = self._vectors_of(files, states, parts, needed)
+            if "step" not in found and states[0]:
+                # Older ones counted for the group, or for the run.
+                group = groups[index] if groups is not None else {}
+                counted = group.get("step", first.get("base_optimizer_state_step"))
+                if counted is not None:
+                    found["step"] = number_of(files[:1], [counted], "the step of a group") or 0
+            masters = [Vector(parts)]
+            for name, shape, start, numel in layout:
+                self._take_part(name, shape, masters, found, start, numel)
+                self.group_of[name] = index
+        self.hyper = None if groups is None else [hyper_of(files[0], group) for group in groups]
+        self.take_whole(model, model.root["module"])
+        return model
+
+    def _layout_of(
+        self, shapes: Mapping[str, Any], paddings: Any
+    ) -> list[tuple[str, tuple[int, ...], int, int]]:
+        """Return name, shape, first element and elements of each parameter of a group."""
+        after = [0] * len(shapes) if paddings is None else list(paddings)
+        if len(after) != len(shapes) or any(type(each) is not int or each < 0 for each in after):
+            raise ValueError(f"{self.label} has {after} as padding of {len(shapes)} parameters")
+        found, start = [], 0
+        for (name, given), gap in zip(shapes.items(), after, strict=True):
+            shape = shape_of(given)
+            found.append((str(name), shape, start, math.prod(shape)))
+            start += math.prod(shape) + gap
+        return found
+
+    def _check_partitions(self, sizes: Sequence[int], needed: int, what: str) -> None:
+        """Check that partitions of equal size follow each other; the end may be left out
+        as padding.
+        """
+        total, world = sum(sizes), len(sizes)
+        size = max(sizes)
+        expected = [min(size, max(0, total - rank * size)) for rank in range(world)]
+        # Padded to a multiple of twice the ranks.
+        if list(sizes) != expected or not 0 <= total - needed < 2 * world:
+            raise ValueError(
+                f"{self.label} holds partitions of {', '.join(map(str, sizes))} elements of "
+                f"{what}, which has {needed}: files of several saves lie there together, or one is "
+                "not whole"
+            )
+
+    def _vectors_of(
+        self,
+        files: Sequence[TorchFile],
+        states: Sequence[Mapping[str, Any]],
+        parts: Sequence[StoredTensor],
+        needed: int,
+    ) -> dict[str, list[Vector] | int | float]:
+        """Return the states of a flat group by name, each of all ranks."""
+        found: dict[str, list[Vector] | int | float] = {}
+        for name in states[0]:
+            values = [each[name] for each in states]
+            number = number_of(files, values, f"{name} of a group")
+            if number is not None:
+                found[str(name)] = number
+                continue
+            vectors = [vector_of(file, each) for file, each in zip(files, values, strict=True)]
+            self._check_partitions([vector.numel for vector in vectors], needed, str(name))
+            # With their padding or without: where a rank begins must be the same.
+            if vectors[0].numel != parts[0].numel and parts[0].numel < needed:
+                raise ValueError(
+                    f"{self.label} has {vectors[0].numel} elements of {name}, and "
+                    f"{parts[0].numel} masters, on its first rank"
+                )
+            found[str(name)] = [Vector(vectors)]
+        return found
+
+    # -- stage 3 -----------------------------------------------------------------------------------
+
+    def _take_stage_3(self, ranks: Sequence[tuple[TorchFile, Any]]) -> TorchFile:
+        world = len(ranks)
+        names = rank_files(self.folder, SHARDED_MODEL)
+        if len(names) != world:
+            raise ValueError(
+                f"{self.label} has optimizer states of {world} ranks and model states of "
+                f"{len(names)}"
+            )
+        model = self.open(names[0])
+        parts = [
+            Vector([vector_of(file, part) for part in root["fp32_flat_groups"]])
+            for file, root in ranks
+        ]
+        shapes = [
+            (str(name), shape_of(shape))
+            for group in model.root["param_shapes"]
+            for name, shape in group.items()
+        ]
+        # As DeepSpeed pads: every rank has as many elements.
+        numels = [math.ceil(math.prod(shape) / world) for _, shape in shapes]
+        self._check_whole(parts, sum(numels))
+        groups = self._stage_3_states(ranks, parts)
+        file, first = ranks[0]
+        param_groups = first["optimizer_state_dict"]["param_groups"]
+        group_of = {
+            sub_group: index
+            for index, group in enumerate(param_groups)
+            for sub_group in group["params"]
+        }
+        start = 0
+        for (name, shape), numel in zip(shapes, numels, strict=True):
+            # The sub-group that has its first element.
+            at = bisect.bisect_right(parts[0].starts, min(start, parts[0].numel - 1)) - 1
+            self._take_part(name, shape, parts, groups[at], start, numel)
+            self.group_of[name] = group_of[at]
+            start += numel
+        self.hyper = [hyper_of(file, group) for group in param_groups]
+        self.take_frozen(model, (self.open(name) for name in names[1:]))
+        self.take_whole(model, model.root["buffer_names"])
+        return model
+
+    def _check_whole(self, parts: Sequence[Vector], needed: int) -> None:
+        # With its optimizer on NVMe, DeepSpeed writes only the part that was in memory.
+        held = {part.numel for part in parts}
+        if held != {needed}:
+            shown = " or ".join(map(str, sorted(held)))
+            raise ValueError(
+                f"{self.label} holds {shown} fp32 weights per rank, and the model has {needed}: "
+                f"{_NVME}"
+            )
+
+    def _stage_3_states(
+        self, ranks: Sequence[tuple[TorchFile, Any]], parts: Sequence[Vector]
+    ) -> list[dict[str, list[Vector] | int | float]]:
+        """Return the states of each sub-group by name. Vectors are a rank's, of all sub-groups that
+        have the state.
+        """
+        files = [file for file, _ in ranks]
+        by_rank = [root["optimizer_state_dict"]["state"] for _, root in ranks]
+        count = len(parts[0].tensors)
+        found: list[dict[str, list[Vector] | int | float]] = [{} for _ in range(count)]
+        tensors: dict[str, list[list[StoredTensor]]] = {}
+        for index in range(count):
+            states = [each.get(index, {}) for each in by_rank]
+            for name in states[0]:
+                values = [each[name] for each in states]
+                number = number_of(files, values, f"{name} of sub-group {index}")
+                if number is not None:
+                    found[index][str(name)] = number
+                    continue
+                vectors = [vector_of(file, each) for file, each in zip(files, values, strict=True)]
+                if [v.numel for v in vectors] != [part.tensors[index].numel for part in parts]:
+                    raise ValueError(
+                        f"{self.label} holds {vectors[0].numel} elements of {name} of sub-group "
+                        f"{index}, which has {parts[0].tensors[index].numel}: {_NVME}"
+                    )
+                tensors.setdefault(str(name), [[] for _ in ranks])
+                for mine, vector in zip(tensors[str(name)], vectors, strict=True):
+                    mine.append(vector)
+                found[index][str(name)] = []
+        for name, every in tensors.items():
+            # A place in a vector is that among the masters, if all sub-groups have the state.
+            if any(len(mine) != count for mine in every):
+                raise ValueError(f"{self.label} has {name} of some sub-groups, and not of all")
+            whole = [Vector(mine) for mine in every]
+            for of_group in found:
+                of_group[name] = whole
+        return found
+
+    def _take_part(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        masters: Sequence[Vector],
+        states: Mapping[str, Sequence[Vector] | int | float],
+        start: int,
+        numel: int,
+    ) -> None:
+        """Take a trained parameter: of each vector the elements [start, start + numel)."""
+        self._values[name] = Pieces(shape, masters, start, numel)
+        self.states[name] = {
+            state: value if isinstance(value, (int, float)) else Pieces(shape, value, start, numel)
+            for state, value in states.items()
+        }
+
+
+# -- folders and files -----------------------------------------------------------------------------
+
+
+def folder_of(directory: Path, tag: str | None) -> Path:
+    """Find the folder of a checkpoint: `directory` itself if it has the files; else the tag, or
+    what `latest` (or else `latest_universal`) names.
+
+    Raises: FileNotFoundError; ValueError for a tag that is a path.
+    """
+    if tag is None and not any(directory.glob("*_optim_states.pt")):
+        if (directory / "zero").is_dir():
+            return directory
+        latest = next(
+            (
+                directory / name
+                for name in ("latest", "latest_universal")
+                if (directory / name).is_file()
+            ),
+            None,
+        )
+        if latest is None:
+            if any(directory.glob("*_model_states.pt")):
+                raise ValueError(
+                    f"{directory} has no optimizer states of ZeRO: it is of a run with stage 0, "
+                    "or not whole. Save with ZeRO stage 1, 2 or 3"
+                )
+            raise FileNotFoundError(
+                f"{directory} has no file `latest`, and no optimizer states: pass "
+                "tag='global_step...'"
+            )
+        tag = latest.read_text(encoding="utf-8").strip()
+    if tag is None:
+        return directory
+    # `latest` is a file from elsewhere too: it must not lead out of the directory.
+    if not tag or Path(tag).name != tag or tag == "..":
+        raise ValueError(
+            f"tag={tag!r}: it is the name of a folder in {directory}, so a path is refused"
+        )
+    if not (directory / tag).is_dir():
+        raise FileNotFoundError(f"{directory} has no folder {tag}")
+    return directory / tag
+
+
+def rank_files(folder: Path, pattern: re.Pattern[str]) -> list[str]:
+    """Return the file of each rank, in order. Raises: FileNotFoundError; ValueError for files of a
+    model-parallel run, of a pipeline or of DeepSpeed's experts.
+    """
+    found: dict[int, str] = {}
+    for name in sorted(path.name for path in folder.iterdir()):
+        # Their weights lie in files of their own.
+        if re.match(r"layer_\d+|expp_rank_|expert_", name):
+            raise ValueError(
+                f"{folder / name} is of a run with pipeline parallelism or DeepSpeed's experts, "
+                f"which are not read here. {WAY_OUT}"
+            )
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        # Model-parallel ranks hold parts of weights, which are not put together here.
+        if int(match[2]) or int(match[1]) in found:
+            raise ValueError(
+                f"{folder / name} is of a model-parallel run, or a second one of its rank. "
+                f"{WAY_OUT}"
+            )
+        found[int(match[1])] = name
+    if not found:
+        ending = pattern.pattern.rpartition("_mp_rank_(\\d+)_")[2].replace("\\", "")
+        raise FileNotFoundError(
+            f"{folder} has no zero_pp_rank_*_{ending}: a ZeRO checkpoint has one for each rank. "
+            f"{WAY_OUT}"
+        )
+    if sorted(found) != list(range(len(found))):
+        raise FileNotFoundError(
+            f"{folder} has files of ranks {sorted(found)}, and not of those between: "
+            f"{found[max(found)]} is one"
+        )
+    return [found[rank] for rank in range(len(found))]
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Check a shape. Raises: TypeError."""
+    if not isinstance(value, (tuple, list)) or any(
+        type(size) is not int or size < 0 for size in value
+    ):
+        raise TypeError(f"where a shape should be there is a {kind_of(value)}")
+    return tuple(value)
+
+
+def vector_of(file: TorchFile, value: Any) -> StoredTensor:
+    """Check a vector of floating numbers. Raises: ValueError naming the file; TypeError."""
+    stored = file.tensor(value)
+    if len(stored.shape) != 1 or not stored.dtype.is_floating_point:
+        raise TypeError(
+            f"a part of the states in {file.path} is a {stored.dtype} tensor of shape "
+            f"{stored.shape}, not a vector"
+        )
+    return stored
+
+
+def _stage(value: Any) -> Any:
+    """Return the number in an enum of DeepSpeed, which was read as a record."""
+    return value.args[0] if getattr(value, "args", None) else value

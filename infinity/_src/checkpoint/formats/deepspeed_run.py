@@ -1,0 +1,296 @@
+"""Counts, hyper-parameters, the loss scaler and the scheduler of a run of DeepSpeed, and the state
+that the caller of `save_checkpoint` added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from infinity._src.base.wording import listed
+from infinity._src.checkpoint.formats.load import Loaded
+from infinity._src.checkpoint.formats.safe_pickle import Record
+from infinity._src.checkpoint.formats.torch_files import TorchFile, kind_of
+from infinity._src.optim.base import Optimizer
+
+_OWN = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd",
+    "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples",
+    "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "num_experts",
+    "universal_checkpoint_info", "ds_config", "ds_version",
+})  # fmt: skip
+"""Keys of model states that DeepSpeed writes itself. Others are the caller's."""
+_REFUSED = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
+_NEUTRAL = {
+    "bias_correction": True,
+    "amsgrad": False,
+    "maximize": False,
+    "decoupled_weight_decay": True,
+}
+"""Hyper-parameters that an optimizer here may not have, and the values with which it computes."""
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+@final
+class LoadedDeepSpeed(Loaded):
+    """The result of `inf.load_deepspeed`: as a pair, the names that strict=False left out.
+
+    step: steps that DeepSpeed counted (`global_steps`), `skipped_steps` of them without an update;
+    samples: `global_samples`. stage, world: of the run that saved. loss_scaler: the fields of
+    DeepSpeed's, None where nothing was scaled; `grad_scaler_state()` makes torch's of it.
+    lr_scheduler: the scheduler's `state_dict()`, None without one. client_state: what the caller
+    gave to `save_checkpoint`. rounded: how the policy's state format rounded the states, "" where
+    all bits are as saved. notes: what else is different.
+    """
+
+    step: int
+    skipped_steps: int
+    samples: int | None
+    stage: int
+    world: int
+    loss_scaler: dict[str, Any] | None
+    lr_scheduler: Any
+    client_state: dict[str, Any]
+    rounded: str
+    notes: tuple[str, ...]
+
+    def __new__(cls, left_out: Loaded, fields: RunFields, rounded: str) -> LoadedDeepSpeed:
+        """Make it of the parts."""
+        made = super().__new__(cls, *left_out)
+        made.__dict__.update(vars(fields), rounded=rounded)
+        return made
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"LoadedDeepSpeed(missing={self.missing}, unexpected={self.unexpected}, {given})"
+
+    def grad_scaler_state(self) -> dict[str, Any] | None:
+        """Return a state for `torch.amp.GradScaler.load_state_dict`, None where nothing was scaled.
+
+        The scale grows at the step at which DeepSpeed's would. After the next overflow torch grows
+        it one step earlier, and at once lowers it, where DeepSpeed's hysteresis waits.
+        """
+        given = self.loss_scaler
+        if given is None:
+            return None
+        if not given.get("dynamic"):
+            return {
+                "scale": float(given["cur_scale"]),
+                "growth_factor": 1.0,
+                "backoff_factor": 1.0,
+                "growth_interval": 1,
+                "_growth_tracker": 0,
+            }
+        factor, window = float(given["scale_factor"]), int(given["scale_window"])
+        # It grows after each `window` good steps, the first of which is not counted.
+        good = int(given["cur_iter"]) - int(given["last_overflow_iter"]) - 2
+        return {
+            "scale": float(given["cur_scale"]),
+            "growth_factor": factor,
+            "backoff_factor": 1 / factor,
+            "growth_interval": window,
+            "_growth_tracker": good % window if good >= 0 else -1,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFields:
+    """The fields of a LoadedDeepSpeed that a checkpoint has."""
+
+    step: int
+    skipped_steps: int
+    samples: int | None
+    stage: int
+    world: int
+    loss_scaler: dict[str, Any] | None
+    lr_scheduler: Any
+    client_state: dict[str, Any]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls, model: TorchFile, states: TorchFile, scaled: Mapping[str, Any], *, stage: int
+    ) -> RunFields:
+        """Read them. scaled: what has the loss scaler. Raises: ValueError for a run that is not
+        read here; KeyError, TypeError.
+        """
+        root = model.root
+        check_kind(model, root)
+        check_kind(states, scaled)
+        client, notes = {}, []
+        for name, value in root.items():
+            if name in _OWN:
+                continue
+            try:
+                client[name] = model.plain(value)
+            except ValueError as error:
+                notes.append(f"client_state[{name!r}] is left out: {error}")
+        samples = root.get("global_samples")
+        return cls(
+            step=_count(root["global_steps"]),
+            skipped_steps=_count(root["skipped_steps"]),
+            samples=None if samples is None else _count(samples),
+            stage=stage,
+            world=_count(root["dp_world_size"]),
+            loss_scaler=_scaler(states, scaled.get("loss_scaler")),
+            lr_scheduler=model.plain(root.get("lr_scheduler")),
+            client_state=client,
+            notes=tuple(notes),
+        )
+
+
+def check_kind(file: TorchFile, root: Mapping[str, Any]) -> None:
+    """Refuse by name a run whose states lie in a way, or are of a kind, that is not read here."""
+    found = next((name for name in _REFUSED if root.get(name)), None)
+    if found is not None:
+        raise ValueError(
+            f"{file.path} has {found}: DeepSpeed split its experts over the ranks (AutoEP), which "
+            "is not read here; convert it with deepspeed.checkpoint.ds_to_universal, or save from "
+            "a run without"
+        )
+    if zero_config(file).get("zenflow"):
+        raise ValueError(
+            f"{file.path} is of a run with ZenFlow, whose updates under way are in no checkpoint; "
+            "save from a run without"
+        )
+
+
+def zero_config(file: TorchFile) -> dict[str, Any]:
+    """Return `zero_optimization` of the configuration in a file."""
+    config = file.root.get("ds_config")
+    found = config.get("zero_optimization") if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def hyper_of(file: TorchFile, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyper-parameters of a group: numbers, and tuples of them."""
+    found = {}
+    for name, value in group.items():
+        if name == "params" or name in _IMPLEMENTATION:
+            continue
+        plain = file.plain(value)
+        if isinstance(plain, torch.Tensor):
+            if plain.numel() != 1:
+                raise TypeError(f"{name} of a group is a tensor of shape {tuple(plain.shape)}")
+            plain = plain.item()
+        found[str(name)] = tuple(plain) if isinstance(plain, list) else plain
+    config = file.root.get("ds_config")
+    optimizer = config.get("optimizer") if isinstance(config, dict) else None
+    given = optimizer.get("params") if isinstance(optimizer, dict) else None
+    # DeepSpeed's own Adam does not keep it in its groups.
+    if (
+        isinstance(optimizer, dict)
+        and str(optimizer.get("type")).lower() == "adam"
+        and isinstance(given, dict)
+        and given.get("adam_w_mode") is False
+    ):
+        found["decoupled_weight_decay"] = False
+    return found
+
+
+def number_of(files: Sequence[TorchFile], values: Sequence[Any], what: str) -> int | float | None:
+    """Return a number that all ranks have; None where they have vectors. Reads it.
+
+    Raises: ValueError where they differ; TypeError for something else.
+    """
+    numbers = []
+    for file, value in zip(files, values, strict=True):
+        if isinstance(value, Record):
+            stored = file.tensor(value)
+            if stored.shape:
+                return None
+            value = stored.read().item()
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{what} is a {kind_of(value)}")
+        numbers.append(value)
+    if any(number != numbers[0] for number in numbers):
+        raise ValueError(
+            f"{files[0].path} has {numbers[0]} as {what}, and the file of another rank not: files "
+            "of several saves lie there together"
+        )
+    return numbers[0]
+
+
+def match_groups(
+    optimizer: Optimizer,
+    hyper: Sequence[Mapping[str, Any]] | None,
+    group_of: Mapping[str, int],
+    label: str,
+) -> list[dict[str, Any]]:
+    """Return the hyper-parameters that each group of an optimizer takes: those of its parameters in
+    the checkpoint. Nothing is set.
+
+    Raises: ValueError for a group that joins parameters which had different ones, and for values
+    with which this optimizer cannot compute.
+    """
+    taken = []
+    for group in optimizer.param_groups:
+        records = [at_rest.infinity_link.param for at_rest in group["params"]]
+        indices: dict[int, str] = {}
+        for key in (key for record in records for key in record.keys if key in group_of):
+            indices.setdefault(group_of[key], key)
+        values = [hyper[index] for index in indices] if hyper is not None else []
+        if any(other != values[0] for other in values[1:]):
+            names = " and ".join(list(indices.values())[:2])
+            raise ValueError(
+                f"{names} are in one parameter group, and were in groups with other values in "
+                f"{label}: group them as there"
+            )
+        given = dict(values[0]) if values else {}
+        for name, neutral in _NEUTRAL.items():
+            # Without decay it does not matter how that is applied.
+            idle = name == "decoupled_weight_decay" and not given.get("weight_decay")
+            if name not in group and given.get(name, neutral) != neutral and not idle:
+                raise ValueError(
+                    f"{label} was computed with {name}={given[name]!r}, which {optimizer.title} "
+                    "does not: use inf.Elementwise with the class of torch.optim that does, or "
+                    "load without opt="
+                )
+        # `initial_lr` is what schedulers of torch that go on from a step ask for.
+        mine = {
+            name: value
+            for name, value in given.items()
+            if (name in group and name not in _IMPLEMENTATION) or name == "initial_lr"
+        }
+        if mine:
+            try:
+                optimizer.check_group({**group, **mine})
+            except ValueError as error:
+                raise ValueError(f"{label} has hyper-parameters that cannot be: {error}") from error
+        taken.append(mine)
+    return taken
+
+
+def notes_on(hyper: Sequence[Mapping[str, Any]] | None, label: str) -> tuple[str, ...]:
+    """Say what a checkpoint does not have for an optimizer."""
+    if hyper is not None:
+        return ()
+    return (f"{label} is elastic and has no hyper-parameters: those of the optimizer stay",)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"a count is a {kind_of(value)}")
+    return value
+
+
+def _scaler(file: TorchFile, value: Any) -> dict[str, Any] | None:
+    """Return the fields of a loss scaler, which was read as a record; None if it scales nothing."""
+    if not isinstance(value, Record) or not value.kind.endswith("LossScaler"):
+        return None
+    if not isinstance(value.state, dict):
+        raise TypeError("the loss scaler has no state")
+    found = {str(name): file.plain(each) for name, each in value.state.items()}
+    numbers = [found.get("cur_scale")]
+    if found.get("dynamic"):
+        names = ("scale_factor", "scale_window", "cur_iter", "last_overflow_iter")
+        numbers += [found.get(name) for name in names]
+    if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers):
+        raise TypeError(f"the loss scaler has {listed(found)}")
+    if found.get("dynamic") and (found["scale_window"] < 1 or found["scale_factor"] <= 1):
+        raise TypeError("the loss scaler grows by nothing")
+    return None if not found.get("dynamic") and found["cur_scale"] == 1 else found

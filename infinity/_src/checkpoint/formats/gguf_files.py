@@ -1,0 +1,315 @@
+"""GGUF files as a source of values: read and unpacked some rows at a time, with the values that
+`from_pretrained(gguf_file=)` gives.
+
+transformers has two ways. Architectures of the first have conversions, as checkpoints of the hub
+have them; their tensors are given as they are stored. Tensors of the second are unpacked here, by
+the package gguf and transformers' own operations, and have the names of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity._src.checkpoint.formats.hub_conversion import conversions_of, transformers_loading
+from infinity._src.checkpoint.formats.safetensors_files import (
+    StoredTensor,
+    StoredTensors,
+    check_whole,
+)
+from infinity._src.checkpoint.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from infinity.errors import WeightsError
+
+_PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
+"""GGUF's types of plain values. All others are blocks, which are given as bytes."""
+
+UNPACKED_BYTES = 4 << 20
+"""Bytes of fp32 that are unpacked together, where rows do not depend on each other."""
+
+_Blocks = Callable[[int], tuple[int, int] | None]
+"""Gives values and bytes of a block of a type; None for a type that is not unpacked."""
+
+
+def open_gguf(model: Any, path: Path, dtype: torch.dtype) -> tuple[StoredTensors, list[Any]]:
+    """Open a file for a model that computes in `dtype`; return its tensors and the conversions that
+    they need. Raises: FileNotFoundError; WeightsError for a file that is damaged, or that
+    transformers does not read.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: there is no such file")
+    transformers_loading()
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
+    header = read_gguf_header(path)
+    if not is_gguf_arch_supported(header.architecture):
+        return UnpackedGguf(model, path, header, dtype), conversions_of(model)
+    return _in_blocks(model, path, header, dtype)
+
+
+def _in_blocks(
+    model: Any, path: Path, header: GgufHeader, dtype: torch.dtype
+) -> tuple[StoredTensors, list[Any]]:
+    from transformers import GgufConfig
+    from transformers.integrations.gguf.dequant import GGML_BLOCK
+    from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+
+    stored = _stored(path, header, GGML_BLOCK.get)
+    quantizer: Any = GgufHfQuantizer(GgufConfig(dequantize=True))
+    quantizer.read_header(str(path))
+    quantizer.update_dtype(dtype)
+    quantizer._process_model_before_weight_loading(model)
+    return StoredTensors(path, stored), list(quantizer.update_weight_conversions([], model))
+
+
+def _stored(path: Path, header: GgufHeader, blocks: _Blocks) -> dict[str, StoredTensor]:
+    """Return the tensors of a file as it stores them: blocks of quantized values are bytes. Raises:
+    WeightsError naming tensors of a type that is not unpacked.
+    """
+    found: dict[str, StoredTensor] = {}
+    refused: dict[str, list[str]] = {}
+    for info in header.tensors:
+        stored_as, shape, size_bytes = _PLAIN.get(info.kind, "U8"), info.shape, 1
+        block = (1, 4 if info.kind == 0 else 2) if info.kind in _PLAIN else blocks(info.kind)
+        if block is None or (info.shape and info.shape[-1] % block[0]):
+            refused.setdefault(_type_name(info.kind), []).append(info.name)
+            continue
+        if info.kind not in _PLAIN:
+            shape = (*shape[:-1], shape[-1] // block[0] * block[1])
+            size_bytes = math.prod(shape)
+        else:
+            size_bytes = math.prod(shape) * block[1]
+        found[info.name] = StoredTensor(path, info.name, stored_as, shape, info.start, size_bytes)
+    if refused:
+        raise _refused_types(path, header, refused)
+    check_whole(path, path.stat().st_size, found.values(), "GGUF")
+    return found
+
+
+def _refused_types(path: Path, header: GgufHeader, refused: dict[str, list[str]]) -> WeightsError:
+    import transformers
+
+    each = "; ".join(
+        f"{kind}: {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for kind, names in refused.items()
+    )
+    return WeightsError(
+        f"{path} has tensors of types that transformers {transformers.__version__} does not unpack "
+        f"for the architecture {header.architecture} ({each}); take a file of other types (such as "
+        "Q8_0 or BF16), or the model's safetensors",
+        path=str(path),
+        tensors=tuple(name for names in refused.values() for name in names),
+    )
+
+
+def _type_name(kind: int) -> str:
+    try:
+        from gguf import GGMLQuantizationType
+
+        return str(GGMLQuantizationType(kind).name)
+    except (ImportError, ValueError):
+        return f"type {kind}"
+
+
+@functools.cache
+def _unpacked_blocks(kind: int) -> tuple[int, int] | None:
+    """Return values and bytes of a block, of the types that the package gguf unpacks."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    try:
+        of = GGMLQuantizationType(kind)
+        values, size_bytes = GGML_QUANT_SIZES[of]
+        dequantize(np.zeros((1, size_bytes), np.uint8), of)
+    except (ValueError, KeyError, NotImplementedError):
+        return None
+    return values, size_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """The making of a tensor of the model. sources: names in the file. joined: by an operation that
+    collects them. by_rows: row i is made of row i of each source.
+    """
+
+    sources: list[str]
+    shape: tuple[int, ...]
+    joined: bool
+    by_rows: bool
+
+
+class UnpackedGguf(StoredTensors):
+    """The tensors of a file under the names of the model, unpacked as they are read: to `dtype`,
+    and to fp32 those that transformers joins (experts), as it does.
+    """
+
+    def __init__(self, model: Any, path: Path, header: GgufHeader, dtype: torch.dtype) -> None:
+        stored = _stored(path, header, _unpacked_blocks)
+        self._processor, self._model_names = _processor(model, path, header)
+        self._unpacked_to = dtype
+        self._raw = StoredTensors(path, stored)
+        self._kinds = {info.name: info.kind for info in header.tensors}
+        # Values that an operation takes rows of: the shape in the file, and not of its bytes.
+        self._shapes = {info.name: info.shape for info in header.tensors}
+        self._targets: dict[str, _Target] = {}
+        for info in header.tensors:
+            try:
+                self._plan(info)
+            except Exception as error:  # code of transformers
+                raise WeightsError(
+                    f"transformers cannot convert {info.name} {info.shape} of {path}: "
+                    f"{type(error).__name__}: {error}; use the model's safetensors",
+                    path=str(path),
+                    tensors=(info.name,),
+                ) from error
+        tensors = {
+            name: dataclasses.replace(stored[target.sources[0]], shape=target.shape)
+            for name, target in self._targets.items()
+        }
+        super().__init__(path, tensors)
+        # The tensor read last: parts of a weight are asked for one after the other.
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that values are unpacked to."""
+        return torch.float32 if self._targets[name].joined else self._unpacked_to
+
+    @property
+    def unpacking_bytes(self) -> int:
+        """Bytes that unpacking takes at most: blocks, their values in fp32, and these once more in
+        the model's order.
+        """
+        found = [0]
+        for name, target in self._targets.items():
+            row = math.prod(target.shape[1:])
+            values = math.prod(target.shape)
+            if target.by_rows:
+                values = min(values, row * _rows_together(row))
+            found.append(values * (3 * torch.float32.itemsize + self.dtype(name).itemsize))
+        return max(found)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read and unpack one tensor."""
+        target = self._targets[name]
+        if not target.by_rows:
+            return self._rows(name, 0, target.shape[0] if target.shape else 1)
+        out = torch.empty(target.shape, dtype=self.dtype(name))
+        self.read_into(name, 0, out.view(-1))
+        return out
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Read elements of one tensor: some rows at a time where rows do not depend on each other.
+        All of another one is unpacked, once for parts that come one after the other, and stays
+        until another one is read, or its end was.
+        """
+        target, end = self._targets[name], start + out.numel()
+        if not target.by_rows:
+            if self._last is None or self._last[0] != name:
+                # The one before goes first, so that two are never in memory.
+                self._last = None
+                self._last = name, self.read(name).reshape(-1)
+            values = self._last[1]
+            out.copy_(values[start:end])
+            if end == values.numel():
+                self._last = None
+            return
+        row = math.prod(target.shape[1:])
+        step = _rows_together(row)
+        for first in range(start // row if row else 0, -(-end // row) if row else 0, step):
+            last = min(first + step, -(-end // row))
+            values = self._rows(name, first, last).reshape(-1)
+            begin, stop, at = max(start, first * row), min(end, last * row), first * row
+            out[begin - start : stop - start].copy_(values[begin - at : stop - at])
+
+    def _rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Return rows of a tensor of the model; all, if they depend on each other."""
+        target = self._targets[name]
+        others: dict[str, torch.Tensor] = {}
+        for source in target.sources:
+            made = self._processed(source, self._unpacked(source, target, first, last), others)
+        if target.joined:
+            return others[name]
+        return torch.from_numpy(np.ascontiguousarray(made.weights)).to(self._unpacked_to)
+
+    def _unpacked(self, source: str, target: _Target, first: int, last: int) -> Any:
+        """Return values of a tensor of the file in fp32: its rows, if they are taken by rows."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        shape, raw_shape = self._shapes[source], self._raw.shape(source)
+        if target.by_rows:
+            shape, raw_shape = (last - first, *shape[1:]), (last - first, *raw_shape[1:])
+        raw = torch.empty(raw_shape, dtype=self._raw.dtype(source))
+        start = first * math.prod(raw_shape[1:]) if target.by_rows else 0
+        self._raw.read_into(source, start, raw.view(-1))
+        if raw.is_floating_point():
+            return raw.float().numpy()
+        return dequantize(raw.numpy(), GGMLQuantizationType(self._kinds[source])).reshape(shape)
+
+    def _plan(self, info: GgufTensor) -> None:
+        """Find the tensor of the model that one of the file goes into, by what transformers makes
+        of values that are not there.
+        """
+        others: dict[str, torch.Tensor] = {}
+        # One number stands for all, and takes no memory. Joined experts are copied: here one is.
+        like = np.broadcast_to(np.float32(-1), info.shape)
+        of_one = like[:1] if like.ndim == 3 else like
+        made = self._processed(info.name, of_one, others)
+        if not others and of_one is not like:
+            made = self._processed(info.name, like, others)
+        for name, value in others.items():
+            by_rows = like.ndim == 3
+            shape = (info.shape[0], *value.shape[1:]) if by_rows else tuple(value.shape)
+            before = self._targets.setdefault(name, _Target([], shape, True, by_rows))
+            if before.shape != shape:
+                raise ValueError(f"it is joined with {before.sources[0]} to {before.shape}")
+            before.sources.append(info.name)
+        target = None if others else self._model_names.get(made.name)
+        # What the model has no tensor for is left out by transformers, too.
+        if target is not None:
+            by_rows = made.weights is like and like.ndim > 1
+            self._targets[target] = _Target([info.name], made.weights.shape, False, by_rows)
+
+    def _processed(self, name: str, values: Any, others: dict[str, torch.Tensor]) -> Any:
+        """Return what transformers makes of one tensor: its name and its values in the model's
+        order. Joined tensors come into `others`, by the model's names.
+        """
+        return self._processor.process(
+            weights=values,
+            name=name,
+            tensor_key_mapping=self._model_names,
+            parsed_parameters={"tensors": others},
+        )
+
+
+def _rows_together(row: int) -> int:
+    """Return how many rows of so many values are unpacked together."""
+    return max(1, UNPACKED_BYTES // max(1, row * torch.float32.itemsize))
+
+
+def _processor(model: Any, path: Path, header: GgufHeader) -> tuple[Any, dict[str, str]]:
+    """Return transformers' operation for the tensors of such a file, and the model's names by the
+    file's. Raises: WeightsError for an architecture or a model that transformers does not know.
+    """
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils as legacy
+
+    try:
+        # The numbers that an operation takes are those of the file, not those of the model.
+        config = legacy.load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+        kind = legacy.TENSOR_PROCESSORS.get(header.architecture, legacy.TensorProcessor)
+        processor = kind(config=config)
+        return processor, legacy.get_gguf_hf_weights_map(model, processor)
+    except Exception as error:  # code of transformers
+        raise WeightsError(
+            f"transformers {transformers.__version__} does not take {path}, of the architecture "
+            f"{header.architecture}, into a model of the type {model.config.model_type} "
+            f"({type(error).__name__}: {error}); build the model from "
+            f"AutoConfig.from_pretrained({str(path.parent)!r}, gguf_file={path.name!r}), or use "
+            "the model's safetensors",
+            path=str(path),
+        ) from error

@@ -1,0 +1,512 @@
+"""Conversion between the tensors of a checkpoint on the hub and those of a model of transformers.
+
+    forward    experts.0.w1.weight, experts.0.w3.weight, …  ->  experts.gate_up_proj
+    reverse    experts.gate_up_proj  ->  experts.0.w1.weight, experts.0.w3.weight, …
+
+transformers renames, fuses, splits and permutes with a mapping that belongs to the model; both
+directions are its own code, run on a *group*: tensors that are converted together, and depend on
+no other. A plan is made by running it on the meta device, so that names and shapes of all results
+are known before anything is read.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity._src.base.wording import listed
+from infinity._src.checkpoint.formats.hub_fp8 import ScaleGridError, WholeBlocks
+from infinity._src.params.discover import find_parameters
+from infinity._src.params.materialize import find_buffers
+from infinity.errors import WeightsError
+
+_NEEDED = (
+    "WeightConverter", "WeightRenaming", "PrefixChange", "MergeModulelist", "Concatenate",
+    "Interleave", "Transpose", "rename_source_key", "apply_converters", "apply_renamings",
+    "dot_natural_key", "build_glob_alternation",
+)  # fmt: skip
+"""Names of transformers.core_model_loading that checkpoints of the hub need, here and in
+hub_files.py. A release without one of them cannot convert.
+"""
+
+Read = Callable[[str], torch.Tensor]
+
+
+def is_hub_model(model: torch.nn.Module) -> bool:
+    """Return whether the model is one of transformers. Imports nothing."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
+
+
+def can_convert() -> bool:
+    """Return whether the installed transformers can convert tensor by tensor."""
+    return _loading() is not None
+
+
+def transformers_loading() -> Any:
+    """Return transformers.core_model_loading. Raises: ValueError for a release without it."""
+    found = _loading()
+    if found is None:
+        raise ValueError(too_old_to_load())
+    return found
+
+
+def too_old_to_load() -> str:
+    """Say that the release cannot convert, and the ways out for a load."""
+    return (
+        f"{too_old()}, or give the tensors under the names of the modules, as a mapping or an "
+        "inf.TensorSource"
+    )
+
+
+def too_old() -> str:
+    """Say that the installed release of transformers cannot convert."""
+    import transformers
+
+    return (
+        f"transformers {transformers.__version__} cannot convert the names of checkpoints tensor "
+        "by tensor; install transformers 5.23 or later"
+    )
+
+
+def _loading() -> Any:
+    try:
+        from transformers import core_model_loading
+    except ImportError:
+        return None
+    is_whole = all(hasattr(core_model_loading, name) for name in _NEEDED)
+    return core_model_loading if is_whole else None
+
+
+def has_conversions(model: Any) -> bool:
+    """Return whether the hub's names of such a model may be others than those of its modules. Works
+    with releases of transformers that cannot convert, too.
+    """
+    held = getattr(model, "_weight_conversions", None)
+    if held is not None:
+        return bool(held)
+    if getattr(model, "_checkpoint_conversion_mapping", None):
+        return True
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:
+        return False
+    kinds = {
+        kind
+        for module in model.modules()
+        if is_hub_model(module)
+        for kind in (type(module).__name__, module.config.model_type)
+    }
+    return any(get_checkpoint_conversion_mapping(kind) for kind in kinds)
+
+
+def conversions_of(model: Any, quantizer: Any = None) -> list[Any]:
+    """Return the conversions with which transformers loads such a model."""
+    transformers_loading()
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    found: list[Any] = get_model_conversion_mapping(model, None, quantizer)
+    return found
+
+
+def names_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all names of the state dict, each with a tensor of its shape and dtype on meta."""
+    found: dict[str, torch.Tensor] = {}
+    for entry in find_parameters(model):
+        like = torch.empty(entry.whole_shape, dtype=entry.parameter.dtype, device="meta")
+        found.update(dict.fromkeys(entry.keys, like))
+    for buffer in find_buffers(model):
+        if buffer.persistent:
+            like = torch.empty(buffer.value.shape, dtype=buffer.value.dtype, device="meta")
+            found.update(dict.fromkeys(buffer.names, like))
+    return found
+
+
+class _AskedModel:
+    """A model as conversions ask it for shapes and dtypes: a weight in tiles answers as a whole."""
+
+    def __init__(self, model: Any, known: Mapping[str, torch.Tensor], prefix: str = "") -> None:
+        self._model = model
+        self._known = known
+        self._prefix = prefix
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        found = self._known.get(f"{self._prefix}{name}")
+        return self._model.get_parameter(name) if found is None else found
+
+    def get_submodule(self, name: str) -> _AskedModel:
+        below = self._model.get_submodule(name)
+        return _AskedModel(below, self._known, f"{self._prefix}{name}.")
+
+    def __getattr__(self, name: str) -> Any:
+        found = self._known.get(f"{self._prefix}{name}")
+        return getattr(self._model, name) if found is None else found
+
+
+# -- forward ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardGroup:
+    """Tensors of files that become tensors of the model together.
+
+    model: answers what the transform asks. sources: (pattern, name in the files), in the order in
+    which they are stacked. targets: what they become, on meta. stacked: one tensor [n, …], whose
+    row i is made of the i-th tensor of each pattern alone.
+    """
+
+    model: Any
+    first: str
+    transform: Any
+    sources: tuple[tuple[str, str], ...]
+    targets: dict[str, torch.Tensor]
+    stacked: bool
+
+    @property
+    def renamed(self) -> str | None:
+        """The name in the files of a tensor that stays as it is; None if values are converted."""
+        return None if _is_converter(self.transform) else self.sources[0][1]
+
+    def convert(
+        self, read: Read, first: int = 0, last: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of the model; of a stacked group the rows [first, last)."""
+        by_pattern: dict[str, list[str]] = {}
+        for pattern, name in self.sources:
+            by_pattern.setdefault(pattern, []).append(name)
+        chosen = [
+            (pattern, name) for pattern, all_ in by_pattern.items() for name in all_[first:last]
+        ]
+        return _convert(self.first, self.transform, chosen, self.model, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardPlan:
+    """Groups by the names that the model has. unused: names of the files that no tensor of the
+    model is made of. unexpected: those of them that the model does not ignore. broken: tensors of
+    the model that cannot be made of what the files have, each with the reason.
+    """
+
+    groups: dict[str, ForwardGroup]
+    unused: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    broken: dict[str, str]
+
+
+def plan_forward(
+    model: Any, names: Iterable[str], like: Read, mapping: Sequence[Any], label: str
+) -> ForwardPlan:
+    """Plan how the tensors of files become those of the model. Nothing is read.
+
+    like: gives a tensor on meta for a name of the files. Raises: WeightsError for two tensors of
+    the files that are one of the model, and for scales that are not one for each block.
+    """
+    found: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    known, unused = names_of(model), {}
+    for name, target, transform, pattern in _renamed(model, known, names, mapping):
+        if target not in known:
+            first, *_ = patterns = [target] if pattern is None else transform.target_patterns
+            unused[name] = [target.replace(first, each) for each in patterns]
+            continue
+        held = found.setdefault(target, (transform, []))
+        if held[1] and not (pattern and _is_converter(held[0])):
+            raise WeightsError(
+                f"{label} has {held[1][0][1]} and {name}, which are both {target} of the model; "
+                "drop one of them",
+                path=label,
+                tensors=(name,),
+            )
+        held[1].append((pattern or name, name))
+    plan = ForwardPlan({}, tuple(unused), tuple(_not_ignored(model, unused)), {})
+    asked = _AskedModel(model, known)
+    for first, (transform, sources) in found.items():
+        try:
+            targets = _convert(first, transform, sources, asked, like)
+        except ScaleGridError as error:
+            name = [name for pattern, name in sources if pattern == error.pattern][error.index]
+            raise WeightsError(
+                f"{label} has {name} {error}", path=label, tensors=(name,)
+            ) from error
+        except Exception as error:  # noqa: BLE001 - code of transformers and of its users
+            plan.broken[first] = (
+                f"transformers cannot make {first} of {len(sources)} tensors "
+                f"({listed([name for _, name in sources], 3)}): {type(error).__name__}: {error}"
+            )
+            continue
+        stacked = _is_stack(transform, sources, targets)
+        group = ForwardGroup(asked, first, transform, tuple(sources), targets, stacked)
+        plan.groups.update(dict.fromkeys(targets, group))
+    return plan
+
+
+def in_whole_blocks(mapping: Sequence[Any], block: tuple[int, int] | None, label: str) -> list[Any]:
+    """Return the conversions of a quantizer that dequantizes, with operations that know the size of
+    a block. Raises: WeightsError where there is no such operation.
+    """
+    found: list[Any] = []
+    count = 0
+    for each in mapping:
+        operations = getattr(each, "operations", ())
+        if not any(map(_is_of_quantizer, operations)):
+            found.append(each)
+            continue
+        blocks = [
+            WholeBlocks(operation, block) if _is_of_quantizer(operation) else operation
+            for operation in operations
+        ]
+        sources, targets = each._original_source_patterns, each._original_target_patterns
+        found.append(each.copy(sources, targets, operations=blocks))
+        count += 1
+    if not count:
+        import transformers
+
+        raise WeightsError(
+            f"the weights in {label} are in fp8, and transformers {transformers.__version__} has "
+            "no operation that dequantizes them tensor by tensor; install transformers 5.23, or "
+            "use the unquantized model",
+            path=label,
+        )
+    return found
+
+
+def mark_used(model: Any, names: Iterable[str], mapping: Sequence[Any]) -> list[Any]:
+    """Return the conversions of `mapping` that names of the files need: transformers reverts these
+    when it saves.
+    """
+    for _ in _renamed(model, names_of(model), names, mapping):
+        pass
+    return [transform for transform in mapping if transform.was_used()]
+
+
+def _renamed(
+    model: Any, known: Mapping[str, torch.Tensor], names: Iterable[str], mapping: Sequence[Any]
+) -> Iterable[tuple[str, str, Any, str | None]]:
+    """Yield for each name of the files: the name of the (first) tensor that it goes into, which the
+    model may not have (`known`), the transform, and the pattern of the converter that takes it.
+    """
+    core = transformers_loading()
+    renamings = [each for each in mapping if isinstance(each, core.WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, core.WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    prefix = model.base_model_prefix
+    # Some renamings hold from the first name of a group on: the order is that of transformers.
+    for name in sorted(names, key=core.dot_natural_key):
+        target, pattern = core.rename_source_key(name, renamings, converters, prefix, known)
+        if target not in known and name in known:
+            target, pattern = core.rename_source_key(name, [], [], prefix, known)
+        if pattern is None:
+            yield name, target, core.WeightRenaming(name, target), None
+        else:
+            yield name, target, by_pattern[pattern], pattern
+
+
+def _convert(
+    first: str, transform: Any, sources: Iterable[tuple[str, str]], model: Any, read: Read
+) -> dict[str, torch.Tensor]:
+    # A copy: a transform collects what it converts.
+    held = copy.deepcopy(transform)
+    for pattern, name in sources:
+        # Called when the group is converted: nothing is read before.
+        held.add_tensor(first, name, pattern, lambda name=name: read(name))
+    with torch.no_grad():
+        made = held.convert(first, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _is_converter(transform: Any) -> bool:
+    return hasattr(transform, "operations")
+
+
+def _is_of_quantizer(operation: Any) -> bool:
+    module = type(operation).__module__
+    return hasattr(operation, "hf_quantizer") or module.startswith("transformers.integrations.")
+
+
+def _is_stack(
+    transform: Any, sources: Sequence[tuple[str, str]], targets: Mapping[str, torch.Tensor]
+) -> bool:
+    """Return whether row i of the one target is made of the i-th tensor of each pattern alone."""
+    core = transformers_loading()
+    operations = list(getattr(transform, "operations", ()))
+    # Dequantization works on pairs of a weight and its scales, before anything is stacked.
+    while operations and hasattr(operations[0], "hf_quantizer"):
+        operations.pop(0)
+    if not operations or len(targets) != 1:
+        return False
+    (target,) = targets.values()
+    stack, rest = operations[0], operations[1:]
+    counts = {pattern: 0 for pattern, _ in sources}
+    for pattern, _ in sources:
+        counts[pattern] += 1
+    return (
+        type(stack) is core.MergeModulelist
+        and stack.dim == 0
+        and set(counts.values()) == {target.shape[0]}
+        and all(_keeps_rows(core, operation, target.dim()) for operation in rest)
+    )
+
+
+def _keeps_rows(core: Any, operation: Any, dims: int) -> bool:
+    if type(operation) in (core.Concatenate, core.Interleave):
+        return bool(operation.dim % dims)
+    if type(operation) is core.Transpose:
+        return not operation.check_dims and bool(operation.dim0 % dims and operation.dim1 % dims)
+    return False
+
+
+def _not_ignored(model: Any, unused: Mapping[str, Sequence[str]]) -> Iterable[str]:
+    """Leave out what such a model never takes, as `from_pretrained` does without a word. unused:
+    each with the names that the model would have for it.
+    """
+    patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    # Buffers of earlier releases, which are computed now.
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return [
+        name
+        for name, keys in unused.items()
+        if not all(any(re.search(each, key) for each in patterns) for key in keys)
+    ]
+
+
+# -- reverse ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ReverseGroup:
+    """Tensors of the model that become tensors of files together.
+
+    model: answers what the transform asks. sources: (pattern, name of the model). names: from each
+    name that the conversion gives to that in the files. targets: what the files get, on meta, under
+    their names.
+    """
+
+    model: Any
+    first: str
+    transform: Any
+    sources: tuple[tuple[str, str], ...]
+    names: dict[str, str]
+    targets: dict[str, torch.Tensor]
+
+    @property
+    def renamed(self) -> bool:
+        """True if the one tensor stays as it is."""
+        return not _is_converter(self.transform)
+
+    def convert(self, read: Read) -> dict[str, torch.Tensor]:
+        """Return the tensors of the files, contiguous or views of what was read."""
+        made = _convert(self.first, self.transform, self.sources, self.model, read)
+        return {self.names[name]: value for name, value in made.items()}
+
+
+def saved_conversions(model: Any) -> list[Any]:
+    """Return the conversions that transformers would revert to save this model: those with which
+    it was loaded, else the ones that its kind has. None of them quantizes.
+    """
+    held = getattr(model, "_weight_conversions", None)
+    if held is not None:
+        return _without_quantizer(model, held)
+    core = transformers_loading()
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    # As transformers' own saving: no renamings of old releases, and no prefix, of which nothing
+    # says whether there was one.
+    found = get_model_conversion_mapping(model, add_legacy=False)
+    return [each for each in found if not isinstance(each, core.PrefixChange)]
+
+
+def _without_quantizer(model: Any, held: Sequence[Any]) -> list[Any]:
+    """Replace the converters to which a quantizer had added operations by those of the model's
+    kind, and leave out its own: reverted, they would quantize weights that are plain by now.
+    """
+    kind = [each for each in conversions_of(model) if _is_converter(each)]
+    found: list[Any] = []
+    for each in held:
+        if not any(map(_is_of_quantizer, getattr(each, "operations", ()))):
+            found.append(each)
+            continue
+        found += [
+            plain
+            for plain in kind
+            if plain.scope_prefix == each.scope_prefix
+            and plain._original_target_patterns == each._original_target_patterns
+            and set(plain._original_source_patterns) <= set(each._original_source_patterns)
+        ]
+    return found
+
+
+def plan_reverse(
+    model: Any, tensors: Mapping[str, torch.Tensor], conversions: Sequence[Any]
+) -> list[ReverseGroup]:
+    """Plan how tensors of the model (on meta, by name) become those of the hub, in the order of
+    `tensors`.
+
+    Raises: ValueError where a conversion has no way back.
+    """
+    core = transformers_loading()
+    order = {name: index for index, name in enumerate(tensors)}
+    asked = _AskedModel(model, names_of(model))
+    try:
+        back = [each.reverse_transform() for each in conversions[::-1]]
+        renamings = [each for each in back if isinstance(each, core.WeightRenaming)]
+        converters = [each for each in back if isinstance(each, core.WeightConverter)]
+        found = _reversed(core, tensors, renamings, converters)
+        groups = []
+        for first, (transform, sources) in found.items():
+            made = _convert(first, transform, sources, asked, tensors.__getitem__)
+            is_converted = _is_converter(transform)
+            # A converter knows its own patterns only; renamings follow it.
+            names = {
+                name: core.apply_renamings(name, renamings) if is_converted else name
+                for name in made
+            }
+            targets = {names[name]: value for name, value in made.items()}
+            groups.append(ReverseGroup(asked, first, transform, tuple(sources), names, targets))
+    except Exception as error:
+        raise ValueError(
+            f"transformers has no way back to the hub's names for a {type(model).__name__}: "
+            f"{type(error).__name__}: {error}; export with names='modules'"
+        ) from error
+    _check_distinct(groups)
+    groups.sort(key=lambda group: min(order[name] for _, name in group.sources))
+    return groups
+
+
+def _reversed(
+    core: Any, names: Iterable[str], renamings: Sequence[Any], converters: Sequence[Any]
+) -> dict[str, tuple[Any, list[tuple[str, str]]]]:
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    found: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    for name in sorted(names, key=core.dot_natural_key):
+        target, pattern = core.apply_converters(name, converters)
+        if pattern is None:
+            target = core.apply_renamings(name, renamings)
+            transform: Any = core.WeightRenaming(name, target)
+        else:
+            transform = by_pattern[pattern]
+        held = found.setdefault(target, (transform, []))
+        if held[1] and not (pattern and _is_converter(held[0])):
+            raise ValueError(f"{held[1][0][1]} and {name} are both {target}")
+        held[1].append((pattern or name, name))
+    return found
+
+
+def _check_distinct(groups: Iterable[ReverseGroup]) -> None:
+    seen: dict[str, ReverseGroup] = {}
+    for group in groups:
+        for name in group.targets:
+            if name in seen:
+                raise ValueError(
+                    f"{seen[name].sources[0][1]} and {group.sources[0][1]} are both {name} under "
+                    "the hub's names; export with names='modules'"
+                )
+            seen[name] = group

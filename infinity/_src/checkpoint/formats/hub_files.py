@@ -1,0 +1,562 @@
+"""Checkpoints of the hub as a source of values: a model of transformers is filled with what
+`from_pretrained` would give it, one group of tensors at a time.
+
+    safetensors, GGUF  ->  conversion of transformers, group by group  ->  tensors of the model
+
+Fused tensors (the experts of a layer) are converted some rows at a time. Quantized
+weights are dequantized on the way, as far as transformers has an operation for it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from infinity._src.base.torch_compat import set_data
+from infinity._src.checkpoint.formats import safetensors_files
+from infinity._src.checkpoint.formats.gguf_files import UnpackedGguf, open_gguf
+from infinity._src.checkpoint.formats.hub_conversion import (
+    ForwardGroup,
+    ForwardPlan,
+    ReverseGroup,
+    can_convert,
+    conversions_of,
+    in_whole_blocks,
+    is_hub_model,
+    mark_used,
+    names_of,
+    plan_forward,
+    plan_reverse,
+    too_old_to_load,
+    transformers_loading,
+)
+from infinity._src.checkpoint.formats.safetensors_files import SafetensorsFiles, StoredTensors
+from infinity._src.checkpoint.hub_resolution import open_safetensors, read_config
+from infinity._src.params.discover import find_parameters
+from infinity._src.params.materialize import (
+    Faults,
+    FileTensors,
+    NamedTensors,
+    Source,
+    size_text,
+)
+from infinity._src.params.source_files import SourceFiles
+from infinity._src.params.unit import place_at
+from infinity.errors import WeightsError
+
+_DEQUANTIZED = ("fp8",)
+"""Methods of quantization whose weights transformers can dequantize tensor by tensor on a CPU."""
+
+CONVERTED_BYTES = 1 << 20
+"""Bytes of fused tensors that are converted together; a larger expert is converted alone."""
+
+_GROUPS_OF_TILES = 3
+"""Groups that stay while tiles are filled: a tile may have parts of that many weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """Files with the conversions that they need. saved: those that an export reverts. quantized:
+    the configuration by which weights are dequantized.
+    """
+
+    files: StoredTensors
+    plan: ForwardPlan
+    saved: list[Any] | None
+    quantized: Any
+
+
+class HubTensors(FileTensors):
+    """The tensors of a model of transformers, made of those of a directory of safetensors, one file
+    of them, or a GGUF file. Files are opened when something is first asked for.
+
+    Raises: FileNotFoundError; WeightsError for damaged files, and for what transformers cannot
+    convert or dequantize, with the reason.
+    """
+
+    def __init__(self, model: torch.nn.Module, path: Path) -> None:
+        self._model: Any = model
+        self._path = path
+        # Tensors of the last group; where tiles take turns, of some, by their first names.
+        self._made: dict[str, dict[str, torch.Tensor]] = {}
+
+    @functools.cached_property
+    def _opened(self) -> _Opened:
+        if self._path.suffix == ".gguf":
+            gguf, mapping = open_gguf(self._model, self._path, _main_dtype(self._model))
+            # None: the hub's names are those that the model's kind has, and not those of GGUF.
+            return _Opened(gguf, _plan(self._model, gguf, mapping), None, None)
+        files = open_safetensors(self._model, self._path)
+        quantized = _quantization(self._model, self._path)
+        if quantized is None:
+            mapping = conversions_of(self._model)
+        else:
+            mapping = _dequantizing(self._model, quantized, self._path)
+        plan = _plan(self._model, files, mapping)
+        saved = mark_used(self._model, files.names(), conversions_of(self._model))
+        return _Opened(files, plan, saved, quantized)
+
+    @property
+    def label(self) -> str:
+        """The path."""
+        return str(self._path)
+
+    def names(self) -> Iterable[str]:
+        """Return the names of the model's tensors that the files have, and those in the files that
+        the model has no use for. Raises: WeightsError for tensors that cannot be converted, or
+        that have two values, or whose scales nothing applies.
+        """
+        self._check_broken()
+        _check_scales(self._model, self._opened)
+        self._check_ties()
+        return [*self._opened.plan.groups, *self._opened.plan.unexpected]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape after the conversion."""
+        return tuple(self._like(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype after the conversion."""
+        return self._like(name).dtype
+
+    def _like(self, name: str) -> torch.Tensor:
+        group = self._opened.plan.groups.get(name)
+        return _like(self._opened.files, name) if group is None else group.targets[name]
+
+    @functools.cached_property
+    def files(self) -> SourceFiles:
+        """All files, and the conversion of their tensors."""
+        conversion = _conversion_id(self._model, self._opened.quantized)
+        return SourceFiles(self._opened.files.files.paths, conversion)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor of the model. Tensors that are converted together with it stay until
+        another group is read; of weights in tiles, until the third one after.
+        """
+        group = self._group(name)
+        if group.renamed is not None:
+            return self._opened.files.read(group.renamed)
+        if group.first not in self._made:
+            # First: two groups of whole weights are never in memory.
+            kept = _GROUPS_OF_TILES - 1 if self._tiled.intersection(group.targets) else 0
+            for other in list(self._made)[: max(0, len(self._made) - kept)]:
+                del self._made[other]
+            self._made[group.first] = group.convert(self._opened.files.read)
+        return self._made[group.first][name]
+
+    @functools.cached_property
+    def _tiled(self) -> set[str]:
+        """Names of weights that are in tiles."""
+        return {
+            key
+            for entry in find_parameters(self._model)
+            if place_at(entry.sites) is not None
+            for key in entry.keys
+        }
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Read elements of one tensor of the model, from `start` on: of experts that are fused,
+        some experts at a time.
+        """
+        group, files = self._group(name), self._opened.files
+        if group.renamed is not None:
+            files.read_into(group.renamed, start, out)
+            return
+        like = group.targets[name]
+        if not group.stacked or not out.numel():
+            out.copy_(self.read(name).reshape(-1)[start : start + out.numel()])
+            return
+        row, step = like.numel() // like.shape[0], _rows_together(like)
+        first, last = start // row, -(-(start + out.numel()) // row)
+        for at in range(first, last, step):
+            end = min(at + step, last)
+            (rows,) = group.convert(files.read, at, end).values()
+            begin, stop = max(start, at * row), min(start + out.numel(), end * row)
+            values = rows.reshape(-1)[begin - at * row : stop - at * row]
+            out[begin - start : stop - start].copy_(values)
+
+    @property
+    def converting_bytes(self) -> int:
+        """Bytes of the group that takes most: tensors of files, what they become, and a copy
+        between two operations; of a stack, for the rows that are converted together. Of weights in
+        tiles, other groups stay beside it.
+        """
+        groups = {group.first: group for group in self._opened.plan.groups.values()}
+        files = self._opened.files
+        found, made = [files.unpacking_bytes if isinstance(files, UnpackedGguf) else 0], [0]
+        for group in groups.values():
+            if group.renamed is None:
+                found.append(_converting_bytes(group, files))
+                if self._tiled.intersection(group.targets) and not group.stacked:
+                    made.append(_bytes_of(group.targets.values()))
+        return max(found) + (_GROUPS_OF_TILES - 1) * max(made)
+
+    def origin(self, name: str) -> str:
+        """Say in which file a tensor is, with its bytes."""
+        group = self._opened.plan.groups.get(name)
+        if group is None:
+            return self._opened.files.origin(name)
+        first = self._opened.files.origin(group.sources[0][1])
+        more = len(group.sources) - 1
+        return f"{first}{f', and {more} tensors more' if more else ''}"
+
+    def explain(self, name: str) -> Faults:
+        """Name the tensors of files that a tensor of the model lacks, or that are of another
+        shape, under the names that the hub has for them.
+        """
+        files, faults = self._opened.files, Faults()
+        group = self._reversed.get(name)
+        for target, like in group.targets.items() if group is not None else ():
+            shape, size = tuple(like.shape), size_text(like.shape, like.dtype)
+            if target not in self._stored:
+                faults.missing[target] = f"{list(shape)}, {size}"
+            elif files.shape(target) != shape:
+                faults.wrong.append(
+                    f"{target} of shape {files.shape(target)}; the model wants {shape}, {size} "
+                    f"(found: {files.origin(target)})"
+                )
+        return faults
+
+    @functools.cached_property
+    def _stored(self) -> set[str]:
+        """Names in the files."""
+        return set(self._opened.files.names())
+
+    @functools.cached_property
+    def _reversed(self) -> dict[str, ReverseGroup]:
+        """The way back of each tensor of the model: planned once, however many do not fit."""
+        try:
+            groups = plan_reverse(self._model, names_of(self._model), self._opened.saved or ())
+        except ValueError:
+            # It is there for messages only: without it the model's own name has to do.
+            return {}
+        return {source: group for group in groups for _, source in group.sources}
+
+    def _check_broken(self) -> None:
+        broken, faults = self._opened.plan.broken, Faults()
+        for name, reason in broken.items():
+            known = self.explain(name)
+            faults.add(known or Faults(wrong=[reason]))
+        if faults:
+            raise WeightsError(
+                f"{self.label} does not fit the model: {faults.sentence()}. Build the model from "
+                "the configuration of this checkpoint, or get all of its files",
+                path=self.label,
+                tensors=tuple(faults.missing),
+            )
+
+    def _check_ties(self) -> None:
+        """Raise WeightsError where a weight that the model has once is in the files twice, with two
+        values: `from_pretrained` would take them for two.
+        """
+        groups, label = self._opened.plan.groups, self.label
+        for entry in find_parameters(self._model):
+            known = [name for name in entry.keys if name in groups]
+            for other in known[1:]:
+                first = known[0]
+                if groups[first].sources != groups[other].sources and not self._is_same(
+                    first, other
+                ):
+                    one, two = (groups[name].sources[0][1] for name in (first, other))
+                    raise WeightsError(
+                        f"{label} has {one} ({self.origin(first)}) and {two} "
+                        f"({self.origin(other)}) with different values, and the model has "
+                        "them as one; build it with tie_word_embeddings=False",
+                        path=label,
+                        tensors=(one, two),
+                    )
+
+    def _is_same(self, first: str, other: str) -> bool:
+        """Return whether two tensors of the model have the same values, be they stored in two
+        dtypes.
+        """
+        shape, is_floating = self.shape(first), self.dtype(first).is_floating_point
+        if shape != self.shape(other) or is_floating is not self.dtype(other).is_floating_point:
+            return False
+        groups, files = self._opened.plan.groups, self._opened.files
+        dtypes = {self._like(name).dtype for name in (first, other)}
+        if is_floating:
+            dtypes = {torch.float64 if torch.float64 in dtypes else torch.float32}
+        numel, dtype = math.prod(shape), dtypes.pop()
+        # Pieces of tensors that are converted would be converted again for each piece.
+        is_stored = not isinstance(files, UnpackedGguf) and all(
+            groups[name].renamed is not None for name in (first, other)
+        )
+        step = max(1, safetensors_files.PIECE_BYTES // dtype.itemsize if is_stored else numel)
+        for start in range(0, numel, step):
+            parts = []
+            for name in (first, other):
+                parts.append(torch.empty(min(step, numel - start), dtype=dtype))
+                self.read_into(name, start, parts[-1])
+            if not torch.equal(*parts):
+                return False
+        return True
+
+    def finish(self) -> None:
+        """Tell the model how it was loaded, as `from_pretrained` does: exports revert that, and
+        its weights are no longer quantized.
+        """
+        self._made = {}
+        self._model._weight_conversions = self._opened.saved
+        for config in _configs(self._model):
+            if getattr(config, "quantization_config", None) is not None:
+                del config.quantization_config
+
+    def _group(self, name: str) -> ForwardGroup:
+        return self._opened.plan.groups[name]
+
+
+def open_weights(model: torch.nn.Module, path: Path) -> FileTensors:
+    """Open a directory or a file of weights for a model: converted, if it is one of transformers.
+    Raises: as `HubTensors`, and as `SafetensorsFiles`.
+    """
+    if not is_hub_model(model):
+        return SafetensorsFiles(path)
+    return HubTensors(model, path) if can_convert() else _unconverted(model, path)
+
+
+def _unconverted(model: Any, path: Path) -> StoredTensors:
+    """Open files that are the model's as they are. Raises: WeightsError for others, which a release
+    of transformers that cannot convert leaves as they are.
+    """
+    if path.suffix != ".gguf" and _quantization(model, path) is None:
+        files, known = open_safetensors(model, path), names_of(model)
+        found = set(files.names())
+        if (
+            found <= known.keys()
+            and all(found.intersection(entry.keys) for entry in find_parameters(model))
+            and all(files.shape(name) == known[name].shape for name in found)
+        ):
+            return files
+    raise _too_old(path)
+
+
+def _too_old(path: Path) -> WeightsError:
+    return WeightsError(f"{path} has to be converted, and {too_old_to_load()}", path=str(path))
+
+
+@contextlib.contextmanager
+def hub_checkpoint(
+    model: torch.nn.Module, load: Source | None
+) -> Iterator[Source | NamedTensors | None]:
+    """Prepare a model of transformers for the path that it is loaded from, and give the source that
+    takes the place of the path; any other `load` stays as it is.
+
+    Parameters on meta, and persistent buffers, get the dtypes that `from_pretrained` gives them
+    (some are kept in fp32). On an error the model is as it was. Raises: WeightsError where the
+    release of transformers cannot say which.
+    """
+    if not isinstance(load, (str, os.PathLike)) or not is_hub_model(model):
+        yield load
+        return
+    if not can_convert():
+        if _keeps_fp32(model):
+            raise _too_old(Path(load))
+        yield load
+        return
+    source = HubTensors(model, Path(load))
+    before = _plan_dtypes(model)
+    try:
+        yield source
+    except BaseException:
+        for tensor, was in before:
+            set_data(tensor, was)
+        raise
+    source.finish()
+
+
+def _rows_together(stack: torch.Tensor) -> int:
+    """Return how many rows of a stack are converted together."""
+    row_bytes = stack.numel() // stack.shape[0] * stack.dtype.itemsize
+    return max(1, CONVERTED_BYTES // max(row_bytes, 1))
+
+
+def _converting_bytes(group: ForwardGroup, files: StoredTensors) -> int:
+    """Return the bytes that converting a group takes at most."""
+    stored = [_like(files, name) for _, name in group.sources]
+    found = _bytes_of(stored) + 2 * _bytes_of(group.targets.values())
+    if group.stacked:
+        (stack,) = group.targets.values()
+        found = -(-found * min(_rows_together(stack), stack.shape[0]) // stack.shape[0])
+    # One weight at a time is made fp32, padded, and multiplied by its scales.
+    quantized = max((each.numel() for each in stored if each.dtype.itemsize == 1), default=0)
+    return found + 3 * torch.float32.itemsize * quantized
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+
+
+def _plan(model: Any, files: StoredTensors, mapping: list[Any]) -> ForwardPlan:
+    return plan_forward(model, files.names(), functools.partial(_like, files), mapping, files.label)
+
+
+def _like(files: StoredTensors, name: str) -> torch.Tensor:
+    return torch.empty(files.shape(name), dtype=files.dtype(name), device="meta")
+
+
+# -- dtypes ----------------------------------------------------------------------------------------
+
+
+def _plan_dtypes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Give parameters and buffers on meta, and persistent buffers that are real, the dtypes that
+    transformers wants for them. The objects stay; returns each that was changed, with what it was.
+    """
+    plan = model._get_dtype_plan(_main_dtype(model))
+    if not plan:
+        return []
+    pattern, by_group, _ = transformers_loading().build_glob_alternation(list(plan))
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    # A tensor that several modules share has the dtype that its first name asks for.
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for store in (module._parameters, module._buffers):
+            for attr, value in store.items():
+                if value is None or not value.is_floating_point():
+                    continue
+                is_buffer = store is module._buffers
+                is_stored = is_buffer and attr not in module._non_persistent_buffers_set
+                if not value.is_meta and not is_stored:
+                    continue
+                found = pattern.search(f"{prefix}.{attr}" if prefix else attr)
+                dtype = plan[by_group[found.lastgroup]] if found else value.dtype
+                if value.dtype != dtype and id(value) not in seen:
+                    seen.add(id(value))
+                    was = value.detach()
+                    before.append((value, was))
+                    set_data(value, was.to(dtype))
+    return before
+
+
+def _keeps_fp32(model: Any) -> bool:
+    """Return whether `from_pretrained` may keep something in fp32, of a model in 16 bits."""
+    is_half = _main_dtype(model) in (torch.float16, torch.bfloat16)
+    kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return is_half and any(getattr(model, name, None) for name in kept)
+
+
+def _main_dtype(model: torch.nn.Module) -> torch.dtype:
+    """Return the dtype of most of the model's parameters."""
+    numel: collections.Counter[torch.dtype] = collections.Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            numel[parameter.dtype] += parameter.numel()
+    return max(numel, key=lambda dtype: numel[dtype], default=torch.float32)
+
+
+# -- quantized weights -----------------------------------------------------------------------------
+
+
+def _configs(model: Any) -> tuple[Any, ...]:
+    """Return the configurations that may say how weights are quantized."""
+    return model.config, model.config.get_text_config(decoder=True)
+
+
+def _quantization(model: Any, path: Path) -> Any:
+    """Return how weights are quantized: as the model's configuration says, else as that beside the
+    files says. None: they are not. Raises: as `read_config`.
+    """
+    for config in _configs(model):
+        held = getattr(config, "quantization_config", None)
+        if held is not None:
+            return held
+    beside = read_config(path) or {}
+    text = beside.get("text_config")
+    found = beside.get("quantization_config")
+    return text.get("quantization_config") if found is None and isinstance(text, dict) else found
+
+
+def _check_scales(model: Any, opened: _Opened) -> None:
+    """Raise WeightsError for weights of eight bits whose scales nothing applies: without them the
+    values are others.
+    """
+    unused: dict[str, list[str]] = {}
+    for name in opened.plan.unused:
+        if "scale" in name.rpartition(".")[2]:
+            unused.setdefault(name.rpartition(".")[0], []).append(name)
+    if not unused:
+        return
+    known, files = names_of(model), opened.files
+    for target, group in opened.plan.groups.items():
+        if not known[target].is_floating_point():
+            continue
+        for _, name in group.sources:
+            scale = _scale_of(name, unused.get(name.rpartition(".")[0], ()))
+            if scale is not None and files.dtype(name).itemsize == 1:
+                raise WeightsError(
+                    f"{files.label} has {name} in {files.dtype(name)} ({files.origin(name)}) and "
+                    f"{scale}, which nothing multiplies it with; state the quantization_config in "
+                    "the model's configuration or in the config.json beside the files, or take "
+                    "weights in BF16",
+                    path=files.label,
+                    tensors=(name, scale),
+                )
+
+
+def _scale_of(name: str, others: Iterable[str]) -> str | None:
+    """Return the scale of a weight among other tensors of its module; scales of inputs are none."""
+    own = name.rpartition(".")[2]
+    for other in others:
+        last = other.rpartition(".")[2]
+        if "input" in last or "activation" in last:
+            continue
+        if last.startswith(own) or own == "weight":
+            return other
+    return None
+
+
+def _dequantizing(model: Any, config: Any, path: Path) -> list[Any]:
+    """Return the conversions of such a model with those that dequantize. Raises: WeightsError."""
+    transformers_loading()
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    method = _settings(config).get("quant_method")
+    method = str(getattr(method, "value", method))
+    if method not in _DEQUANTIZED:
+        raise WeightsError(
+            f"the weights in {path} are quantized ({method}) and cannot be trained, nor turned "
+            f"into plain ones tensor by tensor (that works for {', '.join(_DEQUANTIZED)}); use the "
+            "unquantized model",
+            path=str(path),
+        )
+    # The model's own configuration stays as it is until it is loaded.
+    quantizer = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=True)
+    quantizer.quantization_config.dequantize = True
+    block = quantizer.quantization_config.weight_block_size
+    mapping = conversions_of(model, quantizer)
+    return in_whole_blocks(mapping, block and (block[0], block[1]), str(path))
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return a configuration of quantization by name."""
+    found: dict[str, Any] = config if isinstance(config, dict) else config.to_dict()
+    return found
+
+
+def _conversion_id(model: Any, quantized: Any) -> str:
+    """Name what turns tensors of files into those of the model: the release of transformers, and a
+    digest of the model's kinds and of how its weights are quantized.
+    """
+    import transformers
+
+    kinds = {
+        (type(module).__name__, str(module.config.model_type))
+        for module in model.modules()
+        if is_hub_model(module)
+    }
+    settings = None if quantized is None else _settings(quantized)
+    text = json.dumps([sorted(kinds), settings], sort_keys=True, default=str)
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    return f"transformers {transformers.__version__}, {digest}"

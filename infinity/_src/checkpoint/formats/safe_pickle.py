@@ -1,0 +1,209 @@
+"""Reading pickles without running them, and encoding the user's small state as bytes.
+
+A pickle is a program that calls the names in it. Here a name is looked up in a list, and stands for
+a record class of this module, made anew for every read so that a hostile file spoils nothing beyond
+itself. Nothing that a file names is imported.
+
+The user's small state (`handle.extra`, `inf.save(extra=)`) is written by torch.save and read by
+torch.load(weights_only=True); numpy's arrays and scalars, which generators of random numbers are
+made of, go as tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import re
+import types
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, NoReturn
+
+import numpy as np
+import torch
+
+
+class Record:
+    """The stand-in for an object in a pickle: the arguments and the state that it was to be made
+    of.
+    """
+
+    kind = ""  # the name in the pickle
+    args: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __new__(cls, *args: Any, **_: Any) -> Any:
+        """Keep the arguments."""
+        record = object.__new__(cls)
+        record.args = args
+        return record
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def record_class(name: str) -> Any:
+    """Make a new record class that stands for `name`."""
+    # A new class for each read: attributes that one file sets on it are gone with it.
+    return type("Record", (Record,), {"kind": name})
+
+
+class KnownNames:
+    """The names that a pickle may have in it: `records`, and all that begin with `prefix`, become
+    records; `values` are harmless as they are.
+    """
+
+    def __init__(
+        self, records: Collection[str], values: Mapping[str, Any], *, prefix: str = ""
+    ) -> None:
+        self._known = {**{name: record_class(name) for name in records}, **values}
+        self._prefix = prefix
+
+    def find(self, module: str, name: str) -> Any:
+        """Return the stand-in for a name. Raises: pickle.UnpicklingError for any other."""
+        full = f"{module}.{name}"
+        if self._prefix and full.startswith(self._prefix) and full not in self._known:
+            self._known[full] = record_class(full)
+        # A list of what is needed, not of what is harmful: unknown names are refused.
+        if full not in self._known:
+            raise pickle.UnpicklingError(
+                f"it names {full}, which such a file has no need of, and which was not imported"
+            )
+        return self._known[full]
+
+
+# The one in C makes room for as many objects as a pickle says it has: 64 GiB for six bytes.
+class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unused-ignore]
+    """Reads a pickle in which these names become records, or the given harmless values; any other
+    name is refused.
+
+    Raises: pickle.UnpicklingError naming what was refused.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        *,
+        records: Collection[str],
+        values: Mapping[str, Any],
+        prefix: str = "",
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names = KnownNames(records, values, prefix=prefix)
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        """Return the stand-in for a name."""
+        return self._names.find(module, name)
+
+    def persistent_load(self, pid: Any, /) -> Any:  # noqa: ARG002 - whatever it is
+        """Refuse: such a file has no need of it."""
+        raise pickle.UnpicklingError("it refers to objects outside of itself")
+
+    def get_extension(self, code: int) -> NoReturn:
+        """Refuse: such a file has no need of it."""
+        raise pickle.UnpicklingError(f"it names the extension {code} of pickle")
+
+    def _refuse_bytearray(self: Any) -> None:
+        # Python makes room for as many bytes as the pickle says.
+        raise pickle.UnpicklingError("it has a bytearray, which such a file does not need")
+
+    dispatch: ClassVar[Any] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BYTEARRAY8[0]: _refuse_bytearray,
+    }
+
+
+def load_tensors(source: io.BufferedReader) -> Any:
+    """Read a file of `torch.save` by torch.load(weights_only=True) on the CPU, whole.
+
+    Any name that torch does not know as harmless is refused. Blocks. Raises: OSError; ValueError
+    for damage, or naming what is refused.
+    """
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    # Damaged bytes make torch raise errors of zip, pickle, struct and others.
+    except Exception as error:
+        raise ValueError(reason_of(str(error))) from error
+
+
+def reason_of(message: str) -> str:
+    """Cut torch.load's message: its advice is to load the file unsafely."""
+    named = re.search(r"GLOBAL ([\w.]+)", message)
+    if named:
+        return f"it names {named[1]}, which is not known to be harmless, and which was not called"
+    return message.rpartition("WeightsUnpickler error: ")[2].strip().split("\n")[0]
+
+
+# -- the user's small state ------------------------------------------------------------------------
+
+
+def extra_bytes(extra: object) -> bytes | None:
+    """Encode the user's small state. Raises: ValueError when it could not be read back without
+    running code.
+    """
+    if extra is None:
+        return None
+    out = io.BytesIO()
+    try:
+        torch.save(
+            extra, out, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+        )
+        # Read back at once: a failure to read must not be found out after a crash.
+        _loaded(out.getvalue())
+    except Exception as error:
+        refused = isinstance(error, pickle.UnpicklingError)
+        what = (
+            reason_of(str(error))
+            if refused
+            else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
+        raise ValueError(
+            f"extra= cannot be kept: {what}. Numbers, text, tensors, numpy's arrays of numbers, "
+            "and lists, tuples and dicts of them can, and state_dict()s that are made of these"
+        ) from error
+    return out.getvalue()
+
+
+def read_extra(data: bytes) -> Any:
+    """Decode the bytes of `extra_bytes`; nothing in them is run. Raises: ValueError for what an
+    engine did not write.
+    """
+    try:
+        return _loaded(data)
+    # Bytes that no engine wrote make torch raise errors of zip, pickle, struct and others.
+    except Exception as error:
+        raise ValueError(
+            f"the small state of a checkpoint is refused: {reason_of(str(error)) or repr(error)}"
+        ) from error
+
+
+def _loaded(data: bytes) -> Any:
+    # The two functions that `_Pickler` writes; torch refuses every other name.
+    with torch.serialization.safe_globals([_array, _scalar]):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _array(values: torch.Tensor) -> Any:
+    return values.numpy()
+
+
+def _scalar(value: torch.Tensor) -> Any:
+    return value.numpy()[()]
+
+
+class _Pickler(pickle.Pickler):
+    """Writes arrays as calls of `_array`, the one thing beside torch's own that reading allows."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is np.ndarray or isinstance(value, np.generic):
+            # Reading refuses arrays of a dtype or byte order that tensors do not have.
+            with contextlib.suppress(TypeError, ValueError):
+                return (_array if type(value) is np.ndarray else _scalar), (
+                    torch.from_numpy(np.array(value)),
+                )
+        return NotImplemented

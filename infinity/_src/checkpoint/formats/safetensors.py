@@ -1,0 +1,709 @@
+"""Safetensors: writing weights from a model or from a checkpoint.
+
+    write_safetensors    a model's units           ->  model-00001-of-00003.safetensors, …, index
+    ExportJob            chunks of a checkpoint    ->  the same, without a model
+
+Both writers stream: a unit, or a chunk, is in memory at a time. The files are, byte by byte, those
+of the format's own library. A weight that is cut into tiles is one tensor here, as in every format
+that is not infinity's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+import torch
+
+from infinity._src.base.dtypes import bytes_of, check_kept, dtype_of, kind_of
+from infinity._src.base.new_file import write_new
+from infinity._src.base.paths import check_link
+from infinity._src.base.progress import ProgressLine
+from infinity._src.base.sizes import format_size, parse_size
+from infinity._src.cabi.records import Master
+from infinity._src.checkpoint.directory import fsync_directory, fsync_file, publish
+from infinity._src.checkpoint.formats.load import has_master
+from infinity._src.checkpoint.metadata import buffers_of, persistent_buffers, read_buffers
+from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
+from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
+from infinity._src.checkpoint.safetensors_format import (
+    FileTensor,
+    check_dtypes,
+    encode_header,
+    file_order,
+)
+from infinity._src.distributed.communicator import Comm
+from infinity._src.distributed.rendezvous import Rendezvous
+from infinity._src.kernels.state_codec import decode_master
+from infinity._src.kernels.tiling.tiled_module import (
+    tile_index,
+    tiled_module_name,
+    whole_name,
+)
+from infinity._src.memory.heap import Heap
+from infinity._src.memory.ledger import memory_left_bytes
+from infinity._src.optim.state_access import States
+from infinity._src.params.chunk_pipeline import Bytes
+from infinity._src.params.unit import Param, Unit
+
+INDEX = "model.safetensors.index.json"
+_WAY_OUT = "inf.save keeps it; for an export give the model another dtype"
+_LEAVE_OUT = "inf.export_safetensors of the restored model leaves out what its names= says"
+# Names that an export gives; nothing else in the directory is ever removed.
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+
+# -- tiles -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A tensor of a state dict. params: the one parameter that it is, or all tiles that it is cut
+    into, in order.
+    """
+
+    keys: tuple[str, ...]
+    shape: tuple[int, ...]
+    params: tuple[Param, ...]
+
+    @property
+    def name(self) -> str:
+        """Its first key."""
+        return self.keys[0]
+
+    def merged(self, read: Callable[[Param], torch.Tensor]) -> torch.Tensor:
+        """Put together what `read` gives for its parameters. One tile is in memory besides the
+        result.
+        """
+        whole: torch.Tensor | None = None
+        for param in self.params:
+            value, place = read(param), param.place
+            if place is None:
+                return value
+            if whole is None:
+                whole = torch.empty(self.shape, dtype=value.dtype)
+            # Masters of some tiles, and the values that others compute with.
+            elif whole.dtype != value.dtype:
+                whole = whole.to(torch.promote_types(whole.dtype, value.dtype))
+            place.of(whole).copy_(value)
+        assert whole is not None
+        return whole
+
+
+def wholes_of(params: Iterable[Param]) -> list[Whole]:
+    """Return the tensors that parameters are, in order of their first; the tiles of one weight are
+    one.
+    """
+    tiles: dict[object, list[Param]] = {}
+    for param in params:
+        # By keys: the tiles of one weight share the names of the whole.
+        tiles.setdefault(param if param.place is None else param.keys, []).append(param)
+    return [Whole(group[0].keys, group[0].whole_shape, tuple(group)) for group in tiles.values()]
+
+
+# -- writing a file --------------------------------------------------------------------------------
+
+
+def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch.Tensor]) -> None:
+    """Write one file. Blocks. Raises: OSError naming the path; any error of `values`.
+
+    tensors: in `file_order`. values: their elements, in parts of any length, one after the other.
+    """
+    try:
+        # In parts, as they come: the file is never in memory as a whole.
+        with path.open("wb") as out:
+            # As Hugging Face writes it; some releases of transformers refuse files without.
+            out.write(encode_header(tensors, {"format": "pt"}))
+            for value in values:
+                _append(out, value)
+    except OSError as error:
+        # Typed errors of reading a checkpoint are OSErrors too, and say enough. A write names no
+        # path.
+        if error.filename is not None or type(error) is not OSError:
+            raise
+        if error.errno == errno.ENOSPC:
+            size = sum(tensor.size_bytes for tensor in tensors)
+            raise OSError(errno.ENOSPC, f"no room for {format_size(size)}", str(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _append(out: IO[bytes], value: torch.Tensor) -> None:
+    if value.numel():
+        out.write(bytes_of(value).numpy().data)
+
+
+# -- the files of an export ------------------------------------------------------------------------
+
+
+class WeightFiles:
+    """The files of one export. They get their names together, when all are whole and on the drive;
+    leaving the context before that leaves an earlier export in the directory as it was.
+
+    writes: False does nothing (ranks that do not write).
+    """
+
+    def __init__(self, target: Path, *, writes: bool = True) -> None:
+        self._target = target
+        self._writes = writes
+        self._names: dict[str, str] = {}  # by tensor
+        self._size_bytes = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for file in (*self.files, INDEX):
+            if self._writes:
+                # The first error is raised, not this one.
+                with contextlib.suppress(OSError):
+                    self._partial(file).unlink(missing_ok=True)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The names that they get, in order."""
+        return tuple(dict.fromkeys(self._names.values()))
+
+    def begin(self) -> None:
+        """Make the directory; remove what an export that was killed left. Raises: OSError."""
+        if not self._writes:
+            return
+        check_link(self._target)
+        self._target.mkdir(parents=True, exist_ok=True)
+        for path in self._target.glob("model*.partial"):
+            # Only partial files of an export: the directory may hold anything else.
+            if path.stem == INDEX or _OURS.fullmatch(path.stem):
+                path.unlink()
+
+    def put(
+        self, file: str, names: Iterable[str], size_bytes: int, write: Callable[[Path], object]
+    ) -> None:
+        """Have `write` write the tensors of these names to a path. Blocks until it is on the drive.
+        Raises: OSError.
+        """
+        self._names.update(dict.fromkeys(names, file))
+        self._size_bytes += size_bytes
+        if self._writes:
+            # Made here, since `write` opens what has the name.
+            write_new(self._partial(file), b"")
+            write(self._partial(file))
+            # A name is given only to what is on the drive.
+            fsync_file(self._partial(file))
+
+    def finish(self) -> None:
+        """Name the files, and the index last if there are several; remove what an earlier export
+        left. Blocks.
+
+        A crash in here may leave files without an index, never an index of other files. Raises:
+        OSError.
+        """
+        if not self._writes:
+            return
+        index = self._target / INDEX
+        if len(self.files) > 1:
+            whole = {"metadata": {"total_size": self._size_bytes}, "weight_map": self._names}
+            text = json.dumps(whole, indent=2, sort_keys=True)
+            # First: an old index beside new files would join tensors of two exports.
+            index.unlink(missing_ok=True)
+            # On the drive before the first new name is.
+            fsync_directory(self._target)
+        for file in self.files:
+            # A crash between two of these leaves files without an index, never an index of others.
+            self._partial(file).replace(self._target / file)
+        fsync_directory(self._target)
+        if len(self.files) > 1:
+            partial = self._partial(INDEX)
+            write_new(partial, text + "\n")
+            # Last: an index on the drive says that all its files are there.
+            publish(partial, index)
+            fsync_directory(self._target)
+        # Only now: until the new files have names, the earlier export stays.
+        _remove_stale(self._target, set(self.files))
+        fsync_directory(self._target)
+        # The directory may be new, and its own name has to last, too.
+        fsync_directory(self._target.absolute().parent)
+
+    def _partial(self, file: str) -> Path:
+        return self._target / (file + ".partial")
+
+
+def _remove_stale(target: Path, written: set[str]) -> None:
+    """Remove the rest of an earlier export: readers would take it for a part of this one."""
+    stale = [path for path in target.glob("model*.safetensors") if _OURS.fullmatch(path.name)]
+    for path in stale:
+        if path.name not in written:
+            path.unlink()
+    if len(written) == 1:
+        # A single file has no index, and an old one would lead to files that are gone.
+        (target / INDEX).unlink(missing_ok=True)
+
+
+def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
+    """Group consecutive units, by number, as many as fit one file. sizes: bytes of each."""
+    groups: list[list[int]] = [[]]
+    size = 0
+    for index, size_bytes in enumerate(sizes):
+        # A unit larger than the limit has a file of its own, which exceeds it; what adds nothing to
+        # a file (buffers that lie with the first unit) begins none.
+        if groups[-1] and size_bytes and size + size_bytes > shard_bytes_max:
+            groups.append([])
+            size = 0
+        groups[-1].append(index)
+        size += size_bytes
+    return groups
+
+
+def shard_name(index: int, count: int) -> str:
+    """Name file `index` of `count`."""
+    return (
+        "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+    )
+
+
+# -- from a model ----------------------------------------------------------------------------------
+
+
+class Exporter(Protocol):
+    """The engine, as far as writing a model out needs it."""
+
+    units: list[Unit]
+    states: States
+    comm: Comm
+
+    def read(self, param: Param) -> torch.Tensor:
+        """Read the current value of one parameter to the CPU; collective on several ranks."""
+
+
+def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:
+    """Read a parameter to the CPU: its fp32 master if that is wanted and there is one, else the
+    value that computes. Collective. Blocks.
+    """
+    return of.states.read(param, 0) if masters and has_master(of.states, param) else of.read(param)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportPart:
+    """Tensors of an export that are read together, and lie in one file. read: gives them by name;
+    collective, and blocks. beside_bytes: more RAM than theirs that it takes.
+    """
+
+    size_bytes: int
+    read: Callable[[], dict[str, torch.Tensor]]
+    beside_bytes: int = 0
+
+
+def write_safetensors(
+    parts: Sequence[ExportPart],
+    comm: Comm,
+    directory: Path,
+    *,
+    shard_bytes_max: int | str,
+) -> None:
+    """Write the parts of a model in the layout of Hugging Face, one file in memory at a time.
+    Blocks.
+
+    Files appear under their names only when all are whole and on the drive, the index last; an
+    earlier export in the directory stays until then. On several ranks all call it, and rank 0
+    writes. Raises: MemoryError before anything is read; OSError naming the path, ValueError for a
+    dtype that the format does not have, PeerFailed where another rank met an error.
+    """
+    files = WeightFiles(directory, writes=comm.rank == 0)
+    sizes = [part.size_bytes for part in parts]
+    groups = group_units(sizes, parse_size(shard_bytes_max))
+    # What training needs from step to step is of no use here.
+    heap = Heap.for_stream()
+    with files, ProgressLine("writing weights", sum(sizes), shown=comm.rank == 0) as line:
+        # Rank 0 writes alone: the others learn here of its fault, instead of waiting at the next
+        # read.
+        with Rendezvous(comm, f"making {directory}"):
+            # All ranks have them, whoever writes.
+            _check_memory(held_bytes([parts[part] for part in group] for group in groups))
+            files.begin()
+        for index, group in enumerate(groups):
+            tensors: dict[str, torch.Tensor] = {}
+            for part in group:
+                # Outside of the rendezvous: reading is collective itself.
+                tensors.update(parts[part].read())
+                heap.freed()
+                line.advance(sizes[part])
+            file = shard_name(index, len(groups))
+            with Rendezvous(comm, f"writing {file}"):
+                if tensors:
+                    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+                    files.put(file, tensors, size_bytes, functools.partial(_write_all, tensors))
+            # Before the next file is read, not when the name is taken by its tensors.
+            del tensors
+            heap.freed()
+        with Rendezvous(comm, f"finishing {directory}"):
+            files.finish()
+
+
+def held_bytes(files: Iterable[Sequence[ExportPart]]) -> int:
+    """Return the most RAM that writing files of these parts takes: the tensors of one file."""
+    return max(
+        sum(part.size_bytes for part in file) + max((part.beside_bytes for part in file), default=0)
+        for file in files
+    )
+
+
+def _check_memory(held: int) -> None:
+    left = memory_left_bytes()
+    if held > left:
+        raise MemoryError(
+            f"an export would hold {format_size(held)} of tensors in memory, those of one file, "
+            f"and {format_size(left)} are left; give a smaller shard_bytes_max, or inf.save the "
+            "model and write it by `infinity checkpoint export`, which streams"
+        )
+
+
+Rename = Callable[[str], "str | None"]
+"""Gives the name that a tensor of the state dict gets in a file; None leaves it out."""
+
+
+def module_parts(
+    model: torch.nn.Module, of: Exporter, *, masters: bool, rename: Rename = str
+) -> list[ExportPart]:
+    """Return the tensors of each unit, under the names of the modules; the tiles of a weight, units
+    of their own, are one part together. Persistent buffers lie with the first.
+
+    A tensor with several names gets that of the first which `rename` keeps. Raises: ValueError
+    where two tensors would get one name.
+    """
+    params = [param for unit in of.units for param in unit.params]
+    wholes = wholes_of(params)
+    names = {whole.params[0]: _renamed(whole.keys, rename) for whole in wholes}
+    buffers = {name: rename(name) for name in persistent_buffers(model)}
+    _check_names([*names.values(), *buffers.values()])
+    check_written(
+        of,
+        [whole for whole in wholes if names[whole.params[0]] is not None],
+        {name: held for name, held in persistent_buffers(model).items() if buffers[name]},
+        masters=masters,
+    )
+    # A weight goes with the unit of its first tile.
+    kept = {whole.params[0]: whole for whole in wholes if names[whole.params[0]] is not None}
+    units = [
+        {str(names[param]): kept[param] for param in unit.params if param in kept}
+        for unit in of.units
+    ]
+    parts = [
+        ExportPart(
+            sum(whole_bytes(of, whole, masters=masters) for whole in unit.values()),
+            functools.partial(_read_wholes, of, unit, masters=masters),
+        )
+        for unit in units
+        if unit
+    ]
+    # The buffers add nothing to its size: files are split where they always were.
+    beside = ExportPart(0, functools.partial(_read_buffers, model, buffers))
+    return [*parts[:1], beside, *parts[1:]]
+
+
+def _renamed(keys: Iterable[str], rename: Rename) -> str | None:
+    return next((name for name in map(rename, keys) if name is not None), None)
+
+
+def _check_names(names: Iterable[str | None]) -> None:
+    counts = Counter(name for name in names if name is not None)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(f"two tensors would get the name {twice[0]} in an export's files")
+
+
+def _read_buffers(
+    model: torch.nn.Module, names: Mapping[str, str | None]
+) -> dict[str, torch.Tensor]:
+    found = buffers_of(model)
+    return {name: found[key] for key, name in names.items() if name is not None}
+
+
+def _read_wholes(
+    of: Exporter, unit: Mapping[str, Whole], *, masters: bool
+) -> dict[str, torch.Tensor]:
+    read = functools.partial(read_value, of, masters=masters)
+    return {name: whole.merged(read) for name, whole in unit.items()}
+
+
+def check_written(
+    of: Exporter, wholes: Iterable[Whole], buffers: Mapping[str, torch.Tensor], *, masters: bool
+) -> None:
+    """Raise ValueError naming the first of these tensors that safetensors does not have."""
+    check_kept(buffers.items(), "safetensors")
+    params = {param: whole for whole in wholes for param in whole.params}
+    tensors = [
+        FileTensor(whole.name, param.dtype, whole.shape)
+        for param, whole in params.items()
+        if not (masters and has_master(of.states, param))
+    ]
+    tensors += [FileTensor(name, held.dtype, tuple(held.shape)) for name, held in buffers.items()]
+    check_dtypes(tensors, way_out=f"{_WAY_OUT}, or give names= a function that leaves it out")
+
+
+def whole_bytes(of: Exporter, whole: Whole, *, masters: bool) -> int:
+    """Return the bytes of a tensor as it is written."""
+    return sum(
+        param.numel * (4 if masters and has_master(of.states, param) else param.dtype.itemsize)
+        for param in whole.params
+    )
+
+
+def _write_all(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    described = [
+        FileTensor(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()
+    ]
+    # The order of the format's own library, so that files are the same byte by byte.
+    described.sort(key=file_order)
+    write_file(path, described, (tensors[each.name] for each in described))
+
+
+# -- from a checkpoint -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """The result of an export. size_bytes: of all tensors."""
+
+    files: tuple[str, ...]
+    tensors: int
+    size_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _SavedTensor(FileTensor):
+    """A tensor of a checkpoint: a parameter, the tiles of a weight (rows of tiles), or a buffer in
+    memory.
+    """
+
+    saved: tuple[tuple[SavedParam, ...], ...]
+    value: torch.Tensor | None = None
+
+    @property
+    def parts(self) -> Iterator[SavedParam]:
+        """The parameters of the checkpoint that it is made of, in order."""
+        return itertools.chain.from_iterable(self.saved)
+
+
+class ExportJob:
+    """An export of a checkpoint without a model, chunk by chunk, in the layout of
+    `inf.export_safetensors`.
+
+        header  ->  each parameter: read its chunks ahead, check them, cast, append
+
+    masters: fp32 masters where there are such, else the values that compute. dtype: parameters of a
+    floating dtype are rounded to it (None: none is); buffers stay. Raises: ValueError for a dtype
+    that safetensors does not have.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, *, masters: bool = False, dtype: torch.dtype | None = None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._masters = masters
+        self._dtype = dtype
+        data = checkpoint.attachment("buffers", 0)
+        # Rank 0's buffers, as an export from a model writes them.
+        buffers = read_buffers(data) if data is not None else {}
+        self._buffers = [
+            _SavedTensor(name, value.dtype, tuple(value.shape), (), value)
+            for name, value in buffers.items()
+        ]
+        flats = enumerate(checkpoint.flats)
+        saved = [SavedParam(entry, index, flat) for index, flat in flats for entry in flat.params]
+        # Tiles are units of their own; those of one module are put together.
+        units = itertools.groupby(
+            saved, key=lambda each: tiled_module_name(each.entry.name) or each.flat.unit
+        )
+        self._units = [self._tensors_of(list(unit)) for _, unit in units]
+        everything = [*self._buffers, *itertools.chain.from_iterable(self._units)]
+        check_dtypes(everything, way_out=f"{_WAY_OUT}; {_LEAVE_OUT}")
+        self.size_bytes = sum(tensor.size_bytes for tensor in everything)
+        """Bytes of all tensors."""
+
+    def export(
+        self,
+        target: Path,
+        *,
+        shard_bytes_max: int,
+        progress: Callable[[int], object] = lambda _size: None,
+    ) -> Exported:
+        """Write all tensors; `progress` gets the bytes of each part. Blocks.
+
+        Files get their names when all are on the drive, the index last; the rest of an earlier
+        export is removed then. Raises: OSError naming the path; ChecksumError naming what is
+        damaged.
+        """
+        # Before anything is written: a missing file is found at once.
+        self._checkpoint.check_files()
+        sizes = [sum(tensor.size_bytes for tensor in unit) for unit in self._units]
+        groups = group_units(sizes, shard_bytes_max)
+        count = 0
+        files = WeightFiles(target)
+        with files:
+            files.begin()
+            for index, group in enumerate(groups):
+                units = [self._units[unit] for unit in group] if self._units else []
+                tensors = [tensor for unit in units for tensor in unit]
+                if index == 0:
+                    tensors += self._buffers
+                count += len(tensors)
+                if tensors:
+                    size_bytes = sum(tensor.size_bytes for tensor in tensors)
+                    write = functools.partial(
+                        self._write, sorted(tensors, key=file_order), progress
+                    )
+                    names = [tensor.name for tensor in tensors]
+                    files.put(shard_name(index, len(groups)), names, size_bytes, write)
+            files.finish()
+        return Exported(files.files, count, self.size_bytes)
+
+    @property
+    def described(self) -> list[FileTensor]:
+        """All tensors, in the order of `tensors`."""
+        return [*self._buffers, *itertools.chain.from_iterable(self._units)]
+
+    def tensors(
+        self, progress: Callable[[int], object] = lambda _size: None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor with its name, one in memory at a time. Chunks are read ahead.
+
+        Raises: OSError naming the path; ChecksumError naming what is damaged.
+        """
+        self._checkpoint.check_files()
+        reader = ChunkReader(self._checkpoint, CHUNKS_CACHED, self._sections())
+        try:
+            for tensor in [*self._buffers, *itertools.chain.from_iterable(self._units)]:
+                parts = self._values_of([tensor], reader, progress)
+                # Of no elements there is no part.
+                values = [torch.empty(0, dtype=tensor.dtype), *(p.reshape(-1) for p in parts)]
+                yield tensor.name, torch.cat(values).view(tensor.shape)
+        finally:
+            reader.close()
+
+    def _tensors_of(self, unit: Sequence[SavedParam]) -> list[_SavedTensor]:
+        """Return the tensors of the parameters of a unit; of all tiles of a module, its weights."""
+        weights: dict[str, list[SavedParam]] = {}
+        for each in unit:
+            weights.setdefault(whole_name(each.entry.name) or each.entry.name, []).append(each)
+        return [self._tensor_of(name, saved) for name, saved in weights.items()]
+
+    def _tensor_of(self, name: str, parts: Sequence[SavedParam]) -> _SavedTensor:
+        """Return a parameter, or the weight that is cut into tiles."""
+        first = parts[0].entry
+        if name == first.name:
+            return _SavedTensor(name, self._dtype_of(parts[0]), first.shape, ((parts[0],),))
+        rows: dict[int, list[SavedParam]] = {}
+        for each in parts:
+            rows.setdefault(tile_index(each.entry.name)[0], []).append(each)
+        grid = tuple(tuple(row) for row in rows.values())
+        shape = (
+            sum(row[0].entry.shape[0] for row in grid),
+            sum(each.entry.shape[1] for each in grid[0]),
+            *first.shape[2:],
+        )
+        dtypes = [self._dtype_of(each) for each in parts]
+        # Some tiles may have masters and others not: the wider dtype holds both.
+        return _SavedTensor(name, functools.reduce(torch.promote_types, dtypes), shape, grid)
+
+    def _dtype_of(self, saved: SavedParam) -> torch.dtype:
+        own = torch.float32 if self._has_master(saved) else dtype_of(saved.flat.dtype)
+        # Whole numbers (token ids, counts) are never rounded to a floating dtype.
+        rounds = self._dtype is not None and kind_of(own) == "floating"
+        return self._dtype if self._dtype is not None and rounds else own
+
+    def _has_master(self, saved: SavedParam) -> bool:
+        return self._masters and saved.flat.state_format.master is not Master.RAW
+
+    def _write(
+        self, tensors: Sequence[_SavedTensor], progress: Callable[[int], object], path: Path
+    ) -> None:
+        # Without masters section 0 alone is read: 2 of 12 bytes.
+        reader = ChunkReader(self._checkpoint, CHUNKS_CACHED, self._sections())
+        try:
+            write_file(path, tensors, self._values_of(tensors, reader, progress))
+        finally:
+            reader.close()
+
+    def _values_of(
+        self,
+        tensors: Sequence[_SavedTensor],
+        reader: ChunkReader,
+        progress: Callable[[int], object],
+    ) -> Iterator[torch.Tensor]:
+        """Yield the elements of all tensors, in the order of the file; chunks are read ahead."""
+        # The same order as below, LOOK_AHEAD chunks earlier.
+        ahead = self._ahead(tensors)
+        upcoming = list(itertools.islice(ahead, LOOK_AHEAD))
+        for tensor in tensors:
+            if tensor.value is not None:
+                yield tensor.value
+                progress(tensor.size_bytes)
+                continue
+            for row in tensor.saved:
+                tiles = []
+                for saved in row:
+                    values = self._values(
+                        saved, tensor.dtype, reader, upcoming, ahead, progress
+                    )
+                    if len(row) == 1:
+                        yield from values
+                    else:
+                        # Tiles side by side: their rows alternate in the file.
+                        tiles.append(torch.cat(list(values)).view(saved.entry.shape))
+                if tiles:
+                    yield torch.cat(tiles, dim=1)
+
+    def _values(
+        self,
+        saved: SavedParam,
+        dtype: torch.dtype,
+        reader: ChunkReader,
+        upcoming: list[ChunkRef],
+        ahead: Iterator[ChunkRef],
+        progress: Callable[[int], object],
+    ) -> Iterator[torch.Tensor]:
+        """Yield the elements of a parameter as they are written, a chunk's at a time."""
+        for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
+            reader.start(upcoming)
+            arrays = reader.get(upcoming.pop(0))
+            upcoming += itertools.islice(ahead, 1)
+            value = self._value(saved, dtype, arrays, piece.start, piece.numel)
+            yield value
+            progress(value.nbytes)
+
+    def _ahead(self, tensors: Sequence[_SavedTensor]) -> Iterator[ChunkRef]:
+        for saved in itertools.chain.from_iterable(tensor.parts for tensor in tensors):
+            for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
+                yield ChunkRef(piece.rank, saved.flat_index, piece.chunk)
+
+    def _value(
+        self, saved: SavedParam, dtype: torch.dtype, arrays: Sequence[Bytes], start: int, numel: int
+    ) -> torch.Tensor:
+        """Return elements of a chunk as they are written."""
+        flat = saved.flat
+        form = flat.state_format
+        if self._has_master(saved):
+            given = [
+                torch.from_numpy(slice_of(flat.sections[s], arrays[s], start, numel))
+                for s in form.master_sections
+            ]
+            found = decode_master(form, given)
+        else:
+            given = [torch.from_numpy(slice_of(flat.sections[0], arrays[0], start, numel))]
+            found = given[0].view(dtype_of(flat.dtype))
+        return found.to(dtype)
+
+    def _sections(self) -> list[int]:
+        """The sections that are read."""
+        wanted = {0}
+        for flat in self._checkpoint.flats if self._masters else ():
+            wanted.update(flat.state_format.master_sections)
+        return sorted(wanted)

@@ -1,0 +1,385 @@
+"""Reading safetensors: all headers at once, then one tensor at a time, or some of its rows.
+
+    directory, index or file  ->  headers, checked against the sizes of the files  ->  tensors
+
+Tensors are read, not mapped: a file that is cut short, or a drive that fails, while a tensor is
+read is an error, where a mapping would kill the process. Tensors are ordinary memory, which is
+gone when the caller drops them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import itertools
+import json
+import os
+import re
+import resource
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from infinity._src.base.dtypes import FROM_SAFETENSORS, bytes_of, copy_
+from infinity._src.base.paths import check_link
+from infinity._src.base.sizes import MIB, format_size
+from infinity._src.base.wording import listed
+from infinity._src.checkpoint.safetensors_format import decode_header
+from infinity._src.params.materialize import FileTensors
+from infinity._src.params.source_files import SourceFiles
+from infinity.errors import AioError, ShortTransferError, WeightsError
+
+_INDEX_NAME = re.compile(r".*\.safetensors\.index(\.[^.]+)?\.json")
+
+READ_BYTES_MAX = 1 << 30
+"""Bytes of one call of the system, which stops at 2 GiB by itself."""
+
+PIECE_BYTES = 64 * MIB
+"""Bytes of a tensor that are read and converted together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file. start: its first byte in the file."""
+
+    path: Path
+    name: str
+    stored_as: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype. Raises: WeightsError for one that torch does not have, such as F6_E2M3.
+        """
+        found = FROM_SAFETENSORS.get(self.stored_as)
+        if found is None:
+            raise WeightsError(
+                f"{self.name} in {self.path} ({self.size_bytes:,} bytes) is of dtype "
+                f"{self.stored_as}, which cannot be read; take a checkpoint with its weights in "
+                "BF16",
+                path=str(self.path),
+                tensors=(self.name,),
+            )
+        return found
+
+
+class StoredTensors(FileTensors):
+    """Tensors at places in files. One file is open at a time."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+        self._path = path
+        self._tensors = tensors
+        # One at a time: a large model has many.
+        self._open: _OpenFile | None = None
+
+    @property
+    def label(self) -> str:
+        """The path."""
+        return str(self._path)
+
+    def names(self) -> Iterable[str]:
+        """Return all names, of all files."""
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that the file's header states."""
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that the file's header states. Raises: WeightsError."""
+        return self._tensors[name].dtype
+
+    def origin(self, name: str) -> str:
+        """Say in which file a tensor is, with its bytes."""
+        stored = self._tensors[name]
+        return f"{stored.path.name}, {stored.size_bytes:,} bytes"
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor. Raises: AioError with path, offset and length."""
+        stored = self._tensors[name]
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        self._fill(stored, stored.start, out.view(-1))
+        return out
+
+    @functools.cached_property
+    def files(self) -> SourceFiles:
+        """All files."""
+        return SourceFiles(tuple(dict.fromkeys(each.path for each in self._tensors.values())))
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Read elements of one tensor, from `start` on, and no others. Raises: as `read`."""
+        stored = self._tensors[name]
+        dtype = stored.dtype
+        step = max(PIECE_BYTES // dtype.itemsize, 1)
+        # In pieces: where dtypes differ, a piece is in memory besides.
+        for at in range(0, out.numel(), step):
+            part = out[at : at + step]
+            is_same = part.dtype == dtype and part.is_contiguous()
+            piece = part if is_same else torch.empty(part.shape, dtype=dtype)
+            self._fill(stored, stored.start + (start + at) * dtype.itemsize, piece)
+            if not is_same:
+                copy_(part, piece)
+
+    def _fill(self, stored: StoredTensor, start: int, out: torch.Tensor) -> None:
+        """Fill a contiguous tensor [n] from byte `start` of a file on."""
+        if self._open is None or self._open.path != stored.path:
+            self._open = _OpenFile(stored.path)
+        if out.numel():
+            self._open.read(bytes_of(out).numpy().data, start, stored.name)
+
+
+class SafetensorsFiles(StoredTensors):
+    """The safetensors of a directory (by its index if it has one, else its model.safetensors alone
+    if it has that), of an index, or a single file.
+
+    Raises: FileNotFoundError; WeightsError for several indices, an index beside a model.safetensors
+    that it does not name, an index that leads out of its directory or names a tensor that its file
+    does not have, a file that is broken or cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _stored(path))
+
+
+class _OpenFile:
+    """A file that is open for reading, closed when it is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = _open(path)
+        weakref.finalize(self, os.close, self._fd)
+
+    def read(self, out: memoryview, start: int, name: str) -> None:
+        """Fill `out` from byte `start` on. Blocks. Raises: AioError; ShortTransferError where the
+        file ends before."""
+        done = 0
+        while done < len(out):
+            try:
+                count = os.preadv(self._fd, [out[done : done + READ_BYTES_MAX]], start + done)
+            except OSError as error:
+                raise AioError(
+                    f"{name} cannot be read",
+                    errno=error.errno or 0,
+                    path=str(self.path),
+                    op="read",
+                    offset=start + done,
+                    length=len(out) - done,
+                ) from error
+            if count == 0:
+                raise ShortTransferError(
+                    f"{name} cannot be read: the file has become shorter since it was opened; copy "
+                    "or download it again",
+                    path=str(self.path),
+                    op="read",
+                    offset=start + done,
+                    length=len(out) - done,
+                )
+            done += count
+
+
+def _open(path: Path) -> int:
+    """Open a file for reading. Raises: OSError; AioError where the process has too many open."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise AioError(
+            f"this process has {limit} files open, as many as it may (RLIMIT_NOFILE), and reads "
+            "weights from one more; raise the limit (ulimit -n)",
+            errno=errno.EMFILE,
+            path=str(path),
+            op="open",
+        ) from error
+
+
+# -- headers ---------------------------------------------------------------------------------------
+
+
+_HEADER_BYTES_MAX = 100_000_000
+"""The format's own limit."""
+
+
+_TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
+"""The first bytes of what torch.save writes: a zip, or before torch 1.6 a pickle."""
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read the header of one file: its tensors by name. Raises: WeightsError for what is no
+    safetensors file, or one that is cut short; OSError.
+    """
+    check_link(path)
+    size = path.stat().st_size
+    with os.fdopen(_open(path), "rb") as file:
+        file_start = file.read(8)
+        length = int.from_bytes(file_start, "little")
+        whole = size >= 8 and length <= min(size - 8, _HEADER_BYTES_MAX)
+        text = file.read(length) if whole else b""
+    try:
+        entries, _ = decode_header(text)
+    except ValueError as error:
+        if file_start.startswith(_TORCH_MAGIC):
+            raise WeightsError(
+                f"{path} is a file of torch.save, not of safetensors: pass "
+                "load=torch.load(path, weights_only=True), or convert it by "
+                "safetensors.torch.save_file",
+                path=str(path),
+            ) from error
+        raise WeightsError(
+            f"{path} is not a whole safetensors file: it has {size:,} bytes and no header that can "
+            f"be read ({error}); copy or download it again",
+            path=str(path),
+        ) from error
+    found = [
+        StoredTensor(
+            path, each.name, each.stored_as, each.shape, 8 + length + each.start, each.size_bytes
+        )
+        for each in entries
+    ]
+    check_whole(path, size, found, "safetensors")
+    return {tensor.name: tensor for tensor in found}
+
+
+def check_whole(path: Path, size: int, tensors: Iterable[StoredTensor], kind: str) -> None:
+    """Raise WeightsError for a file of `size` bytes that ends before some of its tensors do."""
+    lost = sorted(
+        (tensor for tensor in tensors if tensor.start + tensor.size_bytes > size),
+        key=lambda tensor: tensor.start,
+    )
+    if lost:
+        first, last = lost[0], lost[-1]
+        raise WeightsError(
+            f"{path} is not a whole {kind} file: it ends at byte {size:,}, and "
+            f"{first.name} lies at bytes {first.start:,} to {first.start + first.size_bytes:,}"
+            f"{f', {len(lost) - 1} more behind it' if len(lost) > 1 else ''}; "
+            f"{format_size(last.start + last.size_bytes - size)} are missing: copy or download it "
+            "again",
+            path=str(path),
+            tensors=tuple(tensor.name for tensor in lost),
+        )
+
+
+def _stored(path: Path) -> dict[str, StoredTensor]:
+    """Return all tensors of a directory, an index or a file, each with its place."""
+    if path.is_file():
+        return _indexed(path) if is_index(path) else read_header(path)
+    check_link(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such directory or file")
+    # Nothing says which of several counts; a single file can be named instead.
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise WeightsError(
+            f"{path} has several indices: {', '.join(found.name for found in indices)}; name one "
+            "file",
+            path=str(path),
+        )
+    single = path / "model.safetensors"
+    if indices:
+        check_link(indices[0])
+        if single.is_file() and single.name not in _weight_map(indices[0]).values():
+            raise WeightsError(
+                f"{path} has {indices[0].name} and {single.name}, which the index does not name, "
+                "and nothing says which of them counts; name the one that does as the path, or "
+                "move the other one away",
+                path=str(path),
+            )
+        return _indexed(indices[0])
+    # As transformers does: others beside it are the same weights once more (consolidated, fp16).
+    if single.is_file():
+        return read_header(single)
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"{path} has no *.safetensors; convert the checkpoint, or pass a mapping"
+        )
+    found: dict[str, list[StoredTensor]] = {}
+    for tensor in itertools.chain.from_iterable(read_header(file).values() for file in files):
+        found.setdefault(tensor.name, []).append(tensor)
+    # Without an index nothing says which one counts.
+    several = {name: tensors for name, tensors in found.items() if len(tensors) > 1}
+    if several:
+        raise WeightsError(
+            f"{path} has tensors in several files, and no index to decide: "
+            f"{listed(map(_places, several.values()))}; name one file, move the files that do not "
+            "count out of the directory, or add their model.safetensors.index.json",
+            path=str(path),
+            tensors=tuple(several),
+        )
+    return {name: tensor for name, (tensor,) in found.items()}
+
+
+def _places(tensors: Sequence[StoredTensor]) -> str:
+    places = (f"{each.size_bytes:,} bytes in {each.path.name}" for each in tensors)
+    return f"{tensors[0].name} ({listed(places)})"
+
+
+def is_index(path: Path) -> bool:
+    """Return whether a path has the name of an index, a variant's too."""
+    return bool(_INDEX_NAME.fullmatch(path.name))
+
+
+def read_index(
+    index: Path, directory: Path
+) -> tuple[dict[str, str], dict[str, dict[str, StoredTensor]]]:
+    """Return the file of each name, and the headers of these files, by their names in order.
+    Raises: FileNotFoundError; WeightsError.
+    """
+    weight_map = _weight_map(index)
+    files = sorted(set(weight_map.values()))
+    # All at once, and before anything is filled.
+    for name in files:
+        check_link(directory / name)
+    gone = [name for name in files if not (directory / name).is_file()]
+    if gone:
+        away = set(gone)
+        lost = sorted(name for name, file in weight_map.items() if file in away)
+        place = "beside the index" if directory == index.parent else str(directory)
+        raise FileNotFoundError(
+            f"{index} names files that are not there: {listed(gone)}, with {listed(lost)}; copy or "
+            f"download them to {place}"
+        )
+    return weight_map, {file: read_header(directory / file) for file in files}
+
+
+def _indexed(index: Path) -> dict[str, StoredTensor]:
+    weight_map, headers = read_index(index, index.parent)
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise WeightsError(
+                f"{index.parent / file} does not have {name}, though the index says so; copy or "
+                "download it again",
+                path=str(index.parent / file),
+                tensors=(name,),
+            )
+    return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the name of each tensor's file, which lies beside the index: a path out of there is
+    refused.
+    """
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))
+        weight_map: dict[str, str] = dict(found["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise WeightsError(
+            f"{index} is no index of safetensors: it has no readable weight_map ({error!r})",
+            path=str(index),
+        ) from error
+    for name, file in weight_map.items():
+        # An index from elsewhere must not make this read files outside of its directory.
+        if not isinstance(file, str) or Path(file).name != file or file == "..":
+            raise WeightsError(
+                f"{index} says that {name} is in {file!r}; files lie beside their index, so a path "
+                "is refused: move the file there and write its name alone",
+                path=str(index),
+                tensors=(name,),
+            )
+    return weight_map

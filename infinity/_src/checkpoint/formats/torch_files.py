@@ -1,0 +1,458 @@
+"""Files of torch.save, read piece by piece. Nothing in them is run or imported.
+
+    file = TorchFile(path, descriptors)
+    stored = file.tensor(file.root["weight"])     dtype, shape and place, checked
+    stored.read_into(target, start)               elements, when they are asked for
+
+A file is a zip whose members are not compressed: `data.pkl`, and one for each storage. The pickle
+becomes plain data in which tensors are inert records. A tensor is believed only if its storage has
+the size of its member, and if its elements lie in it; so nothing in a file makes a read larger than
+the file. Members have a CRC-32, which `check` compares: torch.load does not.
+
+Files are read with pread, never mapped: a drive's fault, or a file that is cut short meanwhile, is
+an error here, and a signal that ends the process where memory is mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import stat
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+import torch
+
+from infinity._src.base.dtypes import BY_NAME
+from infinity._src.checkpoint.formats.safe_pickle import InertUnpickler, Record
+
+DESCRIPTORS_MAX = 256
+"""Files that are open at once: a checkpoint of many ranks has more than a process may open."""
+CHECK_BYTES = 4 << 20
+_DIMENSIONS_MAX = 64
+_LOCAL_HEADER_BYTES = 30
+
+_REBUILD, _REBUILD_UNTYPED = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"
+_PARAMETERS = (
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+)
+# A tensor that has attributes: (function, class, its arguments, attributes).
+_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
+_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter")
+_STORAGES = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.BoolStorage": torch.bool,
+    "torch.storage.UntypedStorage": torch.uint8,
+}
+
+
+class _Dict(dict[Any, Any]):
+    """An OrderedDict. Attributes of one (of a state dict: the versions of modules) are dropped."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _latin1(text: str, codec: str) -> bytes:
+    """Return bytes as pickles of protocol 2 have them. Raises: pickle.UnpicklingError."""
+    if not isinstance(text, str) or codec != "latin1":
+        raise pickle.UnpicklingError("its bytes are not written as torch.save writes them")
+    return text.encode(codec)
+
+
+_TENSORS = (_REBUILD, _REBUILD_UNTYPED, *_PARAMETERS, _WITH_ATTRIBUTES)
+_RECORDS = (*_TENSORS, *_CLASSES, *_STORAGES)
+_VALUES: dict[str, Any] = {
+    "torch.Size": tuple,
+    "collections.OrderedDict": _Dict,
+    "_codecs.encode": _latin1,
+    **{f"torch.{name}": dtype for name, dtype in BY_NAME.items()},
+    # Protocol 2 has the name that the module had in Python 2.
+    **{
+        f"{module}.{kind.__name__}": kind
+        for module in ("builtins", "__builtin__")
+        for kind in (set, frozenset, complex)
+    },
+}
+
+
+class _StorageId(tuple[Any, ...]):
+    """The persistent id of a storage: ("storage", type, member, device, elements)."""
+
+    __slots__ = ()
+
+
+class _Unpickler(InertUnpickler):
+    """Reads `data.pkl`, in which tensors refer to their storages."""
+
+    def __init__(self, data: bytes, prefix: str) -> None:
+        super().__init__(data, records=_RECORDS, values=_VALUES, prefix=prefix)
+
+    def persistent_load(self, pid: Any, /) -> _StorageId:
+        """Keep the id."""
+        if not isinstance(pid, tuple):
+            raise pickle.UnpicklingError("it refers to something that is no storage")
+        return _StorageId(pid)
+
+
+class _Member(NamedTuple):
+    """A member of the zip: where its bytes begin, how many there are, and their CRC-32 (0: none
+    was taken).
+    """
+
+    offset: int
+    size: int
+    crc: int
+
+
+@final
+class Descriptors:
+    """Open files, the one used longest ago closed for another. Use it in a `with`."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()
+
+    def read_into(self, path: Path, offset: int, target: memoryview) -> None:
+        """Fill `target` from `offset` on. Blocks. Raises: OSError naming the path; ValueError for a
+        file that ends before.
+        """
+        # A directory of a zip may say anything.
+        if offset < 0:
+            raise ValueError(f"{path} is refused: it has something at byte {offset}")
+        done = 0
+        try:
+            descriptor = self._descriptor(path)
+            while done < len(target):
+                count = os.preadv(descriptor, [target[done:]], offset + done)
+                if count == 0:
+                    raise ValueError(
+                        f"{path} ends at byte {offset + done}, and is read up to byte "
+                        f"{offset + len(target)}: it was cut short"
+                    )
+                done += count
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+
+    def _descriptor(self, path: Path) -> int:
+        if path not in self._open:
+            while len(self._open) >= DESCRIPTORS_MAX:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open.move_to_end(path)
+        return self._open[path]
+
+    def close(self) -> None:
+        """Close all. Idempotent."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def __enter__(self) -> Descriptors:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@final
+class StoredTensor:
+    """A tensor of a file: `dtype`, `shape`, and what reading its elements needs."""
+
+    def __init__(
+        self,
+        file: TorchFile,
+        member: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        first: int,
+    ) -> None:
+        self.file = file
+        self.member = member
+        self.dtype = dtype
+        self.shape = shape
+        self._strides = strides
+        self._first = first
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def _is_contiguous(self) -> bool:
+        return self.numel < 2 or self._strides == _contiguous(self.shape, like=self._strides)
+
+    def read(self) -> torch.Tensor:
+        """Read all of it. Blocks. Raises: OSError, ValueError."""
+        out = torch.empty(self.shape, dtype=self.dtype)
+        if self._is_contiguous:
+            self.read_into(out.view(-1), 0)
+            return out
+        span = torch.empty(_span(self.shape, self._strides), dtype=self.dtype)
+        self._read(span, 0)
+        return out.copy_(span.as_strided(self.shape, self._strides))
+
+    def read_into(self, target: torch.Tensor, start: int) -> None:
+        """Fill a contiguous vector with the elements from `start` on. Blocks. Raises: OSError;
+        ValueError for a tensor that is not contiguous in the file.
+        """
+        if not self._is_contiguous:
+            raise ValueError(f"{self.file.path}: a vector has the strides {self._strides}")
+        assert 0 <= start <= start + target.numel() <= self.numel
+        if target.dtype is self.dtype:
+            self._read(target, start)
+        elif target.numel():
+            same = torch.empty(target.numel(), dtype=self.dtype)
+            self._read(same, start)
+            target.copy_(same)
+
+    def _read(self, target: torch.Tensor, start: int) -> None:
+        if target.numel():
+            data = target.view(torch.uint8).numpy().data
+            self.file.read_into(self.member, (self._first + start) * self.dtype.itemsize, data)
+
+
+@final
+class TorchFile:
+    """A file of torch.save, open to read. root: its object, of plain data and records; `tensor` and
+    `plain` make values of them.
+
+    prefix: names that begin with it ("package.") become records without effect.
+
+    Raises: OSError; ValueError naming the path, for damage and for names that are refused.
+    """
+
+    def __init__(self, path: Path, descriptors: Descriptors, *, prefix: str = "") -> None:
+        self.path = path
+        self._descriptors = descriptors
+        try:
+            found = _members(path, descriptors)
+            self._top = _top_of(found)
+            self._members = found
+            data = self._bytes("data.pkl")
+            if self._top + "byteorder" in found and self._bytes("byteorder") != b"little":
+                raise ValueError("it was written by a machine with the other order of bytes")
+            self.root = _Unpickler(data, prefix).load()
+        except (OSError, MemoryError):
+            raise
+        # Damaged bytes make zipfile and pickle raise anything.
+        except Exception as error:
+            raise ValueError(f"{path} is refused: {_reason(error)}") from error
+
+    def tensor(self, value: Any) -> StoredTensor:
+        """Check a tensor in `root`. Reads nothing. Raises: ValueError naming the path."""
+        try:
+            return self._tensor(value)
+        except (TypeError, IndexError, KeyError, ValueError) as error:
+            raise ValueError(f"{self.path} is refused: {_reason(error)}") from error
+
+    def plain(self, value: Any) -> Any:
+        """Return data of `root` with tensors read, and without records. Blocks. Raises: OSError;
+        ValueError naming what is a foreign object.
+        """
+        try:
+            return self._plain(value, {}, set())
+        except RecursionError:
+            raise ValueError(f"{self.path} is refused: it nests too deep") from None
+
+    def check(self, members: Iterable[str] | None = None) -> None:
+        """Read members (None: all) and compare their checksums, where the file has such. Blocks.
+
+        Raises: OSError; ValueError naming file and place of what is damaged.
+        """
+        chosen = (
+            self._members if members is None else {name: self._members[name] for name in members}
+        )
+        buffer = bytearray(min(CHECK_BYTES, max((m.size for m in chosen.values()), default=0)))
+        for name, member in chosen.items():
+            # With torch's `compute_crc32` off there is none.
+            if not member.crc:
+                continue
+            crc = 0
+            for at in range(0, member.size, len(buffer)):
+                piece = memoryview(buffer)[: min(len(buffer), member.size - at)]
+                self._descriptors.read_into(self.path, member.offset + at, piece)
+                crc = zlib.crc32(piece, crc)
+            if crc != member.crc:
+                raise ValueError(
+                    f"{self.path} is damaged: {name}, {member.size} bytes from {member.offset} on, "
+                    f"has the CRC-32 {crc:08x}, and was written with {member.crc:08x}; copy the "
+                    "file again from where it was written"
+                )
+
+    def read_into(self, member: str, offset: int, target: memoryview) -> None:
+        """Fill `target` with the bytes of a member from `offset` on. Blocks."""
+        place = self._members[member]
+        assert offset + len(target) <= place.size, (self.path, member, offset, len(target))
+        self._descriptors.read_into(self.path, place.offset + offset, target)
+
+    def _bytes(self, name: str) -> bytes:
+        member = self._top + name
+        data = bytearray(self._members[member].size)
+        self.read_into(member, 0, memoryview(data))
+        self.check([member])
+        return bytes(data)
+
+    def _tensor(self, value: Any) -> StoredTensor:
+        kind, arguments = _call_of(value)
+        storage, first, shape, strides = arguments[:4]
+        if not isinstance(storage, _StorageId):
+            raise ValueError("a tensor has no storage")
+        what, storage_type, key, _, count = storage
+        if what != "storage" or not isinstance(key, str):
+            raise ValueError("a tensor has no storage")
+        dtype = _STORAGES[getattr(storage_type, "kind", "")]
+        shape, strides = _numbers(shape), _numbers(strides)
+        first, count = _numbers((first, count))
+        size = count * dtype.itemsize
+        if kind == _REBUILD_UNTYPED:
+            dtype = arguments[6]
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError("a tensor has no dtype")
+        member = f"{self._top}data/{key}"
+        if member not in self._members or not (
+            0 <= self._members[member].size - size < dtype.itemsize
+        ):
+            there = self._members[member].size if member in self._members else 0
+            raise ValueError(f"a tensor has {size} bytes in {member}, which has {there}")
+        if len(shape) != len(strides) or len(shape) > _DIMENSIONS_MAX:
+            raise ValueError(f"a tensor has the shape {shape}, and the strides {strides}")
+        span = _span(shape, strides)
+        if math.prod(shape) > span:
+            raise ValueError(f"a tensor of shape {shape} has {span} elements in the file")
+        if (first + span) * dtype.itemsize > size:
+            raise ValueError(f"elements {first} to {first + span} of a tensor lie beyond {member}")
+        return StoredTensor(self, member, dtype, shape, strides, first)
+
+    def _plain(self, value: Any, made: dict[int, Any], within: set[int]) -> Any:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
+            return value
+        # By identity: a few bytes may name a list that has another twice, which has another twice.
+        if id(value) in made:
+            return made[id(value)]
+        if id(value) in within:
+            raise ValueError(f"{self.path} is refused: a list is in itself")
+        within.add(id(value))
+        made[id(value)] = self._converted(value, made, within)
+        within.remove(id(value))
+        return made[id(value)]
+
+    def _converted(self, value: Any, made: dict[int, Any], within: set[int]) -> Any:
+        if isinstance(value, Record) and value.kind in _TENSORS:
+            return self.tensor(value).read()
+        if isinstance(value, dict):
+            return {
+                self._plain(key, made, within): self._plain(each, made, within)
+                for key, each in value.items()
+            }
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)(self._plain(each, made, within) for each in value)
+        raise ValueError(f"{self.path} has a {kind_of(value)}, which is no plain data")
+
+
+def kind_of(value: Any) -> str:
+    """Name what a value is, for messages."""
+    return value.kind if isinstance(value, Record) else type(value).__name__
+
+
+def _call_of(value: Any) -> tuple[str, Any]:
+    """Return the function that makes a tensor, and its arguments."""
+    if isinstance(value, Record) and value.kind in _PARAMETERS:
+        value = value.args[0]
+    kind, arguments = (value.kind, value.args) if isinstance(value, Record) else ("", ())
+    if kind == _WITH_ATTRIBUTES:
+        kind, arguments = getattr(arguments[0], "kind", ""), arguments[2]
+    if kind not in (_REBUILD, _REBUILD_UNTYPED) or not isinstance(arguments, tuple):
+        raise ValueError(f"where a tensor should be there is a {kind_of(value)}")
+    return kind, arguments
+
+
+def _members(path: Path, descriptors: Descriptors) -> dict[str, _Member]:
+    """Find the members of a zip, each checked to lie in the file, uncompressed."""
+    found: dict[str, _Member] = {}
+    status = path.stat()
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no file")
+    with contextlib.ExitStack() as undo:
+        try:
+            archive = undo.enter_context(zipfile.ZipFile(path))
+        except zipfile.BadZipFile as error:
+            raise ValueError(
+                "it is no zip as torch.save writes it: it was cut short, or is of torch before 1.6"
+            ) from error
+        for info in archive.infolist():
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                raise ValueError(f"{info.filename} is compressed, which torch.save never does")
+            if info.filename in found:
+                raise ValueError(f"{info.filename} is there twice")
+            header = bytearray(_LOCAL_HEADER_BYTES)
+            descriptors.read_into(path, info.header_offset, memoryview(header))
+            if header[:4] != b"PK\3\4":
+                raise ValueError(f"{info.filename} does not lie where its directory says")
+            names = int.from_bytes(header[26:28], "little") + int.from_bytes(
+                header[28:30], "little"
+            )
+            offset = info.header_offset + _LOCAL_HEADER_BYTES + names
+            if offset + info.file_size > size:
+                raise ValueError(f"{info.filename} goes beyond the end of the file")
+            found[info.filename] = _Member(offset, info.file_size, info.CRC)
+    return found
+
+
+def _top_of(members: Iterable[str]) -> str:
+    """Return the folder in the zip that all lies in: "archive/", say."""
+    found = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(found) != 1:
+        raise ValueError(f"it has {len(found)} times data.pkl, so it is no file of torch.save")
+    return found[0].removesuffix("data.pkl")
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, (tuple, list)) or any(
+        type(value) is not int or value < 0 for value in values
+    ):
+        raise ValueError("a tensor has a shape or a place that is none")
+    return tuple(values)
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return how many elements of the storage a tensor reaches over."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _contiguous(shape: Sequence[int], *, like: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor; of dimensions with one element any is right."""
+    strides, below = [], 1
+    for size, given in zip(reversed(shape), reversed(like), strict=True):
+        strides.append(given if size == 1 else below)
+        below *= size
+    return tuple(reversed(strides))
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).split("\n")[0]
+    return (
+        text
+        if isinstance(error, (ValueError, pickle.UnpicklingError)) and text
+        else (f"{type(error).__name__}: {text}")
+    )

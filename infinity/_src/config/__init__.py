@@ -1,0 +1,1 @@
+"""Policy, and DeepSpeed configurations read as policies."""

@@ -1,0 +1,910 @@
+"""Keys of a DeepSpeed configuration (0.19.8), each with its fate here.
+
+    mapped      it becomes a field of the policy, or of the run beside it (`DeepSpeedRun`)
+    no meaning  it is accepted, and nothing depends on it here; reading it notes why
+    refused     it asks for another computation than the engine's, unless its value is the one that
+                asks for nothing; the error says what to do
+
+`deepspeed.py` gives the mapped keys their meaning. docs/deepspeed-config.md is written from
+this table. Nothing here knows a tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+MAPPED, NO_MEANING, REFUSED, LEFT_OUT = "mapped", "no meaning", "refused", "left out"
+AUTO = "auto"
+LARGEST = (1 << 63) - 1
+"""Largest whole number of a configuration: sys.maxsize, which DeepSpeed has as a default."""
+
+# -- Values ----------------------------------------------------------------------------------------
+
+
+class _Short(reprlib.Repr):
+    """Text of a value for a message: a few levels and characters, whatever the value is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxstring, self.maxother = 2, 4, 4, 80, 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write integers of thousands of digits.
+        if x.bit_length() > 128:
+            return f"an integer of {x.bit_length()} bits"
+        return super().repr_int(x, level)
+
+
+_short = _Short()
+
+
+def shown(value: Any) -> str:
+    """Write a value as JSON has it, shortened."""
+    names = {True: "true", False: "false", None: "null"}
+    if value is None or isinstance(value, bool):
+        return names[value]
+    text = _short.repr(value)
+    return f'"{value}"' if isinstance(value, str) and text == f"'{value}'" else text
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Values that a key takes.
+
+    text: their description, to follow "give". read: returns the value as the engine takes it;
+    raises ValueError for any other. takes_auto: "auto" is one of them.
+    """
+
+    text: str
+    read: Callable[[Any], Any]
+    takes_auto: bool = False
+
+
+def _flag(value: Any) -> bool:
+    # Numbers as well: DeepSpeed takes 0 and 1 for a truth value.
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ValueError
+    return bool(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError
+    # Before a comparison with a float, which overflows for larger integers.
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def _integer(value: Any) -> int:
+    number = _number(value)
+    if number != int(number):
+        raise ValueError
+    return int(number)
+
+
+def whole(least: int, most: int = LARGEST) -> Check:
+    """Whole numbers of a range; 5e8 is one."""
+
+    def read(value: Any) -> int:
+        number = _integer(value)
+        if not least <= number <= most:
+            raise ValueError
+        return number
+
+    if most == LARGEST:
+        bounds = f"{least} or more" if least > -LARGEST else "of any sign"
+    else:
+        bounds = f"from {least} to {most}"
+    return Check(f"a whole number, {bounds}", read)
+
+
+def number(least: float = -math.inf, most: float = math.inf, *, above: bool = False) -> Check:
+    """Finite numbers of a range; above: without its lower end."""
+
+    def read(value: Any) -> float:
+        found = float(_number(value))
+        if not least <= found <= most or (above and found == least):
+            raise ValueError
+        return found
+
+    ends = []
+    if least > -math.inf:
+        ends.append(f"above {least:g}" if above else f"{least:g} or more")
+    if most < math.inf:
+        ends.append(f"{most:g} at most")
+    return Check("a finite number" + "".join(f", {end}" for end in ends), read)
+
+
+def choice(*names: str, fold: Callable[[str], str] = str) -> Check:
+    """One of some texts; fold: their one spelling."""
+
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or fold(value) not in names:
+            raise ValueError
+        return fold(value)
+
+    return Check(" or ".join(f'"{name}"' for name in names), read)
+
+
+def numbers(check: Check) -> Check:
+    """A number, or a list of one for each parameter group."""
+
+    def read(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and value:
+            return [check.read(one) for one in value]
+        return check.read(value)
+
+    return Check(f"{check.text}, or a list of them for the parameter groups", read)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    return value
+
+
+def _any_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError
+    return value
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [_text(value)]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError
+    return [_text(one) for one in value]
+
+
+def _texts_or_auto(value: Any) -> str | list[str]:
+    return value if value == AUTO and isinstance(value, str) else _texts(value)
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError
+    return list(value)
+
+
+def _steps(value: Any) -> float:
+    # Accelerate sets infinity, so that DeepSpeed prints nothing.
+    return value if value == math.inf and isinstance(value, float) else whole(0).read(value)
+
+
+def _pair(value: Any) -> tuple[float, float]:
+    first, second = (number(0, 1).read(one) for one in _list(value))
+    if max(first, second) == 1:
+        raise ValueError
+    return first, second
+
+
+def _two_numbers(value: Any) -> tuple[float, float]:
+    first, second = (number(0).read(one) for one in _list(value))
+    return first, second
+
+
+DTYPES = {
+    "fp16": "float16", "float16": "float16", "half": "float16", "torch.float16": "float16",
+    "bf16": "bfloat16", "bfloat16": "bfloat16", "torch.bfloat16": "bfloat16",
+    "fp32": "float32", "float32": "float32", "float": "float32", "torch.float32": "float32",
+}  # fmt: skip
+"""Names of dtypes that DeepSpeed takes, to torch's."""
+
+
+def _dtype(value: Any) -> str:
+    if not isinstance(value, str) or value not in DTYPES:
+        raise ValueError
+    return DTYPES[value]
+
+
+def _half(value: Any) -> str:
+    if (name := _dtype(value)) == "float32":
+        raise ValueError
+    return name
+
+
+def _comm_dtype(value: Any) -> str:
+    if not isinstance(value, str) or value.lower() not in ("fp16", "bf16", "fp32"):
+        raise ValueError
+    return DTYPES[value.lower()]
+
+
+FLAG = Check("true or false", _flag)
+TEXT = Check("a text that is not empty", _text)
+ANY_TEXT = Check("a text", _any_text)
+TEXTS = Check("a list of names", _texts)
+OBJECT = Check("an object", _object)
+LIST = Check("a list", _list)
+DTYPE = Check('"fp32", "bf16" or "fp16"', _dtype)
+HALF = Check('"bf16" or "fp16"', _half)
+COMM_DTYPE = Check('"fp32", "bf16" or "fp16"', _comm_dtype)
+KEPT = Check('"auto" or a list of names', _texts_or_auto, takes_auto=True)
+COUNT = whole(0)
+BETAS = Check("a list of two numbers, 0 or more and below 1", _pair)
+PAIR = Check("a list of two numbers, 0 or more", _two_numbers)
+STEPS = Check("a whole number, 0 or more", _steps)
+ANYTHING = Check("any value", lambda value: value, takes_auto=True)
+
+
+TORCH_SCHEDULES = frozenset([
+    "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR",
+    "LinearLR", "MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR",
+])  # fmt: skip
+"""Schedules of torch whose arguments are numbers; they are handed on as they are."""
+
+
+# -- Switches of refused keys ----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Off:
+    """Values of a refused key that ask for nothing: text describes them, `tells` finds them."""
+
+    text: str
+    tells: Callable[[Any], bool]
+
+
+def _as_flag(value: Any) -> Any:
+    """Return a number for a truth value as the truth value; any other value as it is."""
+    return bool(value) if isinstance(value, int) and value in (0, 1) else value
+
+
+def _is_same(value: Any, one: Any) -> bool:
+    return not isinstance(value, bool) and bool(value == one)
+
+
+def off_at(*values: Any) -> Off:
+    """Equal to one of `values`. true is no number, but 0 and 1 are truth values."""
+
+    def tells(value: Any) -> bool:
+        return any(
+            _as_flag(value) is one if isinstance(one, bool) else _is_same(value, one)
+            for one in values
+        )
+
+    return Off(" or ".join(f"`{shown(value)}`" for value in values), tells)
+
+
+def _is_switched_off(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return not value or _as_flag(value.get("enabled")) is False
+    return _as_flag(value) is False
+
+
+SWITCH = Off('`false`, `{}` or `{"enabled": false}`', _is_switched_off)
+
+
+def _optional_switch(value: Any) -> bool:
+    # Without "enabled" these sections are off.
+    if isinstance(value, Mapping):
+        return _as_flag(value.get("enabled", False)) is False
+    return _as_flag(value) is False
+
+
+DEFAULT_OFF = Off('an object without `"enabled": true`', _optional_switch)
+
+
+def _one_stage(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("stages", 1) in (1, AUTO)
+
+
+ONE_STAGE = Off('an object with `"stages"` of 1 or "auto"', _one_stage)
+
+
+# -- Rows ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigKey:
+    """One key: its dotted name, its fate, the values that it takes, and what becomes of it.
+
+    to: a mapped key's field; else why it has no meaning, or what to do instead. default: the value
+    that DeepSpeed takes without it. off: of a refused key. policy: the policy depends on it. also:
+    other names of it in the same section.
+    """
+
+    name: str
+    fate: str
+    check: Check
+    to: str
+    default: Any = None
+    off: Off | None = None
+    policy: bool = False
+    also: tuple[str, ...] = ()
+
+    @property
+    def section(self) -> str:
+        """The part of the name before the last full stop, with it; "" at the top."""
+        return self.name[: len(self.name) - len(self.last)]
+
+    @property
+    def last(self) -> str:
+        """The last part of the name."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """All dotted names."""
+        return (self.name, *(self.section + other for other in self.also))
+
+
+def mapped(
+    name: str, check: Check, to: str, default: Any = None, *, policy: bool = False
+) -> tuple[ConfigKey, ...]:
+    """One mapped key."""
+    return (ConfigKey(name, MAPPED, check, to, default, policy=policy),)
+
+
+def ignored(names: str, check: Check, why: str, *, also: str = "") -> tuple[ConfigKey, ...]:
+    """Keys without meaning, for one reason. also: a second name of the one."""
+    others = (also,) if also else ()
+    return tuple(ConfigKey(name, NO_MEANING, check, why, also=others) for name in names.split())
+
+
+def refused(name: str, off: Off, fix: str) -> tuple[ConfigKey, ...]:
+    """One refused key."""
+    return (ConfigKey(name, REFUSED, ANYTHING, fix, off=off),)
+
+
+def below(section: str, *groups: tuple[ConfigKey, ...]) -> tuple[ConfigKey, ...]:
+    """Keys of a section."""
+    return tuple(
+        dataclasses.replace(key, name=f"{section}.{key.name}") for group in groups for key in group
+    )
+
+
+def _flat(groups: Iterable[tuple[ConfigKey, ...]]) -> tuple[ConfigKey, ...]:
+    return tuple(key for group in groups for key in group)
+
+
+# -- The table: batches and gradients --------------------------------------------------------------
+
+_NOT_A_SUM = "gradients are summed in fp32 and rounded once, so nothing overflows on the way"
+_ONE_GROUP = "ranks split states, and nothing else"
+BATCHES = _flat((
+    mapped("train_batch_size", whole(1), "`train_batch_size`; one of the three may be left out"),
+    mapped("train_micro_batch_size_per_gpu", whole(1), "`micro_batch_size`"),
+    mapped("gradient_accumulation_steps", whole(1), "`accumulation_steps`"),
+    mapped(
+        "managed_gradient_accumulation", FLAG,
+        "`managed_accumulation`: the engine counts micro-batches, or every `step()` is one", True,
+    ),
+    mapped("dataloader_drop_last", FLAG, "`drop_last`, of a loader that the engine makes", False),
+    mapped(
+        "gradient_clipping", number(0),
+        "`clip_norm`, by `clip_grad_norm_` before the step; 1.0 without it, 0 for none", 1.0,
+    ),
+    ignored("prescale_gradients", FLAG, _NOT_A_SUM),
+    ignored("gradient_predivide_factor", number(0, above=True), _NOT_A_SUM),
+    refused(
+        "gradient_allreduce_op", off_at("mean", "MEAN", "Mean"),
+        'gradients are averaged over the ranks: set "mean", and multiply the loss by the number of '
+        "ranks for their sum",
+    ),
+    mapped(
+        "communication_data_type", COMM_DTYPE,
+        "`reduce_dtype`; sums are taken in fp32 and rounded once", policy=True,
+    ),
+    ignored(
+        "seq_parallel_communication_data_type", COMM_DTYPE, "there are no sequence-parallel ranks"
+    ),
+    ignored("disable_allgather", FLAG, "DeepSpeed reads it and uses it nowhere with ZeRO"),
+))  # fmt: skip
+
+# -- Precision -------------------------------------------------------------------------------------
+
+_MASTERS = (
+    "masters keep 32 bits here: set false. For fewer bytes of states take "
+    'bf16_optimizer_states, or Policy(state="compact")'
+)
+_UNUSED_SCALE = "of `loss_scaling`, when `loss_scale` is 0"
+PRECISION = _flat((
+    below(
+        "bf16",
+        mapped(
+            "enabled", FLAG, '`dtype="bfloat16"`: parameters are cast, with fp32 masters', False,
+            policy=True,
+        ),
+        mapped(
+            "check_grad_overflow", FLAG,
+            '`on_nonfinite="skip"`, or "ignore"; DeepSpeed looks with stages 1 and 2 only', True,
+            policy=True,
+        ),
+        mapped(
+            "bf16_optimizer_states", FLAG,
+            '`state="bf16"`: moments of 16 bits beside masters of 32', False, policy=True,
+        ),
+        ignored("immediate_grad_update", FLAG, "gradients go to their shard as backward has them"),
+        refused("bf16_master_weights_and_grads", off_at(False), _MASTERS),
+    ),
+    below(
+        "fp16",
+        mapped(
+            "enabled", FLAG, '`dtype="float16"` and `loss_scaling`; `on_nonfinite="skip"`', False,
+            policy=True,
+        ),
+        mapped("auto_cast", FLAG, '`cast_inputs`: floating inputs of forward go to fp16', False),
+        mapped("loss_scale", number(0), "`loss_scaling.static`; 0: dynamic", 0.0),
+        mapped(
+            "initial_scale_power", whole(0, 127), f"`initial_scale` {_UNUSED_SCALE}: 2 to it", 16
+        ),
+        mapped("loss_scale_window", whole(-LARGEST), f"`window` {_UNUSED_SCALE}", 1000),
+        mapped("hysteresis", whole(-LARGEST), f"`hysteresis` {_UNUSED_SCALE}", 2),
+        mapped(
+            "consecutive_hysteresis", FLAG, f"`consecutive_hysteresis` {_UNUSED_SCALE}", False
+        ),
+        mapped("min_loss_scale", whole(-LARGEST), f"`min_scale` {_UNUSED_SCALE}", 1),
+        refused("fp16_master_weights_and_grads", off_at(False), _MASTERS),
+    ),
+    below(
+        "torch_autocast",
+        mapped("enabled", FLAG, "`autocast`, around forward", False),
+        mapped("dtype", HALF, "`autocast`'s dtype"),
+        ignored(
+            "lower_precision_safe_modules", TEXTS,
+            "DeepSpeed reduces the gradients of these in the dtype of autocast; here they travel "
+            "in their own, or in communication_data_type",
+        ),
+    ),
+    below(
+        "data_types",
+        mapped(
+            "grad_accum_dtype", DTYPE,
+            "`grad_dtype`; they travel in communication_data_type, else in the parameters' dtype",
+            policy=True,
+        ),
+        mapped(
+            "param_dtype", DTYPE, "nothing more than bf16.enabled and fp16.enabled, which must say "
+            "the same", policy=True,
+        ),
+        mapped("buffer_dtype", DTYPE, "`buffer_dtype`: floating buffers are cast"),
+        mapped(
+            "keep_in_fp32_modules", KEPT,
+            '`keep_in_fp32`: names of buffers that buffer_dtype leaves; "auto": those that a '
+            "transformers model names", AUTO,
+        ),
+    ),
+))  # fmt: skip
+
+# -- ZeRO ------------------------------------------------------------------------------------------
+
+_BUCKETS = "units and chunks of the engine's own size travel, in no buckets"
+_LIVE = "units stay on the device as far as it has room, and the order that was learned says which"
+_CHUNKS = "buffers are chunks of one fixed size, in `ram`"
+_ALWAYS_PIPELINED = "reading, updating and writing always overlap"
+_REMOVED = "DeepSpeed has removed it"
+ZERO = below(
+    "zero_optimization",
+    mapped(
+        "stage", whole(0, 3), "`zero`; stages 1 and 2 keep parameters on the device; 0 is refused",
+        0, policy=True,
+    ),
+    below(
+        "offload_param",
+        mapped(
+            "device", choice("none", "cpu", "nvme"), '`params`; "none": "device"', "none",
+            policy=True,
+        ),
+        mapped(
+            "nvme_path", ANY_TEXT,
+            "`nvme`; where it differs from the optimizer's, states are striped over both",
+            policy=True,
+        ),
+        mapped(
+            "max_in_cpu", COUNT,
+            '`resident["params"]`, as bytes, when it is given; DeepSpeed takes 1e9 otherwise',
+            policy=True,
+        ),
+        ignored("buffer_count buffer_size", COUNT, _CHUNKS),
+        ignored("pin_memory", FLAG, "memory that a GPU copies from is always pinned"),
+    ),
+    below(
+        "offload_optimizer",
+        mapped(
+            "device", choice("none", "cpu", "nvme"),
+            '`optim`; "none": "cpu", since the engine keeps no optimizer states on the device; '
+            'with stages 1 and 2 DeepSpeed takes CPU memory for "nvme"', "none", policy=True,
+        ),
+        mapped("nvme_path", ANY_TEXT, "`nvme`", policy=True),
+        ignored("buffer_count", COUNT, _CHUNKS),
+        ignored("pin_memory", FLAG, "memory that a GPU copies from is always pinned"),
+        ignored("pipeline_read pipeline_write", FLAG, _ALWAYS_PIPELINED),
+        ignored("fast_init", FLAG, "states are never written before the first step"),
+        refused(
+            "ratio", off_at(1),
+            "all states of a tier rest there: leave it out. Budget that is left keeps states in "
+            "RAM; `resident` fixes a share",
+        ),
+        refused(
+            "super_offload", off_at(False),
+            'set false: updates on the CPU overlap with the next forward anyway; '
+            'Policy(update="backward", generations=2) begins them in backward',
+        ),
+        ignored("cpuadam_cores_perc", number(0, 1), "`update_threads` says it"),
+    ),
+    mapped("zero_quantized_weights", FLAG, "`qwz`, with stage 3", False, policy=True),
+    mapped("zero_quantized_gradients", FLAG, "`qgz`, with stage 3", False, policy=True),
+    mapped(
+        "zero_hpz_partition_size", COUNT,
+        '`hpz="device"` when it is more than 1; it must be the ranks of a node', 1, policy=True,
+    ),
+    refused(
+        "zero_quantized_nontrainable_weights", off_at(False),
+        "frozen weights rest as they are: set false; a model that is quantized itself "
+        "(bitsandbytes) is offloaded as it is",
+    ),
+    mapped(
+        "cpu_offload", FLAG, 'deprecated: offload_optimizer.device="cpu" when true', policy=True
+    ),
+    mapped(
+        "cpu_offload_param", FLAG, 'deprecated: offload_param.device="cpu" when true', policy=True
+    ),
+    ignored("cpu_offload_use_pin_memory", FLAG, "memory that a GPU copies from is always pinned"),
+    ignored("contiguous_gradients", FLAG, "a unit's gradients always share one buffer"),
+    ignored("reduce_scatter", FLAG, "each rank always gets its own part only"),
+    ignored("reduce_bucket_size", whole(1), _BUCKETS),
+    ignored("allgather_bucket_size", COUNT, _BUCKETS),
+    ignored("use_multi_rank_bucket_allreduce", FLAG, _BUCKETS),
+    ignored("allgather_partitions", FLAG, "shards are always gathered together"),
+    ignored("overlap_comm", FLAG, "communication always runs beside computation"),
+    ignored("compute_grad_norm", FLAG, "a norm is taken when something asks for it"),
+    ignored("load_from_fp32_weights", FLAG, "a checkpoint always has the fp32 masters"),
+    ignored("elastic_checkpoint", FLAG, "every checkpoint restores on any number of ranks"),
+    ignored("sub_group_size", COUNT, _CHUNKS),
+    ignored("stage3_max_live_parameters", COUNT, _LIVE, also="max_live_parameters"),
+    ignored("stage3_max_reuse_distance", COUNT, _LIVE, also="max_reuse_distance"),
+    ignored("stage3_prefetch_bucket_size", COUNT, _LIVE, also="prefetch_bucket_size"),
+    ignored(
+        "stage3_param_persistence_threshold", COUNT,
+        "small modules are gathered with their neighbours", also="param_persistence_threshold",
+    ),
+    ignored(
+        "stage3_model_persistence_threshold", COUNT,
+        "small modules are gathered with their neighbours", also="model_persistence_threshold",
+    ),
+    ignored(
+        "stage3_gather_16bit_weights_on_model_save", FLAG, "weights are always saved, streamed",
+        also="gather_16bit_weights_on_model_save",
+    ),
+    ignored(
+        "stage3_gather_fp16_weights_on_model_save", FLAG,
+        "deprecated; weights are always saved, streamed",
+    ),
+    ignored(
+        "stage3_module_granularity_threshold", whole(-LARGEST),
+        "a block is gathered as one", also="module_granularity_threshold",
+    ),
+    ignored(
+        "stage3_use_all_reduce_for_fetch_params", FLAG, "shards are always gathered together",
+        also="use_all_reduce_for_fetch_params",
+    ),
+    ignored(
+        "stage3_allgather_sequential", FLAG, "gathers have room for a few units, always",
+        also="allgather_sequential",
+    ),
+    ignored(
+        "ignore_unused_parameters", FLAG, "a parameter without a gradient is left as it is; false: "
+        "`infinity.compat.deepspeed` raises for one in `engine.step()`",
+    ),
+    ignored("legacy_stage1", FLAG, "there is one implementation of each stage"),
+    ignored("round_robin_gradients", FLAG, "gradients are split evenly over the ranks"),
+    ignored("parameter_alignment", FLAG, "gathered parameters always begin at 256 bytes"),
+    ignored("memory_efficient_linear", FLAG, "autograd keeps no gathered weight"),
+    ignored(
+        "pipeline_loading_checkpoint", FLAG, "a checkpoint is always read unit by unit"
+    ),
+    ignored("override_module_apply", FLAG, "`inf.offload` takes a module that is built already"),
+    ignored("log_trace_cache_warnings enable_sanity_checks", FLAG, "checks are always made"),
+    ignored("save_muon_momentum_buffer_in_memory", FLAG, "there is no Muon here"),
+    ignored(
+        "leaf_module.classes leaf_module.names leaf_module.name_suffixes", TEXTS,
+        "a block is gathered as one, whatever its parts do; `units` names other blocks, and "
+        "`infinity.compat.deepspeed` makes leaves units",
+    ),
+    refused(
+        "zenflow", off_at(None),
+        'leave it out: it computes with old parameters; Policy(update="delayed") is near',
+    ),
+    refused("mics_shard_size", off_at(-1), f"leave it out: {_REMOVED}; `hpz` is near"),
+    refused("mics_hierarchical_params_gather", off_at(False), f"leave it out: {_REMOVED}"),
+    refused(
+        "zeropp_loco_param", off_at(None),
+        f"leave it out: {_REMOVED}; Policy(error_feedback=True) adds what int4 rounding took to "
+        "the next gradient",
+    ),
+)  # fmt: skip
+ZERO_OLD = ignored(
+    "allgather_size", COUNT, "deprecated, and read by DeepSpeed beside zero_optimization=true only"
+)
+
+# -- Drives and activations ------------------------------------------------------------------------
+
+IO = _flat((
+    below(
+        "aio",
+        mapped("block_size", whole(1), "`io.block_bytes`, when it is given", policy=True),
+        mapped("queue_depth", whole(1), "`io.depth`, when it is given", policy=True),
+        ignored(
+            "intra_op_parallelism thread_count", COUNT,
+            "native threads verify, update and copy; `update_threads` counts them",
+        ),
+        ignored("single_submit overlap_events", FLAG, "rings always have many requests in flight"),
+        ignored("use_gds", FLAG, "drives read into pinned memory, not into a GPU's"),
+    ),
+    below(
+        "activation_checkpointing",
+        mapped(
+            "cpu_checkpointing", FLAG,
+            '`activations="cpu"`: of every checkpointed call, not only of DeepSpeed\'s', False,
+            policy=True,
+        ),
+        ignored("partition_activations", FLAG, "there are no model-parallel ranks to split them"),
+        ignored("contiguous_memory_optimization", FLAG, "torch's allocator holds them"),
+        ignored("number_checkpoints", COUNT, "checkpointed calls are counted as they come"),
+        ignored(
+            "synchronize_checkpoint_boundary profile", FLAG, "`handle.stats()` tells times"
+        ),
+    ),
+))  # fmt: skip
+
+# -- Optimizer and scheduler -----------------------------------------------------------------------
+
+_OF_OPTIMIZER = "of the optimizer"
+_WARMUP, _CYCLE = "of the Warmup schedules", "of OneCycle"
+_LR = numbers(number(0))
+UPDATES = _flat((
+    below(
+        "optimizer",
+        mapped("type", TEXT, "`optimizer[0]`: a class of `inf`, or of torch.optim"),
+        ignored("legacy_fusion", FLAG, "the engine's update is one kernel anyway"),
+        below(
+            "params",
+            mapped("lr", number(0), _OF_OPTIMIZER),
+            mapped("betas", BETAS, _OF_OPTIMIZER),
+            mapped("eps", number(0), _OF_OPTIMIZER),
+            mapped("weight_decay", number(0), _OF_OPTIMIZER),
+            mapped(
+                "adam_w_mode", FLAG,
+                'of Adam: false is `"Adam"`, else `"AdamW"`; without decay they are one',
+                True,
+            ),
+            mapped("torch_adam", FLAG, "torch's default of weight_decay; the update is the same",
+                   False),
+            mapped("momentum", number(0), _OF_OPTIMIZER),
+            mapped("dampening", number(), _OF_OPTIMIZER),
+            mapped("nesterov", FLAG, _OF_OPTIMIZER),
+            mapped("lr_decay", number(0), _OF_OPTIMIZER),
+            mapped("initial_accumulator_value", number(0), _OF_OPTIMIZER),
+            mapped("alpha", number(0), _OF_OPTIMIZER),
+            mapped("centered", FLAG, _OF_OPTIMIZER),
+            mapped("rho", number(0, 1), _OF_OPTIMIZER),
+            mapped("lambd", number(), _OF_OPTIMIZER),
+            mapped("t0", number(0), _OF_OPTIMIZER),
+            mapped("momentum_decay", number(0), _OF_OPTIMIZER),
+            mapped("decoupled_weight_decay", FLAG, _OF_OPTIMIZER),
+            mapped("etas", PAIR, _OF_OPTIMIZER),
+            mapped("step_sizes", PAIR, _OF_OPTIMIZER),
+            ignored(
+                "foreach fused capturable set_grad_none", FLAG,
+                "it says how torch runs an update; the numbers are the same",
+            ),
+            ignored(
+                "fp32_optimizer_states", FLAG,
+                "moments have the masters' dtype in DeepSpeed, which is fp32; `state` says it here",
+            ),
+            refused(
+                "bias_correction", off_at(True), "AdamW corrects its moments: set true, or leave "
+                "it out",
+            ),
+            refused("amsgrad", off_at(False), "leave it out: DeepSpeed's Adam has none either"),
+            refused("maximize", off_at(False), "leave it out, and negate the loss"),
+            refused("differentiable", off_at(False), "leave it out: an update has no graph"),
+            refused(
+                "max_grad_norm", off_at(0),
+                "write it as gradient_clipping at the top; DeepSpeed refuses it here, too",
+            ),
+        ),
+    ),
+    below(
+        "scheduler",
+        mapped("type", TEXT, "`scheduler[0]`: a schedule of DeepSpeed's or of torch's"),
+        below(
+            "params",
+            mapped("warmup_min_lr", _LR, _WARMUP),
+            mapped("warmup_max_lr", _LR, _WARMUP),
+            mapped("warmup_num_steps", whole(1), _WARMUP),
+            mapped("warmup_type", choice("log", "linear"), _WARMUP),
+            mapped("total_num_steps", whole(1), "of WarmupDecayLR and WarmupCosineLR"),
+            mapped("warmup_min_ratio", number(0), "of WarmupCosineLR"),
+            mapped("cos_min_ratio", number(0), "of WarmupCosineLR"),
+            mapped("cycle_min_lr", _LR, _CYCLE),
+            mapped("cycle_max_lr", _LR, _CYCLE),
+            mapped("decay_lr_rate", number(0), _CYCLE),
+            mapped("cycle_first_step_size", number(0, above=True), _CYCLE),
+            mapped("cycle_second_step_size", number(0), _CYCLE),
+            mapped("cycle_first_stair_count", COUNT, _CYCLE),
+            mapped("cycle_second_stair_count", COUNT, _CYCLE),
+            mapped("decay_step_size", number(0), _CYCLE),
+            mapped("cycle_momentum", FLAG, _CYCLE),
+            mapped("cycle_min_mom", numbers(number(0, 1)), _CYCLE),
+            mapped("cycle_max_mom", numbers(number(0, 1)), _CYCLE),
+            mapped("decay_mom_rate", number(0), _CYCLE),
+            mapped("lr_range_test_min_lr", _LR, "of LRRangeTest"),
+            mapped("lr_range_test_step_size", whole(1), "of LRRangeTest"),
+            mapped("lr_range_test_step_rate", number(0), "of LRRangeTest"),
+            mapped("lr_range_test_staircase", FLAG, "of LRRangeTest"),
+            mapped("last_batch_iteration", whole(-1), "of every schedule"),
+        ),
+    ),
+    ignored("zero_allow_untested_optimizer", FLAG, "an optimizer is tried before it is taken"),
+    ignored("zero_force_ds_cpu_optimizer", FLAG, "the engine's optimizers are the CPU's"),
+))  # fmt: skip
+
+# -- What is printed, measured and saved -----------------------------------------------------------
+
+_NO_MONITOR = "nothing is written; `inf.StepLog` records steps"
+_NO_PROFILE = "`handle.stats()` and `handle.trace()` tell times"
+_SAVES = "`inf.save` writes, in files of its own"
+_COMPILE = "it is of DeepCompile"
+REPORTS = _flat((
+    ignored("steps_per_print", STEPS, "nothing is printed; `inf.StepLog` records steps"),
+    ignored("wall_clock_breakdown memory_breakdown dump_state", FLAG, _NO_PROFILE),
+    ignored("log_level", ANYTHING, "Python's logger `infinity` has the level that it is given"),
+    ignored("disable_python_gc", FLAG, "the collector is left as the program has it"),
+    ignored("vocabulary_size", COUNT, "DeepSpeed only warns about its divisors"),
+    below(
+        "timers.throughput", ignored("enabled synchronized", FLAG, _NO_PROFILE)
+    ),
+    below(
+        "flops_profiler",
+        ignored("enabled detailed", FLAG, _NO_PROFILE),
+        ignored("recompute_fwd_factor", number(0), _NO_PROFILE),
+        ignored("profile_step module_depth top_modules", whole(-LARGEST), _NO_PROFILE),
+        ignored("output_file", ANY_TEXT, _NO_PROFILE),
+    ),
+    below(
+        "comms_logger",
+        ignored("enabled prof_all verbose debug", FLAG, "`handle.stats()` counts exchanges"),
+        ignored("prof_ops", LIST, "`handle.stats()` counts exchanges"),
+    ),
+    *(
+        below(
+            monitor,
+            ignored("enabled", FLAG, _NO_MONITOR),
+            ignored(texts, ANY_TEXT, _NO_MONITOR),
+        )
+        for monitor, texts in (
+            ("tensorboard", "output_path job_name"),
+            ("csv_monitor", "output_path job_name"),
+            ("wandb", "group team project"),
+            ("comet", "project workspace api_key experiment_name experiment_key mode"),
+        )
+    ),
+    below(
+        "comet",
+        ignored("samples_log_interval", COUNT, _NO_MONITOR),
+        ignored("online", FLAG, _NO_MONITOR),
+    ),
+    below(
+        "checkpoint",
+        ignored(
+            "tag_validation", choice("IGNORE", "WARN", "FAIL", fold=str.upper),
+            "all ranks must give the same tag",
+        ),
+        ignored("checkpoint_serialization", FLAG, _SAVES),
+        below(
+            "writer",
+            ignored(
+                "type", choice("MOCK", "PYTHON", "FAST", fold=str.upper), _SAVES
+            ),
+            ignored("io_buffer_size io_multiplier", COUNT, _SAVES),
+            ignored("io_buffer_double show_statistics decoupled", FLAG, _SAVES),
+            ignored(
+                "data_parallel", choice("REPLICA", "SOCKET", "MACHINE", fold=str.upper), _SAVES
+            ),
+        ),
+        below("parallel_write", ignored("pipeline_stage", FLAG, _SAVES)),
+        refused(
+            "load_universal", off_at(False),
+            "set false: `inf.load_deepspeed(model, directory)` reads universal checkpoints",
+        ),
+        refused(
+            "use_node_local_storage", off_at(False),
+            "set false, and save to a directory that all ranks share",
+        ),
+    ),
+    ignored("datastates_ckpt", ANYTHING, _SAVES),
+))  # fmt: skip
+
+# -- Other ways to train ---------------------------------------------------------------------------
+
+_NO_MODEL_PARALLEL = "the engine splits states over data-parallel ranks only: leave it out"
+_GONE = f"leave it out: {_REMOVED}"
+OTHERS = _flat((
+    below(
+        "tensor_parallel",
+        refused("autotp_size", off_at(0, 1), _NO_MODEL_PARALLEL),
+        ignored("dtype vocab_parallel_ce_backend preset_model", ANYTHING, _ONE_GROUP),
+        ignored(
+            "tp_overlap_comm vocab_parallel_lm_head keep_module_on_host", FLAG, _ONE_GROUP
+        ),
+        ignored("tp", OBJECT, _ONE_GROUP, also="tensor_parallel"),
+        ignored("injection_policy_tuple", LIST, _ONE_GROUP),
+        ignored("partition_config", OBJECT, _ONE_GROUP),
+        ignored("replace_with_kernel_inject", FLAG, _ONE_GROUP, also="kernel_inject"),
+    ),
+    refused("expert_parallel", DEFAULT_OFF, _NO_MODEL_PARALLEL),
+    refused("pipeline", ONE_STAGE, _NO_MODEL_PARALLEL),
+    refused("sequence_parallel_size", off_at(1), _NO_MODEL_PARALLEL),
+    ignored("data_parallel_size", whole(1), "the ranks of the process group are"),
+    ignored("use_data_before_expert_parallelism", FLAG, _ONE_GROUP),
+    below(
+        "compile",
+        refused(
+            "deepcompile", off_at(False),
+            "set false; `torch.compile` of a block's forward works with the engine",
+        ),
+        ignored(
+            "autoep_non_moe free_activation offload_activation offload_activation_pin_memory "
+            "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters "
+            "sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+            "keep_int_input_tensors keep_all_input_tensors", FLAG, _COMPILE,
+        ),
+        ignored("free_activation_threshold", COUNT, _COMPILE),
+        ignored("passes", LIST, _COMPILE),
+    ),
+    refused(
+        "autotuning", DEFAULT_OFF, "leave it out: `infinity plan` says what a change would buy"
+    ),
+    refused("hybrid_engine", DEFAULT_OFF, "leave it out: an offloaded model generates as it is"),
+    refused(
+        "data_efficiency", DEFAULT_OFF, "leave it out, and choose samples in the data loader"
+    ),
+    refused(
+        "weight_quantization", SWITCH,
+        "leave it out; a model that is quantized itself (bitsandbytes) is offloaded as it is",
+    ),
+    refused("msamp", DEFAULT_OFF, "leave it out: it is of accelerate with fp8, in place of ZeRO"),
+    refused("amp", DEFAULT_OFF, f"{_GONE}; bf16, fp16 or torch_autocast are instead of it"),
+    refused("elasticity", DEFAULT_OFF, f"{_GONE}; a checkpoint restores on any number of ranks"),
+    refused("sparse_gradients", off_at(False), _GONE),
+    refused("sparse_attention", SWITCH, _GONE),
+    refused("graph_harvesting", off_at(False), _GONE),
+    refused("quantize_training", DEFAULT_OFF, _GONE),
+    refused("eigenvalue", DEFAULT_OFF, _GONE),
+    refused("compression_training", SWITCH, _GONE),
+    refused("progressive_layer_drop", DEFAULT_OFF, _GONE),
+    refused("curriculum_learning", DEFAULT_OFF, f"{_GONE}; choose samples in the data loader"),
+    refused("nebula", DEFAULT_OFF, f"{_GONE}; `inf.save` writes checkpoints"),
+))  # fmt: skip
+
+GROUPS: dict[str, tuple[ConfigKey, ...]] = {
+    "ZeRO and offload": (*ZERO, *ZERO_OLD),
+    "Precision": PRECISION,
+    "Batches and gradients": BATCHES,
+    "Optimizer and scheduler": UPDATES,
+    "Drives and activations": IO,
+    "Logs, monitors and checkpoints": REPORTS,
+    "Other ways to train": OTHERS,
+}
+"""All rows, by the heading that the page gives them."""
+KEYS: dict[str, ConfigKey] = {key.name: key for keys in GROUPS.values() for key in keys}
+SPELLINGS: dict[str, ConfigKey] = {name: key for key in KEYS.values() for name in key.spellings}
+SECTIONS: frozenset[str] = frozenset(
+    name.rsplit(".", count)[0] for name in KEYS for count in range(1, name.count(".") + 1)
+)
+"""Dotted names of objects that hold keys."""

@@ -1,0 +1,1 @@
+"""The engine, put together: set-up, the handle, saves and restores, figures."""

@@ -1,0 +1,936 @@
+"""Typed wiring of one engine, in the order of a parameter's life. Each part takes earlier ones.
+
+    take_apart        ranks, device, units: what the model is
+    open_tiers        budget, gradient memory, swap files, executor, state store: where values rest
+    fill_tiers        the model's values go there
+    start_progress    which pass runs, in what order units are wanted, and what time it takes
+    choose_mode       when updates happen, which all that follows asks
+    build_grads       from autograd to the accumulators
+    build_unsharder   gathers units, prefetches, evicts
+    build_optimizer   step pipeline, registry, states, saves
+    open_durable_run  commits that outlive the process
+    build_hooks       the hooks by which torch calls the engine
+
+Collaborators are given by constructors. Two parts may need each other. Then the one that is made
+first gets the other by one call of `attach`: the update mode, the access checks, and the
+transaction in a durable run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+import torch
+import xxhash
+
+from infinity._src.base.dtypes import check_kept
+from infinity._src.base.progress import ProgressLine
+from infinity._src.base.telemetry import LoopWaits, Marks, PhaseClock, Timeline
+from infinity._src.cabi.records import VERIFY_STRIDE
+from infinity._src.checkpoint.durable.fill import RunFill
+from infinity._src.checkpoint.durable.run import DurableRun
+from infinity._src.checkpoint.formats.hub_files import open_weights
+from infinity._src.checkpoint.metadata import persistent_buffers
+from infinity._src.checkpoint.save import Saver
+from infinity._src.config.policy import Policy
+from infinity._src.distributed.communicator import Comm
+from infinity._src.distributed.transport import Transport
+from infinity._src.engine.access import Background, EngineAccess
+from infinity._src.engine.node_resources import NodeResources, open_node_resources
+from infinity._src.engine.optimizer_registry import OptimizerRegistry
+from infinity._src.engine.planner import PlacementPlanner
+from infinity._src.engine.rank_setup import RankSetup
+from infinity._src.engine.storage import Storage, check_activations
+from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
+from infinity._src.hooks.whole_params import WholeParams
+from infinity._src.memory import footprint
+from infinity._src.memory.constants import OFFLOAD_UNITS
+from infinity._src.memory.device import Device, GradOffload, check_current, open_device
+from infinity._src.memory.device_room import Passes, beside_bytes
+from infinity._src.memory.heap import Heap
+from infinity._src.memory.placement import PlacementPlan
+from infinity._src.memory.state_formats import chunk_numel_of
+from infinity._src.memory.swap_space import NoRoomError
+from infinity._src.microbatch.microbatched import is_microbatched, slice_grads
+from infinity._src.optim.backward_update import BackwardUpdate
+from infinity._src.optim.chunk_repair import ChunkRepair
+from infinity._src.optim.delayed_update import DelayedUpdate
+from infinity._src.optim.device_update import DeviceUpdate
+from infinity._src.optim.grad_windows import grad_sizes, windows_bytes
+from infinity._src.optim.speculative_update import SpeculativeUpdate
+from infinity._src.optim.state_access import States
+from infinity._src.optim.step import StepPipeline
+from infinity._src.optim.transaction import Transaction
+from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
+from infinity._src.params.accumulator import GradRegistry
+from infinity._src.params.aliases import find_aliases
+from infinity._src.params.buffers import GradBuffers
+from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
+from infinity._src.params.materialize import (
+    NamedTensors,
+    OpenSource,
+    Source,
+    fill_flats,
+    fill_shards,
+    open_source,
+)
+from infinity._src.params.module_buffers import ModuleBuffers
+from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
+from infinity._src.params.proxy import GradProxy
+from infinity._src.params.reduce import GradReducer
+from infinity._src.params.reduce_order import ReduceOrder
+from infinity._src.params.rollback import Rollback
+from infinity._src.params.source_files import place_of
+from infinity._src.params.state_store import StateStore
+from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unshard import Unsharder
+from infinity.aio import Executor, Seam, Ticket
+from infinity.errors import AioError, SwapFullError
+
+log = logging.getLogger("infinity")
+
+
+class EngineHandle(Protocol):
+    """The engine's handle. Units know it; the parts below read its user's settings and report to
+    it.
+    """
+
+    extra: Any
+
+    def check_state_dict(self, size_bytes: int) -> None:
+        """Raise where a `state_dict()` of so many bytes cannot be made."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Ranks, device and units of a model, on this rank. policy: with this rank's directories, and
+    its part of the bandwidths. passes: the use that they make of the device.
+    """
+
+    policy: Policy
+    ranks: RankSetup
+    resources: NodeResources
+    device: Device
+    units: list[Unit]
+    passes: Passes
+
+    @property
+    def comm(self) -> Comm:
+        """The engine's collectives."""
+        return self.ranks.comm
+
+    @property
+    def flats(self) -> list[Flat]:
+        """All flats, in order."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def params(self) -> list[Param]:
+        """All parameters, in order."""
+        return [param for unit in self.units for param in unit.params]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiers:
+    """Storage of all values. offload: the way of gradients from a device with memory of its own."""
+
+    planner: PlacementPlanner
+    buffers: GradBuffers
+    offload: GradOffload | None
+    storage: Storage
+
+    @property
+    def executor(self) -> Executor:
+        """Reads, writes and updates chunks."""
+        return self.storage.executor
+
+    @property
+    def store(self) -> StateStore:
+        """The states at rest."""
+        return self.storage.store
+
+
+@dataclasses.dataclass(frozen=True)
+class Grads:
+    """The way of a gradient. registry: the accumulators of the model. reducer: from autograd into
+    them."""
+
+    registry: GradRegistry
+    reducer: GradReducer
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerParts:
+    """The step pipeline, and access to states between steps."""
+
+    pipeline: StepPipeline
+    registry: OptimizerRegistry
+    states: States
+    saving: Saver
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineParts:
+    """The parts of one engine, wired."""
+
+    split: Split
+    tiers: Tiers
+    heap: Heap
+    progress: Progress
+    mode: UpdateMode
+    access: EngineAccess
+    grads: Grads
+    unsharder: Unsharder
+    buffers: ModuleBuffers
+    optimizer: OptimizerParts
+    durable: DurableRun | None
+    lifecycle: Lifecycle
+
+
+def build_engine(
+    model: torch.nn.Module,
+    policy: Policy,
+    device: torch.device,
+    *,
+    load: Source | NamedTensors | None,
+    init: Callable[[], torch.nn.Module] | None,
+    seam: Seam | None,
+    transport: type[Transport] | None,
+    owner: EngineHandle,
+    timeline: Timeline,
+    undo: contextlib.ExitStack,
+    rollback: Rollback,
+) -> EngineParts:
+    """Take `model` apart and wire its engine. `undo` gets the calls that close the parts, also if
+    this raises; `rollback` is told what changes the model. Collective.
+    """
+    # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
+    split = take_apart(model, policy, device, transport, owner, undo)
+    source, in_parts = find_source(split, model, load, init)
+    # The source was opened before: a missing file is found before drives are written.
+    tiers = open_tiers(split, seam, owner, undo, source, in_parts=in_parts)
+    # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
+    heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
+    fill_tiers(split, tiers, source, Heap.for_stream(), rollback, in_parts=in_parts)
+    buffers = sync_buffers(split, model, rollback)
+    # The mode comes first of the parts that behave: all that follows asks it.
+    progress = start_progress(tiers, timeline)
+    mode = choose_mode(split, tiers, progress)
+    access = EngineAccess(split.comm, tiers.storage, mode)
+    grads = build_grads(split, tiers, mode, timeline, undo)
+    unsharder = build_unsharder(
+        split, tiers, progress, grads, mode, access, heap, timeline, buffers
+    )
+    whole = WholeParams(
+        unsharder,
+        # Where backward updates, the values at rest are those of a step that is not taken yet.
+        shown=split.ranks.whole_params and policy.update == "deferred",
+        alone=split.comm.world == 1,
+    )
+    optimizer = build_optimizer(
+        split, tiers, progress, grads, unsharder, mode, access, whole, heap, undo
+    )
+    # Late: the first commit names places that are filled by now.
+    durable = open_durable_run(tiers, optimizer, model, owner, undo)
+    # Last: once hooks are on, any forward may call every part above.
+    lifecycle = build_hooks(
+        split, tiers, progress, grads, unsharder, whole, model, owner, timeline, undo, rollback
+    )
+    # Every flat was made once outside of the gathers' pool: torch would keep an unused block as
+    # large as the largest.
+    split.device.free_cache()
+    return EngineParts(
+        split,
+        tiers,
+        heap,
+        progress,
+        mode,
+        access,
+        grads,
+        unsharder,
+        buffers,
+        optimizer,
+        durable,
+        lifecycle,
+    )
+
+
+def find_source(
+    split: Split,
+    model: torch.nn.Module,
+    load: Source | NamedTensors | None,
+    init: Callable[[], torch.nn.Module] | None,
+) -> tuple[OpenSource, bool]:
+    """Open the source of the model's values. Returns it, and whether all ranks read the same files,
+    each its own part. Collective. Raises: ValueError for a source that does not fit the model.
+    """
+    if isinstance(load, Path):
+        load = open_weights(model, load)
+    # Ranks build alike, and the first one tells of it.
+    first = split.comm.rank == 0
+    received = split.ranks.syncs_states and not first
+    source = open_source(model, load, init, shown=first, received=received)
+    # Also where no part can be read: every rank holds this round.
+    in_parts = split.resources.are_alike(_read_alike(split, source))
+    read_by_all = split.comm.world > 1 and not (in_parts or split.ranks.syncs_states)
+    if source.files and read_by_all and first:
+        log.info(
+            "each of %d ranks reads all parameters: they do not read the same files of one machine",
+            split.comm.world,
+        )
+    return source, in_parts
+
+
+def take_apart(
+    model: torch.nn.Module,
+    policy: Policy,
+    device: torch.device,
+    transport: type[Transport] | None,
+    owner: EngineHandle,
+    undo: contextlib.ExitStack,
+) -> Split:
+    """Meet the other ranks, find the model's units, open the device. Raises: ValueError for models
+    that cannot be offloaded.
+    """
+    ranks = RankSetup(policy, device, undo, transport)
+    resources = undo.enter_context(open_node_resources(ranks.comm, policy))
+    # With the rank's own directories in place of "{rank}", and its part of shared drives.
+    policy = resources.policy
+    # Inside the rendezvous of the resources: the other ranks are told, and do not wait.
+    if ranks.several:
+        check_current(device)
+    bytes_max = int(policy.unit_bytes_max)
+    specs = find_units(
+        model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several
+    )
+    if policy.durable:
+        # Before the run has files: its first commit could not keep them.
+        check_kept(persistent_buffers(model).items(), "a durable run")
+    there = open_device(device, check=ranks.comm.check)
+    passes = Passes(
+        copies=there.copies,
+        several=ranks.several,
+        in_backward=policy.consumes_grads,
+        whole=ranks.whole_params,
+        # What stays gathered follows from it, so it is the same on all ranks.
+        device_bytes=resources.least(device_memory_bytes(device)),
+    )
+    # Checked on shapes alone, before any value is read.
+    check_gatherable(
+        model,
+        specs,
+        bytes_max,
+        device,
+        device_memory_bytes(device),
+        passes,
+        slice_grads(model, policy.grad_dtype),
+    )
+    # Before anything is opened; it is looked up again when the parameters become sharded ones.
+    find_aliases(model)
+    units = build(
+        model,
+        specs,
+        device,
+        ranks.comm.world,
+        functools.partial(chunk_numel_of, policy.state),
+        engine=owner,
+    )
+    check_activations(policy, there)
+    return Split(policy, ranks, resources, there, units, passes)
+
+
+def open_tiers(
+    split: Split,
+    seam: Seam | None,
+    owner: EngineHandle,
+    undo: contextlib.ExitStack,
+    source: OpenSource,
+    *,
+    in_parts: bool,
+) -> Tiers:
+    """Plan the budget and open the storage of values; it is empty yet. source, in_parts: how it
+    will be filled. Raises: BudgetError, MemoryLimitError, SwapFullError, OSError.
+    """
+    policy = split.policy
+    # Room for the gradients of a few units on their way.
+    leaving = beside_bytes([unit.size_bytes for unit in split.units], OFFLOAD_UNITS)
+    offload = GradOffload(split.device, leaving) if split.device.copies else None
+    buffers = GradBuffers(split.comm.rank, policy.grad_dtype, split.device)
+    planner = PlacementPlanner(
+        policy,
+        split.flats,
+        buffers,
+        ledger_owner=id(owner),
+        default_bytes=split.resources.default_bytes,
+        transit_bytes=functools.partial(_transit_bytes, split, buffers),
+    )
+    # The budget is the process's: a failed offload must give it back.
+    undo.callback(planner.close)
+    # Raises before any file is made, if the budget is too small.
+    plan = planner.first()
+    # Nothing is taken yet. All ranks check, so those that share drives measure them together next.
+    shards = sum(flat.layout.shard_bytes for flat in split.flats)
+    filling, running = _beside_bytes(split, source, in_parts=in_parts)
+    split.resources.check_memory(
+        plan,
+        # Pools, and parameters that stay in RAM, beside the values that the model holds until then.
+        begun_bytes=plan.pool_bytes + plan.sums_bytes + min(plan.resident_bytes, shards),
+        filling_bytes=filling,
+        running_bytes=running,
+        freed_bytes=_freed_bytes(split.params),
+    )
+    storage = Storage(
+        policy,
+        plan,
+        seam,
+        undo,
+        device=split.device,
+        node_resources=split.resources,
+        rank=split.comm.rank,
+        world=split.comm.world,
+        check=split.comm.check_stuck,
+    )
+    _create_chunks(split, storage, plan)
+    return Tiers(planner, buffers, offload, storage)
+
+
+def _read_alike(split: Split, source: OpenSource) -> str:
+    """Say which files give which flats their values; empty where no files do. Ranks that say the
+    same may each read a part, and nothing else compares what they read."""
+    place = place_of(source.files)
+    flats = [
+        (
+            flat.dtype,
+            flat.trainable,
+            [(param.keys, param.shape, param.offset) for param in flat.params],
+        )
+        for flat in split.flats
+    ]
+    return place and f"{place} {xxhash.xxh3_128_hexdigest(repr(flats).encode())}"
+
+
+def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[int, int]:
+    """Bytes that this rank takes beside its plan: while it is filled, and in a step. A save finds
+    out by itself whether there is memory for it."""
+    policy = split.policy
+    layouts = [flat.layout for flat in split.flats]
+    chunks = sum(len(layout.chunks) for layout in layouts)
+    sizes = [(each.size_bytes, each.shard_bytes) for each in layouts]
+    held = footprint.held_bytes(chunks, len(split.units), policy.generations)
+    passing = footprint.passing_bytes(
+        chunks,
+        all_at_once=not policy.consumes_grads,
+        durable=bool(policy.durable),
+        drives=len(policy.directories),
+        fill=footprint.fill_bytes(
+            sizes, in_parts=in_parts, converting=source.converting_bytes
+        ),
+    )
+    return held + passing["fill"], held + passing["step"]
+
+
+def _freed_bytes(params: Sequence[Param]) -> int:
+    """Bytes of RAM that the model's values take for themselves, and give back once at rest."""
+    held = (param.sites[0][0]._parameters[param.sites[0][1]] for param in params)
+    size = sum(value.nbytes for value in held if value is not None and value.device.type == "cpu")
+    # Values that are mapped from files are memory that is left already.
+    own = psutil.Process().memory_info()
+    return min(size, int(own.rss - own.shared))
+
+
+def _create_chunks(split: Split, storage: Storage, plan: PlacementPlan) -> None:
+    """Give chunks their places, and no values. There is room for the states that an optimizer will
+    bring, or, where the drives have none, for the parameters alone: inference needs no more.
+
+    Raises: SwapFullError.
+    """
+    try:
+        storage.store.create(split.flats, plan.nvme_masks, plan.formats)
+    except SwapFullError as error:
+        # Another rank may have found room: only an error of all of them may be passed over.
+        if split.comm.world > 1 and not isinstance(error, NoRoomError):
+            raise
+        log.warning("the drives have no room for training with this policy: %s", error)
+        if storage.run is not None:
+            # With the room that was refused went the ends of the files, whatever was there.
+            storage.run.fill.forget()
+        storage.store.create(split.flats, plan.nvme_masks)
+
+
+def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
+    """Return the pinned memory through which gradients reach their accumulators or updates.
+    Unfreezing parameters makes it grow.
+    """
+    sizes = grad_sizes(split.units, buffers.dtype)
+    of_windows = windows_bytes(split.policy, sizes, copies=split.device.copies)
+    copies = split.device.copies
+    return of_windows + split.ranks.transit_bytes(split.flats, buffers.dtype, copies=copies)
+
+
+def fill_tiers(
+    split: Split,
+    tiers: Tiers,
+    source: OpenSource,
+    heap: Heap,
+    rollback: Rollback,
+    *,
+    in_parts: bool,
+) -> None:
+    """Write the model's values to their tiers, unit by unit, and fill its buffers. Blocks;
+    collective.
+
+    in_parts: all ranks read the same files, and each reads its own part of them. Raises:
+    PeerFailed, ValueError, AioError.
+    """
+    # Ranks that read the same files have the same values.
+    synced = split.ranks.syncs_states and not in_parts
+    filling = _Filling(split, tiers, heap, source, way=_way(in_parts=in_parts, synced=synced))
+    with contextlib.closing(filling):
+        for unit in split.units:
+            flats = [flat for flat in unit.flats if not filling.is_filled(flat)]
+            if in_parts:
+                fill_shards(flats, source, split.comm.rank, filling.store_shard)
+            elif synced:
+                _fill_from_first(split, unit, flats, source, filling)
+            else:
+                fill_flats(flats, source, filling.store)
+            # A fill takes long: the others do not go on to its end when one rank has failed.
+            split.resources.check_peers()
+        filling.end()
+    source.fill_buffers(split.device.torch_device, rollback.keep)
+    # From here on collectives report the error of a rank, and no longer the rendezvous.
+    split.resources.end_rendezvous()
+    # Each rank stores a part: from different values the whole would be no rank's model.
+    split.ranks.check_values()
+
+
+def sync_buffers(split: Split, model: torch.nn.Module, rollback: Rollback) -> ModuleBuffers:
+    """Give all ranks the buffers of rank 0, if the policy asks for it. Blocks; collective."""
+    policy = split.policy
+    buffers = ModuleBuffers(model, split.comm, follow=policy.broadcast_buffers)
+    if policy.sync_module_states or policy.broadcast_buffers:
+        buffers.broadcast(rollback.keep)
+    return buffers
+
+
+def _way(*, in_parts: bool, synced: bool) -> str:
+    """Name the way in which a rank reads values, for a fill that goes on later."""
+    return "parts" if in_parts else "rank 0" if synced else "parameters"
+
+
+def _fill_from_first(
+    split: Split, unit: Unit, lacking: Sequence[Flat], source: OpenSource, filling: _Filling
+) -> None:
+    """Fill the flats of a unit that some rank lacks with the values that rank 0 reads. Blocks;
+    collective."""
+    # Another rank may have filled more before its fill broke off.
+    wanted = split.comm.all_reduce_any([flat in lacking for flat in unit.flats])
+    flats = [flat for flat, is_wanted in zip(unit.flats, wanted, strict=True) if is_wanted]
+    if split.comm.rank == 0:
+        fill_flats(flats, source, filling.scatter)
+        return
+    for flat in flats:
+        filling.scatter(flat, None)
+
+
+class _Filling:
+    """Values on their way to their tiers: one flat is written while the next one is read from its
+    source. way: as `_way`."""
+
+    def __init__(
+        self, split: Split, tiers: Tiers, heap: Heap, source: OpenSource, *, way: str
+    ) -> None:
+        self._split, self._tiers, self._heap = split, tiers, heap
+        storage = tiers.storage
+        self._compares = way == "parameters"
+        # A durable run has files that outlive the process, in which a fill may go on.
+        self._run = None
+        if storage.run is not None:
+            self._run = RunFill(
+                storage.run,
+                tiers.store,
+                split.flats,
+                sources=source.files,
+                shares=storage.shares,
+                way=way,
+            )
+        # Kept with the values that the drives read.
+        self._under_way: tuple[Flat, int, Ticket, torch.Tensor] | None = None
+        total = sum(flat.layout.shard_bytes for flat in split.flats)
+        self._line = ProgressLine("loading parameters", total, shown=split.comm.rank == 0)
+
+    def is_filled(self, flat: Flat) -> bool:
+        """Return whether a fill that broke off has written this rank's shard of a flat."""
+        found = self._run.filled_before(flat) if self._run is not None else None
+        if found is None:
+            return False
+        if self._compares:
+            self._split.ranks.note_digest(flat, found)
+        self._line.advance(flat.layout.shard_bytes)
+        return True
+
+    def store(self, flat: Flat, values: torch.Tensor) -> None:
+        """Start writing this rank's shard of a whole flat [layout.numel]. Blocks until the flat
+        before is written. Raises: AioError."""
+        digest = self._split.ranks.note(flat, values)
+        start = self._split.comm.rank * flat.layout.shard_numel
+        shard = values[start : start + flat.layout.shard_numel]
+        # Before the copy, so that the flat on its way is not a third in memory.
+        self._wait()
+        if shard.numel() < values.numel():
+            # A copy: the whole flat need not stay until the shard is written.
+            shard = shard.clone()
+        self.store_shard(flat, shard, digest)
+
+    def scatter(self, flat: Flat, values: torch.Tensor | None) -> None:
+        """Start writing this rank's shard of a flat whose values [layout.numel] rank 0 has; None on
+        the others. Blocks until the flat before is written; collective. Raises: AioError,
+        PeerFailed."""
+        # Rank 0 may have failed to read it, and does not scatter then.
+        self._split.resources.check_peers()
+        self.store_shard(flat, self._split.ranks.scatter(flat, values))
+
+    def store_shard(self, flat: Flat, shard: torch.Tensor, digest: int = 0) -> None:
+        """Start writing this rank's shard of a flat [layout.shard_numel]. Blocks until the flat
+        before is written. Raises: AioError."""
+        self._wait()
+        ticket = self._tiers.store.store(flat, 0, shard.data_ptr())
+        self._under_way = flat, digest, ticket, shard
+        self._line.advance(shard.nbytes)
+
+    def end(self) -> None:
+        """Block until everything is written. Raises: AioError."""
+        self._wait()
+        if self._run is not None:
+            self._run.end()
+
+    def _wait(self) -> None:
+        """Block until the last flat is written. Raises: AioError that names its unit."""
+        if self._under_way is None:
+            return
+        flat, digest, ticket, _ = self._under_way
+        try:
+            ticket.wait()
+        except AioError as error:
+            self._under_way = None
+            text = (
+                f"parameters of {flat.unit.name} cannot be written: {error}. The model is as it "
+                "was: free space there, or name another drive in Policy.nvme, and offload it again"
+            )
+            error.args = (text,)
+            raise
+        self._under_way = None
+        # Flats and what their values came from are of many sizes: their holes would stay.
+        self._heap.freed()
+        if self._run is not None:
+            self._run.wrote(flat, digest)
+
+    def close(self) -> None:
+        """Block until no write is under way, however it ends."""
+        self._line.end()
+        with contextlib.suppress(AioError):
+            self._wait()
+        if self._run is not None:
+            self._run.close()
+
+
+def start_progress(tiers: Tiers, timeline: Timeline) -> Progress:
+    """Start the clock, before the first pass."""
+    executor, store, waits = tiers.executor, tiers.store, LoopWaits()
+
+    def marks() -> Marks:
+        grads = store.grads_read_bytes, store.grads_written_bytes
+        return Marks.of(executor.stats(), store.params_read_bytes, waits.total_s, grads)
+
+    clock = PhaseClock(timeline, marks, tiers.storage.activations_moved)
+    return Progress(PassTracker(), Schedule(), clock, waits)
+
+
+def choose_mode(split: Split, tiers: Tiers, progress: Progress) -> UpdateMode:
+    """Return the update mode of the policy. Raises: ValueError where the model cannot have it."""
+    policy, device = split.policy, split.device
+    if policy.update_on == "device":
+        if not device.copies:
+            raise ValueError(
+                "update_on='device': the model computes on the CPU, which updates already; use "
+                "update_on='cpu'"
+            )
+        device.check_host_pointers()
+        return DeviceUpdate(store=tiers.store, executor=tiers.executor, device=device)
+    if policy.delays:
+        return DelayedUpdate(
+            split.units,
+            store=tiers.store,
+            rank=split.comm.rank,
+            grad_dtype=policy.grad_dtype,
+            device=device,
+            warmup=policy.delayed_warmup,
+        )
+    if policy.speculates:
+        return SpeculativeUpdate(device=device, passes=progress.passes)
+    if policy.consumes_grads:
+        return BackwardUpdate(
+            split.units,
+            device=device,
+            passes=progress.passes,
+            dtype_of=tiers.buffers.dtype,
+            on_nonfinite=policy.on_nonfinite,
+        )
+    return DeferredUpdate()
+
+
+def build_grads(
+    split: Split, tiers: Tiers, mode: UpdateMode, timeline: Timeline, undo: contextlib.ExitStack
+) -> Grads:
+    """Build the way of gradients from autograd to their accumulators."""
+    comm, ranks = split.comm, split.ranks
+    registry = GradRegistry(
+        GradProxy.of,
+        comm.all_gather_floats if comm.world > 1 else None,
+        grad_offload=tiers.offload,
+    )
+    if tiers.offload is not None:
+        undo.callback(tiers.offload.close)
+    # Accumulators may outlive the engine in the user's hands; the scratch does not.
+    undo.callback(registry.release)
+    # Only these have gradients to reduce.
+    learning = [flat for flat in split.flats if flat.learns]
+    reducer = GradReducer(
+        split.units,
+        buffers=tiers.buffers,
+        registry=registry,
+        comm=comm,
+        mode=mode,
+        reduce_scatter=ranks.reduce_scatter(
+            learning, tiers.buffers, split.device, tiers.offload, undo
+        ),
+        unreduced=ranks.unreduced_grads(learning, tiers.buffers, split.device, tiers.offload, undo),
+        order=ReduceOrder(split.units) if ranks.in_any_order else None,
+        grad_offload=tiers.offload,
+        timeline=timeline,
+    )
+    return Grads(registry, reducer)
+
+
+def build_unsharder(
+    split: Split,
+    tiers: Tiers,
+    progress: Progress,
+    grads: Grads,
+    mode: UpdateMode,
+    access: EngineAccess,
+    heap: Heap,
+    timeline: Timeline,
+    buffers: ModuleBuffers,
+) -> Unsharder:
+    """Build the unsharder, which gathers and evicts units."""
+    return Unsharder(
+        split.units,
+        store=tiers.store,
+        executor=tiers.executor,
+        gradients=grads.reducer,
+        progress=progress,
+        device=split.device,
+        comm=split.comm,
+        mode=mode,
+        access=access,
+        heap=heap,
+        passes=split.passes,
+        timeline=timeline,
+        buffers=buffers,
+        in_any_order=split.ranks.in_any_order,
+        qwz=split.policy.qwz,
+        secondary=split.ranks.secondary_shards(split.units, split.device),
+    )
+
+
+def build_repair(policy: Policy, tiers: Tiers, rank: int) -> ChunkRepair:
+    """Build the repair of chunks that a drive cannot give back."""
+    advice = "Start again from the last save"
+    if policy.durable:
+        word = "from-older" if policy.older_commits else "report"
+        advice = f"Start again, with inf.restore(..., damaged={word!r}) of this durable run"
+    if policy.damaged == "raise":
+        advice += "; Policy(damaged='from-older') goes on with older states where there are some"
+    return ChunkRepair(
+        tiers.store,
+        tiers.executor,
+        rank=rank,
+        takes_older=policy.damaged == "from-older",
+        # So many reads verify all of a chunk.
+        reads=VERIFY_STRIDE if policy.verify == "sample" else 1,
+        advice=advice,
+    )
+
+
+def build_pipeline(
+    split: Split,
+    tiers: Tiers,
+    progress: Progress,
+    grads: Grads,
+    unsharder: Unsharder,
+    mode: UpdateMode,
+    heap: Heap,
+) -> StepPipeline:
+    """Build the step, a transaction where there are two generations."""
+    units, executor, store = split.units, tiers.executor, tiers.store
+    transaction = None
+    # Two places for each chunk make a step a transaction.
+    if split.policy.generations > 1:
+        repair = build_repair(split.policy, tiers, split.comm.rank)
+        transaction = Transaction(
+            units, store=store, executor=executor, unsharder=unsharder, repair=repair
+        )
+    return StepPipeline(
+        units,
+        store=store,
+        executor=executor,
+        unsharder=unsharder,
+        gradients=grads.reducer,
+        progress=progress,
+        device=split.device,
+        comm=split.comm,
+        mode=mode,
+        transaction=transaction,
+        heap=heap,
+        watch=tiers.storage,
+        in_any_order=split.ranks.in_any_order,
+    )
+
+
+def build_optimizer(
+    split: Split,
+    tiers: Tiers,
+    progress: Progress,
+    grads: Grads,
+    unsharder: Unsharder,
+    mode: UpdateMode,
+    access: EngineAccess,
+    whole: WholeParams,
+    heap: Heap,
+    undo: contextlib.ExitStack,
+) -> OptimizerParts:
+    """Build the step, the registry of optimizers, and access to states between steps. Attaches the
+    mode and the access checks.
+    """
+    policy, units, comm = split.policy, split.units, split.comm
+    executor, store = tiers.executor, tiers.store
+    pipeline = build_pipeline(split, tiers, progress, grads, unsharder, mode, heap)
+    registry = OptimizerRegistry(
+        policy,
+        split.flats,
+        planner=tiers.planner,
+        store=store,
+        executor=executor,
+        gradients=tiers.buffers,
+        grad_registry=grads.registry,
+        reducer=grads.reducer,
+        pipeline=pipeline,
+        mode=mode,
+        rank=comm.rank,
+        check_open=access.check_open,
+        open_rendezvous=split.resources.open_rendezvous,
+    )
+    # The mode asks the pipeline, and the pipeline the mode.
+    mode.attach(
+        ModeParts(
+            pipeline, unsharder, grads.reducer, registry.optimizer_of, registry.make_gradients
+        )
+    )
+    # Registered after the mode has its collaborators, so that it closes before them.
+    undo.callback(mode.close)
+    # No optimizer exists yet; the registry prepares the jobs anew when one is registered.
+    pipeline.prepare_jobs(split.flats)
+    states = States(
+        store,
+        unsharder,
+        grads.reducer,
+        comm,
+        delayed_params=mode.delayed_params,
+        wait=access.before_write,
+    )
+    saving = Saver(
+        states,
+        units=units,
+        executor=executor,
+        comm=comm,
+        policy=policy,
+        optimizer_of=registry.optimizer_of,
+        mode=mode,
+        drives=tiers.storage.drives,
+    )
+    # Each gather raises the faults of updates and saves; both are made from the unsharder.
+    access.attach(Background(pipeline, saving, whole, registry))
+    return OptimizerParts(pipeline, registry, states, saving)
+
+
+def open_durable_run(
+    tiers: Tiers,
+    optimizer: OptimizerParts,
+    model: torch.nn.Module,
+    owner: EngineHandle,
+    undo: contextlib.ExitStack,
+) -> DurableRun | None:
+    """Open the durable run to which the swap files belong; None if the policy is not durable."""
+    run, space = tiers.storage.run, tiers.storage.space
+    if run is None or space is None:
+        return None
+    pipeline = optimizer.pipeline
+    assert pipeline.transaction is not None, "Policy sees to it that there are two generations"
+    durable = DurableRun(run, space, model, optimizer.saving, pipeline, extra=lambda: owner.extra)
+    undo.callback(durable.close)
+    # Commits go through the run, which reads the steps that the pipeline counts.
+    pipeline.transaction.attach(durable)
+    return durable
+
+
+def build_hooks(
+    split: Split,
+    tiers: Tiers,
+    progress: Progress,
+    grads: Grads,
+    unsharder: Unsharder,
+    whole: WholeParams,
+    model: torch.nn.Module,
+    owner: EngineHandle,
+    timeline: Timeline,
+    undo: contextlib.ExitStack,
+    rollback: Rollback,
+) -> Lifecycle:
+    """Make the model's parameters sharded ones, and put the hooks on it: from here on torch calls
+    the engine.
+    """
+    # One stack for hooks and activations: both ask which module runs.
+    frames, tier = FrameStack(), split.policy.params
+    lifecycle = attach(
+        model,
+        split.units,
+        unsharder,
+        grads.reducer,
+        progress.passes,
+        whole=whole,
+        where=lambda _param: tier,
+        check_state_dict=owner.check_state_dict,
+        activations=tiers.storage.open_activations(model, split.units, timeline, frames, undo),
+        frames=frames,
+        rollback=rollback,
+    )
+    if is_microbatched(model):
+        sum_slices_as_they_wait(split.flats, grads.reducer.dtype)
+    return lifecycle
+
+
+def sum_slices_as_they_wait(flats: Iterable[Flat], dtype: Callable[[Flat], torch.dtype]) -> None:
+    """Have autograd add up the gradients of slices in the dtype in which gradients wait, as a loop
+    over micro-batches adds up its own.
+    """
+    for flat in flats:
+        for param in flat.params if dtype(flat) is not flat.dtype else ():
+            param.gathered.grad_dtype = dtype(flat)

@@ -1,0 +1,579 @@
+"""The engine: `offload` takes a model apart into units at rest; `Handle` is its user's view of the
+engine.
+
+    offload = find units -> place -> fill, unit by unit -> attach hooks
+              (`infinity._src.engine.build` wires)
+
+    parameters at rest  --->  StateStore (chunks: RAM, NVMe)  <---  StepPipeline (opt.step)
+            |                            ^
+    Lifecycle (hooks)   --->  Unsharder (gather, evict, prefetch)
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import inspect
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+from infinity._src.base import openmp
+from infinity._src.base.dtypes import why_not_bits
+from infinity._src.base.paths import absolute
+from infinity._src.base.telemetry import Timeline
+from infinity._src.base.wording import listed
+from infinity._src.checkpoint.formats.hub_files import hub_checkpoint
+from infinity._src.config.policy import Policy
+from infinity._src.distributed.topology import check_launched
+from infinity._src.distributed.transport import Transport
+from infinity._src.engine.build import build_engine, sum_slices_as_they_wait
+from infinity._src.engine.stats import Stats
+from infinity._src.hooks.accumulation import Accumulation
+from infinity._src.hooks.gather_window import chosen_params, gather
+from infinity._src.hooks.module_params import detach_params
+from infinity._src.hooks.state_dict import check_copies
+from infinity._src.memory.device import compute_device
+from infinity._src.microbatch.microbatched import slices_in_mean
+from infinity._src.optim.state_access import OptimizerState
+from infinity._src.params.cleanup import run_all
+from infinity._src.params.discover import check_modules
+from infinity._src.params.materialize import NamedTensors, Source
+from infinity._src.params.rollback import Rollback
+from infinity._src.params.sharded_param import ShardedParameter
+from infinity._src.params.unit import Param
+from infinity.aio import Seam
+from infinity.errors import DriveLostError, EngineClosed, RankFailed
+
+log = logging.getLogger("infinity")
+
+B = TypeVar("B")
+R = TypeVar("R")
+
+# A model keeps its handle itself: a table here would keep closed models alive.
+_HANDLE = "_infinity_handle"
+_OPEN: set[Handle] = set()
+# Parts of engines that ended while the device was stuck: it may still write to their memory.
+_KEPT: list[object] = []
+
+
+def offload(
+    model: torch.nn.Module,
+    policy: Policy | None = None,
+    *,
+    load: Source | None = None,
+    init: Callable[[], torch.nn.Module] | None = None,
+    _seam: Seam | None = None,
+    _transport: type[Transport] | None = None,
+) -> torch.nn.Module:
+    """Offload a model in place: from here on its parameters rest on the tiers of `policy` and are
+    gathered just in time.
+
+    Returns the same module. load: the source of values, unit by unit, when the module is on the
+    meta device: a callable `(name, tensor) -> None` that fills the tensor, a mapping from names to
+    tensors, an `inf.TensorSource`, or a directory of safetensors (or a file: safetensors, GGUF). A
+    callable runs under no_grad once per parameter and persistent buffer. A model of transformers is
+    loaded from a path as `from_pretrained` loads it: tensors are converted some at a time, and
+    parameters on meta get the dtypes that it gives them. init: a function that builds the same
+    model anew, with initial values by its own rules: it runs as ever, with the numbers that torch's
+    generator gives now, and one parameter at a time gets memory. Blocks until all is at rest.
+
+    Raises: ValueError for a policy or a model that cannot work, and where a launcher has started
+    several ranks that have no process group yet, WeightsError for values that do not fit it,
+    BudgetError when the policy's `ram` is too small, MemoryLimitError when the machine or
+    the cgroup leaves less than the plan and what lies beside it need, SwapFullError and other
+    OSErrors for the NVMe directories, PeerFailed when another rank failed, which is named. On an
+    error the model is as it was. Collective on several ranks.
+    """
+    if not (policy is None or isinstance(policy, Policy)):
+        raise ValueError(
+            f"inf.offload takes an inf.Policy, not a {type(policy).__name__}; write "
+            "inf.Policy(params=..., ...)"
+        )
+    _check_not_offloaded(model)
+    # Before the model is touched, all that can be known of a mistake.
+    check_modules(model)
+    check_launched()
+    device = compute_device(model, (policy or Policy()).device)
+    if isinstance(load, (str, os.PathLike)):
+        load = absolute(load, "load")
+    # Read now: parameters at rest have no strides of their own.
+    strided = [
+        name
+        for name, parameter in model.named_parameters()
+        if not why_not_bits(parameter) and not parameter.is_contiguous()
+    ]
+    with contextlib.ExitStack() as undo:
+        rollback = Rollback(model)
+        undo.callback(rollback.undo)
+        with hub_checkpoint(model, load) as source:
+            handle_ = Handle(
+                model, policy or Policy(), device, source, init, _seam, _transport, rollback
+            )
+            undo.callback(handle_.end, commit=False)
+        model.__dict__[_HANDLE] = handle_
+        # Closed at exit, if its user does not.
+        _OPEN.add(handle_)
+        # All ranks of a node have the same environment: one tells.
+        if device.type == "cpu" and handle_.rank == 0:
+            openmp.warn_if_active(torch.get_num_threads())
+        if strided:
+            # A filter may make it an error: then the model is not offloaded.
+            warnings.warn(
+                f"{listed(strided, 3)}: dimensions are in another order in memory "
+                "(channels_last, transposed); offloaded "
+                "they are contiguous, with the same values, and kernels that choose by the order "
+                "may round otherwise",
+                stacklevel=2,
+            )
+        # With `rollback` go the values that the model had.
+        undo.pop_all()
+    return model
+
+
+def _check_not_offloaded(model: torch.nn.Module) -> None:
+    before = model.__dict__.get(_HANDLE)
+    if before is not None and before.closed:
+        raise ValueError(
+            "the engine of this model was closed, and its values with it: build the model anew "
+            "(inf.export_safetensors before close() keeps the values, and load= takes them up)"
+        )
+    if before is not None:
+        raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
+
+
+def handle(model: torch.nn.Module) -> Handle:
+    """Return the handle of an offloaded model. Raises: ValueError for a model that is not
+    offloaded.
+    """
+    found: Handle | None = model.__dict__.get(_HANDLE)
+    if found is None:
+        raise ValueError("this model is not offloaded; call inf.offload(model, policy) first")
+    return found
+
+
+def forward_methods(module: torch.nn.Module, *names: str) -> None:
+    """Let methods of an offloaded model, or of a module in it, use parameters as `forward` may.
+
+    A call of `module.encode_image(...)` then gathers what it uses and releases it, and the backward
+    over its result gathers it again. The hooks of the module do not run. Holds until the engine
+    closes. The counterpart of FSDP2's `register_fsdp_forward_method`.
+
+    Raises: ValueError for a module that has no offloaded parameters, and for a name that is no
+    method of it, or one that returns before it has used parameters: a generator or a coroutine.
+    """
+    engines = {
+        parameter.infinity_link.param.unit.engine
+        for parameter in module.parameters()
+        if isinstance(parameter, ShardedParameter)
+    }
+    kind = type(module).__name__
+    if len(engines) != 1:
+        raise ValueError(
+            f"forward_methods(): {kind} has parameters of {len(engines)} offloaded models; call it "
+            "after `inf.offload`, with the model or a module in it"
+        )
+    if not names:
+        raise ValueError(
+            "forward_methods() got no names: forward_methods(model, 'encode_image')"
+        )
+    for name in names:
+        fault = _why_no_forward_method(module, name)
+        if fault:
+            raise ValueError(f"forward_methods(): {fault}")
+    (engine,) = engines
+    for name in names:
+        engine.parts.lifecycle.hook_method(module, name)
+
+
+def _why_no_forward_method(module: torch.nn.Module, name: str) -> str:
+    """Return why calls of this name cannot be treated as forward's; empty where they can."""
+    kind = type(module).__name__
+    if isinstance(module._modules.get(name), torch.nn.Module):
+        return (
+            f"{kind}.{name} is a module, whose calls gather what they use as it is; for a method "
+            f"of it call forward_methods(model.{name}, ...)"
+        )
+    # Not getattr, which runs the code of a property.
+    found = inspect.getattr_static(module, name, None)
+    if isinstance(found, (classmethod, staticmethod)):
+        found = found.__func__
+    if isinstance(found, property):
+        return f"{kind}.{name} is a property; make it a method, or compute it inside of forward"
+    if not callable(found):
+        return f"{kind} has no method {name!r}"
+    plain = inspect.unwrap(found)
+    if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+        returned = "a generator"
+    elif inspect.iscoroutinefunction(plain):
+        returned = "a coroutine"
+    else:
+        return ""
+    return (
+        f"{kind}.{name} returns {returned}, which uses parameters after the call has returned and "
+        "they are released: make it a function that returns its results, or iterate over it inside "
+        "of gather()"
+    )
+
+
+def offloaded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules in `model`, itself among them, that are offloaded and not closed, in the
+    order of `model.modules()`: each has a handle. A wrapper (PEFT's, a compiled module's, a
+    LightningModule) has the one that it wraps.
+    """
+    return [
+        module
+        for module in model.modules()
+        if (found := module.__dict__.get(_HANDLE)) is not None and not found.closed
+    ]
+
+
+def is_offloaded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter of an offloaded model, as `model.parameters()` yields
+    it. Its optimizer is one of infinity's; no DDP reduces it. True also when the engine is closed.
+    """
+    return isinstance(tensor, ShardedParameter)
+
+
+class Handle:
+    """The user's view of a model's engine. Methods block; one thread uses it at a time."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        policy: Policy,
+        device: torch.device,
+        load: Source | NamedTensors | None,
+        init: Callable[[], torch.nn.Module] | None,
+        seam: Seam | None,
+        transport: type[Transport] | None,
+        rollback: Rollback,
+    ) -> None:
+        self.timeline = Timeline(spans_max=200_000)
+        self.extra: Any = None  # the user's state, for durable runs and saves
+        self.on_nonfinite = policy.on_nonfinite
+        with contextlib.ExitStack() as undo:
+            parts = build_engine(
+                model,
+                policy,
+                device,
+                load=load,
+                init=init,
+                seam=seam,
+                transport=transport,
+                owner=self,
+                timeline=self.timeline,
+                undo=undo,
+                rollback=rollback,
+            )
+            self.parts = parts
+            split = parts.split
+            self.policy, self.units, self.comm = split.policy, split.units, split.comm
+            self.rank = self.comm.rank
+            self.unsharder, self.durable = parts.unsharder, parts.durable
+            self.gradients = parts.grads.reducer
+            self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
+            self.saving = parts.optimizer.saving
+            self._accumulation = Accumulation(
+                parts.lifecycle, self.policy.units, split.ranks.on_any_rank
+            )
+            # Built: from here on `end` closes the parts. An error above has closed them already, in
+            # reverse order.
+            self._undo = undo.pop_all()
+
+    def register(self, optimizer: Any, params: list[Param]) -> None:
+        """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""
+        self.parts.optimizer.registry.register(optimizer, params)
+
+    def await_unfreezing(self, optimizer: Any, params: list[Param]) -> None:
+        """Have `optimizer.make_states` called for those of these frozen parameters that are
+        unfrozen (called by optimizers)."""
+        self.parts.optimizer.registry.await_unfreezing(optimizer, params)
+
+    # -- methods for users -------------------------------------------------------------------------
+
+    def gather(
+        self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        """Return a context in which these parameters (as `model.parameters()` yields them) can be
+        read and written; writes are kept.
+
+        Waits for pending updates of their units, and, before it keeps writes, for all: a step that
+        is undone raises StepUndone, and nothing is kept. With update="delayed" these are the
+        updated values, which training computes with one step later: a training forward or backward
+        through them raises RuntimeError inside. On several ranks all gather, and write, the same.
+
+        Raises: ValueError for a parameter of another model.
+        """
+        self.check_open()
+        return gather(self.parts.lifecycle, params)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Mark micro-batches that are not the last of a step.
+
+        With update="backward" they accumulate, and the first backward outside of it updates. On
+        several ranks with accumulate="local" (and zero=1) they add up on each rank, and that
+        backward reduces them. Otherwise gradients are reduced into the shards at once, and the
+        other modes need no mark.
+
+        Raises: BudgetError when update="backward" has no room for gradients, at the first time.
+        """
+        self.check_open()
+        # The reducer adds up on this rank, the mode leaves the update out, buffers stay as they
+        # are: each knows a part of it.
+        parts = self.parts
+        with parts.grads.reducer.no_sync(), parts.mode.no_sync(), parts.buffers.no_sync():
+            yield
+
+    def accumulate(self, micro_batches: Iterable[B], fn: Callable[[B], R]) -> list[R]:
+        """Accumulate the gradients of micro-batches: `fn` for one after the other, then one
+        backward for all, block by block. Blocks until it has ended.
+
+        Each unit is gathered once for all backwards and, on several ranks, reduced once; its
+        gradients are stored once. With update="backward" none is stored, and no `no_sync` is
+        needed. Graphs of all micro-batches live until backward: checkpoint the blocks.
+
+        micro_batches: read as a whole before the first `fn`. fn: gets one, and returns its loss (a
+        tensor of one element, scaled as the sum wants it), or a tuple that begins with it.
+        Returns what `fn` returned, with tensors (of the tuple, too) detached.
+
+        Parameters get the bits of `for mb in micro_batches: fn(mb).backward()` where a micro-batch
+        uses them once; one that is used several times gets its gradients use by use, the last of
+        forward first, and of each use micro-batch by micro-batch. Random numbers are those of the
+        loop. On several ranks the bits are those of the loop with accumulate="local". If
+        micro-batches call blocks in different orders, backwards run one after the other, which is
+        logged once.
+
+        Raises: ValueError without micro-batches, and for what `fn` may not return; RuntimeError
+        inside of a forward, a backward or another `fn`; whatever `fn` raises. Then there has been
+        no backward.
+        """
+        self.check_open()
+        # Sums of micro-batches are autograd's own here.
+        sum_slices_as_they_wait(self.parts.split.flats, self.gradients.dtype)
+        return self._accumulation.run(list(micro_batches), fn, self.no_sync)
+
+    def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
+        """Return the optimizer states of a parameter, by name, to be read and written on any tier:
+        "master", moments, "step".
+
+        Raises: ValueError for a parameter of another model, or without an optimizer.
+        """
+        self.check_open()
+        # The engine's record of it; other tensors raise.
+        found = self._one(param)
+        holder = self.parts.optimizer.registry.optimizer_of(found)
+        if holder is None:
+            raise ValueError(
+                f"no optimizer holds {found.name}; build inf.AdamW(model.parameters()) first, and "
+                "keep it"
+            )
+        return OptimizerState(found, holder, self.states)
+
+    def full_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the accumulated gradient of a parameter, with the factors of the loop applied: a
+        fresh fp32 CPU tensor [param.shape].
+
+        None where `param.grad` is None. Waits for pending updates. Collective on several ranks: it
+        is the mean over all, and every rank gets the whole. Raises: ValueError for a parameter of
+        another model; RuntimeError for a gradient that an update has taken, as with
+        update="backward" after backward.
+        """
+        self.check_open()
+        return self.states.full_grad(self._one(param))
+
+    def set_full_grad(self, param: torch.nn.Parameter, grad: torch.Tensor | None) -> None:
+        """Make `grad` [param.shape] the gradient of a parameter, rounded to the dtype of waiting
+        gradients; None clears it.
+
+        Waits for pending updates. With update="backward" None takes nothing back: an update that
+        backward made stays. On several ranks all pass the same tensor. Raises: ValueError for a
+        wrong shape or dtype, or a parameter of another model; RuntimeError, with update="backward",
+        when the update has taken the gradient that backward made.
+        """
+        self.check_open()
+        self.states.set_full_grad(self._one(param), grad)
+
+    def _one(self, param: torch.nn.Parameter) -> Param:
+        found = (
+            chosen_params(self.parts.lifecycle, param) if isinstance(param, torch.Tensor) else []
+        )
+        if len(found) != 1:
+            raise ValueError(
+                "this wants one parameter of the offloaded model, as model.parameters() yields "
+                f"it, not a {type(param).__name__}"
+            )
+        return found[0]
+
+    def read(self, param: Param) -> torch.Tensor:
+        """Return the current value of one parameter as an ordinary CPU tensor; waits for pending
+        updates of its unit.
+        """
+        # A backward that broke off may have left units in use.
+        self.parts.lifecycle.recover()
+        return self.unsharder.read(param)
+
+    def stats(self) -> Stats:
+        """Return counters since `offload`; `infinity._src.engine.stats.Stats` says what each means.
+        Raises: EngineClosed.
+        """
+        # Not `check_open`: numbers can be read after a fault too.
+        if self.parts.access.closed:
+            raise EngineClosed(
+                "handle.stats(): the engine of this model was closed; ask before close()"
+            )
+        return Stats.collect(
+            # Through the watch over the drives, whose forecast must include this moment.
+            executor=self.parts.tiers.storage.observe(self.pipeline.steps),
+            endurance=self.parts.tiers.storage.endurance,
+            unsharder=self.unsharder,
+            gradients=self.gradients,
+            progress=self.parts.progress,
+            pipeline=self.pipeline,
+            placement=self.parts.tiers.planner.plan,
+            param_numel=sum(param.numel for param in self.parts.split.params),
+            unit_count=len(self.units),
+            backend_reason=self.parts.tiers.executor.backend_reason,
+            budget_bytes=self.parts.tiers.planner.budget_bytes,
+            update=self.policy.cpu_update,
+            bandwidths=self.policy.io_settings.bandwidths,
+            activations=self.parts.tiers.storage.activation_figures(),
+            ranks=self.parts.split.ranks.figures(),
+            fresh_grad_bytes_peak=max(
+                self.parts.grads.reducer.fresh_bytes_peak, self.parts.mode.fresh_bytes_peak
+            ),
+            heap_spare_bytes=self.parts.heap.spare_bytes,
+            frozen_bytes=self.parts.tiers.storage.frozen_bytes(self.parts.split.flats),
+            slices=slices_in_mean(self.parts.lifecycle.model),
+        )
+
+    def trace(self, path: str | os.PathLike[str]) -> int:
+        """Write the timeline so far as Chrome trace JSON (opens in Perfetto) and return its number
+        of spans.
+
+        Tracks: phases, waits of training, units in use, gradients, reads, writes, updates, copies,
+        with the names of the units; the newest of each are kept.
+        """
+        target = absolute(path, "path")
+        self.take_spans()
+        return self.timeline.write(target)
+
+    def take_spans(self) -> None:
+        """Take what the native threads noted since the last call into `timeline`."""
+        # Both clocks are CLOCK_MONOTONIC.
+        self.timeline.add_native_spans(self.parts.tiers.storage.take_spans(self.units))
+
+    def flush(self) -> None:
+        """Return when no update or write is pending. Raises the faults of the background.
+
+        In a durable run the last step is committed then. With two generations (a durable run has
+        them) all ranks call it together.
+        """
+        # A commit needs a step that has ended.
+        self.parts.access.before_write()
+        self.pipeline.commit()
+
+    def close(self) -> None:
+        """Flush, free everything, and leave the parameters unreadable (they raise). Idempotent.
+
+        A durable run commits its last step, together with all ranks; where an update of one failed,
+        all raise StepUndone, and the one before stays. An exit without close() commits it on one
+        rank, and on several leaves the one before.
+
+        Raises: RuntimeError inside `gather()`; the faults of the background, after everything was
+        freed; RankFailed after a rank has failed and the device is stuck behind collectives that
+        wait for it. Then nothing is freed, since the device may still write there.
+        """
+        self.end(commit=True)
+
+    def end(self, *, commit: bool) -> None:
+        """Close as `close`. commit: commit the last step of a durable run, if it is not yet."""
+        if self.parts.access.closed:
+            return
+        # Writes in the block are kept at its end, when the engine would be gone.
+        if self.parts.lifecycle.windows:
+            raise RuntimeError(
+                "handle.close() inside handle.gather(): the writes of the block would be lost; "
+                "leave it first"
+            )
+        self._leave_if_stuck()
+        # Hooks first, memory last: no forward may begin, and no transfer may be in flight.
+        steps = (
+            self.parts.lifecycle.detach,
+            self.parts.tiers.executor.wait_all,
+            self.unsharder.close,
+            lambda: detach_params(self.parts.split.params),
+            self.saving.tell_of_last,
+        )
+        # All steps run, whatever fails: threads and files must not outlive the handle.
+        with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
+            # Told before, maybe: the same error, and nothing is tried on a drive that is gone.
+            self.parts.access.check_drives()
+            # A save reads chunks that are freed below.
+            self.saving.wait_for_last()
+            # States that cannot be read any more are no reason to wait for other ranks, which may
+            # have gone.
+            self.pipeline.wait(together=commit and self.durable is not None)
+            self.saving.raise_fault()
+            if commit:
+                self.pipeline.commit()
+
+    def _leave_if_stuck(self) -> None:
+        """Block until no collective is under way. Raises: RankFailed where that cannot be had;
+        everything is kept then until the process ends."""
+        try:
+            self.comm.drain()
+        except RankFailed:
+            _KEPT.append(self.parts)
+            # Threads end and the other ranks hear of it; no memory is freed, nor waited for.
+            with run_all(self._forget, self.parts.lifecycle.remove_hooks, self.comm.close):
+                raise
+
+    def _forget(self) -> None:
+        self.parts.access.closed = True
+        # The set holds handles strongly, and with them their memory.
+        _OPEN.discard(self)
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self.parts.access.closed
+
+    def check_open(self) -> None:
+        """Raise after close, the sticky fault of a background update, and where the ranks have
+        become others."""
+        self.parts.access.check_open()
+        self.parts.access.before_pass()
+
+    def check_state_dict(self, size_bytes: int) -> None:
+        """Raise where a `state_dict()` of so many bytes cannot be made."""
+        self.check_open()
+        # Units that a broken-off pass has left would count as in use.
+        self.parts.lifecycle.recover()
+        check_copies(size_bytes)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Finish the steps that were taken, and free all engines, at exit. A fault is logged: no caller
+    is left to raise it to. Other ranks may have gone already, so nothing that needs them is done.
+    """
+    # A copy: closing removes the handle from the set.
+    for open_handle in list(_OPEN):
+        try:
+            open_handle.end(
+                commit=open_handle.durable is None or open_handle.saving.comm.world == 1
+            )
+        except DriveLostError as error:
+            # What ended the script has been shown by the interpreter.
+            if getattr(sys, "last_value", None) is not error:
+                log.error("closing an offloaded model at exit: %s", error)
+        except Exception:
+            log.exception("closing an offloaded model at exit failed")

@@ -1,0 +1,315 @@
+"""Registry of the optimizers: each parameter's owner, and the states, places and gradient memory
+that an owner brings.
+
+    optimizer built -> register(optimizer, params)
+                    -> check -> format of each flat -> plan -> convert states -> gradient memory
+
+A flat rests in one format, so all its parameters have the same number of moments, also under
+several optimizers.
+
+Parameters that are frozen when an optimizer takes them have no states, and no room for any. Once
+they are unfrozen, the optimizer registers them before the next training forward: their gradients
+find memory, and so the update mode finds their states in backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from infinity._src.config.policy import Policy
+from infinity._src.engine.planner import PlacementPlanner
+from infinity._src.optim.base import Optimizer
+from infinity._src.optim.step import StepPipeline
+from infinity._src.optim.step_consensus import describe_registration
+from infinity._src.optim.update_mode import UpdateMode
+from infinity._src.params.accumulator import GradRegistry
+from infinity._src.params.buffers import GradBuffers
+from infinity._src.params.reduce import GradReducer
+from infinity._src.params.state_store import StateStore
+from infinity._src.params.unit import Flat, Param
+from infinity.aio import Executor, Format, PoolSpec
+
+
+class OptimizerRegistry:
+    """The optimizers of one model's parameters. One thread uses it at a time.
+
+    check_open: raises when no more optimizers can be registered. open_rendezvous: see
+    `infinity._src.engine.node_resources`. Several ranks register alike, and when one of them fails,
+    none registers.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        flats: Sequence[Flat],
+        *,
+        planner: PlacementPlanner,
+        store: StateStore,
+        executor: Executor,
+        gradients: GradBuffers,
+        grad_registry: GradRegistry,
+        reducer: GradReducer,
+        pipeline: StepPipeline,
+        mode: UpdateMode,
+        rank: int,
+        check_open: Callable[[], None],
+        open_rendezvous: Callable[..., AbstractContextManager[Callable[[], None]]],
+    ) -> None:
+        self._policy = policy
+        self._flats = list(flats)
+        self._planner = planner
+        self._store = store
+        self._executor = executor
+        self._gradients = gradients
+        self._grad_registry = grad_registry
+        self._reducer = reducer
+        self._pipeline = pipeline
+        self._mode = mode
+        self._rank = rank
+        self._check_open = check_open
+        self._open_rendezvous = open_rendezvous
+        # Weak: an optimizer that its user dropped gives its parameters back.
+        self._optimizers: dict[Param, weakref.ref[Optimizer]] = {}
+        # Parameters without states that an optimizer holds, and those of them that were unfrozen.
+        self._frozen: dict[Param, weakref.ref[Optimizer]] = {}
+        self._unfrozen: dict[Param, None] = {}
+        self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
+        self._has_gradient_memory = False
+
+    def optimizer_of(self, param: Param) -> Optimizer | None:
+        """Return the optimizer of a parameter, or None."""
+        found = self._optimizers.get(param)
+        return found() if found is not None else None
+
+    def register(self, optimizer: Optimizer, params: list[Param]) -> None:
+        """Give parameters the states that `optimizer.moments_of` names. Blocks while they are
+        written. Collective.
+
+        Raises: ValueError when another optimizer has one, when its dtype has no state format or
+        that of its unit is another, or when other ranks register others; BudgetError;
+        SwapFullError; AioError; MemoryError; PeerFailed. The optimizer has none of them then, and
+        training goes on as before. States that moved already stay where they are, and memory that
+        was made stays and is counted.
+        """
+        # Here, since ranks may agree on the end of a step: in a rendezvous one may have failed. Of
+        # an engine that is closed the rendezvous tells.
+        self._pipeline.wait()
+        waited = any(param in self._frozen for param in params)
+        with self._open_rendezvous(
+            "unfreezing parameters" if waited else "building an optimizer",
+            describe_registration(optimizer, params),
+        ) as agree:
+            # After the ranks met: an engine that one rank closed fails on all.
+            self._check_open()
+            self._check(optimizer, params)
+            formats = self._formats_with(optimizer, params)
+            with self._replanned():
+                # Set before the plan, which reads it; `_replanned` puts the old ones back.
+                self._formats = formats
+                self._planner.scratch_bytes = max(
+                    self._planner.scratch_bytes, optimizer.scratch_bytes(formats)
+                )
+                self._move_states()
+                for param in params:
+                    if param in self._optimizers and self._optimizers[param]() is not optimizer:
+                        # Its optimizer is gone; a new one starts with masters and moments of its
+                        # own.
+                        start, _, numel = param.flat.layout.shard_range(
+                            param.param_index, self._rank
+                        )
+                        self._store.forget(param.flat, start, numel)
+                self._allocate_gradients()
+                # The last point where any rank may fail. After it nothing is allowed to raise but
+                # the rebinding.
+                agree()
+        optimizers_before = dict(self._optimizers)
+        self._optimizers.update((param, weakref.ref(optimizer)) for param in params)
+        try:
+            # Accumulators still point into the old memory, which lives as long as they do.
+            self._rebind_gradients()
+            self._commit_places()
+        except BaseException:
+            # The states stay where they are, and no optimizer holds them.
+            self._optimizers = optimizers_before
+            raise
+        for param in params:
+            self._frozen.pop(param, None)
+
+    def _commit_places(self) -> None:
+        """Have a durable run commit the new places: what its last manifest names was moved. Its
+        first commit is here, too, so that a run may be killed before its first step."""
+        if self._pipeline.transaction is not None:
+            learning = (p for flat in self._flats for p in flat.params if p.at_rest.requires_grad)
+            complete = all(param in self._optimizers for param in learning)
+            self._pipeline.transaction.states_moved(complete=complete)
+
+    def await_unfreezing(self, optimizer: Optimizer, params: list[Param]) -> None:
+        """Have `register_unfrozen` call `optimizer.make_states` for those of these frozen
+        parameters that are unfrozen."""
+        self._frozen.update((param, weakref.ref(optimizer)) for param in params)
+
+    def unfrozen(self, param: Param) -> None:
+        """Note that a parameter requires a gradient from now on. Does not block."""
+        if param in self._frozen:
+            self._unfrozen[param] = None
+
+    def register_unfrozen(self) -> None:
+        """Register the parameters that were unfrozen and that an optimizer holds. Blocks.
+        Collective if there are any. Raises what `register` raises; the next call tries again.
+        """
+        by_holder: dict[Optimizer, list[Param]] = {}
+        for param in self._unfrozen:
+            # A step may have made the states meanwhile, the loop frozen the parameter again.
+            holder = self._frozen[param]() if param in self._frozen else None
+            if param.at_rest.requires_grad and holder is not None:
+                by_holder.setdefault(holder, []).append(param)
+        for optimizer, params in by_holder.items():
+            optimizer.make_states(params)
+        self._unfrozen.clear()
+
+    def make_gradients(self) -> None:
+        """Make room for the gradients of all registered parameters: update="backward" accumulates
+        for the first time. Blocks. Collective.
+
+        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. All goes on without
+        that room then, and this may be called again.
+        """
+        with self._open_rendezvous("making room for gradients") as agree:
+            self._check_open()
+            with self._replanned():
+                self._move_states()
+                self._allocate_gradients()
+                agree()
+        self._rebind_gradients()
+
+    @contextlib.contextmanager
+    def _replanned(self) -> Iterator[None]:
+        """Put a new plan in force and carry it out, inside. If that fails, the plan before is in
+        force again.
+
+        States that moved already stay where they are, with the values they had, and the ledger
+        counts them. A later plan moves only the rest.
+        """
+        # Chunks move, so no update, write or read may be in flight.
+        self._pipeline.wait()
+        self._reducer.flush_spilled()
+        # Reads ahead have no ticket that the pipeline knows.
+        self._executor.wait_all()
+        before, formats_before = self._planner.saved(), self._formats
+        try:
+            yield
+        except BaseException:
+            self._formats = formats_before
+            made = self._gradients.size_bytes + self._mode.memory_bytes
+            self._planner.restore(
+                before, resident_bytes=self._store.resident_bytes, gradient_bytes=made
+            )
+            raise
+        finally:
+            # Also after a failure: the flats that had moved by then have other chunks.
+            self._pipeline.prepare_jobs(self._flats)
+
+    def _check(self, optimizer: object, params: list[Param]) -> None:
+        """Raise ValueError if a parameter has another optimizer, or a dtype without a state format.
+        """
+        others = [holder() for holder in self._optimizers.values()]
+        if self._policy.delays and any(
+            other not in (None, optimizer) for other in others
+        ):
+            raise ValueError(
+                "update='delayed' takes one optimizer for all parameters of a model: with two, the "
+                "step of one would end the delay of the other; use parameter groups, or "
+                "update='deferred'"
+            )
+        for param in params:
+            if self.optimizer_of(param) not in (None, optimizer):
+                raise ValueError(
+                    f"{param.name} is held by another optimizer; give each parameter to one "
+                    "optimizer only"
+                )
+            if self._planner.state_format(param.flat) is Format.RAW:
+                raise ValueError(
+                    f"{param.name} is {param.dtype}; optimizer states are built for bfloat16, "
+                    "float16 and float32 parameters: "
+                    "cast the model before inf.offload, or freeze the parameter"
+                )
+
+    def _formats_with(self, optimizer: Optimizer, params: list[Param]) -> dict[Flat, Format]:
+        """Return the formats of registered flats when `optimizer` has these parameters too. Raises:
+        ValueError if two disagree.
+        """
+        formats, wanted = dict(self._formats), set(params)
+        # A dict instead of a set: every rank goes through flats in the same order.
+        for flat in {param.flat: None for param in params}:
+            kept: dict[int, Param] = {}
+            for param in flat.params:
+                holder = optimizer if param in wanted else self.optimizer_of(param)
+                if holder is not None:
+                    kept[len(holder.moments_of(param))] = param
+            if len(kept) > 1:
+                shown = " and ".join(
+                    f"{count} for {param.name}" for count, param in sorted(kept.items())
+                )
+                raise ValueError(
+                    f"optimizers keep different numbers of moments in unit {flat.unit.name}: "
+                    f"{shown}. Parameters of one unit and dtype rest in one format: hold them by "
+                    "optimizers (or groups of SGD) with as many, or part them with "
+                    "Policy(units=...)"
+                )
+            formats[flat] = self._planner.state_format(flat, next(iter(kept)))
+        return formats
+
+    @property
+    def _registered(self) -> list[Flat]:
+        """Flats that rest with optimizer states."""
+        return [flat for flat in self._flats if flat in self._formats]
+
+    @property
+    def _stores_gradients(self) -> bool:
+        """True if gradients have memory, or get it now. They never lose it again: spilled ones lie
+        in a section of their chunks.
+        """
+        return self._has_gradient_memory or self._mode.stores_gradients
+
+    def _move_states(self) -> None:
+        """Plan for the optimizer states of all registered flats, and move the states whose place
+        changes.
+        """
+        formats = {flat: self._formats[flat] for flat in self._registered}
+        plan = self._planner.replan(formats, stores_gradients=self._stores_gradients)
+        if plan.pools != self._planner.pools:
+            self._executor.resize_pools(
+                PoolSpec(plan.small_count, plan.small_bytes),
+                PoolSpec(plan.large_count, plan.large_bytes),
+            )
+            self._planner.pools_resized()
+        self._store.convert(self._flats, plan.formats, plan.nvme_masks)
+
+    def _allocate_gradients(self) -> None:
+        """Make room for the gradients of registered flats, as planned, in RAM or on NVMe, and for
+        the memory of the mode.
+        """
+        plan, spilled = self._planner.plan, self._planner.spilled
+        self._mode.allocate(self._registered, spilled)
+        self._reducer.allocate()
+        if self._stores_gradients:
+            self._gradients.allocate([flat for flat in self._registered if flat not in spilled])
+            # The last that may fail: from here on these flats must have the section.
+            self._gradients.spill(spilled, self._store, staging_bytes=plan.staging_bytes)
+            self._has_gradient_memory = True
+
+    def _rebind_gradients(self) -> None:
+        """Give the accumulators of registered flats the memory that was made for them, with the
+        values they have.
+        """
+        for flat in self._registered:
+            for param in flat.params:
+                if param.grad is not None:
+                    self._gradients.place_accumulator(param)
+                elif param in self._optimizers:
+                    self._reducer.accumulator(param)
+        # The scratch of norms is made here, so that no step allocates it.
+        self._grad_registry.reserve()

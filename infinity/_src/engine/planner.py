@@ -1,0 +1,339 @@
+"""Placement of one model's states: builds the planner's input, reserves the budget, keeps the plan
+in force.
+
+    first plan    at offload, for the steps to come: chooses pools and spilled gradients, once
+    later plans   when an optimizer registers parameters: their formats, and room for gradients
+
+Pools are allocated and spilled gradients are chosen for all parameters that require a gradient when
+the model is offloaded. An optimizer that holds fewer leaves budget, which goes to resident
+sections. One that holds more (parameters that were unfrozen) may want larger pools. Their gradients
+spill where the budget does not hold them.
+
+The budget itself is `memory.ledger`; the plan that fits into it is computed by `memory.placement`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from infinity._src.cabi.records import GradSection
+from infinity._src.config.policy import Policy
+from infinity._src.hooks.activation_store import CHUNK_BYTES
+from infinity._src.memory.ledger import LEDGER, budget_bytes, describe_budget, describe_others
+from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
+from infinity._src.memory.state_formats import state_format
+from infinity._src.params.accumulator import NORM_PIECE_NUMEL
+from infinity._src.params.buffers import GradBuffers
+from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.unit import Flat
+from infinity.aio import Format
+from infinity.errors import BudgetError
+
+log = logging.getLogger("infinity")
+
+_GRADS = {
+    torch.bfloat16: GradSection.BF16,
+    torch.float32: GradSection.FP32,
+    torch.float16: GradSection.FP16,
+}
+
+
+class SavedPlacement(NamedTuple):
+    """Snapshot of a `PlacementPlanner`, which `restore` takes."""
+
+    plan: PlacementPlan
+    spilled: frozenset[Flat] | None
+    scratch_bytes: int
+    transit_bytes: int
+
+
+class PlacementPlanner:
+    """Planner of one model's placement; `plan` is the one in force.
+
+    ledger_owner: key of the model's entry in the RAM ledger.
+    transit_bytes: returns the RAM of buffers between autograd and the gradients' place; it grows
+    when parameters are unfrozen. Formats are those of states without gradients; `plan.formats` has
+    a section for those that spill.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        flats: Sequence[Flat],
+        gradients: GradBuffers,
+        *,
+        ledger_owner: int,
+        default_bytes: int,
+        transit_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._policy = policy
+        # In one order: plans and choices name a flat by its index.
+        self._flats = list(flats)
+        self._gradients = gradients
+        # Called at every plan: unfreezing a parameter adds buffers.
+        self._transit_bytes = transit_bytes
+        # Bytes of `transit_bytes` in the plan in force. `restore` compares them: buffers that were
+        # made since that plan count beside it.
+        self._transit_planned = 0
+        self._owner = ledger_owner
+        # Once: the memory that is left shrinks as this model takes its share, and must not be
+        # halved again for the optimizer.
+        self._default_bytes = default_bytes
+        # Sizes of the slots in the pools that exist; every later plan counts these, at least.
+        self._pools: tuple[int, int] | None = None
+        self._pool_bytes = 0
+        # Chosen once, for all parameters that require a gradient when the model is offloaded.
+        self._spilled: frozenset[Flat] | None = None
+        self._plan: PlacementPlan | None = None
+        self.scratch_bytes = 0  # of optimizers in Python; counted from the next plan on
+
+    @property
+    def plan(self) -> PlacementPlan:
+        """Plan in force."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that the policy's `ram` lets this model hold; None: the least that works."""
+        return budget_bytes(self._policy.ram, self._owner, self._default_bytes)
+
+    @property
+    def spilled(self) -> list[Flat]:
+        """Flats whose gradients spill under the plan in force."""
+        return [flat for flat, gone in zip(self._flats, self.plan.spilled, strict=True) if gone]
+
+    def state_format(self, flat: Flat, moments: int = 2) -> Format:
+        """Choose the format of a flat's states with so many moments; RAW for a dtype that has none.
+        """
+        return state_format(self._policy.state, flat.dtype, moments) or Format.RAW
+
+    def first(self) -> PlacementPlan:
+        """Plan for the time before an optimizer exists: parameters only, but pools for the steps to
+        come.
+
+        Raises: BudgetError when the parameters alone do not fit; a budget too small for training is
+            a warning.
+        """
+        trainable = {flat: self.state_format(flat) for flat in self._flats if flat.trainable}
+        formats = {flat: found for flat, found in trainable.items() if found is not Format.RAW}
+        # Gradients that wait for the step are in RAM, or spill; they are part of what training
+        # needs.
+        try:
+            plan = self._plan_first(formats)
+        # Inference needs the parameters alone, so a budget too small for training is no error yet.
+        except BudgetError as error:
+            try:
+                plan = self._make({}, stores_gradients=True)
+            except BudgetError:
+                # The first error, which says what training needs.
+                raise error from None
+            log.warning("this budget does not allow training: %s", error)
+        plan = self._enforce(plan)
+        # The executor is opened with these; every later plan counts them.
+        self.pools_resized()
+        return plan
+
+    def _plan_first(self, formats: Mapping[Flat, Format]) -> PlacementPlan:
+        """Choose the gradients that spill, and the size of the pools."""
+        # Speculation stores gradients under update="backward", too: it may have to redo a step.
+        if not self._policy.consumes_grads:
+            plan = self._make(formats, stores_gradients=True)
+            self._spilled = self._spilled_of(plan)
+            return plan
+        plan = self._make(formats, stores_gradients=False)
+        # Micro-batches may accumulate one day: pools are large enough for that, if the budget is.
+        try:
+            later = self._make(formats, stores_gradients=True)
+        # The budget does not hold gradients beside the rest: this model never accumulates, then.
+        except BudgetError:
+            return plan
+        self._spilled = self._spilled_of(later)
+        self._pools = (
+            max(plan.small_bytes, later.small_bytes),
+            max(plan.large_bytes, later.large_bytes),
+        )
+        # Once more, with the pools that both need.
+        return self._make(formats, stores_gradients=False)
+
+    def replan(
+        self, formats: Mapping[Flat, Format], *, stores_gradients: bool = True
+    ) -> PlacementPlan:
+        """Plan for flats with states in these formats, in force from now on; `restore` takes it
+        back.
+
+        stores_gradients: they wait in RAM (or spill) for the step; not so under update="backward"
+            without accumulation.
+        Its pools are those that exist, or larger: parameters that were frozen when the model was
+        offloaded may have larger chunks, and an optimizer more moments.
+        Raises: BudgetError. Then the plan in force stays.
+        """
+        try:
+            plan = self._make(formats, stores_gradients=stores_gradients)
+        except BudgetError as error:
+            if not stores_gradients:
+                raise
+            plan = self._spill_unfrozen(formats, error)
+        # The first plan for training fell short, or kept no gradients: this one chooses.
+        if self._spilled is None and stores_gradients:
+            self._spilled = self._spilled_of(plan)
+        return self._enforce(plan)
+
+    def _spill_unfrozen(self, formats: Mapping[Flat, Format], error: BudgetError) -> PlacementPlan:
+        """Let the gradients of flats spill that were frozen when spilled ones were chosen. Raises:
+        the first error where that does not help."""
+        spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
+        planned = {
+            flat
+            for flat, now in zip(self._flats, self.plan.formats, strict=True)
+            if now is not Format.RAW
+        }
+        fresh = {flat for flat in formats if not flat.trainable} - planned
+        if self._spilled is None or not (spills and fresh):
+            raise error
+        before, self._spilled = self._spilled, self._spilled | fresh
+        try:
+            return self._make(formats, stores_gradients=True)
+        except BudgetError:
+            self._spilled = before
+            raise error from None
+
+    def pools_resized(self) -> None:
+        """Note that the executor's pools are those of the plan in force."""
+        self._pools, self._pool_bytes = self.plan.pools, self.plan.pool_bytes
+
+    @property
+    def pools(self) -> tuple[int, int] | None:
+        """Sizes of the slots in the pools that exist, small and large."""
+        return self._pools
+
+    def saved(self) -> SavedPlacement:
+        """Take a snapshot for `restore`."""
+        return SavedPlacement(self.plan, self._spilled, self.scratch_bytes, self._transit_planned)
+
+    def restore(self, saved: SavedPlacement, *, resident_bytes: int, gradient_bytes: int) -> None:
+        """Put a former plan in force again.
+
+        resident_bytes: states in RAM now. gradient_bytes: memory of gradients, and of the
+        parameters that compute, which a later plan will find there. Bytes beyond the plan are
+        reserved, too.
+        """
+        plan, self._spilled, self.scratch_bytes, self._transit_planned = saved
+        # Reserved beyond the plan: bytes that exist now are not given to other models.
+        more = max(resident_bytes - plan.resident_bytes, 0)
+        more += max(gradient_bytes - plan.grad_bytes - plan.delayed_params_bytes, 0)
+        more += max(self._pool_bytes - plan.pool_bytes, 0)
+        # Buffers of parameters unfrozen since: they exist, or will with the first gradient.
+        more += max(self._transit_bytes() - self._transit_planned, 0)
+        LEDGER.reserve(self._owner, plan.ram_bytes + more, plan.min_bytes)
+        self._plan = plan
+
+    def close(self) -> None:
+        """Give the budget back."""
+        LEDGER.release(self._owner)
+
+    def _enforce(self, plan: PlacementPlan) -> PlacementPlan:
+        # With the least beside it: the message for another model says how much could be given back.
+        LEDGER.reserve(self._owner, plan.ram_bytes, plan.min_bytes)
+        self._plan, self._transit_planned = plan, self._transit_bytes()
+        return plan
+
+    def _make(self, formats: Mapping[Flat, Format], *, stores_gradients: bool) -> PlacementPlan:
+        policy = self._policy
+        needs = [self._need(flat, formats.get(flat), stores_gradients) for flat in self._flats]
+        # Norms are taken of gradients, so only flats with states count.
+        largest = max((param.numel for flat in formats for param in flat.params), default=0)
+        # Later plans keep the choice of the first.
+        spill = None
+        if self._spilled is not None and stores_gradients:
+            spill = [flat in self._spilled and flat in formats for flat in self._flats]
+        return plan_placement(
+            needs,
+            self.budget_bytes,
+            drive_count=len(policy.directories),
+            # A norm is taken in pieces, each widened to fp32.
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL)
+            + self.scratch_bytes
+            + self._transit_bytes()
+            # Gradients that came before an optimizer, or that none will take.
+            + self._gradients.unheld_bytes(formats if stores_gradients else ()),
+            pools=self._pools,
+            resident=self._policy.resident_parts,
+            # A resident byte is valued for a step of one micro-batch: how many a step will have is
+            # not known at placement (`infinity plan` takes the number).
+            load=StepLoad(
+                update=policy.placement_update,
+                bandwidths=self._bandwidths(),
+            ),
+            spill=spill,
+            # Activations go through the same small slots, in chunks of their own size.
+            small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
+            # Only an explicit size is the process's, which other models share.
+            held_bytes=LEDGER.others_bytes(self._owner) if isinstance(policy.ram, int) else 0,
+            advice=f"Policy(ram=...) is {describe_budget(policy.ram)}"
+            f"{describe_others(policy.ram, self._owner)}: raise it"
+            + self._spill_advice()
+            + ", or let states rest on a lower tier",
+        )
+
+    def _need(self, flat: Flat, held_format: Format | None, stores_gradients: bool) -> FlatNeed:
+        tiers = (self._policy.params, self._policy.optim)
+        if held_format is None:
+            # Frozen: no optimizer states; a durable model keeps a second copy of its parameters.
+            return FlatNeed(
+                flat.layout, Format.RAW, *tiers, versions=2 if self._policy.durable else 1
+            )
+        delayed = self._policy.delays
+        # This rank's shard: gradients wait for the step after they were reduced.
+        grads = self._gradients.shard_bytes(flat)
+        delayed_bytes = DelayedParams.shard_bytes(flat) if delayed else 0
+        if not stores_gradients:
+            return FlatNeed(
+                flat.layout,
+                held_format,
+                *tiers,
+                delayed_params_bytes=delayed_bytes,
+                versions=self._policy.places,
+            )
+        # Without an explicit size the budget is a share of what happens to be free, and nothing
+        # spills for that.
+        spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
+        return FlatNeed(
+            flat.layout,
+            held_format,
+            *tiers,
+            # Delayed updates read one set of gradients while backward fills another.
+            grad_bytes=2 * grads if delayed else grads,
+            delayed_params_bytes=delayed_bytes,
+            spill_format=held_format.with_grad(_GRADS[self._gradients.dtype(flat)])
+            if spills
+            else None,
+            window_bytes=grads,
+            versions=self._policy.places,
+        )
+
+    def _spill_advice(self) -> str:
+        """Return the advice how to let gradients spill, where they do not."""
+        if self._policy.grads != "nvme":
+            return ", let gradients spill with Policy(grads='nvme') and a size for ram"
+        return (
+            ""
+            if isinstance(self._policy.ram, int)
+            else ", give ram a size (gradients spill only past an explicit one)"
+        )
+
+    def _bandwidths(self) -> tuple[float, float]:
+        """(read, write) of all drives as the settings have them; equal where they do not."""
+        known = self._policy.io_settings.bandwidths.values()
+        return (
+            (sum(pair[0] for pair in known), sum(pair[1] for pair in known))
+            if known
+            else (1.0, 1.0)
+        )
+
+    def _spilled_of(self, plan: PlacementPlan) -> frozenset[Flat]:
+        return frozenset(flat for flat, gone in zip(self._flats, plan.spilled, strict=True) if gone)

@@ -1,0 +1,419 @@
+"""Statistics of an engine, as one record of numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from infinity._src.base.sizes import format_size
+from infinity._src.base.telemetry import PhaseFigures
+from infinity._src.engine.step_report import StepTerms
+from infinity._src.hooks.activation_offload import ActivationFigures
+from infinity._src.memory.placement import PlacementPlan, name_parts
+from infinity._src.optim.step import StepPipeline
+from infinity._src.params.prefetch_schedule import Progress
+from infinity._src.params.reduce import GradReducer
+from infinity._src.params.unshard import Unsharder
+from infinity.aio import DriveStats, ExecutorStats
+from infinity.aio._endurance import Endurance, recent_bytes_per_s
+
+
+@dataclasses.dataclass(frozen=True)
+class DriveFigures:
+    """One drive since `inf.offload`. Bytes are those the drive confirmed; times in seconds.
+
+    read_p50_s ... write_p99_s: how long requests took, from being sent to their result; depth_mean:
+    requests in flight while there were any, of `depth` at most, `block_bytes` each; busy_s: time
+    with a request in flight; *_bytes_per_s_10s, _60s: bandwidth over the last whole seconds, idle
+    ones included; direct: O_DIRECT, else direct_reason says why not; failed: the write that marked
+    the drive, empty while it is sound; slow: set while it gives less than it did before
+    (slow_episodes: how often that was); written_per_step_bytes and written_tb_per_day: of training,
+    without set-up; None before the first step.
+    """
+
+    path: str
+    bytes_read: int
+    bytes_written: int
+    reads: int
+    writes: int
+    read_p50_s: float
+    read_p99_s: float
+    write_p50_s: float
+    write_p99_s: float
+    depth_mean: float
+    depth: int
+    block_bytes: int
+    in_flight_bytes_max: int
+    busy_s: float
+    read_bytes_per_s_10s: float
+    write_bytes_per_s_10s: float
+    read_bytes_per_s_60s: float
+    write_bytes_per_s_60s: float
+    retries: int
+    short_transfers: int
+    errors: int
+    direct: bool
+    direct_reason: str
+    failed: str
+    slow: str
+    slow_episodes: int
+    written_per_step_bytes: float | None
+    written_tb_per_day: float | None
+
+    @classmethod
+    def collect(
+        cls, number: int, drive: DriveStats, endurance: Endurance, *, opened_s: float, now_s: float
+    ) -> DriveFigures:
+        """The figures of the executor's drive of this number."""
+        read_10s, write_10s = recent_bytes_per_s(drive.windows, 10, opened_s=opened_s, now_s=now_s)
+        read_60s, write_60s = recent_bytes_per_s(drive.windows, 60, opened_s=opened_s, now_s=now_s)
+        forecast = endurance.forecast(number)
+        return cls(
+            path=drive.path,
+            bytes_read=drive.bytes_read,
+            bytes_written=drive.bytes_written,
+            reads=drive.reads,
+            writes=drive.writes,
+            read_p50_s=drive.read_latency.p50_s,
+            read_p99_s=drive.read_latency.p99_s,
+            write_p50_s=drive.write_latency.p50_s,
+            write_p99_s=drive.write_latency.p99_s,
+            depth_mean=drive.depth_mean,
+            depth=drive.depth,
+            block_bytes=drive.block_bytes,
+            in_flight_bytes_max=drive.in_flight_bytes_max,
+            busy_s=drive.busy_s,
+            read_bytes_per_s_10s=read_10s,
+            write_bytes_per_s_10s=write_10s,
+            read_bytes_per_s_60s=read_60s,
+            write_bytes_per_s_60s=write_60s,
+            retries=drive.retries,
+            short_transfers=drive.short_transfers,
+            errors=drive.errors,
+            direct=drive.direct,
+            direct_reason=drive.direct_reason,
+            failed=drive.failed,
+            slow="; ".join(str(notice) for notice in endurance.slow(number)),
+            slow_episodes=endurance.episodes(number),
+            written_per_step_bytes=forecast.bytes_per_step,
+            written_tb_per_day=forecast.tb_per_day,
+        )
+
+    def __str__(self) -> str:
+        """One line for people; a second one where something is not as it should be."""
+        reads = f"{1e3 * self.read_p50_s:.1f}/{1e3 * self.read_p99_s:.1f} ms"
+        writes = f"{1e3 * self.write_p50_s:.1f}/{1e3 * self.write_p99_s:.1f} ms"
+        parts = [
+            (
+                f"{self.path}: {format_size(self.bytes_read)} read, "
+                f"{format_size(self.bytes_written)} written"
+            ),
+            f"p50/p99 read {reads}, write {writes}",
+            f"depth {self.depth_mean:.1f} of {self.depth} x {format_size(self.block_bytes)}",
+        ]
+        if self.written_tb_per_day is not None:
+            parts.append(f"{self.written_tb_per_day:.3g} TB written per day")
+        wrong = [
+            f"FAILED: {self.failed}" if self.failed else "",
+            "" if self.direct else f"through the page cache: {self.direct_reason}",
+            f"{self.retries} retries, {self.short_transfers} short transfers, {self.errors} errors"
+            if self.retries or self.short_transfers or self.errors
+            else "",
+            self.slow,
+        ]
+        return "\n  ".join(["; ".join(parts), *filter(None, wrong)])
+
+
+_OF_EXECUTOR = (
+    "gates_opened", "gates_escaped", "retries", "short_transfers", "rereads", "checksum_failures",
+    "huge_bytes", "registered", "registered_reason", "backend", "kept_chunks", "moved_writes",
+    "jobs_cancelled",
+)  # fmt: skip
+"""Executor counters that `Stats` shows as they are."""
+
+_OF_PLACEMENT = (
+    "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "resident_bytes", "sums_bytes",
+    "scratch_bytes", "nvme_bytes",
+)  # fmt: skip
+"""Figures of the placement that `Stats` shows under the same names."""
+
+_PUBLIC_NAMES = {"delayed_params_bytes": "shadow_bytes"}
+"""Figures of the placement that `Stats` shows under other names."""
+
+_COPIES = {
+    "h2d_bytes": "to_device_bytes", "d2h_bytes": "from_device_bytes",
+    "h2d_s": "to_device_s", "d2h_s": "from_device_s",
+}  # fmt: skip
+"""Executor counters that `Stats` shows under other names."""
+
+_OF_RANKS = (
+    "comm_gather_inside_bytes", "comm_gather_across_bytes", "comm_reduce_inside_bytes",
+    "comm_reduce_across_bytes", "whole_grad_bytes", "secondary_bytes", "feedback_bytes",
+)  # fmt: skip
+"""Figures that several ranks have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counters since `inf.offload`. Bytes are bytes, times seconds.
+
+    params: elements of the model; step_count: optimizer steps submitted; bytes_read, bytes_written:
+        on all drives;
+    io_wait_s: time that forward and backward waited for a unit; update_wait_s: time that
+    `opt.step()`, `flush()` and others waited for updates; ram_bytes: RAM that the engine holds by
+    plan, ram_min_bytes the least that works, ram_budget_bytes what `ram` allows (None: "min");
+    its parts:
+    pool_bytes: pinned slots, grad_bytes: gradients, staging_bytes: windows of those that spill,
+    shadow_bytes: the second copy of the parameters (update="delayed"), resident_bytes: states,
+    sums_bytes: their checksums, scratch_bytes: memory that norms and optimizers compute in;
+    nvme_bytes: states that rest on NVMe, of them frozen_bytes of parameters that no optimizer
+    holds;
+    spilled_bytes: gradients that rest there; gathered_bytes_peak: the most that was gathered at
+        once,
+    fresh_grad_bytes_peak: of gradients between autograd and where they wait, heap_spare_bytes: of
+    freed memory kept at most beside what was in use at once, where the CPU computes (all three
+    device memory, not in ram_bytes); demands: times a unit was wanted (for all slices of a batch
+    once, where it stays gathered); demand_reads were not read ahead; deviations: demands
+    that the traced order did not foresee; params_read_bytes: of bytes_read, parameters for a
+    forward or a backward alone;
+    grads_read_bytes, grads_written_bytes: of both, spilled gradients, as far as that was begun;
+    registered: whether io_uring has the pools' pages registered, else registered_reason says why
+    not; kept_chunks: chunks whose write failed, which are in memory only; moved_writes: writes that
+    failed and went to another place on the drives; jobs_cancelled: reads that were given up;
+    written_per_step_bytes, written_tb_per_day: by training on all drives, None before the first
+    step; phases: time and traffic by phase, by the names of `telemetry.PHASES`;
+    updates_ahead: units that were updated in backward ahead of their step and kept,
+    updates_withdrawn: units whose update the step forbade; steps_undone: by faults; older_chunks:
+    chunks that have states of an earlier step, since a drive lost the last (`Policy.damaged`; the
+    last four with two generations);
+    commit_s: time that commits of a durable run took; comm_gather_*, comm_reduce_*: bytes that this
+    rank sent of weights and of gradients, to ranks of its node (inside) and of others (across),
+    comm_wait_s: time that backward waited for reductions;
+    whole_grad_bytes: whole sums of gradients (accumulate="local"), secondary_bytes: secondary
+    shards of gathered weights (hpz, or stage 3 on the device), feedback_bytes: rounding errors of
+    gradients (error_feedback); h2d_bytes, d2h_bytes: copied to a GPU that computes and from it,
+    h2d_s, d2h_s: while at least one such copy was under way (all four 0 where the CPU computes;
+    gradients that an update on the device reads where they wait are no copies, and not counted);
+    activations: see `ActivationFigures`; terms: a step against its limits, None before there were
+    two, and where the device updates;
+    drives: bytes and more for each drive.
+    """
+
+    params: int
+    units: int
+    step_count: int
+    bytes_read: int
+    bytes_written: int
+    params_read_bytes: int
+    grads_read_bytes: int
+    grads_written_bytes: int
+    io_wait_s: float
+    update_wait_s: float
+    compute_s: float
+    ram_bytes: int
+    ram_min_bytes: int
+    ram_budget_bytes: int | None
+    pool_bytes: int
+    grad_bytes: int
+    spilled_bytes: int
+    staging_bytes: int
+    shadow_bytes: int
+    resident_bytes: int
+    sums_bytes: int
+    scratch_bytes: int
+    nvme_bytes: int
+    frozen_bytes: int
+    gathered_bytes_peak: int
+    fresh_grad_bytes_peak: int
+    heap_spare_bytes: int
+    demands: int
+    demand_reads: int
+    deviations: int
+    gates_opened: int
+    gates_escaped: int
+    retries: int
+    short_transfers: int
+    rereads: int
+    checksum_failures: int
+    huge_bytes: int
+    registered: bool
+    registered_reason: str
+    backend: str
+    backend_reason: str
+    kept_chunks: int
+    moved_writes: int
+    jobs_cancelled: int
+    written_per_step_bytes: float | None
+    written_tb_per_day: float | None
+    updates_ahead: int
+    updates_withdrawn: int
+    steps_undone: int
+    older_chunks: int
+    commit_s: float
+    comm_gather_inside_bytes: int
+    comm_gather_across_bytes: int
+    comm_reduce_inside_bytes: int
+    comm_reduce_across_bytes: int
+    comm_wait_s: float
+    whole_grad_bytes: int
+    secondary_bytes: int
+    feedback_bytes: int
+    h2d_bytes: int
+    d2h_bytes: int
+    h2d_s: float
+    d2h_s: float
+    phases: Mapping[str, PhaseFigures]
+    terms: StepTerms | None
+    activations: ActivationFigures
+    drives: tuple[DriveFigures, ...]
+
+    @property
+    def ram_parts(self) -> dict[str, int]:
+        """The parts of `ram_bytes` that are not zero, by name."""
+        return name_parts(self, _PUBLIC_NAMES)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a plain dictionary, for logs and JSON."""
+        record = dataclasses.asdict(self)
+        record["drives"] = list(record["drives"])
+        record["terms"] = self.terms.as_dict() if self.terms is not None else None
+        return record
+
+    def __str__(self) -> str:
+        """Text for people: memory, the time of a step by phase, η against both limits, the
+        drives."""
+        parts = ", ".join(f"{name} {format_size(size)}" for name, size in self.ram_parts.items())
+        held = format_size(self.ram_bytes) + (f" ({parts})" if parts else "")
+        lines = [
+            f"{self.params / 1e6:.1f} M parameters in {self.units} units; {self.step_count} steps",
+            (
+                f"RAM {held}; NVMe {format_size(self.nvme_bytes)}; gathered at most "
+                f"{format_size(self.gathered_bytes_peak)}"
+            ),
+            f"waited {self.io_wait_s:.2f} s for units, {self.update_wait_s:.2f} s for updates",
+        ]
+        if self.terms is not None:
+            lines.append(str(self.terms))
+        if self.updates_ahead or self.updates_withdrawn or self.steps_undone:
+            lines.append(
+                f"{self.updates_ahead} updates of units ahead of their step, "
+                f"{self.updates_withdrawn} withdrawn; {self.steps_undone} steps undone"
+            )
+        if self.activations.calls:
+            lines.append(str(self.activations))
+        sent = [getattr(self, name) for name in _OF_RANKS[:4]]
+        if any(sent):
+            lines.append(
+                f"sent to other ranks: {format_size(sent[0] + sent[1])} of weights, "
+                f"{format_size(sent[2] + sent[3])} of gradients"
+                + (
+                    f"; of that {format_size(sent[1] + sent[3])} to other nodes"
+                    if sent[1] or sent[3]
+                    else ""
+                )
+            )
+        if self.h2d_bytes or self.d2h_bytes:
+            ways = [("to", self.h2d_bytes, self.h2d_s), ("from", self.d2h_bytes, self.d2h_s)]
+            copies = [
+                f"{format_size(size)} {way} the GPU"
+                + (f" at {size / seconds / 1e9:.1f} GB/s" if seconds > 0 else "")
+                for way, size, seconds in ways
+            ]
+            lines.append(f"copied {' and '.join(copies)}")
+        return "\n".join([*lines, *map(str, self.drives)])
+
+    @classmethod
+    def collect(
+        cls,
+        *,
+        executor: ExecutorStats,
+        unsharder: Unsharder,
+        gradients: GradReducer,
+        progress: Progress,
+        pipeline: StepPipeline,
+        placement: PlacementPlan,
+        param_numel: int,
+        unit_count: int,
+        backend_reason: str,
+        budget_bytes: int | None = None,
+        endurance: Endurance | None = None,
+        update: str | None = "deferred",
+        bandwidths: Mapping[str, tuple[float, float]] | None = None,
+        activations: ActivationFigures | None = None,
+        ranks: Mapping[str, Any] | None = None,
+        fresh_grad_bytes_peak: int = 0,
+        heap_spare_bytes: int = 0,
+        frozen_bytes: int = 0,
+        slices: float | None = None,
+    ) -> Stats:
+        """Put together what the parts counted. `endurance` has observed `executor`; without it
+        nothing is forecast.
+
+        update: when updates run; None where no limits are known (`update_on="device"`). bandwidths,
+        slices: see `StepTerms.collect`. ranks: fields that only several ranks have.
+        """
+        drives, marks = drive_figures(executor, endurance or Endurance()), progress.clock.marks()
+        terms = None if update is None else StepTerms.collect(
+            progress.clock, executor, update=update, bandwidths=bandwidths or {}, slices=slices,
+            frozen_bytes=frozen_bytes,
+        )
+        return cls(
+            params=param_numel,
+            units=unit_count,
+            step_count=pipeline.steps,
+            bytes_read=executor.bytes_read,
+            bytes_written=executor.bytes_written,
+            params_read_bytes=marks.params_read,
+            grads_read_bytes=marks.grads_read,
+            grads_written_bytes=marks.grads_written,
+            io_wait_s=progress.waits.units_s,
+            update_wait_s=progress.waits.updates_s,
+            compute_s=executor.compute_s,
+            ram_bytes=placement.ram_bytes,
+            ram_min_bytes=placement.min_bytes,
+            ram_budget_bytes=budget_bytes,
+            **{name: getattr(placement, name) for name in _OF_PLACEMENT},
+            **{public: getattr(placement, name) for name, public in _PUBLIC_NAMES.items()},
+            frozen_bytes=frozen_bytes,
+            gathered_bytes_peak=unsharder.gathered_bytes_peak,
+            fresh_grad_bytes_peak=fresh_grad_bytes_peak,
+            heap_spare_bytes=heap_spare_bytes,
+            demands=unsharder.demands,
+            demand_reads=unsharder.demand_reads,
+            deviations=progress.schedule.deviations,
+            **{name: getattr(executor, name) for name in _OF_EXECUTOR},
+            backend_reason=backend_reason,
+            written_per_step_bytes=_sum([drive.written_per_step_bytes for drive in drives]),
+            written_tb_per_day=_sum([drive.written_tb_per_day for drive in drives]),
+            updates_ahead=pipeline.updates_ahead,
+            updates_withdrawn=pipeline.updates_withdrawn,
+            steps_undone=pipeline.steps_undone,
+            older_chunks=pipeline.older_chunks,
+            commit_s=pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
+            **(dict.fromkeys(_OF_RANKS, 0) if ranks is None else ranks),
+            comm_wait_s=gradients.wait_s,
+            **{public: getattr(executor, name) for public, name in _COPIES.items()},
+            phases=progress.clock.totals(),
+            terms=terms,
+            activations=activations or ActivationFigures(),
+            drives=drives,
+        )
+
+
+def drive_figures(
+    executor: ExecutorStats, endurance: Endurance, *, now_s: float | None = None
+) -> tuple[DriveFigures, ...]:
+    """The figures of each drive. now_s: CLOCK_MONOTONIC, the present by default."""
+    now_s = time.monotonic() if now_s is None else now_s
+    return tuple(
+        DriveFigures.collect(number, drive, endurance, opened_s=executor.opened_s, now_s=now_s)
+        for number, drive in enumerate(executor.drives)
+    )
+
+
+def _sum(values: list[float | None]) -> float | None:
+    """Return the sum; None if there are no values, or one is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None

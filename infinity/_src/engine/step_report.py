@@ -1,0 +1,382 @@
+"""A step against its limits, term by term: its times, its traffic, the drives' rates, η.
+
+Compute is the time of forwards and backwards less what they waited. In the loop they run beside
+updates, verification and copies, which slow them where the CPU computes: taken as it is (`loop`),
+that interference counts as compute, the limits are too high and η flatters, most at small batches.
+`alone` takes the first forward's time from forwards that began with no update pending (those after
+`flush()`, and those of further micro-batches), where there were any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity._src.base.sizes import format_size
+from infinity._src.base.telemetry import PHASES, PhaseClock, PhaseFigures
+from infinity._src.memory.pcie import Copied, Copies, LinkSpeed, measured_copies
+from infinity._src.memory.roofline import (
+    Compute,
+    Drives,
+    Limits,
+    Moved,
+    Traffic,
+    limits,
+    measured_traffic,
+)
+from infinity.aio import DriveStats, ExecutorStats
+from infinity.aio._endurance import BUSY_SHARE_MIN, SAMPLE_BYTES_MIN
+
+
+@dataclasses.dataclass(frozen=True)
+class Bandwidths:
+    """Bandwidths of all drives together, as the limits take them, and their source."""
+
+    drives: Drives
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTerms:
+    """Means per step, from the end of the first step to the end of the last one.
+
+    passes: forwards of the model, each of which reads and reduces; micro_batches: in all of them,
+    of which slices of `inf.microbatched` share a pass;
+    step_s: seconds, evaluations left out; phases: of them and of bytes, by `telemetry.PHASES`;
+    moved: bytes by kind; loop, alone: compute with and without interference in the first forward
+    (alone: None when it was never seen); bandwidths: None when nothing moved, and when they are not
+    known (`drives_known`); limits: with `alone` where it is known, else with `loop`, and of compute
+    alone where drives are not known; limits_loop: with `loop`. copied: between the CPU and a GPU
+    that computes, by the executor (not what torch copies itself: sums of gradients that go up to be
+    added to, and with update="delayed" parameters); link: its rate for these copies, bytes over the
+    time in which a copy was under way, None without.
+    """
+
+    steps: int
+    passes: int
+    micro_batches: int
+    update: str
+    step_s: float
+    phases: Mapping[str, PhaseFigures]
+    moved: Traffic
+    loop: Compute
+    alone: Compute | None
+    bandwidths: Bandwidths | None
+    limits: Limits
+    limits_loop: Limits
+    copied: Copies
+    link: LinkSpeed | None
+
+    @property
+    def schedule(self) -> str:
+        """Order of the micro-batches: "vertical" or "horizontal"."""
+        return "vertical" if self.micro_batches > self.passes else "horizontal"
+
+    @property
+    def drives_known(self) -> bool:
+        """True if the limits contain the time of the drives. Without it they are too low, and there
+        is no η.
+        """
+        return self.bandwidths is not None or not (
+            self.moved.total.read or self.moved.total.written
+        )
+
+    @property
+    def eta_floor(self) -> float | None:
+        """Limit of any schedule / measured."""
+        return self.limits.eta(self.step_s)[0] if self.drives_known else None
+
+    @property
+    def eta_schedule(self) -> float | None:
+        """Limit of the update mode in use / measured."""
+        return self.limits.eta(self.step_s)[1] if self.drives_known else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Make a plain dictionary, for logs and JSON."""
+        record = dataclasses.asdict(self)
+        loop = self.limits_loop.eta(self.step_s) if self.drives_known else (None, None)
+        return record | {
+            "schedule": self.schedule,
+            "drives_known": self.drives_known,
+            "eta_floor": self.eta_floor,
+            "eta_schedule": self.eta_schedule,
+            "eta_floor_loop": loop[0],
+            "eta_schedule_loop": loop[1],
+        }
+
+    @classmethod
+    def collect(
+        cls,
+        clock: PhaseClock,
+        executor: ExecutorStats,
+        *,
+        update: str,
+        bandwidths: Mapping[str, tuple[float, float]],
+        frozen_bytes: float = 0.0,
+        slices: float | None = None,
+    ) -> StepTerms | None:
+        """Make the terms from the counters of a clock and an executor; None before two steps have
+        ended.
+
+        bandwidths: as in `IoSettings`, used where they have every drive.
+        frozen_bytes: on the drives, of parameters that no optimizer holds.
+        slices: of a forward, in the mean; None for a model that does not run in slices.
+        """
+        steps = clock.steady_steps
+        if not steps:
+            return None
+        found = clock.steady()
+        phases = {name: found[name].per(steps) for name in PHASES}
+        # An evaluation is no part of a step: `step_s` leaves it out.
+        training = [figures for name, figures in phases.items() if name != "evaluation"]
+        # The first forward of a step is a phase of its own. All slices of a forward are one pass:
+        # what each gathers again is counted where it moves, and its compute where it passes.
+        count = max(round((found["first forward"].count + found["forward"].count) / steps), 1)
+        total = sum(training, PhaseFigures())
+        moved = Moved(total.bytes_read, total.bytes_written)
+        traffic = measured_traffic(
+            moved,
+            total.params_read_bytes,
+            update,
+            count,
+            grads=Moved(total.grads_read_bytes, total.grads_written_bytes),
+            activations=Moved(total.activations_read_bytes, total.activations_written_bytes),
+            frozen=frozen_bytes,
+        )
+        loop = _compute(phases, phases["first forward"].compute_s)
+        quiet = clock.quiet_forward
+        alone = _compute(phases, quiet.compute_s / quiet.count) if quiet.count else None
+        # The drives are no term of the limits where nothing moved, known or not.
+        measured = (
+            bandwidths_of(executor.drives, bandwidths) if moved.read + moved.written else None
+        )
+        drives = measured.drives if measured else None
+        copied = measured_copies(
+            Copied(total.h2d_bytes, total.d2h_bytes),
+            update,
+            count,
+            # Activations cross the link to the GPU, whether they wait in RAM or on a drive.
+            activations=Copied(total.activations_read_bytes, total.activations_written_bytes),
+        )
+        link = _link(total)
+        links = [link.busy_time(copied)] if link is not None else []
+        return cls(
+            steps=steps,
+            passes=count,
+            micro_batches=round(count * (slices or 1)),
+            update=update,
+            step_s=total.seconds,
+            phases=phases,
+            moved=traffic,
+            loop=loop,
+            alone=alone,
+            bandwidths=measured,
+            # Interference counts as compute in `loop`, which makes limits too high and η too good.
+            limits=limits(traffic, alone or loop, drives, update, others=links),
+            limits_loop=limits(traffic, loop, drives, update, others=links),
+            copied=copied,
+            link=link,
+        )
+
+    def __str__(self) -> str:
+        """Format the terms as a table for people."""
+        names = f"{'per step':14} {'time':>8} {'waited':>8} {'read':>10} {'written':>10}"
+        head = f"{names} {'drives busy':>11}"
+        rows = [head]
+        for name, figures in self.phases.items():
+            if figures.seconds >= 5e-5:
+                busy = f"{figures.drives_busy_s / figures.seconds:.0%}"
+                read, written = format_size(figures.bytes_read), format_size(figures.bytes_written)
+                rows.append(
+                    f"{name:14} {figures.seconds:6.3f} s {figures.wait_s:6.3f} s {read:>10} "
+                    f"{written:>10} {busy:>11}"
+                )
+        rows.append(
+            f"{self.step_s:.3f} s per step (mean of {self.steps}, "
+            f"{micro_batches_text(self.micro_batches, self.passes)}, update {self.update}); "
+            f"{self._moved_by_kind()}"
+        )
+        return "\n".join([*rows, *self._limit_rows()])
+
+    def _moved_by_kind(self) -> str:
+        moved = self.moved
+        kinds = {
+            "states": moved.states,
+            "spilled gradients": moved.grads,
+            "activations": moved.activations,
+        }
+        read = _sizes(
+            {"parameters": moved.params_read} | {kind: each.read for kind, each in kinds.items()}
+        )
+        return (
+            f"read {read}; written {_sizes({kind: each.written for kind, each in kinds.items()})}"
+        )
+
+    def _limit_rows(self) -> list[str]:
+        rows, limit = [], self.limits
+        if not self.drives_known:
+            return [
+                "drives not known: no second at least half busy",
+                (
+                    f"limit of compute alone {limit.compute_s:.3f} s; that of the drives may be "
+                    "higher, so there is no η"
+                ),
+            ]
+        if self.bandwidths is not None:
+            drives = self.bandwidths.drives
+            rows.append(
+                f"drives: read {drives.read_bytes_per_s / 1e9:.2f}, write "
+                f"{drives.write_bytes_per_s / 1e9:.2f} GB/s ({self.bandwidths.source})"
+            )
+        between = ""
+        if self.link is not None:
+            total, link = self.copied.total, self.link
+            rows.append(
+                f"link to the GPU: {format_size(total.h2d)} there at "
+                f"{link.h2d_bytes_per_s / 1e9:.2f}, {format_size(total.d2h)} back at "
+                f"{link.d2h_bytes_per_s / 1e9:.2f} GB/s (bytes over copying time of this run)"
+            )
+            between = f", link {limit.other_s:.3f}"
+        eta = limit.eta(self.step_s)
+        rows.append(
+            f"limits: any schedule {limit.floor_s:.3f} s (compute {limit.compute_s:.3f}, drives "
+            f"{limit.io_s:.3f}{between}), η {eta[0]:.2f}; {self.update} {limit.schedule_s:.3f} s, "
+            f"η {eta[1]:.2f}; compute {self._told()}"
+        )
+        if self.alone is not None:
+            loop = self.limits_loop.eta(self.step_s)
+            rows.append(
+                f"η with the compute of the loop, interference counted as compute: {loop[0]:.2f} "
+                f"and {loop[1]:.2f}"
+            )
+        return rows
+
+    def _told(self) -> str:
+        if self.alone is None:
+            return "as in the loop: what updates beside it cost counts as compute, which flatters η"
+        return "with the first forward as it is when no update is pending"
+
+
+def micro_batches_text(count: int, passes: int) -> str:
+    """Format micro-batches and their order: "8 micro-batches, vertical". passes: forwards of the
+    model that they share.
+    """
+    text = f"{count} micro-batch{'' if count == 1 else 'es'}"
+    if count == passes:
+        return text
+    return f"{text}, vertical" + (f" in {passes} passes" if passes > 1 else "")
+
+
+def _sizes(kinds: Mapping[str, float]) -> str:
+    """Format bytes by kind: "1 MiB of parameters and 5 MiB of states"."""
+    parts = [f"{format_size(size)} of {kind}" for kind, size in kinds.items() if round(size)]
+    *most, last = parts or ["nothing"]
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Compute:
+    backward = phases["backward"]
+    # The clock times all backwards together, so the last one is taken for a mean one.
+    last_s = backward.compute_s / max(backward.count, 1)
+    return Compute(
+        first_forward_s, last_s, phases["forward"].compute_s + backward.compute_s - last_s
+    )
+
+
+def _link(total: PhaseFigures) -> LinkSpeed | None:
+    """Return the bandwidth of the link in each direction. A direction in which nothing was copied
+    is taken to be as fast as the other.
+    """
+    rates = [
+        size / seconds
+        for size, seconds in ((total.h2d_bytes, total.h2d_s), (total.d2h_bytes, total.d2h_s))
+        if size > 0 and seconds > 0
+    ]
+    # With one rate both indices name it.
+    return LinkSpeed(rates[0], rates[-1]) if rates else None
+
+
+def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, bool] | None:
+    """Fit bandwidths to samples (bytes read, bytes written, seconds busy) of drives under load, by
+    least squares over seconds = read / B_r + written / B_w. Also returns whether reads and writes
+    could be told apart.
+
+    They cannot where all samples have the same mix: then B_r = B_w is what the drive gave to that
+    mix. None without samples. Time in which only a few requests were in flight counts as busy, so
+    this is what the run got, not what the drive can.
+    """
+    rr = sum(read * read for read, _, _ in samples)
+    ww = sum(written * written for _, written, _ in samples)
+    rw = sum(read * written for read, written, _ in samples)
+    rt = sum(read * busy_s for read, _, busy_s in samples)
+    wt = sum(written * busy_s for _, written, busy_s in samples)
+    both = rr + 2 * rw + ww
+    if both <= 0 or rt + wt <= 0:
+        return None
+    # Least squares with B_r = B_w: the best single bandwidth.
+    one = both / (rt + wt)
+    determinant = rr * ww - rw * rw
+    # Relative to its largest value, rr ww. Near 0 all samples have the same mix, and noise decides.
+    if determinant > 1e-3 * rr * ww:
+        per_read, per_written = (rt * ww - wt * rw) / determinant, (wt * rr - rt * rw) / determinant
+        # A factor of ten to the single bandwidth is noise, not a drive; so is a negative result.
+        if per_read * 10 * one > 1 and per_written * 10 * one > 1:
+            return Drives(1 / per_read, 1 / per_written), True
+    return Drives(one, one), False
+
+
+def known_bandwidths(
+    paths: Sequence[str], known: Mapping[str, tuple[float, float]]
+) -> Bandwidths | None:
+    """Return the bandwidths of all drives together as `known` has them, by directory; None where it
+    lacks one, or there are none.
+    """
+    # A directory may be spelled in several ways, as through a link.
+    by_place = {Path(directory).resolve(): pair for directory, pair in known.items()}
+    pairs = [by_place.get(Path(path).resolve()) for path in paths]
+    # all() of no drives would be True.
+    if not (pairs and all(pair is not None for pair in pairs)):
+        return None
+    reads, writes = zip(*(pair for pair in pairs if pair is not None), strict=True)
+    return Bandwidths(Drives(sum(reads), sum(writes)), "as Policy(io=) has them")
+
+
+def bandwidths_of(
+    drives: tuple[DriveStats, ...], known: Mapping[str, tuple[float, float]]
+) -> Bandwidths | None:
+    """Return the bandwidths of all drives together: `known` (by directory) where it has them all,
+    else what this run got in the last 64 seconds in which they were busy for at least half of a
+    second. None when some drive had no such second.
+    """
+    given = known_bandwidths([drive.path for drive in drives], known)
+    if given is not None:
+        return given
+    total_read = total_write = 0.0
+    apart = True
+    for drive in drives:
+        samples = [
+            (float(window.bytes_read), float(window.bytes_written), window.busy_s)
+            for window in drive.windows
+            if window.busy_s >= BUSY_SHARE_MIN
+            and window.bytes_read + window.bytes_written >= SAMPLE_BYTES_MIN
+        ]
+        fitted = fit_drives(samples)
+        if fitted is None:
+            # Without it the others' sum would be too low, and η too high. No other figure stands
+            # for it: drives differ, and one that was mostly idle, because it is faster than its
+            # share of the data, adds most.
+            return None
+        total_read += fitted[0].read_bytes_per_s
+        total_write += fitted[0].write_bytes_per_s
+        # One drive that mixes the two makes the sums of both directions uncertain.
+        apart = apart and fitted[1]
+    # There are no drives.
+    if not total_read:
+        return None
+    source = "bytes over busy time of this run"
+    return Bandwidths(
+        Drives(total_read, total_write),
+        source if apart else f"{source}, reads and writes not told apart",
+    )

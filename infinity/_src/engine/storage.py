@@ -1,0 +1,337 @@
+"""Storage of a model's states: swap files, the executor with its pools, and the state store. Opened
+and closed together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from infinity._src.base.telemetry import PURPOSES, NativeSpans, Timeline
+from infinity._src.cabi.records import KIND_AHEAD
+from infinity._src.checkpoint.durable.files import RunFiles
+from infinity._src.config.policy import Policy
+from infinity._src.engine.node_resources import NodeResources
+from infinity._src.hooks.activation_offload import ActivationFigures, Activations
+from infinity._src.hooks.activation_store import HostActivationStore, NvmeActivationStore
+from infinity._src.hooks.forward import FrameStack
+from infinity._src.memory import numa
+from infinity._src.memory.device import Device
+from infinity._src.memory.drives import Drives
+from infinity._src.memory.placement import PlacementPlan
+from infinity._src.memory.roofline import update_threads
+from infinity._src.memory.swap_space import SwapSpace, choose_shares
+from infinity._src.params.state_store import StateStore
+from infinity._src.params.unit import Flat, Unit
+from infinity.aio import (
+    SPAN,
+    Executor,
+    ExecutorStats,
+    Format,
+    JobKind,
+    PoolSpec,
+    Priority,
+    Seam,
+    SwapFile,
+    open_executor,
+)
+from infinity.aio._endurance import Endurance
+
+OBSERVE_S = 15.0
+"""Seconds between two observations within a step: an executor remembers 64 seconds."""
+
+
+def check_activations(policy: Policy, device: Device) -> None:
+    """Raise ValueError when the policy moves activations from the computing device to the memory
+    where they are already.
+    """
+    if policy.activations == "cpu" and not device.copies:
+        raise ValueError(
+            f"activations={policy.activations!r} takes them from the device that computes to the "
+            "CPU, and this model computes there: they are in CPU memory already. Use 'nvme', or "
+            "'device' (they stay)"
+        )
+
+
+def default_update_threads(ranks: int, *, on_gpu: bool) -> int:
+    """Return `Policy.update_threads` for one of so many ranks of this machine."""
+    cpus = os.sched_getaffinity(0)
+    # A launcher that binds each rank has given it its share already.
+    bound = len(cpus) * ranks <= (os.cpu_count() or 1)
+    return update_threads(len(cpus), numa.core_count(cpus), 1 if bound else ranks, on_gpu=on_gpu)
+
+
+def _open_space(
+    policy: Policy,
+    seam: Seam | None,
+    node_resources: NodeResources,
+    run: RunFiles | None,
+    world: int,
+    undo: contextlib.ExitStack,
+) -> SwapSpace | None:
+    """Open the swap space of the policy; None if it names no drives."""
+    if not policy.directories:
+        return None
+    # Null drives write nothing, so their files take no room.
+    null = seam is not None and seam.null > 0
+    space = SwapSpace(
+        policy.directories,
+        room=None if null else node_resources.check_room,
+        make_room=(lambda: run.give_up_older(world)) if run is not None else lambda: False,
+        make=SwapFile.sparse if null else SwapFile.create,
+    )
+    undo.callback(space.close)
+    return space
+
+
+def _open_run(
+    policy: Policy, rank: int, world: int, undo: contextlib.ExitStack
+) -> RunFiles | None:
+    """Open the files of a durable run, if the policy has one."""
+    if not policy.durable:
+        return None
+    run = RunFiles(policy.directories, rank, world, give_up=policy.durable == "new")
+    undo.callback(run.close)
+    return run
+
+
+def _make_layers(run: RunFiles | None, space: SwapSpace | None) -> tuple[int, int]:
+    """Make the layers of swap files in which the two places of a chunk lie. A durable run has two
+    of its own: the swap file beside them has values that need not outlive the process.
+    """
+    if run is None:
+        return 0, 0
+    assert space is not None, "Policy sees to it that there are directories"
+    for _ in range(2):
+        files = run.add()
+        run.layers[space.add_layer(files)] = files
+    return 1, 2
+
+
+def _executor_options(
+    policy: Policy,
+    plan: PlacementPlan,
+    space: SwapSpace | None,
+    node_resources: NodeResources,
+    *,
+    on_gpu: bool,
+) -> dict[str, Any]:
+    """Return the options of the executor that policy, plan and node decide."""
+    settings = policy.io_settings
+    return {
+        "small": PoolSpec(plan.small_count, plan.small_bytes),
+        "large": PoolSpec(plan.large_count, plan.large_bytes),
+        "backend": policy.io_backend,
+        "verify": policy.verify,
+        "workers": policy.update_threads
+        or default_update_threads(node_resources.ranks, on_gpu=on_gpu),
+        "block_bytes": settings.block_bytes,
+        "depth": node_resources.depths(space.files) if space is not None else settings.depth,
+    }
+
+
+def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> None:
+    """Give the executor the files of a durable run's layers."""
+    for layer in layers:
+        for drive, file in enumerate(run.layers[layer]):
+            added = executor.add_file(drive, file)
+            # Chunks name their layer by number.
+            assert added == layer, "a layer's number is that of its files in the executor"
+
+
+class Storage:
+    """Executor and state store, and the watch over their drives. `undo` gets the closing calls, in
+    the right order. check: of the executor's waits.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        plan: PlacementPlan,
+        seam: Seam | None,
+        undo: contextlib.ExitStack,
+        *,
+        device: Device,
+        node_resources: NodeResources,
+        rank: int = 0,
+        world: int = 1,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        # First: memory that is allocated from here on comes from the NUMA node of the device.
+        numa.bind(device.torch_device, number=node_resources.number, ranks=node_resources.ranks)
+        self._device = device
+        # Registered first, so closed last: the executor must be closed before the device.
+        undo.callback(device.close)
+        settings = policy.io_settings
+        self.run = _open_run(policy, rank, world, undo)
+        space = _open_space(policy, seam, node_resources, self.run, world, undo)
+        layers = _make_layers(self.run, space)
+        # Opened: they were there.
+        self.drives = Drives(policy.directories)
+        if space is not None:
+            # A fill that goes on has its chunks where they were. Else faster drives get more, so
+            # that all of them finish together.
+            begun = self.run.fill.started if self.run is not None else None
+            self.shares = tuple(begun["shares"]) if begun is not None else choose_shares(
+                space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
+            )
+            space.shares = self.shares
+        else:
+            self.shares = ()
+        self.space = space
+        self._policy = policy
+        self._activations: Activations | None = None
+        self._shelf: NvmeActivationStore | HostActivationStore | None = None
+        self.executor: Executor = open_executor(
+            space.files if space is not None else [],
+            **_executor_options(policy, plan, space, node_resources, on_gpu=device.copies),
+            seam=seam,
+            check=check,
+            examine=self.drives.examine,
+        )
+        # Registered at once: an error below must not leave threads behind.
+        undo.callback(self.executor.close, wait=False)
+        device.attach(self.executor)
+        self.executor.spans(True)
+        if self.run is not None:
+            _add_layers(self.executor, self.run, layers)
+        self.store = StateStore(
+            self.executor,
+            space,
+            sums_on=policy.verify != "off",
+            generations=policy.places,
+            layers=layers,
+            device=device,
+            shown=rank == 0,
+            before_write=self.run.fill.before_write if self.run is not None else lambda: None,
+            remember_bad=self.run.remember_bad if self.run is not None else None,
+        )
+        undo.callback(self.store.close)
+        # Before its memory goes, if an interrupt left jobs in flight.
+        undo.callback(self.executor.close, wait=False)
+        self.endurance = Endurance()
+        self._steps = 0
+        self._observed_s = time.monotonic()
+
+    def open_activations(
+        self,
+        model: torch.nn.Module,
+        units: Sequence[Unit],
+        timeline: Timeline,
+        frames: FrameStack,
+        undo: contextlib.ExitStack,
+    ) -> Activations | None:
+        """Open the store of the model's boundary activations; None where they stay on the device.
+
+        Raises: ValueError when this torch keeps the inputs of checkpoints in an unknown way.
+        """
+        if self._policy.activations == "device":
+            return None
+        if self._policy.activations == "cpu":
+            self._shelf = HostActivationStore(self._device)
+            undo.callback(self._shelf.close)
+        else:
+            assert self.space is not None, "Policy sees to it that there are directories"
+            sums_on = self._policy.verify != "off"
+            self._shelf = NvmeActivationStore(
+                self.executor, self.space, sums_on=sums_on, device=self._device
+            )
+        self._activations = Activations(
+            self._shelf, model, units, timeline, self._device.torch_device, frames=frames
+        )
+        # Closed before the store whose bytes it holds: `undo` runs in reverse.
+        undo.callback(self._activations.close)
+        return self._activations
+
+    def activation_figures(self) -> ActivationFigures:
+        """Return the figures of boundary activations so far."""
+        return self._activations.figures() if self._activations is not None else ActivationFigures()
+
+    def activations_moved(self) -> tuple[int, int]:
+        """Return the bytes of activations that were read from the drives and written there,
+        including those in flight.
+        """
+        # Copies to CPU memory touch no drive.
+        if not isinstance(self._shelf, NvmeActivationStore):
+            return 0, 0
+        return self._shelf.fetched_bytes, self._shelf.stored_bytes
+
+    def frozen_bytes(self, flats: Iterable[Flat]) -> int:
+        """Return the bytes on the drives of parameters without an optimizer."""
+        total = 0
+        for flat in flats:
+            shard = self.store[flat]
+            if shard.format is Format.RAW:
+                on_nvme = shard.records["section_at"][:, 0] >= 0
+                total += int(shard.records["numel"][on_nvme].sum()) * shard.sections[0].itemsize
+        return total
+
+    def take_spans(self, units: Sequence[Unit]) -> NativeSpans:
+        """Return the executor's spans since the last call, the newest 65,536 at most, each with its
+        unit and purpose.
+        """
+        spans = self.executor.take_spans()
+        owners = self.store.units_of_chunks()
+        chunks = spans["chunk"]
+        # The chunks of activations, and of what was dropped since, are of no unit.
+        known = (chunks >= 0) & (chunks < len(owners))
+        found = np.full(len(spans), -1, dtype=np.int32)
+        found[known] = owners[chunks[known]]
+        return NativeSpans(spans, found, purposes_of(spans, found), [each.name for each in units])
+
+    def step_begins(self, steps: int) -> None:
+        """Note that a training step's forwards and backwards are done, and its update begins.
+        steps: taken before it.
+        """
+        if self._activations is not None:
+            self._activations.step_ended()
+        # The watch forecasts what a step writes, so it looks once per step.
+        self.observe(steps)
+
+    def observe(self, steps: int) -> ExecutorStats:
+        """Return the executor's counters, after the watch over the drives has seen them. steps:
+        optimizer steps so far.
+        """
+        self._steps = steps
+        self._observed_s = time.monotonic()
+        stats = self.executor.stats()
+        self.endurance.observe(stats, steps=steps)
+        return stats
+
+    def observe_sometimes(self) -> None:
+        """Observe if `OBSERVE_S` have passed since the last time. Nothing else observes within a
+        step, which may take minutes.
+        """
+        if time.monotonic() - self._observed_s > OBSERVE_S:
+            self.observe(self._steps)
+
+
+def purposes_of(spans: npt.NDArray[np.void], units: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
+    """Tell the purpose of each span (`aio.SPAN`) by its job: [n], indices in `telemetry.PURPOSES`.
+    units: those of their chunks, -1 for none.
+    """
+    assert spans.dtype == SPAN, spans.dtype
+    kind, of_unit, param = spans["kind"], units >= 0, spans["mask"] & 1 != 0
+    fetch, store = kind == JobKind.FETCH, kind == JobKind.STORE
+    saved = fetch & (spans["priority"] == Priority.WRITEBACK)
+    # The first that holds counts.
+    rules = {
+        "update": np.isin(kind, (JobKind.UPDATE, JobKind.REWRITE, KIND_AHEAD)),
+        "copy": kind == JobKind.COPY,
+        "activation": (fetch | store) & ~of_unit,
+        "save": saved,
+        "gather": fetch & param,
+        # A state store moves one section at a time; without a parameter it is a spilled gradient.
+        "gradient": (fetch | store) & ~param,
+    }
+    chosen = np.select(
+        list(rules.values()), [PURPOSES.index(name) for name in rules], PURPOSES.index("other")
+    )
+    return chosen.astype(np.int8)

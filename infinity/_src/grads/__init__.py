@@ -1,1 +1,0 @@
-"""Gradients: from autograd to the update that reads them."""

@@ -1,0 +1,403 @@
+"""Speed of the update kernels: per instruction set and state format, from cache and from
+memory.
+
+Arms run in turns, a round of each; figures are medians over the rounds. "cache": two pieces,
+updated again and again. "memory": states far larger than any cache, beside the memory's bandwidth
+in the same round. Additions in place measure that bandwidth, the faster of `a += 1` and `a += b`: a
+copy would be no limit, since it also reads the lines that it overwrites.
+`torch.optim.AdamW(fused=True)` on fp32 stands beside them from memory only: in cache it is mostly
+the overhead of `step()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity._src.cabi import native
+from infinity._src.cabi.records import PIECE_NUMEL, QUANT_GROUP, Master, Moments, piece_count
+from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype
+
+CACHE_NUMEL = 2 * PIECE_NUMEL
+MEMORY_NUMEL = 16 << 20
+STATES = {
+    "exact": Format.SPLIT,
+    "bf16": Format(Master.SPLIT, Moments.BF16, 2),
+    "compact": Format(Master.SPLIT8, Moments.Q8, 2),
+    "fp32": Format.FP32,
+}
+"""Formats by their names: `Policy.state` of bf16 parameters, and `exact` of fp32 ones."""
+
+Progress = Callable[[str, float], None]
+
+_CACHE_S = 0.02
+_LR, _BETAS, _EPS, _DECAY, _STEP = 1e-4, (0.9, 0.999), 1e-8, 0.1, 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """Something that is timed: each of `parts` runs on a thread of its own; together they update
+    `numel` parameters.
+    """
+
+    name: str
+    isa: str
+    state: str
+    numel: int
+    traffic: float
+    """Bytes read and written per parameter."""
+    parts: Sequence[Callable[[], object]]
+    keep: object = None
+    """Memory that `parts` know only by address."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One arm's figures. `of_memory`: its traffic over the memory's bandwidth; None from cache."""
+
+    name: str
+    isa: str
+    state: str
+    where: str
+    numel: int
+    gparam_per_s: float
+    rounds: list[float]
+    gb_per_s: float
+    of_memory: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamFigures:
+    """Rows of one measurement, with its settings."""
+
+    rows: tuple[Row, ...]
+    threads: int
+    memory_gb_per_s: float
+    torch: str
+    isa: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {
+            "threads": self.threads,
+            "isa": self.isa,
+            "isas": list(native.isas()),
+            "torch": self.torch or None,
+            "memory_gb_per_s": self.memory_gb_per_s,
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+        }
+
+
+def _upper(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Return the upper halves of fp32 numbers: bf16, rounded to zero."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _codes(noise: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
+    """Return 8-bit codes of a moment, none of them zero. They suit both moments, whose second one
+    has no sign.
+    """
+    codes: npt.NDArray[np.int8] = np.clip(np.abs(noise) * 40, 1, 127).astype(np.int8)
+    return codes
+
+
+class _States:
+    """States and a gradient of one format, plausible numbers, as the kernels take them."""
+
+    def __init__(self, state: Format, numel: int) -> None:
+        self.state = state
+        self.numel = numel
+        self._kept: list[tuple[npt.NDArray[Any], ...]] = []
+        # A part is made and repeated: random numbers take a core for a GB/s (bench.streams).
+        noise = np.random.default_rng(0).standard_normal(min(numel, 1 << 20)).astype(np.float32)
+        master = np.resize(noise, numel)
+        # Far from denormals, which cost a kernel about 17 times a normal element (bench/README.md).
+        moments = [master * np.float32(0.01), np.square(master) * np.float32(1e-4)]
+        grad = np.resize(noise[::-1], numel).astype(np.float32)
+        self.grad: npt.NDArray[Any]
+        self.sections: list[npt.NDArray[Any]]
+        if state is Format.FP32:
+            self.sections = [master, *moments]
+            self.grad, self.kind = grad, GradDtype.FP32
+            return
+        hi, lo = np.empty(numel, np.uint16), np.empty(numel, np.int16)
+        casts = (_at(master, "float *"), _at(hi, "uint16_t *"), _at(lo, "int16_t *"))
+        native.lib.inf_split_master(*casts, numel)
+        self.grad, self.kind = _upper(grad), GradDtype.BF16
+        if state.moments is Moments.FP32:
+            self.sections = [hi, lo, *moments]
+        elif state.moments is Moments.BF16:
+            self.sections = [hi, lo, *(_upper(moment) for moment in moments)]
+        else:
+            scales = np.array([0.01, 1e-4], np.float32)
+            # The last section: one bf16 for each moment of a group.
+            self.sections = [
+                hi,
+                (lo >> 8).astype(np.int8),
+                _codes(master),
+                _codes(master),
+                np.resize(_upper(scales), 2 * -(-numel // QUANT_GROUP)),
+            ]
+
+    @property
+    def traffic(self) -> float:
+        """Bytes that an update reads and writes per parameter."""
+        states = sum(section.itemsize / section.group_numel for section in self.state.sections)
+        # States are read and written, the gradient is only read.
+        return 2 * states + self.grad.itemsize
+
+    def update(self) -> Callable[[], object]:
+        """Return a call of the update kernel alone."""
+        function = native.lib.inf_update
+        sections = native.ffi.new(
+            "uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections]
+        )
+        grad, row = _at(self.grad, "void *"), _at(_HYPER_ROW, "inf_hyper *")
+
+        def run() -> None:
+            function(int(self.state), sections, grad, int(self.kind), self.numel, 0, row)
+
+        return run
+
+    def fused_pass(self) -> Callable[[], object]:
+        """Return a call that does the executor's work: verify, update, checksum, piece by piece."""
+        lib, ffi = native.lib, native.ffi
+        pieces = piece_count(self.numel)
+        sections = self.state.sections
+        sums, scratch = (np.zeros((len(sections), pieces), np.uint32) for _ in range(2))
+        record, seg, hypers = np.zeros((), CHUNK), np.zeros(1, SEG), np.array([_HYPER_ROW], HYPER)
+        record["numel"], record["format"], record["section_count"] = (
+            self.numel,
+            int(self.state),
+            len(sections),
+        )
+        record["piece_numel"], record["sums_ptr"] = PIECE_NUMEL, sums.ctypes.data
+        for number, section in enumerate(sections):
+            record["itemsize"][number] = section.itemsize
+            record["group_numel"][number] = section.group_numel
+            record["section_at"][number] = record["run_bytes"]
+            record["run_bytes"] += section.size_bytes(self.numel)
+        seg["numel"], seg["grad"], seg["grad_dtype"] = (
+            self.numel,
+            self.grad.ctypes.data,
+            int(self.kind),
+        )
+        chunk = _at(record, "inf_chunk *")
+        addresses = ffi.new(
+            "uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections]
+        )
+        # The pass compares checksums before it updates, so the first ones must be there.
+        for number in range(len(sections)):
+            lib.inf_section_store(chunk, number, addresses[number], addresses[number])
+        arguments = (
+            chunk, addresses, _at(seg, "inf_seg *"), 1, _at(hypers, "inf_hyper *"), 1,
+            ffi.NULL, 1, 0, _at(scratch, "uint32_t *"),
+        )  # fmt: skip
+        # The kernel knows them only by address.
+        self._kept.append((sums, scratch, record, seg, hypers))
+
+        def run() -> None:
+            code = lib.inf_chunk_update(*arguments)
+            assert code == -1, f"the pass refuses its own checksums: {code}"
+
+        return run
+
+
+def _hyper_row() -> npt.NDArray[np.void]:
+    """Make a HYPER record, as `infinity._src.kernels.hyper.hyper_row_adamw`, which needs torch."""
+    row = np.zeros((), HYPER)
+    row["decay"] = 1.0 - _LR * _DECAY
+    row["beta1"], row["one_minus_beta1"] = _BETAS[0], 1.0 - _BETAS[0]
+    row["beta2"], row["one_minus_beta2"] = _BETAS[1], 1.0 - _BETAS[1]
+    row["eps"] = _EPS
+    row["bc2_sqrt"] = math.sqrt(1.0 - _BETAS[1] ** _STEP)
+    row["step_size"] = _LR / (1.0 - _BETAS[0] ** _STEP)
+    return row
+
+
+_HYPER_ROW = _hyper_row()
+
+
+def _at(array: npt.NDArray[Any], kind: str) -> Any:
+    return native.ffi.cast(kind, array.ctypes.data)
+
+
+def measure_adam(
+    *,
+    threads: int = 1,
+    rounds: int = 5,
+    numel: int = MEMORY_NUMEL,
+    progress: Progress | None = None,
+) -> AdamFigures:
+    """Measure every kernel on `threads` threads. Blocks for about 15 s; takes about 120 bytes of
+    memory per `numel`.
+
+    Raises: ValueError without native kernels.
+    """
+    if not native.available():
+        raise ValueError(
+            f"there are no native kernels to measure ({native.reason()}); `infinity doctor` says "
+            "what to do"
+        )
+    if threads < 1 or rounds < 1:
+        raise ValueError(f"threads={threads}, rounds={rounds}: both must be at least 1")
+    if numel < threads * PIECE_NUMEL:
+        raise ValueError(f"numel={numel} is too small; use at least {threads * PIECE_NUMEL}")
+    say = progress or (lambda _phase, _share: None)
+    # The instruction set is a choice of the process, not of this measurement.
+    before = native.isa()
+    torch_arm, version = _torch_arm(numel, threads)
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            cached, _ = _measure(pool, _arms(CACHE_NUMEL, threads), "cache", rounds, say)
+            arms = [*_arms(numel // threads, threads), *torch_arm]
+            in_memory, memory = _measure(
+                pool, arms, "memory", rounds, say, _additions(numel // threads, threads)
+            )
+        finally:
+            native.select_isa(before)
+    return AdamFigures((*cached, *in_memory), threads, memory / 1e9, version, before)
+
+
+def _arms(numel: int, threads: int) -> list[Arm]:
+    """Make an arm of every kernel of every instruction set, with `numel` parameters for each
+    thread.
+    """
+    found = []
+    for name, state in STATES.items():
+        # The pass compares the checksums that it stored last: the update alone must have states of
+        # its own.
+        plain = [_States(state, numel) for _ in range(threads)]
+        summed = [_States(state, numel) for _ in range(threads)]
+        updates, passes = [one.update() for one in plain], [one.fused_pass() for one in summed]
+        for isa in native.isas():
+            found.append(
+                Arm("update", isa, name, numel * threads, plain[0].traffic, updates, plain)
+            )
+            found.append(
+                Arm(
+                    "verify, update, checksum",
+                    isa,
+                    name,
+                    numel * threads,
+                    plain[0].traffic,
+                    passes,
+                    summed,
+                )
+            )
+    return found
+
+
+def _torch_arm(numel: int, threads: int) -> tuple[list[Arm], str]:
+    """Return ([torch's own optimizer], torch's version), or nothing where torch cannot be imported.
+    """
+    try:
+        import torch
+    except ImportError:
+        return [], ""
+    torch.set_num_threads(threads)
+    # Torch splits the work itself; a parameter per thread would only make its loop longer.
+    parameter = torch.randn(numel, requires_grad=True)
+    parameter.grad = torch.randn(numel)
+    optimizer = torch.optim.AdamW(
+        [parameter], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True
+    )
+    # The first step makes the states, and is not timed.
+    optimizer.step()
+    return [
+        # fp32: a parameter and two moments, read and written, and the gradient.
+        Arm("torch.optim.AdamW(fused)", "", "fp32", numel, 2 * 12 + 4, [optimizer.step])
+    ], torch.__version__
+
+
+def _additions(numel: int, threads: int) -> list[Arm]:
+    """Make the arms of the memory's bandwidth: additions in place, of a number and of an array. The
+    faster one is the limit.
+    """
+    one = np.float32(1.0)
+
+    def add(array: npt.NDArray[np.float32], other: Any) -> Callable[[], object]:
+        return lambda: np.add(array, other, out=array)
+
+    arrays = [(np.ones(numel, np.float32), np.ones(numel, np.float32)) for _ in range(threads)]
+    return [
+        # Each reads and writes 4 B of the left side; the second reads 4 B of the right side, too.
+        Arm("a += 1", "", "", numel * threads, 8, [add(left, one) for left, _ in arrays]),
+        Arm("a += b", "", "", numel * threads, 12, [add(left, right) for left, right in arrays]),
+    ]
+
+
+def _measure(
+    pool: ThreadPoolExecutor,
+    arms: Sequence[Arm],
+    where: str,
+    rounds: int,
+    say: Progress,
+    limit: Sequence[Arm] = (),
+) -> tuple[list[Row], float]:
+    """Time the arms in turns. Returns (a row per arm, the limit's bytes per second or 0)."""
+    rates: list[list[float]] = [[] for _ in arms]
+    shares: list[list[float]] = [[] for _ in arms]
+    limits: list[float] = []
+    # A run from memory is long enough to be timed alone.
+    repeats = [1 if limit else _repeats(pool, arm) for arm in arms]
+    for number in range(rounds):
+        if limit:
+            # In every round, since the share of an arm is of the bandwidth beside it.
+            limits.append(max(one.numel * one.traffic / _seconds(pool, one, 1) for one in limit))
+        for index, arm in enumerate(arms):
+            say(f"{where} {number + 1}/{rounds}", index / len(arms))
+            rate = arm.numel / _seconds(pool, arm, repeats[index])
+            rates[index].append(rate)
+            if limit:
+                shares[index].append(rate * arm.traffic / limits[-1])
+    rows = []
+    for arm, mine, share in zip(arms, rates, shares, strict=True):
+        rate = statistics.median(mine)
+        rows.append(
+            Row(
+                name=arm.name,
+                isa=arm.isa,
+                state=arm.state,
+                where=where,
+                numel=arm.numel,
+                gparam_per_s=rate / 1e9,
+                rounds=[value / 1e9 for value in mine],
+                gb_per_s=rate * arm.traffic / 1e9,
+                of_memory=statistics.median(share) if share else None,
+            )
+        )
+    return rows, statistics.median(limits) if limits else 0.0
+
+
+def _repeats(pool: ThreadPoolExecutor, arm: Arm) -> int:
+    """Count the runs that an arm needs to be timed well."""
+    return max(1, int(_CACHE_S / max(_seconds(pool, arm, 3), 1e-6)))
+
+
+def _seconds(pool: ThreadPoolExecutor, arm: Arm, repeats: int) -> float:
+    """Return the wall time of one run of all parts at once."""
+    # In every run: the arm before had another instruction set.
+    if arm.isa:
+        native.select_isa(arm.isa)
+
+    def loop(part: Callable[[], object]) -> None:
+        for _ in range(repeats):
+            part()
+
+    start_s = time.perf_counter()
+    # A single part runs here, without the hand-over to a thread.
+    if len(arm.parts) == 1:
+        loop(arm.parts[0])
+    else:
+        for future in [pool.submit(loop, part) for part in arm.parts]:
+            future.result()
+    return (time.perf_counter() - start_s) / repeats

@@ -1,0 +1,306 @@
+"""The command `infinity bench`: asks the benchmarks, shows tables, writes JSON and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from infinity._src.base.openmp import wait_passively
+from infinity._src.base.paths import argument
+from infinity._src.base.sizes import GIB, parse_size
+from infinity._src.base.telemetry import configure_logging
+from infinity._src.measure import adam, device_copy, hardware, report, sweep
+from infinity._src.measure.reference import REFERENCES
+from infinity._src.measure.report import (
+    check_plot,
+    check_target,
+    draw,
+    make_record,
+    progress_bar,
+    write_record,
+)
+from infinity._src.measure.streams import CHUNK_BYTES
+from infinity._src.measure.swap import CHECKSUMS, SwapTask, check_directories, measure_swap
+from infinity.aio import BACKENDS
+from infinity.errors import AioError
+
+DEFAULT_SIZE_BYTES = 4 * GIB
+
+_DESCRIPTION = (
+    "What this machine gives to training with states on NVMe. Without a benchmark's name: "
+    "swap, in under a minute.\n"
+    "\n"
+    "  swap   read, write and mixed bandwidth of one or several drives, beside the limit "
+    "(fio where it is installed)\n"
+    "  adam   the update kernels: parameters per second and share of the memory's bandwidth\n"
+    "  copy   copies between pinned or pageable memory and a CUDA device, where there is one"
+)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        type=argument,
+        metavar="FILE",
+        help="also write the figures as JSON; - is standard output",
+    )
+    parser.add_argument(
+        "--plot",
+        type=argument,
+        metavar="FILE",
+        help="also draw them (.png, .svg, .pdf); needs matplotlib",
+    )
+
+
+def _add_swap(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--dir",
+        action="append",
+        type=argument,
+        metavar="DIR",
+        help="directory on the drive; repeat for several drives "
+        "(default: $INFINITY_NVME_DIR, else a directory of yours on a drive)",
+    )
+    add(
+        "--size",
+        type=_size,
+        metavar="SIZE",
+        help="swap to use in all, for example 4G; the limit needs as much again "
+        "(default: 4G, or an eighth of the free space)",
+    )
+    add(
+        "--block-size",
+        type=_size,
+        metavar="SIZE",
+        help="bytes per I/O request (as training: what suits the backend, 1M with "
+        "io_uring, whole chunks with threads)",
+    )
+    add("--depth", type=int, default=32, help="requests in flight per drive (32)")
+    add("--rounds", type=int, default=3, help="rounds; the median is reported (3)")
+    add("--seconds", type=float, default=1.5, help="at most this long per phase and round (1.5)")
+    add("--backend", choices=BACKENDS, default="auto", help="I/O backend (auto: the best there is)")
+    add(
+        "--checksums",
+        choices=CHECKSUMS,
+        default="off",
+        help="off: the drive and the rings alone; full: every chunk copied, its "
+        "checksums computed and compared, as training does; sample: compared in part (off)",
+    )
+    add(
+        "--limit",
+        choices=REFERENCES,
+        default="auto",
+        help="what to measure beside it: fio, plain preads and pwrites (probe), "
+        "nothing (off), or fio where it is installed (auto)",
+    )
+    add(
+        "--verify",
+        action="store_true",
+        help="read everything back and compare all checksums, not a sample; with --checksums "
+        "again at the end",
+    )
+    add(
+        "--sweep",
+        action="store_true",
+        help="find the best block size and depth, then measure with them; the JSON is what "
+        "Policy(io=FILE) reads",
+    )
+    add(
+        "--sweep-blocks",
+        type=_sizes,
+        default=sweep.BLOCKS,
+        metavar="LIST",
+        help="block sizes to try (256K,512K,1M,2M,4M and whole chunks)",
+    )
+    add(
+        "--sweep-depths",
+        type=_integers,
+        default=sweep.DEPTHS,
+        metavar="LIST",
+        help="depths to try (4,8,16,32,64)",
+    )
+    _add_common(parser)
+
+
+def _add_adam(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads (1, as an executor's worker)"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; the median is reported (5)")
+    parser.add_argument(
+        "--numel",
+        type=int,
+        default=adam.MEMORY_NUMEL,
+        help=f"parameters of the runs from memory ({adam.MEMORY_NUMEL >> 20}Mi)",
+    )
+    _add_common(parser)
+
+
+def _add_copy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--blocks",
+        type=_sizes,
+        default=device_copy.BLOCKS,
+        metavar="LIST",
+        help="bytes per copy (256K,1M,4M,16M,64M)",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is reported (3)")
+    _add_common(parser)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Make the parser of all benchmarks."""
+    parser = argparse.ArgumentParser(
+        prog="infinity bench",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, add, text in (
+        ("swap", _add_swap, "swap bandwidth (the default)"),
+        ("adam", _add_adam, "update kernels on the CPU"),
+        ("copy", _add_copy, "copies to and from a device"),
+    ):
+        add(commands.add_parser(name, help=text, description=text))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
+    wait_passively()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Without a name the arguments are those of swap. Help is of the whole command.
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments.insert(0, "swap")
+    options = build_parser().parse_args(arguments)
+    # With the name of the benchmark, so that a record says what ran.
+    options.command = arguments
+    return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C.
+    """
+    configure_logging()
+    # With JSON on standard output the tables go to standard error.
+    console = Console(stderr=options.json is not None and str(options.json) == "-")
+    try:
+        # Before minutes of measuring, whose figures would then be lost.
+        check_target(options.json, "--json")
+        check_target(options.plot, "--plot")
+        check_plot(options.plot)
+        record = _BENCHMARKS[options.benchmark](options, console)
+        write_record(record, options.json)
+        draw(record, options.plot)
+    except KeyboardInterrupt:
+        console.print("interrupted; nothing is left on the drive")
+        return 130
+    # Before OSError, which it is: a fault of a drive is no mistake on the command line.
+    except AioError as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 1
+    except (ValueError, OSError, MemoryError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2
+    return 0
+
+
+def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure, show, and return the record."""
+    directories = options.dir or hardware.default_directories()
+    # Before anybody asks for their free space.
+    check_directories(directories)
+    task = SwapTask(
+        directories=tuple(directories),
+        size_bytes=options.size if options.size is not None else _default_size(directories),
+        block_bytes=options.block_size,
+        depth=options.depth,
+        backend=options.backend,
+        rounds=options.rounds,
+        phase_s=options.seconds,
+        checksums=options.checksums,
+        limit=options.limit,
+        verify_all=options.verify,
+    )
+    swept = None
+    with progress_bar(console) as progress:
+        if options.sweep:
+            swept = sweep.measure_sweep(task, options.sweep_blocks, options.sweep_depths, progress)
+            task = dataclasses.replace(
+                task, block_bytes=swept.best.block_bytes, depth=swept.best.depth
+            )
+        figures = measure_swap(task, progress)
+    found = {**figures.as_dict(), "sweep": swept.as_dict() if swept is not None else None}
+    record = make_record("swap", found, options.command, directories)
+    if swept is not None:
+        report.show_sweep(console, swept)
+    report.show_swap(console, figures, record)
+    if swept is not None and options.json is not None and str(options.json) != "-":
+        console.print(
+            f'use it: Policy(io="{options.json}")', highlight=False, markup=False, soft_wrap=True
+        )
+    return record
+
+
+def run_adam(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure, show, and return the record."""
+    with progress_bar(console) as progress:
+        figures = adam.measure_adam(
+            threads=options.threads, rounds=options.rounds, numel=options.numel, progress=progress
+        )
+    report.show_adam(console, figures)
+    return make_record("adam", figures.as_dict(), options.command)
+
+
+def run_copy(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measure, show, and return the record. Without a device that is said, and is no error."""
+    with progress_bar(console) as progress:
+        figures = device_copy.measure_copy(
+            blocks=options.blocks, rounds=options.rounds, progress=progress
+        )
+    report.show_copy(console, figures)
+    return make_record("copy", figures.as_dict(), options.command)
+
+
+_BENCHMARKS: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] = {
+    "swap": run_swap,
+    "adam": run_adam,
+    "copy": run_copy,
+}
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        # argparse shows the text of this type only.
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_size(part) for part in text.split(","))
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers such as 8,16,32"
+        ) from None
+
+
+def _default_size(directories: Sequence[Path]) -> int:
+    """Return 4 GiB, or an eighth of what is free on the fullest drive for each if that is less."""
+    free = min(shutil.disk_usage(directory).free for directory in directories)
+    # Never less than `SwapTask` accepts: it then says what is missing.
+    return max(min(DEFAULT_SIZE_BYTES, free // 8 * len(directories)), 4 * CHUNK_BYTES)

@@ -1,0 +1,484 @@
+"""Reports of the benchmarks: a JSON record, tables, a picture and a progress bar.
+
+The JSON of every benchmark is one envelope, versioned, written whole or not at all:
+
+    schema      "infinity.bench.<benchmark>/<version>"; a version changes or removes fields, added
+                fields keep it
+    time        when the measurement ended, UTC, ISO 8601
+    infinity    version; commit (40 hex digits) and dirty in a git checkout, else null
+    command     the arguments
+    hardware    host, cpu, cores, memory_bytes, kernel, architecture, python, huge_pages, and for
+                swap the drives: path, file_system, device, model, rotational, scheduler,
+                nr_requests, max_sectors_kb, free_bytes
+
+and the figures beside them at the top level. `infinity.bench.swap/1`: read_gbps, write_gbps,
+mixed_gbps, fill_gbps (medians, 10^9 bytes per second); rounds; phases.<kind> (gbps, rounds,
+cpu_s_per_gb, cpu_rounds, of_limit, of_limit_rounds, limit, drives); limit_by; settings (what
+`Policy(io=...)` reads: block_bytes, null for what suits the backend, depth, bandwidths in bytes per
+second, backend that was measured); size_bytes, block_bytes (of the longest request), depth,
+checksums, backend, backend_reason, direct, huge_page_share, registered, verified_bytes; drives
+(counters and latencies in seconds over the whole measurement); sweep (points, best), null without
+one. `infinity.bench.adam/1`: isas, threads, torch, rows. `infinity.bench.copy/1`: device (null
+without one), rows.
+
+Also here: tables for people; a picture of a record (bars beside their limit, a sweep as a map,
+kernels as bars, copies as lines), which needs matplotlib; one progress bar for all phases, on a
+terminal only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from infinity._src.base.new_file import write_named
+from infinity._src.base.sizes import format_size
+from infinity._src.base.standard_streams import write_to_stdout
+from infinity._src.base.version import __version__
+from infinity._src.measure import hardware
+from infinity._src.measure.adam import AdamFigures
+from infinity._src.measure.device_copy import CopyFigures
+from infinity._src.measure.swap import KINDS, SwapFigures
+from infinity._src.measure.sweep import SweepFigures
+
+# -- JSON ------------------------------------------------------------------------------------------
+
+
+SCHEMAS = {name: f"infinity.bench.{name}/1" for name in ("swap", "adam", "copy")}
+
+
+def make_record(
+    benchmark: str,
+    figures: Mapping[str, Any],
+    command: Sequence[str],
+    directories: Sequence[Path] = (),
+) -> dict[str, Any]:
+    """Make the record of one benchmark: envelope and figures."""
+    machine = hardware.machine()
+    if directories:
+        machine["drives"] = [hardware.drive(directory) for directory in directories]
+    return {
+        "schema": SCHEMAS[benchmark],
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "infinity": {"version": __version__, **checkout()},
+        "command": list(command),
+        **figures,
+        "hardware": machine,
+    }
+
+
+def checkout() -> dict[str, Any]:
+    """Return commit and dirty of the git checkout that this package runs from; None for each where
+    it does not.
+    """
+    root = Path(__file__).resolve().parents[3]
+    unknown = {"commit": None, "dirty": None}
+    if not (root / ".git").exists():
+        return unknown
+    # core.fsmonitor may name a program, which a mere question must not start.
+    git = ["git", "-C", str(root), "-c", "core.fsmonitor=false"]
+    try:
+        commit = subprocess.run(
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
+        )
+        status = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        # No git here, or a checkout of somebody else.
+        return unknown
+    return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
+
+
+def check_target(path: Path | None, option: str) -> None:
+    """Raises ValueError when a file could not be written there: found before the measurement, not
+    after.
+    """
+    if path is None or str(path) == "-":
+        return
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a directory; name a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(
+            f"{option} {path}: directory {path.absolute().parent} does not exist; create it"
+        )
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise ValueError(f"{option} {path}: this user may not write to {path.absolute().parent}")
+
+
+def write_record(record: Mapping[str, Any], path: Path | None) -> None:
+    """Write the record to `path`, whole or not at all; "-" is standard output, None nothing."""
+    if path is None:
+        return
+    text = json.dumps(record, indent=2) + "\n"
+    if str(path) == "-":
+        write_to_stdout(text)
+        return
+    write_named(path, text)
+
+
+# -- Tables ----------------------------------------------------------------------------------------
+
+
+def show_swap(console: Console, figures: SwapFigures, record: dict[str, Any]) -> None:
+    """Show the bandwidth of drives beside the reference."""
+    what = {"off": "", "full": ", copied and checksummed", "sample": ", copied, checksums sampled"}[
+        figures.checksums
+    ]
+    table = _table(f"Swap bandwidth{what}", "GB/s", "from – to", "CPU s/GB")
+    if figures.limit_by:
+        _columns(table, "limit", "CPU s/GB", "of limit")
+    for name, phase in figures.phases.items():
+        rounds = phase.spread.rounds_gbps
+        spread = f"[dim]{min(rounds):.2f} – {max(rounds):.2f}[/dim]"
+        cells = [name, f"[bold]{phase.spread.gbps:.2f}[/bold]", spread, f"{phase.cpu_s_per_gb:.3f}"]
+        if phase.limit is not None:
+            cells += [
+                f"{phase.limit.gbps:.2f}",
+                f"{phase.limit_cpu_s_per_gb:.3f}",
+                f"[bold]{phase.of_limit:.0%}[/bold]",
+            ]
+        table.add_row(*cells)
+    console.print(table)
+    show_drives(console, figures)
+    _line(console, f"on {hardware.describe(record['hardware']['drives'])}")
+    how = "O_DIRECT" if figures.direct else "through the page cache: figures may be those of memory"
+    _line(
+        console,
+        f"{format_size(figures.size_bytes)} of random data, {format_size(figures.block_bytes)} "
+        f"blocks, depth {figures.depth}, {figures.backend}, {how}, {figures.huge_page_share:.0%} "
+        f"huge pages; {format_size(figures.verified_bytes)} read back and verified",
+    )
+    _line(
+        console,
+        f"medians, rounds: {len(figures.read.samples)}; mixed counts both ways; "
+        f"first write to fresh extents, checksummed: {figures.fill_bytes_per_s / 1e9:.2f} GB/s",
+    )
+    if figures.limit_by:
+        how = f"blocks as large, depth {figures.depth}, on a file of its own, in turns with ours"
+        _line(console, f"limit: {figures.limit_by}, {how}")
+    for note in _notes(figures, record):
+        console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
+
+
+def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
+    notes = [figures.backend_reason] if figures.backend_reason else []
+    devices = [drive["device"] for drive in record["hardware"]["drives"] if drive["device"]]
+    if len(set(devices)) < len(devices):
+        notes.append(
+            "some of these directories lie on the same drive; together they are no faster than one "
+            "of them"
+        )
+    for drive in figures.drives:
+        if not drive.direct and drive.direct_reason:
+            notes.append(f"{drive.path}: {drive.direct_reason}")
+        # The drive's own block is no surprise where none was asked for.
+        asked = (figures.block_bytes_asked or drive.block_bytes, figures.depth)
+        # 0: the backend does not say.
+        if drive.block_bytes and (drive.block_bytes, drive.depth) != asked:
+            block = format_size(min(drive.block_bytes, figures.block_bytes))
+            notes.append(
+                f"{drive.path}: fitted to device and backend: {block} blocks, depth {drive.depth}"
+            )
+    if figures.huge_page_share < 0.9:
+        notes.append("without huge pages drives are slower; see `infinity doctor`")
+    return notes
+
+
+def show_drives(console: Console, figures: SwapFigures) -> None:
+    """Show each drive's share where there are several, and latencies where they are known."""
+    if len(figures.drives) > 1:
+        table = _table("GB/s of each drive, all at work", *(f"{kind}, share" for kind in KINDS))
+        for number, directory in enumerate(figures.directories):
+            parts = [(phase.drive(number), phase.spread) for phase in figures.phases.values()]
+            table.add_row(
+                escape(directory),
+                *(f"{part.gbps:.2f}  {part.median / total.median:4.0%}" for part, total in parts),
+            )
+        console.print(table)
+    for drive, directory in zip(figures.drives, figures.directories, strict=True):
+        latencies = [
+            f"{kind} p50 {latency.p50_s * 1e3:.1f} ms, p99 {latency.p99_s * 1e3:.1f} ms"
+            for kind, latency in (("read", drive.read_latency), ("write", drive.write_latency))
+            if latency.count
+        ]
+        if latencies:
+            _line(
+                console,
+                f"requests of {directory}: {'; '.join(latencies)}; {drive.depth_mean:.0f} in "
+                "flight on average",
+            )
+
+
+def show_sweep(console: Console, sweep: SweepFigures) -> None:
+    """Show the mixed bandwidth of every pair, and the choice."""
+    depths = sorted({point.depth for point in sweep.points})
+    table = _table("Mixed GB/s by block size and depth", *(f"depth {depth}" for depth in depths))
+    for block in sorted({point.block_bytes for point in sweep.points}):
+        cells = [format_size(block)]
+        for depth in depths:
+            here = [
+                point
+                for point in sweep.points
+                if (point.block_bytes, point.depth) == (block, depth)
+            ]
+            text = f"{here[0].rate('mixed') / 1e9:.2f}" if here else ""
+            if here and here[0].final:
+                text = f"[green]{text}[/green]"
+            cells.append(f"[bold]{text} *[/bold]" if here and here[0] is sweep.best else text)
+        table.add_row(*cells)
+    console.print(table)
+    best = sweep.best
+    console.print(
+        f"best: [bold]{format_size(best.block_bytes)} blocks, depth {best.depth}[/bold] "
+        "(the least in flight within 3 % of the best of the "
+        f"{sum(point.final for point in sweep.points)} measured longer)",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def show_adam(console: Console, figures: AdamFigures) -> None:
+    """Show the kernels, from cache and from memory."""
+    for where, title in (("cache", "from cache"), ("memory", "from memory")):
+        rows = [row for row in figures.rows if row.where == where]
+        names = ("state", "ISA", "Gparam/s", "GB/s") + (("of memory",) if where == "memory" else ())
+        threads = "one thread" if figures.threads == 1 else f"{figures.threads} threads"
+        table = _table(f"AdamW, {title}, {threads} ({rows[0].numel:,} parameters)", *names)
+        for row in rows:
+            chosen = "[bold]{}[/bold]" if row.isa == figures.isa else "{}"
+            cells = [
+                row.name,
+                row.state,
+                row.isa,
+                chosen.format(f"{row.gparam_per_s:.2f}"),
+                f"{row.gb_per_s:.1f}",
+            ]
+            table.add_row(*cells, *([f"{row.of_memory:.0%}"] if row.of_memory is not None else []))
+        console.print(table)
+    _line(
+        console,
+        f"memory: {figures.memory_gb_per_s:.1f} GB/s, what additions in place read and write in "
+        "the same rounds",
+    )
+    if not figures.torch:
+        _line(console, "torch cannot be imported, so its optimizer is not beside them")
+
+
+def show_copy(console: Console, figures: CopyFigures) -> None:
+    """Show the copies by block size, or say that there is no device."""
+    if not figures.device:
+        _line(console, f"{figures.reason}; copies were not measured")
+        return
+    table = _table(f"Copies, {figures.device}", "memory", "block", "GB/s", "of the best pinned")
+    for row in figures.rows:
+        table.add_row(
+            row.direction,
+            row.memory,
+            format_size(row.block_bytes),
+            f"{row.gbps:.2f}",
+            f"{row.of_best:.0%}",
+        )
+    console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    _columns(table, *columns)
+    return table
+
+
+def _columns(table: Table, *names: str) -> None:
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+# -- Pictures --------------------------------------------------------------------------------------
+
+
+def check_plot(path: Path | None) -> None:
+    """Raises ValueError when a picture is wanted and cannot be drawn here."""
+    if path is None:
+        return
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--plot {path}: the file's name must end in .png, .svg or .pdf")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            f"--plot needs matplotlib, which cannot be imported ({error}): pip install "
+            "'infinity-offload[plot]'"
+        ) from error
+
+
+def draw(record: Mapping[str, Any], path: Path | None) -> None:
+    """Draw a record of `infinity._src.measure.report` into `path`; None draws nothing."""
+    if path is None:
+        return
+    # Optional, so only here; and without pyplot, which would look for a display.
+    from matplotlib.figure import Figure
+
+    sweep = record.get("sweep")
+    figure = Figure(figsize=(12 if sweep else 7, 4.5), layout="constrained")
+    axes = figure.subplots(1, 2 if sweep else 1, squeeze=False)[0]
+    kind = str(record["schema"]).split("/")[0].rpartition(".")[2]
+    {"swap": _swap, "adam": _adam, "copy": _copy}[kind](axes[0], record)
+    if sweep:
+        _sweep(figure, axes[1], sweep)
+    machine = record["hardware"]
+    figure.suptitle(
+        f"{machine['cpu']}, Linux {machine['kernel']}, {record['time'][:10]}", fontsize=9
+    )
+    figure.savefig(path, dpi=150)
+
+
+def _swap(axes: Any, record: Mapping[str, Any]) -> None:
+    phases = record["phases"]
+    for place, phase in enumerate(phases.values()):
+        limit = phase["limit"]
+        arms = [("infinity", phase, "C0")]
+        if limit is not None:
+            arms.append((str(record["limit_by"]), limit, "C7"))
+        for number, (name, figures, colour) in enumerate(arms):
+            at = place + 0.4 * (number - (len(arms) - 1) / 2)
+            axes.bar(
+                at,
+                figures["gbps"],
+                0.36,
+                color=colour,
+                alpha=0.75,
+                label=name if place == 0 else None,
+            )
+            # Every round as a dot: drives drift, which a median hides.
+            axes.plot([at] * len(figures["rounds"]), figures["rounds"], "k.", markersize=4)
+    axes.set_xticks(range(len(phases)), list(phases))
+    axes.set_ylabel("GB/s")
+    drives = ", ".join(
+        f"{drive['path']} ({drive['model'] or drive['device']})"
+        for drive in record["hardware"]["drives"]
+    )
+    axes.set_title(
+        f"Swap: {format_size(record['block_bytes'])} blocks, depth {record['depth']}\n{drives}",
+        fontsize=9,
+    )
+    axes.legend(fontsize=8)
+
+
+def _sweep(figure: Any, axes: Any, sweep: Mapping[str, Any]) -> None:
+    points = sweep["points"]
+    blocks = sorted({point["block_bytes"] for point in points})
+    depths = sorted({point["depth"] for point in points})
+    grid = [[float("nan")] * len(depths) for _ in blocks]
+    for point in points:
+        grid[blocks.index(point["block_bytes"])][depths.index(point["depth"])] = point["mixed_gbps"]
+    image = axes.imshow(grid, aspect="auto", origin="lower")
+    for row, line in enumerate(grid):
+        for column, value in enumerate(line):
+            # NaN, which is not equal to itself: a pair that was not measured.
+            if value == value:
+                axes.text(
+                    column, row, f"{value:.2f}", ha="center", va="center", color="w", fontsize=8
+                )
+    best = sweep["best"]
+    axes.plot(
+        depths.index(best["depth"]),
+        blocks.index(best["block_bytes"]),
+        "ws",
+        markersize=28,
+        fillstyle="none",
+    )
+    axes.set_xticks(range(len(depths)), [str(depth) for depth in depths])
+    axes.set_yticks(range(len(blocks)), [format_size(block) for block in blocks])
+    axes.set_xlabel("depth")
+    axes.set_title("mixed GB/s by block size and depth", fontsize=9)
+    figure.colorbar(image, ax=axes)
+
+
+def _adam(axes: Any, record: Mapping[str, Any]) -> None:
+    # barh draws from the bottom up.
+    rows = record["rows"][::-1]
+    names = [
+        " ".join(part for part in (row["name"], row["state"], row["isa"], row["where"]) if part)
+        for row in rows
+    ]
+    axes.barh(range(len(rows)), [row["gparam_per_s"] for row in rows], color="C0", alpha=0.75)
+    axes.set_yticks(range(len(rows)), names, fontsize=7)
+    axes.set_xlabel("Gparam/s")
+    axes.set_title(f"AdamW on the CPU, threads: {record['threads']}", fontsize=9)
+
+
+def _copy(axes: Any, record: Mapping[str, Any]) -> None:
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in record["rows"]:
+        lines.setdefault(f"{row['memory']}, {row['direction']}", []).append(
+            (row["block_bytes"], row["gbps"])
+        )
+    for name, points in lines.items():
+        axes.plot([block for block, _ in points], [rate for _, rate in points], "o-", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes per copy")
+    axes.set_ylabel("GB/s")
+    axes.set_title(f"copies: {record['device'] or record['reason']}", fontsize=9)
+    if lines:
+        axes.legend(fontsize=7)
+
+
+# -- Progress --------------------------------------------------------------------------------------
+
+
+_REFRESH_S = 0.25
+
+
+def progress_bar(console: Console) -> AbstractContextManager[Callable[[str, float], None] | None]:
+    """Return the context of a progress bar. The context gives the function that phases call with
+    their name and done share; None where there is no terminal.
+    """
+    return _Bar(console) if console.is_terminal else nullcontext()
+
+
+class _Bar:
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
+        # Drawn from the calls, not by a thread of its own, whose CPU time would count as the
+        # benchmark's.
+        self._progress = Progress(*columns, console=console, transient=True, auto_refresh=False)
+        self._task = self._progress.add_task("starting", total=1.0)
+        self._drawn_s = 0.0
+        self._phase = ""
+
+    def __enter__(self) -> Callable[[str, float], None]:
+        self._progress.start()
+        return self._say
+
+    def _say(self, phase: str, share: float) -> None:
+        now_s = time.monotonic()
+        # A new phase is drawn at once.
+        if phase == self._phase and now_s - self._drawn_s < _REFRESH_S:
+            return
+        self._phase, self._drawn_s = phase, now_s
+        self._progress.update(self._task, description=phase, completed=share, refresh=True)
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()

@@ -1,0 +1,307 @@
+"""Chunks on drives, and one stream of jobs per drive over them.
+
+Every drive has its own stream, so that a slow drive does not hold back a fast one, and each drive's
+share is seen. With one drive the stream runs in the calling thread.
+
+The written data are random, so that no drive can compress them, and no block comes twice, so that
+none can deduplicate them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity import aio
+from infinity._src.cabi import records
+from infinity._src.cabi.records import piece_count
+from infinity.aio._executor import RING_BLOCK_BYTES
+
+# -- Chunks and streams ----------------------------------------------------------------------------
+
+
+CHUNK_BYTES = records.CHUNK_BYTES
+"""Bytes of a full chunk of the `exact` state (393,216 elements of 12 bytes); one slot moves as
+many.
+"""
+
+_PIECE_BYTES = 65_536
+_WAVES = 3
+
+Step = Callable[[float], None]
+"""Called with the done share of a phase, 0 to 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One phase of one round: bytes and seconds of each drive, and the CPU time of all."""
+
+    drive_bytes: tuple[int, ...]
+    drive_s: tuple[float, ...]
+    cpu_s: float
+
+    @property
+    def drive_rates(self) -> tuple[float, ...]:
+        """Bytes per second of each drive, all at work."""
+        return tuple(
+            count / max(took, 1e-9)
+            for count, took in zip(self.drive_bytes, self.drive_s, strict=True)
+        )
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of all drives together."""
+        return sum(self.drive_rates)
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """Seconds of CPU (user and system, all threads) per 10^9 bytes."""
+        return self.cpu_s / max(sum(self.drive_bytes), 1) * 1e9
+
+
+class Chunks:
+    """`count` chunks on each drive's file, one after the other; the checksums lie here, so any
+    executor can verify them.
+    """
+
+    def __init__(self, drives: Sequence[aio.SwapFile], count: int) -> None:
+        self.drives = tuple(drives)
+        self.count = count
+        total = count * len(drives)
+        index = np.arange(total)
+        pieces = piece_count(CHUNK_BYTES, _PIECE_BYTES)
+        self._sums = np.zeros((total, pieces), dtype=np.uint32)
+        records = np.zeros(total, dtype=aio.CHUNK)
+        records["key"] = index + 1
+        records["numel"] = CHUNK_BYTES
+        records["drive"] = index // count
+        records["file_offset"] = index % count * CHUNK_BYTES
+        records["run_bytes"] = CHUNK_BYTES
+        records["format"] = aio.Format.RAW
+        records["section_count"] = 1
+        records["piece_numel"] = _PIECE_BYTES
+        records["itemsize"][:, 0] = 1
+        records["section_at"] = -1
+        records["section_at"][:, 0] = 0
+        records["sums_ptr"] = self._sums.ctypes.data + index * (pieces * 4)
+        self.records = records
+        for drive in drives:
+            drive.grow(count * CHUNK_BYTES)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the chunks in use on all drives."""
+        return self.count * len(self.drives) * CHUNK_BYTES
+
+
+@final
+class Streams:
+    """An executor over the chunks, and phases on it. Close it before the chunks' drives; not safe
+    to share among threads.
+    """
+
+    def __init__(
+        self, chunks: Chunks, *, block_bytes: int | None, depth: int, backend: str, verify: str
+    ) -> None:
+        self.chunks = chunks
+        # Without a block: as many for eight threads with a chunk each as for a ring of the usual
+        # depth.
+        in_flight = -(-depth * (block_bytes or RING_BLOCK_BYTES) // CHUNK_BYTES)
+        self._slots = in_flight + max(8, in_flight // 4)
+        self.executor = aio.open_executor(
+            chunks.drives,
+            small=aio.PoolSpec(0, 0),
+            large=aio.PoolSpec(self._slots * len(chunks.drives), CHUNK_BYTES),
+            backend=backend,
+            verify=verify,
+            workers=1,
+            block_bytes=block_bytes,
+            depth=depth,
+        )
+        self._ids = self.executor.define(chunks.records).reshape(len(chunks.drives), -1)
+
+    @property
+    def request_bytes(self) -> int:
+        """The longest request that a job becomes: the executor's block as fitted to the drives, at
+        most a chunk.
+        """
+        return min(max(drive.block_bytes for drive in self.executor.stats().drives), CHUNK_BYTES)
+
+    def close(self) -> None:
+        """End the executor; jobs that have not started do not run."""
+        self.executor.close(wait=False)
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def jobs(
+        self, kind: aio.JobKind, mask: int = 1, pointers: Any = 0
+    ) -> list[npt.NDArray[np.void]]:
+        """Make one job per chunk for each drive, in order. `pointers`: one address, or several that
+        are taken in turn.
+        """
+        count = self.chunks.count
+        found = []
+        for ids in self._ids:
+            jobs = np.zeros(count, dtype=aio.JOB)
+            jobs["chunk"] = ids[:count]
+            jobs["kind"] = kind
+            jobs["mask"] = mask
+            # No gate gives the addresses: they are in the jobs.
+            jobs["base"] = -1
+            jobs["ptr"][:, 0] = np.resize(np.asarray(pointers, dtype=np.uint64), count)
+            found.append(jobs)
+        return found
+
+    def warm(self) -> None:
+        """Fill every slot with written data, which is what a write phase writes. Blocks."""
+        for jobs in self.jobs(aio.JobKind.FETCH, 1 | aio.MASK_MOVE_ONLY):
+            self.executor.submit(jobs[: self._slots], priority=aio.Priority.DEMAND).wait()
+
+    def run(self, jobs: Sequence[npt.NDArray[np.void]], deadline_s: float, step: Step) -> Sample:
+        """Run each drive's jobs in order until one drive has none left or the deadline passes.
+        Blocks.
+
+        Raises what a job raises, after what is in flight has ended.
+        """
+        stop = threading.Event()
+        ended: list[tuple[int, float] | BaseException | None] = [None] * len(jobs)
+
+        def drive(number: int) -> None:
+            try:
+                ended[number] = self._stream(
+                    jobs[number], deadline_s, stop, step if number == 0 else None
+                )
+            except BaseException as error:  # noqa: BLE001 - raised again by the caller
+                ended[number] = error
+            finally:
+                # One drive has ended, so the others would no longer be measured with all at work.
+                stop.set()
+
+        before_s = _cpu_s()
+        if len(jobs) == 1:
+            drive(0)
+        else:
+            threads = [
+                threading.Thread(target=drive, args=(number,)) for number in range(len(jobs))
+            ]
+            for thread in threads:
+                thread.start()
+            try:
+                for thread in threads:
+                    thread.join()
+            finally:
+                # Also after Ctrl-C: the caller closes the executor that the threads use.
+                stop.set()
+                for thread in threads:
+                    thread.join()
+        cpu_s = _cpu_s() - before_s
+        results: list[tuple[int, float]] = []
+        for end in ended:
+            if isinstance(end, BaseException):
+                raise end
+            assert end is not None
+            results.append(end)
+        return Sample(
+            tuple(sent * CHUNK_BYTES for sent, _ in results),
+            tuple(took for _, took in results),
+            cpu_s,
+        )
+
+    def _stream(
+        self,
+        jobs: npt.NDArray[np.void],
+        deadline_s: float,
+        stop: threading.Event,
+        step: Step | None,
+    ) -> tuple[int, float]:
+        """Run the stream of one drive. Returns (jobs done, seconds)."""
+        # A wave of twice the slots: small ones cost a wake-up of this thread each, which is half of
+        # the CPU time then. Three keep every slot busy, also where this thread waits for a core,
+        # and still let a deadline mean something.
+        wave = 2 * self._slots
+        flying: deque[aio.Ticket] = deque()
+        start = time.monotonic()
+        sent = 0
+        while sent < len(jobs) and time.monotonic() - start < deadline_s and not stop.is_set():
+            part = jobs[sent : sent + wave]
+            flying.append(self.executor.submit(part, priority=aio.Priority.DEMAND))
+            sent += len(part)
+            if len(flying) >= _WAVES:
+                flying.popleft().wait()
+            if step is not None:
+                step(sent / len(jobs))
+        # Bytes that were sent count, so their time does.
+        while flying:
+            flying.popleft().wait()
+        return sent, time.monotonic() - start
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+# -- Content of the chunks -------------------------------------------------------------------------
+
+
+_CHUNKS_PER_DRIVE = 8
+_BLOCK_WORDS = 512
+
+
+class Content:
+    """Two halves of random bytes, `half` chunks each: one is written while the other is made new.
+
+    A half is made new by XOR of every word with a random constant: as random as before, different
+    everywhere, at the speed of memory. (Making random numbers takes a core per GB/s.)
+    """
+
+    def __init__(self, drive_count: int) -> None:
+        self.half = _CHUNKS_PER_DRIVE * drive_count
+        self._slab = aio.Slab(2 * self.half * CHUNK_BYTES)
+        self._random = np.random.default_rng()
+        words = self._slab.array(np.uint64)
+        # 8 MiB of generated numbers at a time, or the first measurement would wait for a second
+        # array of this size.
+        for start in range(0, len(words), 1 << 20):
+            part = words[start : start + (1 << 20)]
+            part[:] = self._random.integers(0, 2**64, size=len(part), dtype=np.uint64)
+
+    def renew(self, half: int) -> None:
+        """Make half 0 or 1 new. Nothing may be reading it."""
+        words = self._slab.array(
+            np.uint64, offset=half * self.half * CHUNK_BYTES, count=self.half * CHUNK_BYTES // 8
+        )
+        # Never 0, which would leave every word as it was.
+        words ^= self._random.integers(1, 2**64, dtype=np.uint64)
+
+    def addresses(self, half: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+        """Return the addresses of the chunks of a half."""
+        first = self._slab.address + half * self.half * CHUNK_BYTES
+        return np.arange(first, first + self.half * CHUNK_BYTES, CHUNK_BYTES, dtype=np.uint64)
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes of both halves."""
+        return self._slab.memory
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be reading it."""
+        self._slab.close()
+
+
+def is_hole(page: bytes | memoryview) -> bool:
+    """True for a page that reads as a hole or as unfilled memory does: every word the same."""
+    words = np.frombuffer(page, dtype=np.uint64, count=min(_BLOCK_WORDS, len(page) // 8))
+    return bool((words == words[0]).all())

@@ -1,0 +1,583 @@
+"""Swap bandwidth of one or several drives, measured through the same executor that training uses.
+
+    fill    random bytes, copied and checksummed, onto fresh extents (proves that the drive
+            takes them, too)
+    verify  a sample read back, or everything, every checksum compared
+    rounds  read | write | mixed, each beside the limit: fio on another file, written before
+
+Rounds alternate kinds and arms, so that a drive whose speed drifts is seen from all sides. With
+`checksums="off"` they move slots as they are (`MASK_MOVE_ONLY`): they measure the drive and the
+rings, not memcpy; they write the random data that earlier reads left in the slots, about 72 MiB
+that repeats. With "full" and "sample" every chunk is copied and its checksums are computed (write)
+or compared (read), and what is written is made new for every round. A phase ends at the data's end
+or at its deadline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from infinity import aio
+from infinity._src.base.sizes import format_size
+from infinity._src.cabi.records import ALIGNMENT_BYTES
+from infinity._src.measure.reference import Reference, check_reference, open_reference
+from infinity._src.measure.streams import CHUNK_BYTES, Chunks, Content, Sample, Streams, is_hole
+from infinity.aio import DriveStats, IoSettings
+from infinity.errors import AioError
+
+# -- Figures ---------------------------------------------------------------------------------------
+
+
+KINDS = ("read", "write", "mixed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Bandwidths of the rounds of one phase, in bytes per second."""
+
+    rounds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The middle round, which is what is reported."""
+        return statistics.median(self.rounds)
+
+    @property
+    def gbps(self) -> float:
+        """The median in GB/s (10^9 bytes)."""
+        return self.median / 1e9
+
+    @property
+    def rounds_gbps(self) -> list[float]:
+        """Every round in GB/s."""
+        return [value / 1e9 for value in self.rounds]
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseFigures:
+    """One kind of phase: a sample per round, and the limit's samples in the same rounds (none where
+    it was not measured).
+    """
+
+    samples: tuple[Sample, ...]
+    limit_samples: tuple[Sample, ...] = ()
+
+    @property
+    def spread(self) -> Spread:
+        """Bandwidths of all drives together."""
+        return Spread(tuple(sample.rate for sample in self.samples))
+
+    @property
+    def limit(self) -> Spread | None:
+        """Bandwidths of the limit, all drives together."""
+        return (
+            Spread(tuple(sample.rate for sample in self.limit_samples))
+            if self.limit_samples
+            else None
+        )
+
+    @property
+    def of_limit_rounds(self) -> tuple[float, ...]:
+        """Achieved / limit of each round: drives drift, so only rates of one round compare."""
+        # Without a limit there are no pairs.
+        pairs = zip(self.samples, self.limit_samples, strict=False)
+        return tuple(ours.rate / limit.rate for ours, limit in pairs)
+
+    @property
+    def of_limit(self) -> float | None:
+        """The median of achieved / limit."""
+        return statistics.median(self.of_limit_rounds) if self.limit_samples else None
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """Median CPU seconds per 10^9 bytes."""
+        return statistics.median(sample.cpu_s_per_gb for sample in self.samples)
+
+    @property
+    def limit_cpu_s_per_gb(self) -> float | None:
+        """Median CPU seconds per 10^9 bytes of the limit."""
+        return (
+            statistics.median(one.cpu_s_per_gb for one in self.limit_samples)
+            if self.limit_samples
+            else None
+        )
+
+    def drive(self, number: int) -> Spread:
+        """Return one drive's bandwidths while all are at work."""
+        return Spread(tuple(sample.drive_rates[number] for sample in self.samples))
+
+    def as_dict(self, directories: Sequence[str]) -> dict[str, Any]:
+        """Ready for JSON."""
+        total = self.spread.median
+        drives = {
+            directory: {"gbps": self.drive(number).gbps, "share": self.drive(number).median / total,
+                        "rounds": self.drive(number).rounds_gbps}
+            for number, directory in enumerate(directories)
+        }  # fmt: skip
+        limit = None
+        if self.limit is not None:
+            limit = {
+                "gbps": self.limit.gbps,
+                "rounds": self.limit.rounds_gbps,
+                "cpu_s_per_gb": self.limit_cpu_s_per_gb,
+                "cpu_rounds": [sample.cpu_s_per_gb for sample in self.limit_samples],
+            }
+        return {
+            "gbps": self.spread.gbps,
+            "rounds": self.spread.rounds_gbps,
+            "cpu_s_per_gb": self.cpu_s_per_gb,
+            "cpu_rounds": [sample.cpu_s_per_gb for sample in self.samples],
+            "of_limit": self.of_limit,
+            "of_limit_rounds": list(self.of_limit_rounds),
+            "limit": limit,
+            "drives": drives,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapFigures:
+    """Figures of one measurement. `size_bytes` is what was really written and read back in a round.
+
+    `block_bytes` is the longest request that was sent; `block_bytes_asked` what was asked for, None
+    for what suits the backend.
+
+    `verified_bytes` were read back and their checksums compared, apart from what the rounds
+    themselves compare. `limit_by` names what measured the limit, empty without one.
+    """
+
+    read: PhaseFigures
+    write: PhaseFigures
+    mixed: PhaseFigures
+    fill_bytes_per_s: float
+    size_bytes: int
+    block_bytes: int
+    block_bytes_asked: int | None
+    depth: int
+    checksums: str
+    backend: str
+    backend_reason: str
+    direct: bool
+    huge_page_share: float
+    registered: bool
+    verified_bytes: int
+    limit_by: str
+    drives: tuple[DriveStats, ...]
+
+    @property
+    def phases(self) -> dict[str, PhaseFigures]:
+        """The phases by name, in order."""
+        return {"read": self.read, "write": self.write, "mixed": self.mixed}
+
+    @property
+    def directories(self) -> list[str]:
+        """The drives' directories, absolute."""
+        return [str(Path(drive.path).absolute()) for drive in self.drives]
+
+    @property
+    def settings(self) -> IoSettings:
+        """Settings for `Policy(io=...)`: the sizes asked for, the backend, and each drive's
+        bandwidths.
+        """
+        bandwidths = {
+            directory: (self.read.drive(number).median, self.write.drive(number).median)
+            for number, directory in enumerate(self.directories)
+        }
+        # The block as it was asked for: every executor fits it to its own drives.
+        return IoSettings(self.block_bytes_asked, self.depth, bandwidths, self.backend)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures ready for JSON; rates are in 10^9 bytes per second, medians where
+        there is one number.
+        """
+        return {
+            "read_gbps": self.read.spread.gbps,
+            "write_gbps": self.write.spread.gbps,
+            "mixed_gbps": self.mixed.spread.gbps,
+            "fill_gbps": self.fill_bytes_per_s / 1e9,
+            "rounds": {
+                f"{name}_gbps": phase.spread.rounds_gbps for name, phase in self.phases.items()
+            },
+            "phases": {
+                name: phase.as_dict(self.directories) for name, phase in self.phases.items()
+            },
+            "limit_by": self.limit_by or None,
+            "settings": self.settings.as_dict(),
+            "size_bytes": self.size_bytes,
+            "block_bytes": self.block_bytes,
+            "depth": self.depth,
+            "checksums": self.checksums,
+            "backend": self.backend,
+            "backend_reason": self.backend_reason,
+            "direct": self.direct,
+            "huge_page_share": self.huge_page_share,
+            "registered": self.registered,
+            "verified_bytes": self.verified_bytes,
+            "drives": [drive_as_dict(drive) for drive in self.drives],
+        }
+
+
+def drive_as_dict(drive: DriveStats) -> dict[str, Any]:
+    """Return one drive's counters over the whole measurement, ready for JSON."""
+    latencies = {"read_latency": drive.read_latency, "write_latency": drive.write_latency}
+    return {
+        "path": str(Path(drive.path).absolute()),
+        "bytes_read": drive.bytes_read,
+        "bytes_written": drive.bytes_written,
+        "block_bytes": drive.block_bytes,
+        "depth": drive.depth,
+        "depth_mean": drive.depth_mean,
+        "in_flight_max": drive.in_flight_max,
+        "retries": drive.retries,
+        "short_transfers": drive.short_transfers,
+        "direct": drive.direct,
+        "direct_reason": drive.direct_reason,
+        **{name: dataclasses.asdict(latency) for name, latency in latencies.items()},
+    }
+
+
+# -- The measurement -------------------------------------------------------------------------------
+
+
+CHECKSUMS = ("off", "sample", "full")
+
+Progress = Callable[[str, float], None]
+"""Called with the phase's name and its done share, 0 to 1."""
+
+_SAMPLE_CHUNKS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class SwapTask:
+    """Settings of a measurement. Raises ValueError naming what is wrong and the fix.
+
+    block_bytes: None for what suits the backend, which is what training uses.
+    """
+
+    directories: tuple[Path, ...]
+    size_bytes: int
+    block_bytes: int | None = None
+    depth: int = 32
+    backend: str = "auto"
+    rounds: int = 3
+    phase_s: float = 1.5
+    checksums: str = "off"
+    limit: str = "off"
+    verify_all: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size_bytes < 4 * CHUNK_BYTES:
+            raise ValueError(
+                f"size={self.size_bytes} bytes is too small to measure; use at least 32MiB"
+            )
+        if self.rounds < 1:
+            raise ValueError(f"rounds={self.rounds} must be at least 1")
+        if not 0 < self.phase_s < 3600:
+            raise ValueError(f"seconds={self.phase_s} must be above 0 and below 3600")
+        if self.checksums not in CHECKSUMS:
+            raise ValueError(
+                f"checksums={self.checksums!r} is not known; use one of {', '.join(CHECKSUMS)}"
+            )
+        if self.block_bytes is not None and self.block_bytes > CHUNK_BYTES:
+            raise ValueError(
+                f"block_bytes={self.block_bytes} is more than a chunk has; use at most "
+                f"{CHUNK_BYTES} (4.5 MiB)"
+            )
+        # Checks both, as the engine does.
+        aio.IoSettings(block_bytes=self.block_bytes, depth=self.depth)
+        check_reference(self.limit)
+        check_directories(self.directories)
+        # The reference has files of its own, as large as ours.
+        check_room(self.directories, self.size_bytes * (1 if self.limit == "off" else 2))
+
+    @property
+    def chunks_per_drive(self) -> int:
+        """Chunks on each drive."""
+        # Two at least: a mixed phase reads one half and writes the other.
+        return max(self.size_bytes // CHUNK_BYTES // len(self.directories), 2)
+
+
+def check_directories(directories: Sequence[Path]) -> None:
+    """Raises ValueError for directories that are missing, not writable, or named twice."""
+    if not directories:
+        raise ValueError("no directory to measure; name one with --dir")
+    missing = [str(directory) for directory in directories if not directory.exists()]
+    if missing:
+        raise ValueError(
+            f"directory {', '.join(missing)} does not exist; create it, or name another with --dir"
+        )
+    for directory in directories:
+        if not directory.is_dir():
+            raise ValueError(f"{directory} is not a directory; name one with --dir")
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"directory {directory} cannot be written to by this user; name another with --dir"
+            )
+    if len({directory.resolve() for directory in directories}) != len(directories):
+        raise ValueError(f"--dir names a directory twice: {', '.join(map(str, directories))}")
+
+
+def check_room(directories: Sequence[Path], size_bytes: int) -> None:
+    """Raises ValueError when `size_bytes` in all, equal parts in each directory, do not fit."""
+    wanted: dict[int, int] = {}
+    free: dict[int, tuple[int, Path]] = {}
+    # Directories on one device share its room.
+    for directory in directories:
+        device = directory.stat().st_dev
+        wanted[device] = wanted.get(device, 0) + size_bytes // len(directories)
+        free[device] = (shutil.disk_usage(directory).free, directory)
+    for device, need in wanted.items():
+        room, directory = free[device]
+        if need > room:
+            raise ValueError(
+                f"not enough space: {directory} has {format_size(room)} free and "
+                f"{format_size(need)} are needed; use a smaller --size (with a limit, twice the "
+                "size is needed: --limit off saves half), or another --dir"
+            )
+
+
+@final
+class Bench:
+    """The files, chunks and content of a measurement; sweep and swap share it. Close it (a context)
+    and nothing is left.
+    """
+
+    def __init__(self, task: SwapTask, say: Progress) -> None:
+        self.task = task
+        self.say = say
+        self._stack = ExitStack()
+        try:
+            self.content = Content(len(task.directories))
+            self._stack.callback(self.content.close)
+            self.chunks = Chunks(self._files(), task.chunks_per_drive)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _files(self) -> list[aio.SwapFile]:
+        files = []
+        for directory in self.task.directories:
+            files.append(aio.SwapFile.create(directory))
+            # At once: the next file may fail.
+            self._stack.callback(files[-1].close)
+        return files
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def streams(self, *, block_bytes: int | None, depth: int, verify: str) -> Streams:
+        """Open an executor over the chunks."""
+        return Streams(
+            self.chunks,
+            block_bytes=block_bytes,
+            depth=depth,
+            backend=self.task.backend,
+            verify=verify,
+        )
+
+    def fill(self, streams: Streams) -> float:
+        """Write random bytes everywhere the deadline allows; returns bytes per second.
+
+        A slow drive gets less data: `chunks.count` shrinks to what was really written.
+        """
+        content, drives = self.content, len(self.chunks.drives)
+        jobs = streams.jobs(aio.JobKind.STORE)
+        per_drive = content.half // drives
+        flying: list[aio.Ticket | None] = [None, None]
+        start_s = time.monotonic()
+        done = 0
+        while done < self.chunks.count and time.monotonic() - start_s < 4 * self.task.phase_s:
+            half = done // per_drive % 2
+            before = flying[half]
+            if before is not None:
+                # Its bytes are in slots then, and the half is free although the writes go on.
+                before.wait_filled()
+                content.renew(half)
+            parts = np.concatenate([one[done : done + per_drive] for one in jobs])
+            parts["ptr"][:, 0] = content.addresses(half)[: len(parts)]
+            flying[half] = streams.executor.submit(parts, priority=aio.Priority.DEMAND)
+            done += len(parts) // drives
+            self.say("fill", done / self.chunks.count)
+        for ticket in flying:
+            if ticket is not None:
+                ticket.wait()
+        took_s = time.monotonic() - start_s
+        self.chunks.count = done
+        return self.chunks.size_bytes / took_s
+
+    def verify(self, streams: Streams, phase: str, *, everything: bool) -> int:
+        """Read chunks back and compare their checksums (`streams` must verify in full); returns the
+        bytes.
+
+        Raises ChecksumError.
+        """
+        with aio.Slab(4 * CHUNK_BYTES) as target:
+            # Chunks may share their target: the data read are thrown away.
+            pointers = target.address + np.arange(4, dtype=np.uint64) * np.uint64(CHUNK_BYTES)
+            jobs = streams.jobs(aio.JobKind.FETCH, 1, pointers)
+            if not everything:
+                count = min(self.chunks.count, _SAMPLE_CHUNKS)
+                picked = np.linspace(0, self.chunks.count - 1, count).astype(np.int64)
+                jobs = [one[picked] for one in jobs]
+            # Drive after drive: a run over several ends with the first that is done.
+            samples = [
+                streams.run([one], math.inf, lambda share: self.say(phase, share)) for one in jobs
+            ]
+        return sum(sum(sample.drive_bytes) for sample in samples)
+
+    def check_no_holes(self) -> None:
+        """Look at some pages as they lie on the drives. Raises AioError where one is not random
+        data.
+        """
+        with aio.Slab(ALIGNMENT_BYTES) as page:
+            for drive in self.chunks.drives:
+                for chunk in np.linspace(0, self.chunks.count - 1, _SAMPLE_CHUNKS).astype(np.int64):
+                    # In the middle of a chunk, at a multiple of what O_DIRECT wants.
+                    offset = (
+                        int(chunk) * CHUNK_BYTES
+                        + CHUNK_BYTES // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+                    )
+                    moved = os.preadv(drive.fd, [page.memory], offset)
+                    if moved != page.size_bytes or is_hole(page.memory):
+                        raise AioError(
+                            "what was measured is a hole, not data: a defect of this benchmark",
+                            path=drive.path,
+                            op="read",
+                            offset=offset,
+                        )
+
+    def limit(self, name: str, *, block_bytes: int, depth: int) -> Reference | None:
+        """Open the reference over files of its own, as large as the chunks."""
+        if name == "off":
+            return None
+        files = self._files()
+        for file in files:
+            file.grow(self.chunks.count * CHUNK_BYTES)
+        self.say("fill for the limit", 0.0)
+        return open_reference(name, files, self.content, block_bytes=block_bytes, depth=depth)
+
+    def phases(
+        self, streams: Streams, checksums: str
+    ) -> dict[str, list[np.ndarray[tuple[int], np.dtype[np.void]]]]:
+        """Make the jobs of each kind and drive."""
+        if checksums == "off":
+            reads = streams.jobs(aio.JobKind.FETCH, 1 | aio.MASK_MOVE_ONLY)
+            writes = streams.jobs(aio.JobKind.STORE, 1 | aio.MASK_MOVE_ONLY)
+        else:
+            # Reads go to the other half, so that what is written stays as it was made.
+            halves = self.content.addresses(0), self.content.addresses(1)
+            reads = streams.jobs(aio.JobKind.FETCH, 1, halves[1])
+            writes = streams.jobs(aio.JobKind.STORE, 1, halves[0])
+        half = self.chunks.count // 2
+        mixed = []
+        for read, write in zip(reads, writes, strict=True):
+            both = np.empty(2 * half, dtype=aio.JOB)
+            # Read one half while the other is written, as a pass of updates does.
+            both[0::2] = read[:half]
+            both[1::2] = write[self.chunks.count - half :]
+            mixed.append(both)
+        return {"read": reads, "write": writes, "mixed": mixed}
+
+
+def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigures:
+    """Measure the drives together, as `task` says.
+
+    Blocks for about 3 * rounds * phase_s, twice that with a limit, and the time to write size_bytes
+    (twice). Leaves nothing behind, whatever ends it. The memory that it takes is about 300 MiB per
+    drive.
+    Raises: ValueError, SwapFullError, AioError, MemoryError.
+    """
+    say = progress or (lambda _phase, _share: None)
+    with Bench(task, say) as bench:
+        # Also with checksums off: the fill's checksums are compared once, and only the rounds move
+        # slots as they are.
+        verify = "sample" if task.checksums == "sample" else "full"
+        with bench.streams(
+            block_bytes=task.block_bytes, depth=task.depth, verify=verify
+        ) as streams:
+            fill = bench.fill(streams)
+            verified = _verify(bench, streams, "verify", everything=task.verify_all)
+            # As fitted to the drives: the limit must send requests of the same length.
+            block_bytes = streams.request_bytes
+            limit = bench.limit(task.limit, block_bytes=block_bytes, depth=task.depth)
+            # Rounds without checksums write what lies in the slots.
+            streams.warm()
+            ours, theirs = measure_rounds(bench, streams, limit)
+            # After the rounds, which have written over what was filled.
+            bench.check_no_holes()
+            # Without checksums in the rounds the stored ones are of the fill, and compare no more.
+            if task.verify_all and task.checksums != "off":
+                verified += _verify(bench, streams, "verify again", everything=True)
+            stats = streams.executor.stats()
+            return SwapFigures(
+                **{kind: PhaseFigures(tuple(ours[kind]), tuple(theirs[kind])) for kind in KINDS},
+                fill_bytes_per_s=fill,
+                size_bytes=bench.chunks.size_bytes,
+                block_bytes=block_bytes,
+                block_bytes_asked=task.block_bytes,
+                depth=task.depth,
+                checksums=task.checksums,
+                backend=streams.executor.backend,
+                backend_reason=streams.executor.backend_reason,
+                direct=all(file.direct for file in bench.chunks.drives),
+                huge_page_share=max(stats.huge_bytes, 0) / stats.pool_bytes,
+                registered=stats.registered,
+                verified_bytes=verified,
+                limit_by=limit.name if limit is not None else "",
+                drives=stats.drives,
+            )
+
+
+def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> int:
+    """Verify with an executor that compares every checksum, whatever `streams` does."""
+    # Any other setting has opened `streams` to compare everything.
+    if bench.task.checksums != "sample":
+        return bench.verify(streams, phase, everything=everything)
+    with bench.streams(
+        block_bytes=bench.task.block_bytes, depth=bench.task.depth, verify="full"
+    ) as full:
+        return bench.verify(full, phase, everything=everything)
+
+
+def measure_rounds(
+    bench: Bench, streams: Streams, limit: Reference | None
+) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
+    """Return (our, the limit's) samples of each kind, one per round; the arm that goes first
+    alternates.
+    """
+    task, say = bench.task, bench.say
+    phases = bench.phases(streams, task.checksums)
+    ours: dict[str, list[Sample]] = {kind: [] for kind in KINDS}
+    theirs: dict[str, list[Sample]] = {kind: [] for kind in KINDS}
+    for number in range(task.rounds):
+        if task.checksums != "off":
+            bench.content.renew(0)
+        for kind in KINDS:
+            label = f"{kind} {number + 1}/{task.rounds}"
+
+            def arm_ours(kind: str = kind, label: str = label) -> None:
+                ours[kind].append(
+                    streams.run(phases[kind], task.phase_s, lambda share: say(label, share))
+                )
+
+            def arm_limit(kind: str = kind, label: str = label) -> None:
+                if limit is not None:
+                    say(f"{label}, limit", 0.0)
+                    theirs[kind].append(limit.measure(kind, task.phase_s))
+
+            for arm in (arm_ours, arm_limit) if number % 2 == 0 else (arm_limit, arm_ours):
+                arm()
+    return ours, theirs

@@ -1,0 +1,784 @@
+"""Gradient accumulators: storage of accumulated gradients, their norms, and the log of scalings.
+
+    GradAccumulator   one parameter's gradient (this rank's part) in CPU memory, with a log of
+                      in-place scalings and clamps; or, spilled, on NVMe, from where its
+                      `GradBacking` reads it
+    GradRegistry      the accumulators of one model: their scratch, and norms over all ranks
+
+Invariants. The log is replayed with one fp32 operation per entry, so clipping needs no pass over
+the gradients and loses no bits. A norm is that of the fp32 gradient with the log replayed, bit for
+bit what torch computes there, for parameters of up to `NORM_PIECE_NUMEL` elements; larger ones take
+the norm of the norms of pieces (a fixed rule, it bounds the scratch).
+
+The one rounding: a further gradient for an accumulator with a log first replays the log in fp32 and
+rounds the result to the accumulator's dtype, because a sum cannot be scaled afterwards by a factor
+that was meant for its first part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import math
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, Protocol
+
+import torch
+
+from infinity._src.memory.device import GradOffload
+from infinity._src.params.cleanup import cancel_and_wait
+from infinity.aio import Ticket
+from infinity.errors import AioError
+
+NORM_PIECE_NUMEL = 1 << 24  # 64 MiB of fp32 scratch per model, however large its embedding is
+LogEntry = tuple[str, float]
+
+
+def replay(value: torch.Tensor, log: Sequence[LogEntry]) -> torch.Tensor:
+    """Apply the log in place to an fp32 tensor, one rounding per entry."""
+    # One operation per entry: factors multiplied first would round differently from the loop.
+    for kind, number in log:
+        _REPLAYED[kind](value, number)
+    return value
+
+
+_REPLAYED: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "mul": torch.Tensor.mul_,
+    "div": torch.Tensor.div_,
+    "clamp_min": torch.Tensor.clamp_min_,
+    "clamp_max": torch.Tensor.clamp_max_,
+}
+"""Operations in place on an fp32 tensor, by the kind of a log's entry; the kernels replay the same
+by `LogKind`."""
+
+
+def is_exact(entry: LogEntry) -> bool:
+    """Return whether an entry changes no bit of any gradient: a factor of 1, as clipping by norm
+    leaves it where nothing is clipped."""
+    kind, number = entry
+    return kind in ("mul", "div") and number == 1.0
+
+
+def norm_there(gradient: torch.Tensor) -> torch.Tensor:
+    """Compute the norm of a gradient by the rule of `GradAccumulator`, as a scalar on its device.
+    Launches kernels and waits for none."""
+    if gradient.numel() <= NORM_PIECE_NUMEL:
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient.float())
+        return norm
+    pieces = gradient.reshape(-1).split(NORM_PIECE_NUMEL)
+    whole: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(piece.float()) for piece in pieces])
+    )
+    return whole
+
+
+def to_fp32(value: float) -> float:
+    """Round a number to fp32."""
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def raise_unsupported(name: str, operation: str) -> NoReturn:
+    """Raise the error of an operation that a proxy cannot answer, with the way that works."""
+    if "clamp" in operation or "clip" in operation or "imum" in operation:
+        way = (
+            "clip it in place and by numbers (torch.nn.utils.clip_grad_value_, "
+            "p.grad.clamp_(-1, 1)), or assign p.grad.materialize().clamp(...) to p.grad"
+        )
+    elif (
+        "addc" in operation
+        or "lerp" in operation
+        or "_fused_" in operation
+        or "foreach_add" in operation
+    ):
+        way = (
+            "step with infinity's AdamW, SGD, Lion or Elementwise, which take the gradients where "
+            "they rest"
+        )
+    else:
+        way = (
+            "it answers norms, `*=`, `/=`, clamp_, zero_ and GradScaler; p.grad.materialize() "
+            "returns its values on the CPU, and a tensor assigned to p.grad takes their place"
+        )
+    raise RuntimeError(f"{name}.grad rests in CPU memory and does not support {operation}: {way}")
+
+
+def norm_of_norms(norms: Sequence[float], order: float, dtype: torch.dtype) -> float:
+    """Compute the norm of a tensor from those of its parts. dtype: that of the sum."""
+    if len(norms) == 1:
+        return norms[0]
+    # The norm of order 0 counts what is not zero.
+    if order == 0:
+        return float(sum(norms))
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype), order))
+
+
+_SMALL_NUMEL = 1 << 16  # up to here a norm may allocate its fp32 copy instead of taking the scratch
+LOG_MAX = 8  # entries that the update kernels replay (`hyper.log_kind` of native/infinity.h)
+
+
+class AccumulatorState(enum.Enum):
+    """State of an accumulator's gradient: absent, held, or taken by an update."""
+
+    EMPTY = "empty"  # what torch calls `p.grad is None`
+    HELD = "held"
+    CONSUMED = "consumed"  # an update during backward took it; its values are gone
+
+
+class GradBacking(Protocol):
+    """Storage of the gradients of several accumulators outside of memory of their own:
+    `infinity._src.params.spill` implements it on NVMe."""
+
+    def read(self, accumulator: GradAccumulator) -> torch.Tensor:
+        """Return the accumulator's values [this rank's part], valid until the next call. Blocks.
+        Raises: AioError."""
+
+    def read_for_write(self, accumulator: GradAccumulator) -> torch.Tensor:
+        """Return the memory that the caller is about to write. Holds the accumulator's values;
+        undefined bytes for an empty accumulator. Blocks. Raises: AioError."""
+
+
+class AccumulatorReader(Protocol):
+    """Reader of an accumulator's storage, asked before the storage is written: an update that is
+    under way, or one that may be taken back and done again from it."""
+
+    def before_write(self, accumulator: GradAccumulator, /) -> None:
+        """Return when the accumulator may be written. Blocks for as long as that takes."""
+
+
+class ReadByUpdate:
+    """Reader that is a running update. One object serves all accumulators that the update reads."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self._ticket = ticket
+
+    def before_write(self, _accumulator: GradAccumulator) -> None:
+        """Block until the update is done."""
+        # Nearly always it is done, and this spares a call.
+        if not self._ticket.done:
+            wait_through(self._ticket)
+
+
+def wait_through(ticket: Ticket) -> None:
+    """Block until an update is done, whether it succeeded or failed."""
+    if not ticket.done:
+        # Its fault is raised elsewhere, once: `StepPipeline.raise_fault` finds the failed ticket.
+        with contextlib.suppress(AioError):
+            ticket.wait()
+
+
+class GradAccumulator:
+    """Accumulated gradient of one parameter, and the log of scalings and clamps that the loop
+    applied to it.
+
+    `tensor` is the accumulator's storage, 1-D CPU, of the gradient dtype: this rank's part of the
+    parameter (all of it on one rank, nothing where the shard holds none). `guard` sets the reader
+    that is asked before the storage is written, so that a pending update has read the gradient
+    first. An accumulator with a `backing` has its values there: `tensor` asks it each time. Updates
+    read a backing by themselves, so such an accumulator needs no reader.
+    """
+
+    proxy: torch.Tensor  # what `p.grad` is while the accumulator holds a gradient
+
+    def __init__(
+        self,
+        registry: GradRegistry,
+        name: str,
+        shape: torch.Size,
+        tensor: torch.Tensor,
+        *,
+        on_zero: Callable[[], None] | None = None,
+    ) -> None:
+        self.registry = registry
+        self.name = name
+        self.shape = shape
+        self.backing: GradBacking | None = None
+        self.tensor = tensor
+        self.state = AccumulatorState.EMPTY
+        self.log: list[LogEntry] = []
+        self._reader: AccumulatorReader | None = None
+        self._d2h: Ticket | None = None  # the copy from the device that fills the storage
+        self._offloaded_in = -1  # number of the backward whose gradient was copied out last
+        # The sum that `prefetch_to_device` copies, and that the next gradient is added to.
+        self._h2d: tuple[Ticket, torch.Tensor] | None = None
+        self._device_norm: torch.Tensor | None = None  # on the device: what `_part_norm` will be
+        self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
+        self._part_norm: float | None = None  # this rank's part
+        # 2-norm of this rank's part before the log; valid while there is a log.
+        self._raw_norm: float | None = None
+        self._accumulations = 0  # since the accumulator was last empty
+        self._accumulations_before = 1  # the count the accumulator reached when it was last emptied
+        # Whether this rank's whole sum waits for a reduction, besides the values of the
+        # accumulator.
+        self.unreduced = False
+        self._on_zero = on_zero  # sets that sum to zeros
+        self._overwritten = False  # the loop may still have the proxy of the lost values
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Storage [part of the parameter]. May be set to one of the same size, which the caller has
+        filled with the values.
+
+        Spilled: read back if need be, and valid until another accumulator's is asked for.
+        """
+        # The copy from the device may still be filling the storage.
+        self.wait_d2h()
+        return self._tensor if self.backing is None else self.backing.read(self)
+
+    @tensor.setter
+    def tensor(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.numel, self.dtype = tensor.numel(), tensor.dtype
+        self.whole = self.numel == self.shape.numel()  # this rank holds all of the gradient
+        self._own_shaped = tensor.view(self.shape) if self.whole else tensor
+        self._small = self.numel <= _SMALL_NUMEL
+
+    def guard(self, reader: AccumulatorReader | None) -> None:
+        """Ask `reader` before the storage is written, from now on; None ends that."""
+        self._reader = reader
+
+    @property
+    def storage(self) -> torch.Tensor:
+        """Storage of an accumulator without backing. A copy from the device may still be filling
+        it."""
+        return self._tensor
+
+    @property
+    def _shaped(self) -> torch.Tensor:
+        """Storage in the parameter's shape where the accumulator has all of it. Reductions of torch
+        may order a 2-D sum differently from a 1-D one, and norms must match to the bit."""
+        self.wait_d2h()
+        if self.backing is None:
+            return self._own_shaped
+        tensor = self.backing.read(self)
+        return tensor.view(self.shape) if self.whole else tensor
+
+    def move_to(self, tensor: torch.Tensor, backing: GradBacking | None) -> None:
+        """Change to other memory of the same size, or to a backing (`tensor` then is on the meta
+        device). Values go along."""
+        # Read before the backing changes: `tensor` asks the one that is set.
+        values = self.tensor if self.state is AccumulatorState.HELD else None
+        self.backing, self.tensor = backing, tensor
+        if values is not None:
+            (tensor if backing is None else backing.read_for_write(self)).copy_(values)
+
+    def undo_move(self, tensor: torch.Tensor, backing: GradBacking | None) -> None:
+        """Return to the memory before `move_to`, which has failed. The values are still there."""
+        self.backing, self.tensor = backing, tensor
+
+    def wait_d2h(self) -> None:
+        """Block until the copy from the device has landed. Raises: DeviceCopyError."""
+        if self._d2h is not None:
+            assert self.registry.grad_offload is not None
+            self.registry.grad_offload.device.wait_filled(self._d2h)
+            self._d2h = None
+
+    # -- filling -----------------------------------------------------------------------------------
+
+    def reconcile(self, current: torch.Tensor | None) -> AccumulatorState:
+        """Make the accumulator agree with what the user left in `p.grad`. Called before a gradient
+        is accumulated, and at the step.
+
+        None empties the accumulator; the proxy (or a detached alias of it) keeps it; an ordinary
+        tensor is copied in, as the gradient that the user wants.
+
+        Raises: RuntimeError if `current` is the proxy of another parameter.
+        """
+        # Nearly every call: the loop has left `p.grad` alone.
+        if current is self.proxy and not self._overwritten:
+            return self.state
+        if current is None:
+            self.empty()
+        elif isinstance(other := getattr(current, "accumulator", None), GradAccumulator):
+            if other is not self:
+                raise RuntimeError(
+                    f"{self.name}.grad was set to the gradient of {other.name}; assign "
+                    "`other.grad.materialize()`, which is an ordinary tensor"
+                )
+        else:
+            self._assign(current)
+        # Still set: `current` is the old proxy or an alias, since anything else has cleared it.
+        if self._overwritten:
+            raise RuntimeError(
+                f"{self.name}.grad was taken away, and put back after other gradients came: it had "
+                "spilled to NVMe, and its values are gone; keep `p.grad.materialize()` instead, "
+                "and assign that"
+            )
+        return self.state
+
+    def _assign(self, grad: torch.Tensor) -> None:
+        if grad.shape != self.shape or not self.whole:
+            raise RuntimeError(
+                f"{self.name}.grad was replaced by a tensor of shape {tuple(grad.shape)}; the "
+                f"engine takes one of shape {tuple(self.shape)}, and only on one rank"
+            )
+        # Else the tensor would be added to the gradient that it replaces.
+        self.empty()
+        self.accumulate(grad)
+        # The tensor is the loop's, which may change it from here on.
+        self.wait_d2h()
+
+    def accumulate(self, grad: torch.Tensor) -> None:
+        """Take one fresh gradient: the first is copied, later ones are added in the accumulator's
+        dtype.
+
+        grad: `shape`, or this rank's part as a 1-D tensor. Blocks until it has been copied.
+        """
+        self._refuse_consumed()
+        source = grad.detach() if grad.requires_grad else grad
+        # An update that is under way may still read the gradient before this one.
+        self._before_write()
+        if self.registry.grad_offload is not None and source.device == self.proxy.device:
+            self._accumulate_on_device(source, self.registry.grad_offload)
+            return
+        # This gradient is added in CPU memory: the sum on the device would miss it.
+        self.cancel_prefetch()
+        target = self._shaped
+        if source.shape != target.shape:
+            source = source.reshape(target.shape)
+        if self.state is AccumulatorState.EMPTY:
+            # Copied, not added to zeros: clearing a gradient costs no pass over memory.
+            target.copy_(source)
+            self.state = AccumulatorState.HELD
+            self._accumulations = 1
+        else:
+            # A sum cannot be scaled afterwards by a factor meant for its first part.
+            if self.log:
+                self._apply_log()
+            target.add_(source if source.device == target.device else source.to(target.device))
+            self._accumulations += 1
+        self._forget_norms()
+        # The last gradient of this step, if it is like the previous step: the data is hot in the
+        # caches now. A spilled one is read back from NVMe for a later norm.
+        if self._accumulations >= self._accumulations_before or self.backing is not None:
+            self._part_norm = self._compute_norm(2.0)
+
+    def _refuse_consumed(self) -> None:
+        if self.state is AccumulatorState.CONSUMED:
+            raise RuntimeError(
+                f"a new gradient of {self.name} while the one before, which was applied in "
+                "backward, is still in p.grad: call zero_grad() after opt.step(); with "
+                "update='backward' gradients cannot add up over steps"
+            )
+
+    def expect_reduction(self, current: torch.Tensor | None) -> bool:
+        """Note a gradient of this rank that is reduced later. current: the value of `p.grad`.
+        Returns whether it is the first one since the accumulator was cleared or reduced."""
+        # Before `empty`, which clears the mark.
+        first = not self.unreduced or current is None
+        if current is None:
+            self.empty()
+        self._refuse_consumed()
+        self.unreduced = True
+        return first
+
+    def _accumulate_on_device(self, source: torch.Tensor, offload: GradOffload) -> None:
+        """Accumulate on a device with memory of its own: add and take the norm there, then start
+        copying the sum to the storage."""
+        if self.state is AccumulatorState.EMPTY:
+            total = source.to(self.dtype)
+            self.state, self._accumulations = AccumulatorState.HELD, 1
+        else:
+            if self.log:
+                self._apply_log()
+            total = self._sum_on_device(source.device).add_(source.reshape(-1))
+            self._accumulations += 1
+        self._offloaded_in = offload.backward_count
+        self._forget_norms()
+        self._device_norm = norm_there(total.view(self.shape) if self.whole else total.reshape(-1))
+        # A rank may have no part of a small parameter.
+        self._d2h = offload.copy_out(total, self.tensor) if total.numel() else None
+
+    def _sum_on_device(self, device: torch.device) -> torch.Tensor:
+        """Return the sum so far as a new tensor on the device."""
+        if self._h2d is None:
+            # Not prefetched: copy now. `copy=True`, since the caller adds in place.
+            return self.tensor.to(device, copy=True, non_blocking=True)
+        ticket, there = self._h2d
+        assert self.registry.grad_offload is not None
+        self.registry.grad_offload.device.wait_filled(ticket)
+        self._h2d = None
+        return there
+
+    def prefetch_to_device(self, offload: GradOffload) -> None:
+        """Start copying the sum so far to the device, where backward adds the next gradient. Does
+        nothing for an accumulator with a backing or a log, and after this backward's gradient has
+        come."""
+        # After this backward's gradient another one is unlikely, and the copy out is under way.
+        came = self._offloaded_in == offload.backward_count
+        if (
+            came
+            or self._h2d is not None
+            or not self.numel  # a rank may have no part of a small parameter
+            or self.state is not AccumulatorState.HELD
+            or self.backing is not None
+            or self.log
+        ):
+            return
+        source = self.tensor
+        there = torch.empty(self.numel, dtype=self.dtype, device=self.proxy.device)
+        ticket = offload.device.copy(
+            there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True
+        )
+        self._h2d = (ticket, there)
+
+    def cancel_prefetch(self) -> None:
+        """Drop the copy that `prefetch_to_device` started. Blocks until no transfer writes to its
+        memory."""
+        if self._h2d is None:
+            return
+        interrupt = cancel_and_wait([self._h2d[0]])
+        self._h2d = None
+        if interrupt is not None:
+            raise interrupt
+
+    def _forget_norms(self) -> None:
+        self._norm = self._part_norm = self._device_norm = None
+
+    def empty(self) -> None:
+        """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may
+        still read it."""
+        # `accumulate` takes the norm with the last gradient of a step, and learns from this count
+        # which one that is.
+        if self.state is AccumulatorState.HELD:
+            self._accumulations_before = max(1, self._accumulations)
+        self.cancel_prefetch()
+        # The unreduced sum goes, too: `GradReducer` drops it for an accumulator that is not
+        # `unreduced`.
+        self.state, self.unreduced = AccumulatorState.EMPTY, False
+        self._accumulations = 0
+        self.log.clear()
+        self._forget_norms()
+        self._overwritten = False
+
+    def mark_overwritten(self) -> None:
+        """Empty a spilled accumulator that is in no `p.grad`, because other gradients take its
+        place. Putting its old proxy back into `p.grad` is an error from then on."""
+        self.empty()
+        self._overwritten = True
+
+    def consume(self) -> None:
+        """Empty the accumulator for an update that has taken the gradient. The proxy stays in
+        `p.grad`, and raises when it is asked for values."""
+        self.empty()
+        self.state = AccumulatorState.CONSUMED
+
+    def zero(self) -> None:
+        """Set the gradient to zeros; it stays one that the optimizer steps with, as in torch."""
+        if self.unreduced:
+            self.unreduced = False
+            self.state = AccumulatorState.HELD
+            if self._on_zero is not None:
+                self._on_zero()
+        if self.state is AccumulatorState.EMPTY:
+            return
+        self._require_held("zero_")
+        self.cancel_prefetch()
+        self._before_write()
+        self.tensor.zero_()
+        self.log.clear()
+        self._accumulations_before, self._accumulations = max(1, self._accumulations), 0
+        self._forget_norms()
+        self._norm = self._part_norm = 0.0
+
+    def scale(self, kind: str, value: float) -> None:
+        """Multiply ("mul") or divide ("div") the gradient by a number that is rounded to fp32
+        first."""
+        self._require_held(kind)
+        assert kind in ("mul", "div"), kind
+        if is_exact((kind, value)):
+            return  # the usual case of clipping: the norm stays valid
+        self._note([(kind, value)])
+
+    def clamp(self, minimum: float | None, maximum: float | None) -> None:
+        """Raise smaller elements to `minimum` and lower larger ones to `maximum`, numbers that are
+        rounded to fp32 first; None: no bound. NaN stays NaN."""
+        self._require_held("clamp_")
+        # In torch's order: where the bounds cross, the maximum wins.
+        bounds = (("clamp_min", minimum), ("clamp_max", maximum))
+        self._note([(kind, to_fp32(bound)) for kind, bound in bounds if bound is not None])
+
+    def _note(self, entries: Sequence[LogEntry]) -> None:
+        if len(self.log) + len(entries) > LOG_MAX:
+            raise RuntimeError(
+                f"{self.name}.grad was scaled or clamped more than {LOG_MAX} times since it was "
+                "accumulated; multiply the factors first and scale once"
+            )
+        # The norm before the first entry: `_bounded` proves finiteness from it without a pass.
+        if not self.log:
+            self._raw_norm = self._known_norm()
+        self.log.extend(entries)
+        self._forget_norms()
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def norm(self, order: float = 2.0) -> float:
+        """Return the norm of the whole gradient, in fp32. With several ranks a collective: every
+        rank must ask."""
+        self._require_held("norm")
+        return self.registry.norms([self], order)[0]
+
+    def finite(self) -> bool:
+        """True when every element of this rank's part is finite after the log. Never
+        communicates."""
+        if (
+            self.state is not AccumulatorState.HELD
+            or self._bounded()
+            or math.isfinite(self.part_norm())
+        ):
+            return True
+        # Squares overflow from 1.8e19 on, so an infinite norm does not yet condemn the gradient.
+        with self.registry.scratch_lock:
+            return all(bool(piece.isfinite().all()) for piece in self._replayed())
+
+    def _bounded(self) -> bool:
+        """True when the norm before the log, and the factors, prove every element finite. No
+        element is larger than the norm, and rounding is monotone, so an element stays finite if the
+        norm does. Saves a pass over gradients that were clipped."""
+        if not self.log or self._raw_norm is None:
+            return False
+        # Rounded as the elements are, so that the bound holds for each of them.
+        bound = self._raw_norm
+        for kind, value in self.log:
+            if not math.isfinite(value) or (kind == "div" and value == 0.0):
+                return False
+            if kind in ("clamp_min", "clamp_max"):
+                # An element is what it was, or the clamp's own bound.
+                bound = max(bound, abs(value))
+            else:
+                bound = to_fp32(abs(bound * value if kind == "mul" else bound / value))
+            if not math.isfinite(bound):
+                return False
+        return True
+
+    def part_norm(self, order: float = 2.0) -> float:
+        """Return the norm of this rank's part after the log, in fp32. The 2-norm is cached."""
+        if order != 2.0:
+            return self._compute_norm(order)
+        if self._known_norm() is None:
+            self._part_norm = self._compute_norm(order)
+        assert self._part_norm is not None
+        return self._part_norm
+
+    def _known_norm(self) -> float | None:
+        """2-norm of this rank's part, if it was taken. Blocks while the device takes it."""
+        if self._device_norm is not None:
+            self.registry.read_device_norms()
+        return self._part_norm
+
+    def materialize(self) -> torch.Tensor:
+        """Return a CPU copy of the gradient with the log replayed, fp32 [shape]."""
+        self._require_held("materialize")
+        if not self.whole:
+            raise RuntimeError(
+                f"{self.name}.grad is split over ranks and cannot be materialized on one of them"
+            )
+        return self.part().view(self.shape)
+
+    def part(self, start: int = 0, numel: int | None = None) -> torch.Tensor:
+        """Return elements [start, start + numel) of this rank's part in fp32, with the log
+        replayed: a 1-D copy. numel None: to the end. Never communicates."""
+        self._require_held("reading")
+        end = None if numel is None else start + numel
+        return replay(self.tensor[start:end].to(torch.float32, copy=True), self.log)
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _require_held(self, operation: str) -> None:
+        if self.state is AccumulatorState.CONSUMED:
+            raise RuntimeError(
+                f"{operation} on the gradient of {self.name}: with Policy(update='backward') the "
+                "update took it during backward. Clipping by norm or value, GradScaler and "
+                "changing gradients need update='deferred'; transformers' Trainer takes no norm "
+                "after infinity.integrations.transformers.embed(trainer); clear gradients with "
+                "zero_grad(set_to_none=True)"
+            )
+        if self.unreduced:
+            raise RuntimeError(
+                f"{operation} on the gradient of {self.name}, which was added up inside "
+                "handle.no_sync() and is not reduced over the ranks yet: run the last micro-batch "
+                "of a step outside of no_sync()"
+            )
+        if self.state is AccumulatorState.EMPTY:
+            raise RuntimeError(
+                f"{operation} on a stale gradient of {self.name}: it was cleared (p.grad = None) "
+                "and this proxy is an old reference; read p.grad again"
+            )
+
+    def _before_write(self) -> None:
+        if self._reader is not None:
+            self._reader.before_write(self)
+        if self.backing is not None:
+            self.backing.read_for_write(self)
+
+    def _apply_log(self) -> None:
+        """Replay the log on the storage: in fp32, then rounded to the accumulator's dtype."""
+        # The copy on the device has no log applied, and cannot be the sum any more.
+        self.cancel_prefetch()
+        with self.registry.scratch_lock:
+            start = 0
+            for piece in self._replayed():
+                self.tensor[start : start + piece.numel()].copy_(piece.view(-1))
+                start += piece.numel()
+        self.log.clear()
+
+    def _replayed(self) -> Iterator[torch.Tensor]:
+        """Yield pieces of the fp32 gradient, in order, with the log replayed. Hold `scratch_lock`;
+        a piece is read-only and valid until the next one. A piece that is the whole gradient has
+        the parameter's shape."""
+        for start in range(0, self.numel, NORM_PIECE_NUMEL):
+            part = self.tensor[start : start + NORM_PIECE_NUMEL]
+            if part.dtype is not torch.float32 or self.log:
+                scratch = self.registry.scratch(part.numel())
+                scratch.copy_(part)
+                part = replay(scratch, self.log)
+            yield part.view(self.shape) if part.numel() == self.shape.numel() else part
+
+    def _compute_norm(self, order: float) -> float:
+        # No element of this rank's part: it leaves the norm of the other parts as it is.
+        if not self.numel:
+            return 0.0 if order >= 0 else math.inf
+        # One operation, which raises to fp32 on the way, with the same bits as below.
+        if self._small and not self.log:
+            return float(torch.linalg.vector_norm(self._shaped, order, dtype=torch.float32))
+        # The scratch is shared, and autograd has a thread for each device.
+        with self.registry.scratch_lock:
+            norms = [float(torch.linalg.vector_norm(piece, order)) for piece in self._replayed()]
+        return norm_of_norms(norms, order, torch.float32)
+
+
+Gather = Callable[[list[float]], list[list[float]]]
+StandInOf = Callable[[GradAccumulator, torch.device], torch.Tensor]
+
+
+class GradRegistry:
+    """Gradient accumulators of one model: the fp32 scratch that they share, and their norms over
+    all ranks.
+
+    proxy_of: makes the tensor that is `p.grad` for an accumulator on a device. gather: returns the
+    lists of floats that all ranks give it, in the order of ranks, and is called with the same
+    length on all; None on one rank. grad_offload: copies gradients from a device with memory of its
+    own.
+    """
+
+    def __init__(
+        self,
+        proxy_of: StandInOf,
+        gather: Gather | None = None,
+        *,
+        grad_offload: GradOffload | None = None,
+    ) -> None:
+        self._stand_in_of = proxy_of
+        self.accumulators: list[GradAccumulator] = []
+        self.scratch_lock = threading.Lock()  # autograd has one thread per device
+        self.grad_offload = grad_offload  # where the device has memory of its own
+        self._gather = gather
+        self._scratch = torch.empty(0, dtype=torch.float32)
+        self._factor: tuple[torch.Tensor, int, float] | None = None
+
+    def add(
+        self,
+        name: str,
+        shape: torch.Size,
+        tensor: torch.Tensor,
+        device: torch.device,
+        *,
+        on_zero: Callable[[], None] | None = None,
+    ) -> GradAccumulator:
+        """Make the accumulator of one parameter, with its proxy. All ranks add the same parameters
+        in the same order. on_zero: see `GradAccumulator`."""
+        accumulator = GradAccumulator(self, name, shape, tensor, on_zero=on_zero)
+        accumulator.proxy = self._stand_in_of(accumulator, device)
+        self.accumulators.append(accumulator)
+        return accumulator
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch that the largest accumulator needs; `reserve` allocates them."""
+        return 4 * min(
+            NORM_PIECE_NUMEL,
+            max((accumulator.numel for accumulator in self.accumulators), default=0),
+        )
+
+    def reserve(self) -> None:
+        """Allocate the scratch, so that no step does."""
+        self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32)
+
+    def release(self) -> None:
+        """Free the scratch. A later norm allocates what it needs."""
+        with self.scratch_lock:
+            self._scratch = torch.empty(0, dtype=torch.float32)
+
+    def scratch(self, numel: int) -> torch.Tensor:
+        """Return the first `numel` elements of the scratch. Hold `scratch_lock`."""
+        if self._scratch.numel() < numel:
+            self._scratch = torch.empty(numel, dtype=torch.float32)
+        return self._scratch[:numel]
+
+    def read_device_norms(self) -> None:
+        """Read the norms that the device has taken, all at once. Blocks until it has."""
+        waiting = [
+            (accumulator, accumulator._device_norm)
+            for accumulator in self.accumulators
+            if accumulator._device_norm is not None
+        ]
+        # One read for all: each would wait for the device, for four bytes.
+        norms = torch.stack([norm for _, norm in waiting]).tolist()
+        for (accumulator, _), norm in zip(waiting, norms, strict=True):
+            accumulator._part_norm, accumulator._device_norm = norm, None
+
+    def norms(self, accumulators: Sequence[GradAccumulator], order: float = 2.0) -> list[float]:
+        """Return the norms of whole gradients, fp32 values. With several ranks the 2-norms of all
+        accumulators are gathered together and cached, so asking for one norm at a time costs one
+        collective, too. Of another order all ranks ask for the same ones.
+
+        Raises: RuntimeError for an order that is NaN.
+        """
+        if math.isnan(order):
+            raise_unsupported(accumulators[0].name, f"a norm of order {order}")
+        # One rank: the part is the whole.
+        if self._gather is None:
+            return [accumulator.part_norm(order) for accumulator in accumulators]
+        if order != 2.0:
+            rows = self._gather([accumulator.part_norm(order) for accumulator in accumulators])
+            return [
+                to_fp32(norm_of_norms(parts, order, torch.float64))
+                for parts in zip(*rows, strict=True)
+            ]
+        if any(accumulator._norm is None for accumulator in accumulators):
+            # All accumulators, also the empty ones: the rows then have the same length on every
+            # rank.
+            parts = [
+                accumulator.part_norm() if accumulator.state is AccumulatorState.HELD else 0.0
+                for accumulator in self.accumulators
+            ]
+            rows = self._gather([part * part for part in parts])
+            for accumulator, squares in zip(
+                self.accumulators, zip(*rows, strict=True), strict=True
+            ):
+                # One by one: newer Pythons' `sum` rounds otherwise.
+                total = functools.reduce(operator.add, squares)
+                accumulator._norm = to_fp32(math.sqrt(total)) if total >= 0 else math.nan
+        return [accumulator._norm for accumulator in accumulators if accumulator._norm is not None]
+
+    def finite(self, accumulators: Sequence[GradAccumulator]) -> bool:
+        """True when these gradients are finite on every rank. With several ranks a collective."""
+        mine = all(accumulator.finite() for accumulator in accumulators)
+        if self._gather is None:
+            return mine
+        return all(theirs == [1.0] for theirs in self._gather([float(mine)]))
+
+    def factor(self, value: torch.Tensor | float) -> float:
+        """Return a scaling factor as the fp32 number that torch would use. Reads a device scalar
+        once, however often asked."""
+        if not isinstance(value, torch.Tensor):
+            return to_fp32(float(value))
+        # A clipping coefficient scales every gradient: reading it from the device once is enough.
+        cached = self._factor
+        if cached is not None and cached[0] is value and cached[1] == value._version:
+            return cached[2]
+        number = value.detach().to(torch.float32).item()
+        self._factor = (value, value._version, number)
+        return number

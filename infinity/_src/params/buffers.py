@@ -1,0 +1,378 @@
+"""Buffers in RAM where gradients wait for the update.
+
+    GradBuffers      this rank's shard of each gradient, where accumulators have their storage
+    UnreducedGrads   whole gradients of this rank, until micro-batches inside `no_sync` are over
+    DevicePrefetch   sums that go back to the device, where further gradients are added to them
+
+Every parameter that an optimizer holds has its place from the moment the optimizer is built, so a
+step allocates nothing. A parameter that requires a gradient and that no optimizer holds gets memory
+when its first gradient comes: on a GPU its whole flat does, pinned. Flats that spill have no
+buffer: `infinity._src.params.spill` has their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+
+import torch
+
+from infinity._src.memory.device import Device, GradOffload
+from infinity._src.params.cleanup import cancel_and_wait
+from infinity._src.params.flat_buffers import FlatBuffers, flat_bytes
+from infinity._src.params.spill import SpilledGradients
+from infinity._src.params.state_store import StateStore
+from infinity._src.params.unit import Flat, Param, Unit
+from infinity.aio import Ticket
+
+
+class GradBuffers:
+    """Gradient storage of a model on this rank. Elements are of `grad_dtype`, or of the parameter's
+    dtype."""
+
+    def __init__(
+        self, rank: int, grad_dtype: torch.dtype | None, device: Device | None = None
+    ) -> None:
+        self._rank = rank
+        self._device = device or Device(torch.device("cpu"))
+        self._grad_dtype = grad_dtype
+        self._shards = FlatBuffers(
+            lambda flat: flat.layout.shard_numel, self.dtype, self._device, shown=rank == 0
+        )
+        self._placed: set[Param] = set()  # accumulators that have their storage here, or spill
+        self._unheld: set[Param] = set()  # those that `hold` has placed, for no optimizer
+        self.spilled: SpilledGradients | None = None
+
+    def dtype(self, flat: Flat) -> torch.dtype:
+        """The dtype in which gradients of this flat are accumulated and wait."""
+        return self._grad_dtype or flat.dtype
+
+    def shard_bytes(self, flat: Flat) -> int:
+        """Bytes of this rank's gradients of a flat."""
+        return self._shards.bytes_of(flat)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all shards in RAM."""
+        return self._shards.size_bytes
+
+    def allocate(self, flats: Sequence[Flat]) -> None:
+        """Make room for the flats that have none yet. Memory that exists stays, with the gradients
+        in it."""
+        # A flat that spills has windows instead (`SpilledGradients`).
+        self._shards.allocate([flat for flat in flats if not self.spills(flat)])
+
+    def spill(
+        self, flats: Sequence[Flat], store: StateStore, *, staging_bytes: int
+    ) -> None:
+        """Let the gradients of these flats rest on NVMe, in sections that `store` has for them, by
+        way of so much memory in RAM.
+
+        Raises: AioError, MemoryError; before anything has changed.
+        """
+        dtypes = {flat: self.dtype(flat) for flat in flats}
+        if not dtypes:
+            return
+        if self.spilled is None:
+            self.spilled = SpilledGradients(
+                store,
+                self._rank,
+                dtypes,
+                size_bytes=staging_bytes,
+                device=self._device,
+            )
+        else:
+            self.spilled.extend(dtypes, size_bytes=staging_bytes)
+
+    def spills(self, flat: Flat) -> bool:
+        """True when the gradients of a flat rest on NVMe."""
+        return self.spilled is not None and flat in self.spilled
+
+    def shard_of(self, param: Param) -> torch.Tensor:
+        """The gradient memory of this rank's part of a parameter [part], possibly empty. Spilled:
+        on "meta"."""
+        start, _, numel = param.flat.layout.shard_range(param.param_index, self._rank)
+        if self.spills(param.flat):
+            # On meta: the accumulator takes size and dtype from it; the values are in the windows.
+            return torch.empty(numel, dtype=self.dtype(param.flat), device="meta")
+        shard = self._shards.get(param.flat)
+        if shard is None:
+            # No optimizer holds it. The accumulator has memory of its own, which costs nothing
+            # until a gradient is written there, until `place_accumulator` or `hold` moves it.
+            return torch.empty(numel, dtype=self.dtype(param.flat))
+        return shard[start : start + numel]
+
+    def hold(self, param: Param) -> None:
+        """Give the accumulator of a parameter that no optimizer holds pinned memory, on a device
+        with memory of its own: its first gradient comes. Its whole flat gets it. Blocks then.
+
+        Raises: MemoryError, DeviceCopyError.
+        """
+        if self._device.copies and param not in self._placed:
+            assert param.grad is not None
+            # A copy to pageable memory would hold the device up.
+            self._shards.allocate([param.flat])
+            param.grad.move_to(self.shard_of(param), None)
+            self._placed.add(param)
+            self._unheld.add(param)
+
+    def unheld_bytes(self, planned: Container[Flat]) -> int:
+        """Bytes of gradients in RAM of flats that are not among those of a plan."""
+        return sum(self.shard_bytes(flat) for flat in self._shards if flat not in planned)
+
+    def place_accumulator(self, param: Param) -> None:
+        """Move the storage of a parameter's accumulator to the memory of `shard_of`, with its
+        values. Blocks.
+
+        Raises: AioError; the accumulator then is as it was.
+        """
+        assert param.grad is not None
+        # Once only: the accumulator's values are in the buffer from then on.
+        if param in self._placed and not (param in self._unheld and self.spills(param.flat)):
+            self._unheld.discard(param)
+            return
+        if not (param.flat in self._shards or self.spills(param.flat)):
+            return
+        accumulator = param.grad
+        backing, before = accumulator.backing, accumulator.tensor
+        try:
+            if self.spilled is not None and param.flat in self.spilled:
+                # Before the move, which writes through the window of this accumulator.
+                self.spilled.add_accumulator(param, accumulator)
+                accumulator.move_to(self.shard_of(param), self.spilled)
+            else:
+                accumulator.move_to(self.shard_of(param), None)
+        except BaseException:
+            # No window was free for the values, which are still where they were.
+            accumulator.undo_move(before, backing)
+            raise
+        self._placed.add(param)
+        self._give_up(param)
+
+    def _give_up(self, param: Param) -> None:
+        """Free the memory in RAM of a flat whose gradients spill from now on."""
+        self._unheld.discard(param)
+        flat = param.flat
+        left = self._unheld.intersection(flat.params)
+        if flat in self._shards and self.spills(flat) and not left:
+            for each in flat.params:
+                if each.grad is not None:
+                    # Also for a gradient that was cleared: its copy still writes there.
+                    each.grad.wait_d2h()
+            self._shards.free(flat)
+
+    def close(self) -> None:
+        """Free the memory; where an accumulator holds a view of it, with the last view."""
+        if self.spilled is not None:
+            self.spilled.close()
+        self.spilled = None
+        self._placed.clear()
+        self._unheld.clear()
+        self._shards.close()
+
+
+class UnreducedGrads:
+    """Whole gradients of one rank, which micro-batches inside `no_sync` add up and the last one
+    reduces over the ranks.
+
+    For ZeRO stage 1, and every stage with accumulate="local": they save all reductions but one per
+    step, and cost the memory of the whole model's gradients. Sums have the dtype in which gradients
+    wait, as in a plain loop. One thread uses it at a time. dtype_of: that dtype, for each flat.
+
+    offload: of a device with memory of its own. The sums rest in pinned memory, come to the device
+    when backward comes to their unit, and are added to there, as accumulators are.
+    """
+
+    def __init__(
+        self,
+        dtype_of: Callable[[Flat], torch.dtype],
+        device: Device,
+        offload: GradOffload | None,
+    ) -> None:
+        self._sums = FlatBuffers(lambda flat: flat.layout.numel, dtype_of, device)
+        self._device = device
+        self._offload = offload
+        self._present: dict[Unit, set[Param]] = {}  # parameters with a sum
+        self._zeroed: dict[Unit, set[Param]] = {}  # parameters whose sum the loop set to zeros
+        self._d2h: dict[Param, Ticket] = {}  # copies from the device that fill sums
+        # Sums on their way to the device, where the next gradient is added to them.
+        self._h2d: dict[Param, tuple[Ticket, torch.Tensor]] = {}
+
+    def allocate(self, flats: Sequence[Flat]) -> None:
+        """Make room for the flats that have none yet. Raises: MemoryError."""
+        self._sums.allocate(flats)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all sums."""
+        return self._sums.size_bytes
+
+    @staticmethod
+    def needs_bytes(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+        """Bytes that the sums of these flats take."""
+        return sum(flat_bytes(flat.layout.numel, dtype_of(flat)) for flat in flats)
+
+    def add(self, param: Param, grad: torch.Tensor) -> None:
+        """Add a fresh gradient [param.shape]; the first since `pop` is copied."""
+        # A flat that was thawed, and that no optimizer holds, has no room yet.
+        self.allocate([param.flat])
+        total = self._sum_of(param)
+        present = self._present.setdefault(param.unit, set())
+        with torch.no_grad():
+            # In the dtype of the sum, in which a plain loop adds.
+            source = grad.detach().reshape(-1).to(total.dtype)
+            if self._offload is not None and param.numel:
+                if param in present:
+                    ticket, there = self._to_device(param)
+                    self._device.wait_filled(ticket)
+                    source = there.add_(source)
+                    del self._h2d[param]
+                self._d2h[param] = self._offload.copy_out(source, total)
+            # The first is copied, so that clearing costs no pass over memory.
+            elif param in present:
+                total.add_(source)
+            else:
+                total.copy_(source)
+        present.add(param)
+        # A real term has come, so the sum is no longer one of zeros alone.
+        self._zeroed.get(param.unit, set()).discard(param)
+
+    def prefetch(self, unit: Unit) -> None:
+        """Backward comes to this unit: start copying its sums to the device. Does not block."""
+        for param in self._present.get(unit, ()) if self._offload is not None else ():
+            # One that is still on its way out got its gradient just now: no other one is near.
+            if param.numel and (param not in self._d2h or self._d2h[param].filled):
+                self._to_device(param)
+
+    def cancel_prefetch(self, unit: Unit | None = None) -> None:
+        """Drop the sums of a unit (None: of all) that came to the device and got no gradient. They
+        rest where they were. Blocks while they are being copied."""
+        gone = [param for param in self._h2d if unit in (None, param.unit)]
+        for param in gone:
+            self._cancel(param)
+
+    def _to_device(self, param: Param) -> tuple[Ticket, torch.Tensor]:
+        """The sum on the device, or on its way there."""
+        found = self._h2d.get(param)
+        if found is None:
+            source = self._sum_of(param)
+            # H2D and D2H have streams of their own, which do not wait for each other.
+            if param in self._d2h:
+                self._device.wait_filled(self._d2h[param])
+                del self._d2h[param]
+            there = torch.empty(param.numel, dtype=source.dtype, device=self._device.torch_device)
+            size_bytes = source.numel() * source.element_size()
+            ticket = self._device.copy(there.data_ptr(), source.data_ptr(), size_bytes, out=True)
+            found = self._h2d[param] = (ticket, there)
+        return found
+
+    def _cancel(self, param: Param) -> None:
+        if param in self._h2d:
+            interrupt = cancel_and_wait([self._h2d[param][0]])
+            del self._h2d[param]
+            if interrupt is not None:
+                raise interrupt
+
+    def zero(self, param: Param) -> None:
+        """Set the sum of a parameter to zeros. The parameter still takes part in the reduction,
+        even if it is not used again: either all ranks have a gradient of it, or none has."""
+        self.drop(param)
+        self._zeroed.setdefault(param.unit, set()).add(param)
+
+    def has(self, param: Param) -> bool:
+        """True when the parameter has a sum other than zeros."""
+        return param in self._present.get(param.unit, ())
+
+    def any(self, unit: Unit) -> bool:
+        """True when a parameter of the unit has a sum."""
+        return bool(self._present.get(unit) or self._zeroed.get(unit))
+
+    def drop(self, param: Param) -> None:
+        """Forget the sum of a parameter."""
+        self._cancel(param)
+        for waiting in (self._present, self._zeroed):
+            waiting.get(param.unit, set()).discard(param)
+
+    def pop(self, unit: Unit) -> tuple[dict[Param, list[torch.Tensor]], list[Ticket]]:
+        """Remove and return the sums of the unit, each [numel], and the tickets of copies that
+        bring them; an empty list for zeros. On the CPU the tensors are views: the caller reads them
+        before anything is added again."""
+        found: dict[Param, list[torch.Tensor]] = {
+            param: [] for param in self._zeroed.pop(unit, set())
+        }
+        tickets: list[Ticket] = []
+        try:
+            for param in self._present.pop(unit, set()):
+                if self._offload is None or not param.numel:
+                    found[param] = [self._sum_of(param)]
+                    continue
+                ticket, there = self._to_device(param)
+                found[param] = [there]
+                tickets.append(ticket)
+                del self._h2d[param]
+        except BaseException:
+            # The memory of those that have begun goes back to torch.
+            cancel_and_wait(tickets)
+            raise
+        return found, tickets
+
+    def clear(self) -> None:
+        """Forget all sums. Blocks while some are being copied to the device."""
+        self.cancel_prefetch()
+        self._present.clear()
+        self._zeroed.clear()
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be under way."""
+        self.clear()
+        self._d2h.clear()
+        self._sums.close()
+
+    def _sum_of(self, param: Param) -> torch.Tensor:
+        return self._sums[param.flat][param.offset : param.offset + param.numel]
+
+
+class DevicePrefetch:
+    """Sums of earlier micro-batches that are copied to the device ahead of backward, which adds
+    further gradients there. One thread uses it at a time.
+
+    A unit's sums stay wanted until a use of the *next* unit ends: the last of a unit's gradients
+    may come a little after its own use has ended.
+    """
+
+    def __init__(self, offload: GradOffload) -> None:
+        self.offload = offload
+        self._use_ended: dict[Unit, bool] = {}  # units with prefetched sums
+
+    def start(self, unit: Unit) -> None:
+        """Backward comes to this unit: start copying its sums to the device. Does not block."""
+        self._use_ended[unit] = False
+        for param in unit.params:
+            # An empty `.grad` means that the loop has cleared the sum.
+            if param.grad is not None and param.at_rest.grad is not None:
+                param.grad.prefetch_to_device(self.offload)
+
+    def unit_done(self, unit: Unit) -> None:
+        """A use of the unit has ended. Blocks while sums of earlier units, for which no gradient
+        came, are still being copied: experts that got no tokens would fill the device."""
+        if unit not in self._use_ended:
+            return
+        ended = [each for each, is_ended in self._use_ended.items() if is_ended]
+        for other in ended:
+            if other is not unit:
+                self._cancel(other)
+        self._use_ended[unit] = True
+
+    def backward_end(self) -> None:
+        """A backward has ended, or was broken off. Blocks as `unit_done` does."""
+        # Also after a backward that broke off: accumulators tell by this number whether the
+        # gradient of the running backward has come.
+        self.offload.backward_count += 1
+        for unit in list(self._use_ended):
+            self._cancel(unit)
+
+    def _cancel(self, unit: Unit) -> None:
+        """No more gradients for this unit: drop the partial sums that were prefetched."""
+        for param in unit.params:
+            if param.grad is not None:
+                param.grad.cancel_prefetch()
+        del self._use_ended[unit]

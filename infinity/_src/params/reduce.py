@@ -1,0 +1,822 @@
+"""Gradients on their way from autograd into their accumulators, reduced over the ranks on the way.
+
+    one rank        accumulate_grad(p, grad) -> mode.grad_ready(p, grad)
+    several ranks   accumulate_grad(p, grad) -> unit_done -> reduce-scatter, while backward goes on
+                    -> mode.grad_ready(p, this rank's part of the mean)
+    no_sync         accumulate_grad(p, grad) -> unit_done -> whole sums of this rank; the first
+                    backward outside of no_sync reduces them (accumulate="local" and stage 1)
+
+`mode.grad_ready` puts the gradient into its accumulator by `GradReducer.accumulate`;
+update="backward" takes it straight into an update instead.
+
+A unit is reduced by one exchange, in a lane of its own. Flags of the parameters that have a
+gradient go along, and are united over the ranks: a parameter that only some ranks used gets the
+mean with zeros of the others, as with DDP(find_unused_parameters=True). One that no rank used gets
+none.
+
+Units are reduced as backward is done with them, which is in one order on all ranks. If each rank
+may use other units, all units are reduced in a fixed order instead (`reduce_order`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from infinity._src.base.sizes import round_up
+from infinity._src.base.telemetry import SHORT_NS, Timeline
+from infinity._src.base.torch_compat import profiled
+from infinity._src.distributed.collectives import Collectives, Parts
+from infinity._src.distributed.communicator import Comm
+from infinity._src.distributed.lanes import PendingCollective
+from infinity._src.memory.constants import REDUCING_UNITS
+from infinity._src.memory.device import Device, GradOffload
+from infinity._src.memory.device_room import beside_bytes
+from infinity._src.params.accumulator import GradAccumulator, GradRegistry
+from infinity._src.params.buffers import DevicePrefetch, GradBuffers, UnreducedGrads
+from infinity._src.params.cleanup import cancel_and_wait
+from infinity._src.params.flat_buffers import ALIGN_BYTES, FlatBuffers
+from infinity._src.params.reduce_order import ReduceOrder
+from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.update_hooks import UpdateHooks
+from infinity.aio import Slab, Ticket
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+Wholes = Mapping[Param, Sequence[torch.Tensor]]
+"""For each parameter the terms of its gradient on this rank: [shape] or [numel] tensors."""
+
+
+@dataclasses.dataclass
+class PendingReduce:
+    """One unit's gradients under way. Its results are valid once `op` is done."""
+
+    unit: Unit
+    op: PendingCollective
+    flats: list[Flat]  # those that learn
+    means: list[torch.Tensor]  # [shard] each, in the dtype in which gradients wait
+    size_bytes: int  # of fresh gradients that it holds
+    # Kept alive until the computing stream waits for the lane's, which reads them.
+    held: dict[Param, Sequence[torch.Tensor]]
+    present: torch.Tensor  # uint8, a flag for each parameter of these flats
+    # Copies of unreduced sums and of error feedback to the device; the lane waits for them.
+    tickets: list[Ticket]
+    # Error feedback on a device with memory of its own, which goes back to RAM afterwards.
+    errors: dict[Flat, torch.Tensor]
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the gradients of all its parameters, as they wait: the same on all ranks."""
+        made = zip(self.flats, self.means, strict=True)
+        return sum(flat.layout.numel * mean.element_size() for flat, mean in made)
+
+    def shards(self, rank: int) -> list[tuple[Param, torch.Tensor]]:
+        """Return this rank's part of each gradient that some rank has. Blocks until they are
+        reduced. Raises: RankFailed."""
+        # The host reads the flags, so it waits for the lane's kernels.
+        self.op.finished()
+        # After it: where a rank has failed meanwhile this raises, and no flag is read that the
+        # aborted collective has left. It puts the stream behind the lane's, too.
+        self.op.wait()
+        # Not earlier: the lane reads these gradients until the op is done.
+        self.held.clear()
+        found = []
+        flags = iter(self.present.tolist())
+        for flat, mean in zip(self.flats, self.means, strict=True):
+            for param in flat.params:
+                if next(flags):
+                    start, _, numel = flat.layout.shard_range(param.param_index, rank)
+                    found.append((param, mean[start : start + numel]))
+        return found
+
+    def finished(self) -> None:
+        """Block until nothing of it is under way, after a backward that broke off."""
+        self.op.finished()
+        # The lane may never have come to wait for them.
+        interrupt = cancel_and_wait(self.tickets)
+        if interrupt is not None:
+            raise interrupt
+
+
+class FlagBuffers:
+    """Pinned memory in which flags come from the device: the lane that copies them is not held up.
+
+    Buffers go round: more than can be under way at once. One thread uses it at a time.
+    """
+
+    COUNT = REDUCING_UNITS + 2
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._slabs: list[Slab] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._turn = 0
+
+    @classmethod
+    def needs_bytes(cls, flats: Sequence[Flat]) -> int:
+        """Bytes of the buffers for units with these flats."""
+        sizes = [round_up(len(flat.unit.params), ALIGN_BYTES) for flat in flats]
+        return cls.COUNT * max(sizes, default=0)
+
+    def allocate(self, flats: Sequence[Flat]) -> None:
+        """Make the buffers fit units with these flats. Raises: MemoryError, DeviceCopyError."""
+        size_bytes = self.needs_bytes(flats)
+        if size_bytes > self._memory.numel():
+            # The old ones stay until `close`: flags of a unit may be on their way there.
+            self._slabs.append(Slab(size_bytes))
+            self._device.pin(self._slabs[-1])
+            self._memory = torch.from_numpy(self._slabs[-1].array(np.uint8))
+
+    def next(self, numel: int) -> torch.Tensor:
+        """Return the next buffer [numel]."""
+        size = self._memory.numel() // self.COUNT
+        self._turn = (self._turn + 1) % self.COUNT
+        return self._memory[self._turn * size :][:numel]
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be under way."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        for slab in self._slabs:
+            self._device.unpin(slab)
+            slab.close()
+        self._slabs.clear()
+
+
+class ReduceScatter:
+    """Reduces gradients of one model. One thread uses it at a time.
+
+    flats: those that learn from the start. dtype_of: the dtype in which gradients wait.
+    reduce_dtype: the dtype in which they travel; None: the same. qgz: they travel as int4 groups.
+    error_feedback: the rounding errors of qgz stay in CPU memory and are added to the next
+    gradients. offload: of a device with memory of its own. There the errors come by the executor
+    when the reduction starts, and go back when its result is taken.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat],
+        comm: Comm,
+        *,
+        dtype_of: Callable[[Flat], torch.dtype],
+        reduce_dtype: torch.dtype | None,
+        qgz: bool,
+        error_feedback: bool,
+        device: Device,
+        offload: GradOffload | None,
+    ) -> None:
+        self._comm = comm
+        self._dtype_of = dtype_of
+        self._reduce_dtype = reduce_dtype
+        self._qgz = qgz
+        self._error_feedback = error_feedback
+        self._device = device
+        self._offload = offload
+        self._errors = FlatBuffers(
+            lambda flat: sum(map(math.prod, self._error_shapes(flat))),
+            lambda _flat: torch.bfloat16,
+            device,
+        )
+        # Copies of errors back to RAM. The next copy from there comes behind them.
+        self._stored: dict[Flat, Ticket] = {}
+        self._flags = FlagBuffers(device)
+        self.allocate(flats)
+
+    def allocate(self, flats: Sequence[Flat]) -> None:
+        """Make room for the error feedback of these flats, where there is none yet, and for flags
+        on their way. Raises: MemoryError, DeviceCopyError."""
+        # A new slab is zeros: no error has been made yet.
+        if self._error_feedback:
+            self._errors.allocate(flats)
+        if self._offload is not None:
+            self._flags.allocate(flats)
+
+    def _error_shapes(self, flat: Flat) -> list[tuple[int, int]]:
+        topology = self._comm.topology
+        return self.error_shapes(flat, topology.nodes, topology.local_world)
+
+    def _cut(self, flat: Flat, errors: torch.Tensor) -> list[torch.Tensor]:
+        """Cut the errors of a flat into those of each reduction level."""
+        shapes = self._error_shapes(flat)
+        parts = errors.split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    @staticmethod
+    def error_shapes(flat: Flat, nodes: int, local_world: int) -> list[tuple[int, int]]:
+        """Shapes of the error-feedback buffers, one per reduction level: (parts, elements)."""
+        shard = flat.layout.shard_numel
+        first = (flat.layout.world, shard)
+        # Several nodes of several ranks: an exchange has two levels, inside the node, then across.
+        return [first] if min(nodes, local_world) == 1 else [first, (nodes, shard)]
+
+    @property
+    def feedback_bytes(self) -> int:
+        """Bytes of the error-feedback buffers."""
+        return self._errors.size_bytes
+
+    @classmethod
+    def error_bytes(cls, flats: Sequence[Flat], nodes: int, local_world: int) -> int:
+        """Bytes that the error-feedback buffers of these flats take."""
+        return sum(
+            2 * math.prod(shape)
+            for flat in flats
+            for shape in cls.error_shapes(flat, nodes, local_world)
+        )
+
+    def start(
+        self,
+        unit: Unit,
+        gradients: Wholes,
+        *,
+        size_bytes: int,
+        after: Sequence[Ticket] = (),
+    ) -> PendingReduce:
+        """Begin the reduction of a unit. Does not block, but for error feedback that is still on
+        its way to RAM. `gradients` must not change until it is done. size_bytes: of the gradients
+        that are freed then. after: copies that bring some of them.
+
+        Raises: ValueError for a dtype that ranks do not reduce.
+        """
+        flats = [flat for flat in unit.flats if flat.learns]
+        _check_reducible(flats, self._dtype_of)
+        self.allocate(flats)  # flats that were thawed, and that no optimizer holds
+        params = [param for flat in flats for param in flat.params]
+        flags = [param in gradients for param in params]
+        device = unit.flats[0].tensor.device
+        if self._offload is None:
+            present = torch.tensor(flags, dtype=torch.uint8)
+            there = present
+        else:
+            # Made by kernels: a copy from the host would hold the lane up.
+            present, there = self._flags.next(len(flags)), _flags_on(device, flags)
+        means = [
+            torch.empty(flat.layout.shard_numel, dtype=self._dtype_of(flat), device=device)
+            for flat in flats
+        ]
+        # A copy: `PendingReduce.shards` clears it once the lane has read the gradients.
+        held = dict(gradients)
+        errors, tickets = self._fetch_errors(flats)
+        tickets += after
+        # Those in RAM change in place, and go nowhere.
+        returned = errors if self._offload is not None else {}
+
+        def work(collectives: Collectives) -> None:
+            for ticket in tickets:
+                ticket.wait_filled()
+            with torch.no_grad():
+                collectives.all_reduce_or(there)
+                if present is not there:
+                    # `PendingReduce.shards` reads it behind `op`. The lane goes on meanwhile.
+                    present.copy_(there, non_blocking=True)
+                self._reduce(collectives, flats, held, means, errors)
+
+        try:
+            op = self._comm.submit_reduce_scatter(_title(unit), work)
+        except BaseException:
+            # The errors' memory goes back to torch.
+            cancel_and_wait(tickets)
+            raise
+        return PendingReduce(unit, op, flats, means, size_bytes, held, present, tickets, returned)
+
+    def take(self, pending: PendingReduce) -> list[tuple[Param, torch.Tensor]]:
+        """Return this rank's part of each gradient that some rank has. Blocks until they are
+        reduced. Raises: RankFailed."""
+        shards = pending.shards(self._comm.rank)
+        # Behind `op`: the compute stream is behind the lane's now, and copies are behind that.
+        self._store_errors(pending)
+        return shards
+
+    def drop(self, pending: PendingReduce) -> None:
+        """Block until nothing of a reduction is under way; its result is dropped."""
+        pending.finished()
+        # The errors that it has made count all the same, as in RAM, where they change in place.
+        self._store_errors(pending)
+
+    @property
+    def moves_errors(self) -> bool:
+        """True where error feedback travels to a device and back: a flat is then in one reduction
+        at a time."""
+        return self._error_feedback and self._offload is not None
+
+    def _fetch_errors(
+        self, flats: Sequence[Flat]
+    ) -> tuple[dict[Flat, torch.Tensor], list[Ticket]]:
+        """Return the errors of flats where the kernels are, and the copies that bring them."""
+        errors = {flat: self._errors[flat] for flat in flats if flat in self._errors}
+        tickets: list[Ticket] = []
+        try:
+            for flat, rest in errors.items() if self._offload is not None else ():
+                # Copies there and back have streams of their own, which do not wait for each other.
+                if flat in self._stored:
+                    self._device.wait_filled(self._stored[flat])
+                    del self._stored[flat]
+                there = torch.empty(
+                    rest.numel(), dtype=rest.dtype, device=self._device.torch_device
+                )
+                size_bytes = rest.numel() * rest.element_size()
+                tickets.append(
+                    self._device.copy(there.data_ptr(), rest.data_ptr(), size_bytes, out=True)
+                )
+                errors[flat] = there
+        except BaseException:
+            # The memory of those that have begun goes back to torch.
+            cancel_and_wait(tickets)
+            raise
+        return errors, tickets
+
+    def _store_errors(self, pending: PendingReduce) -> None:
+        """Start copying errors back to RAM."""
+        for flat, errors in pending.errors.items():
+            assert self._offload is not None
+            self._stored[flat] = self._offload.copy_out(errors, self._errors[flat])
+        pending.errors.clear()
+
+    def _reduce(
+        self,
+        collectives: Collectives,
+        flats: Sequence[Flat],
+        gradients: Wholes,
+        means: Sequence[torch.Tensor],
+        errors: Mapping[Flat, torch.Tensor],
+    ) -> None:
+        wholes: list[Parts] = []
+        for index, flat in enumerate(flats):
+            whole = collectives.buffer(
+                f"whole {index}", flat.layout.numel, self._reduce_dtype or self._dtype_of(flat)
+            )
+            end = 0
+            for param in flat.params:
+                # The padding between parameters is reduced and encoded, too: it must be zeros.
+                whole[end : param.offset].zero_()
+                end = param.offset + param.numel
+                _sum_into(whole[param.offset : end], gradients.get(param, ()))
+            whole[end:].zero_()
+            wholes.append(list(whole.view(flat.layout.world, -1)))
+        if not self._qgz:
+            collectives.reduce_scatter_mean(wholes, means)
+            return
+        cut = {flat: self._cut(flat, made) for flat, made in errors.items()}
+        collectives.reduce_scatter_mean_quantized(
+            wholes,
+            means,
+            lambda turn, index: list(cut[flats[index]][turn]) if flats[index] in cut else None,
+        )
+
+    def forget(self) -> None:
+        """Zero the error feedback: the states were replaced by those of another step. Blocks until
+        none is under way."""
+        for ticket in self._stored.values():
+            self._device.wait_filled(ticket)
+        self._stored.clear()
+        for errors in self._errors.tensors:
+            errors.zero_()
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be under way."""
+        self._stored.clear()
+        self._errors.close()
+        self._flags.close()
+
+
+def _flags_on(device: torch.device, flags: Sequence[bool]) -> torch.Tensor:
+    """Make flags on a device [len(flags)], uint8."""
+    found = torch.zeros(len(flags), dtype=torch.uint8, device=device)
+    start = 0
+    # A kernel for each run of flags that are set; most units have one run.
+    for is_set, run in itertools.groupby(flags):
+        count = sum(1 for _ in run)
+        if is_set:
+            found[start : start + count].fill_(1)
+        start += count
+    return found
+
+
+def _check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> None:
+    """Raise ValueError for a flat whose gradients wait in a dtype that ranks do not reduce."""
+    for flat in flats:
+        if dtype_of(flat) not in _DTYPES:
+            raise ValueError(
+                f"the gradient of {flat.params[0].name} is {dtype_of(flat)}; several ranks reduce "
+                "bfloat16, float16 and float32 gradients: cast the model before inf.offload, or "
+                "freeze the parameter"
+            )
+
+
+def _title(unit: Unit) -> str:
+    """Name a reduction. All ranks compare the name before it starts, so a rank that trains other
+    parameters of the unit stops them with an error."""
+    flags = bytes(param.gathered.requires_grad for param in unit.params)
+    if all(flags):
+        return f"gradients of {unit.name}"
+    trained = f"trained {sum(flags)} of its {len(flags)} parameters"
+    return f"gradients of {unit.name}, {trained} ({xxhash.xxh32_hexdigest(flags)})"
+
+
+def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
+    """Write the sum of the terms to `target` [numel], added in the dtype of the first; zeros
+    without any."""
+    if not terms:
+        target.zero_()
+        return
+    # In the dtype of the first, which is that of the waiting sum, as on one rank.
+    first, *others = terms
+    for other in others:
+        first.view(-1).add_(other.reshape(-1).to(first))
+    target.copy_(first.reshape(-1))
+
+
+class GradReducer:
+    """The gradients of one model. One thread uses it at a time.
+
+    reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, if the
+    policy has them. order: in which several ranks reduce units, where each may use others; None: as
+    backward is done with them. grad_offload: copies gradients from a device that adds up further
+    ones. mode: gets each complete gradient (this rank's part), and learns of units that went idle
+    before their gradients were reduced.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        buffers: GradBuffers,
+        registry: GradRegistry,
+        comm: Comm,
+        mode: UpdateHooks,
+        reduce_scatter: ReduceScatter | None = None,
+        unreduced: UnreducedGrads | None = None,
+        order: ReduceOrder | None = None,
+        grad_offload: GradOffload | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._units = units
+        self._order = order
+        self._timeline = timeline
+        self._reduce_scatter = reduce_scatter
+        self._unreduced = unreduced
+        self._in_no_sync = False  # and `unreduced` is there
+        self._pending: deque[PendingReduce] = deque()
+        # As they wait: slices add them up so (`inf.microbatched`).
+        sizes = (
+            [flat.layout.numel * buffers.dtype(flat).itemsize for flat in unit.flats]
+            for unit in units
+        )
+        self._reducing_bytes_max = beside_bytes([sum(each) for each in sizes], REDUCING_UNITS)
+        self._mode = mode
+        self._buffers = buffers
+        self._prefetch = DevicePrefetch(grad_offload) if grad_offload is not None else None
+        self._registry = registry
+        self._comm = comm
+        # Several ranks: gradients of this backward that no reduction has taken yet.
+        self._fresh: dict[Unit, dict[Param, torch.Tensor]] = {}
+        self._fresh_bytes = 0
+        self.wait_s = 0.0  # for reductions
+        self.fresh_bytes_peak = 0  # the most that autograd's gradients took here at once
+
+    def dtype(self, flat: Flat) -> torch.dtype:
+        """The dtype in which gradients of this flat wait."""
+        return self._buffers.dtype(flat)
+
+    def accumulator(self, param: Param) -> GradAccumulator:
+        """The gradient accumulator of a parameter; made when it is first wanted."""
+        if param.grad is None:
+            unreduced = self._unreduced
+            param.grad = self._registry.add(
+                param.name,
+                param.shape,
+                self._buffers.shard_of(param),
+                param.flat.tensor.device,
+                on_zero=functools.partial(unreduced.zero, param) if unreduced is not None else None,
+            )
+            self._buffers.place_accumulator(param)
+            if param.grad.proxy.dtype is not param.dtype:
+                # torch refuses a `.grad` of another dtype unless the leaf says so.
+                param.at_rest.grad_dtype = param.grad.proxy.dtype
+        return param.grad
+
+    def allocate(self) -> None:
+        """Make room for the error feedback and the unreduced sums of all flats that learn, where
+        there is none yet. Raises: MemoryError."""
+        flats = [flat for unit in self._units for flat in unit.flats if flat.learns]
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.allocate(flats)
+        if self._unreduced is not None:
+            self._unreduced.allocate(flats)
+
+    # -- backward ----------------------------------------------------------------------------------
+
+    def backward_start(self, left: Callable[[Unit], bool]) -> None:
+        """Begin a backward. left: tells of a unit whether forwards have left uses of it."""
+        if self._order is not None:
+            self._order.start(unit for unit in self._units if not left(unit))
+
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
+        """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is
+        reduced."""
+        with profiled(f"infinity: accumulate {param.name}"):
+            if self._comm.world == 1:
+                size_bytes = grad.numel() * grad.element_size()
+                self.fresh_bytes_peak = max(self.fresh_bytes_peak, size_bytes)
+                start_ns = time.monotonic_ns()
+                self._mode.grad_ready(param, grad)
+                self._note(param.unit, start_ns)
+                return
+            fresh = self._fresh.setdefault(param.unit, {})
+            if param in fresh:
+                # Several gradients of one backward, by reentrant checkpointing: they add up in the
+                # dtype of the accumulator, as they do on one rank.
+                before = fresh.pop(param)
+                self._fresh_bytes -= before.numel() * before.element_size()
+                grad = before.to(self.dtype(param.flat)) + grad
+            fresh[param] = grad
+            self._fresh_bytes += grad.numel() * grad.element_size()
+            self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
+
+    def _note(self, unit: Unit, start_ns: int) -> None:
+        """Draw what took until now to take in a gradient, unless it was short, as for a norm."""
+        end_ns = time.monotonic_ns()
+        if self._timeline is not None and end_ns - start_ns > SHORT_NS:
+            self._timeline.add("gradients", unit.name, start_ns, end_ns)
+
+    def prefetch(self, units: Sequence[Unit]) -> None:
+        """Backward comes to these units: start reading back gradients that spilled, and sums that
+        the device adds to. Does not block."""
+        spilled = self._buffers.spilled
+        for unit in units:
+            if spilled is not None:
+                spilled.prefetch(unit)
+            if self._unreduced is not None:
+                self._unreduced.prefetch(unit)
+            # On several ranks accumulators get parts of the mean, some units later: see `_reduce`.
+            if self._prefetch is not None and self._comm.world == 1:
+                self._prefetch.start(unit)
+
+    def unit_done(self, unit: Unit) -> None:
+        """A use of the unit has ended. Several ranks: its gradients are reduced, and each rank
+        keeps its shard of the mean. Blocks while too many units are under way."""
+        if self._comm.world == 1:
+            self._flush_unit(unit)
+        elif self._in_no_sync:
+            self._add_unreduced(unit)
+        else:
+            self._reduce_all([unit] if self._order is None else self._order.done(unit))
+
+    def backward_end(self) -> None:
+        """Reduce the gradients that no use claimed, in the order of units, and finish all
+        reductions. Blocks."""
+        if self._comm.world > 1:
+            if self._in_no_sync:
+                for unit in list(self._fresh):
+                    self._add_unreduced(unit)
+            else:
+                if self._order is not None:
+                    self._reduce_all(self._order.rest())
+                # Collective, so that ranks agree on the units and their order.
+                waiting = self._comm.all_reduce_any([self._waits(unit) for unit in self._units])
+                for unit, has_some in zip(self._units, waiting, strict=True):
+                    if has_some:
+                        self._reduce(unit)
+            # The loop reads `p.grad` next, so all means must be in their accumulators.
+            self._finish(0)
+        self._end_prefetch()
+        if self._buffers.spilled is not None:
+            self._buffers.spilled.backward_end()
+
+    def reset(self) -> None:
+        """Forget what an interrupted backward left. Blocks until nothing of it is under way."""
+        # Gradients of a backward that broke off are not complete.
+        self._fresh.clear()
+        self._fresh_bytes = 0
+        while self._pending:
+            # An exchange reads the gradients and writes the means: both must outlive it.
+            assert self._reduce_scatter is not None
+            self._reduce_scatter.drop(self._pending[0])
+            self._pending.popleft()
+        self._end_prefetch()
+        if self._buffers.spilled is not None:
+            self._buffers.spilled.reset()
+
+    @property
+    def reduces_later(self) -> bool:
+        """True when gradients that come now wait for a later backward to be reduced."""
+        return self._in_no_sync
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients add up in this rank's whole sums, if the policy has them."""
+        if self._unreduced is not None:
+            self.allocate()  # flats that were thawed, and that no optimizer holds
+            # Accumulators are made in one order on all ranks, whichever parameters each rank uses.
+            for unit in self._units:
+                for param in unit.params:
+                    if param.flat.learns:
+                        self.accumulator(param)
+        # Restored, not cleared: contexts may be nested.
+        before, self._in_no_sync = self._in_no_sync, self._unreduced is not None
+        try:
+            yield
+        finally:
+            self._in_no_sync = before
+
+    # -- forward and step --------------------------------------------------------------------------
+
+    def free_done(self) -> None:
+        """A forward begins: free gradients on the device that are copied out. Never blocks."""
+        if self._prefetch is not None:
+            self._prefetch.offload.free_done()
+
+    def flush_spilled(self, unit: Unit | None = None) -> None:
+        """Return when gradients that spill (of a unit; None: of all) are on NVMe, where updates
+        read them. Raises: AioError of a write that failed."""
+        if self._buffers.spilled is not None:
+            self._buffers.spilled.flush(unit)
+
+    def check_reduced(self) -> None:
+        """Raise RuntimeError while whole sums of this rank wait for a reduction."""
+        if self._unreduced is None:
+            return
+        # A sum that the loop has cleared waits for nothing.
+        for unit in self._units:
+            self._drop_cleared(unit)
+        params = (param for unit in self._units for param in unit.params)
+        waiting = next((param for param in params if self._unreduced.has(param)), None)
+        if waiting is not None:
+            raise RuntimeError(
+                f"the gradient of {waiting.name} was added up inside handle.no_sync() and is not "
+                "reduced over the ranks yet: run the last micro-batch of a step outside of "
+                "no_sync()"
+            )
+
+    def assign(self, param: Param, grad: torch.Tensor) -> None:
+        """Make `grad` [param.shape] the whole gradient. Raises: RuntimeError on several ranks,
+        which must do so together."""
+        if self._comm.world > 1:
+            raise RuntimeError(
+                f"{param.name}.grad = tensor works on one rank only; "
+                "inf.handle(model).set_full_grad(parameter, tensor) on all"
+            )
+        self.replace(param, grad)
+
+    def replace(self, param: Param, part: torch.Tensor) -> None:
+        """Make `part` (this rank's) the whole gradient; on several ranks all do. Raises: the error
+        of the mode's `before_assign`; then the gradient is as it was."""
+        # First: it raises where the gradient would come too late, and nothing has changed then.
+        self._mode.before_assign(param)
+        # Empties the accumulator in `accumulate`, which would add to its gradient otherwise.
+        param.at_rest.grad = None
+        self.accumulate(param, part)
+        # The tensor is the loop's, which may change it from here on.
+        self.accumulator(param).wait_d2h()
+
+    def accumulate(self, param: Param, grad: torch.Tensor) -> None:
+        """Copy or add a gradient (this rank's part) into its accumulator, and show its proxy in
+        `p.grad`."""
+        accumulator = self.accumulator(param)
+        self._buffers.hold(param)
+        accumulator.reconcile(param.at_rest.grad)
+        accumulator.accumulate(grad)
+        param.at_rest.grad = accumulator.proxy
+
+    def forget(self) -> None:
+        """Drop error feedback and unreduced sums: the states were restored to another step, and
+        these belong to earlier gradients."""
+        if self._reduce_scatter is not None:
+            self._reduce_scatter.forget()
+        if self._unreduced is not None:
+            self._unreduced.clear()
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _end_prefetch(self) -> None:
+        """Drop sums on the device for which no gradient came. Blocks while they are copied."""
+        if self._prefetch is not None:
+            self._prefetch.backward_end()
+        if self._unreduced is not None:
+            self._unreduced.cancel_prefetch()
+
+    def _flush_unit(self, unit: Unit) -> None:
+        """The unit's gradients are in their accumulators: let windows and device memory go to
+        others."""
+        if self._prefetch is not None:
+            self._prefetch.unit_done(unit)
+        if self._buffers.spilled is not None:
+            self._buffers.spilled.unit_done(unit)
+
+    def _waits(self, unit: Unit) -> bool:
+        """True when this rank has something of the unit to reduce."""
+        if self._unreduced is not None:
+            self._drop_cleared(unit)
+            if self._unreduced.any(unit):
+                return True
+        return bool(self._fresh.get(unit))
+
+    def _add_unreduced(self, unit: Unit) -> None:
+        """Add the unit's fresh gradients to this rank's whole sums."""
+        assert self._unreduced is not None
+        fresh = self._fresh.pop(unit, {})
+        self._fresh_bytes -= _bytes_of(fresh)
+        for param, grad in fresh.items():
+            accumulator = self.accumulator(param)
+            if accumulator.expect_reduction(param.at_rest.grad):
+                # The loop has cleared the gradient since the last one: the old sum must not count.
+                self._unreduced.drop(param)
+            self._unreduced.add(param, grad)
+            # The loop must see a gradient now, though its values come with the reduction.
+            if param.at_rest.grad is None:
+                param.at_rest.grad = accumulator.proxy
+        # Sums for which no gradient came, as of experts without tokens, would fill the device.
+        self._unreduced.cancel_prefetch(unit)
+
+    def _drop_cleared(self, unit: Unit) -> None:
+        """Drop sums whose gradients the loop has cleared."""
+        assert self._unreduced is not None
+        for param in unit.params if self._unreduced.any(unit) else ():
+            accumulator = param.grad
+            # An accumulator that is not `unreduced` any more was emptied since, whatever `p.grad`
+            # shows now.
+            if (
+                param.at_rest.grad is None
+                or accumulator is None
+                or (self._unreduced.has(param) and not accumulator.unreduced)
+            ):
+                self._unreduced.drop(param)
+
+    def _reduce_all(self, units: Sequence[Unit]) -> None:
+        """Start the reductions of those of these units that learn."""
+        for unit in units:
+            # Also without a gradient here: another rank may have one, and all must take part.
+            if any(flat.learns for flat in unit.flats):
+                self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        """Start the reduction of the unit's sums and fresh gradients."""
+        assert self._reduce_scatter is not None
+        terms: dict[Param, list[torch.Tensor]] = {}
+        tickets: list[Ticket] = []
+        if self._reduce_scatter.moves_errors and any(one.unit is unit for one in self._pending):
+            # Late gradients of a unit: its errors are still those of the reduction before.
+            self._finish(0)
+        if self._unreduced is not None and self._unreduced.any(unit):
+            self._drop_cleared(unit)
+            terms, tickets = self._unreduced.pop(unit)
+        try:
+            for param in terms:
+                assert param.grad is not None
+                param.grad.unreduced = False
+            fresh = self._fresh.pop(unit, {})
+            for param, grad in fresh.items():
+                terms.setdefault(param, []).append(grad)
+            self._pending.append(
+                self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh), after=tickets)
+            )
+        except BaseException:
+            # Their memory goes back to torch, so the reductions must have ended.
+            cancel_and_wait(tickets)
+            raise
+        # The parts of the mean are added to sums that are there by the time they come.
+        if self._prefetch is not None:
+            self._prefetch.start(unit)
+        # Each unit that is under way holds its fresh gradients in device memory.
+        self._finish(REDUCING_UNITS)
+
+    def _finish(self, but: int) -> None:
+        """Hand reduced gradients to the mode, in the order in which they were started, until no
+        more than `but` units are under way, and of more than one no more than fit. Blocks."""
+        while len(self._pending) > but or (
+            # By what all ranks know: they take the results in one order, also within collectives.
+            len(self._pending) > 1
+            and sum(one.whole_bytes for one in self._pending) > self._reducing_bytes_max
+        ):
+            # Oldest first: the mode gets gradients in the same order on all ranks.
+            pending = self._pending[0]
+            start, start_ns = time.perf_counter(), time.monotonic_ns()
+            assert self._reduce_scatter is not None
+            shards = self._reduce_scatter.take(pending)
+            # Removed once it has ended: after Ctrl-C in the wait `reset` still knows it.
+            self._pending.popleft()
+            self._fresh_bytes -= pending.size_bytes
+            self.wait_s += time.perf_counter() - start
+            for param, part in shards:
+                if param.grad is not None and param.grad.unreduced:
+                    param.grad.unreduced = False
+                self._mode.grad_ready(param, part)
+            self._note(pending.unit, start_ns)
+            self._flush_unit(pending.unit)
+            if pending.unit.refs == 0:
+                # The unit went idle before its gradients were reduced, so the mode must learn again
+                # that it is free.
+                self._mode.unit_released(pending.unit)
+
+
+def _bytes_of(gradients: Mapping[Param, torch.Tensor]) -> int:
+    """Bytes of these gradients."""
+    return sum(grad.numel() * grad.element_size() for grad in gradients.values())

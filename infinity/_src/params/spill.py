@@ -1,0 +1,382 @@
+"""Spilled gradients: on NVMe, in a section of their chunks, through a little staging memory in RAM.
+
+    backward reaches a unit   read its gradients of earlier micro-batches into a window
+    a gradient comes          copy or add it in the window; take its norm there, and cache it
+    the unit is done          write the window to the chunks' `grad` section
+    opt.step()                write the windows that are left; then updates read the sections
+
+A window is the part of the staging memory that a flat has, of its size. A micro-batch writes each
+gradient once, and reads it back unless it is the first. A window stays until another flat needs its
+room. It is not given away before its write has succeeded, so a
+failed write loses no values.
+
+Reads of values outside of a backward (materialize, norms that are not cached, zero_) go through a
+window, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import numpy as np
+import torch
+
+from infinity._src.cabi.records import ALIGNMENT_BYTES
+from infinity._src.memory.device import Device
+from infinity._src.params.accumulator import AccumulatorState, GradAccumulator
+from infinity._src.params.flat_buffers import flat_bytes
+from infinity._src.params.state_store import StateStore
+from infinity._src.params.unit import Flat, Param, Unit
+from infinity.aio import Priority, Slab, Ticket
+from infinity.errors import AioError
+
+
+@dataclasses.dataclass(eq=False)
+class _StagingWindow:
+    """Memory of the gradients of a flat, from `start` on. dirty: they are newer than on NVMe."""
+
+    flat: Flat
+    start: int
+    memory: torch.Tensor  # uint8
+    dirty: bool = False
+    ahead: bool = False  # prefetched for a gradient that has not come yet
+    reading: Ticket | None = None
+    writing: Ticket | None = None
+    turn: int = 0  # when it was last used
+
+
+class SpilledGradients:
+    """Gradients of the flats that spill. One thread uses it at a time; calls that need a window or
+    values block.
+
+    Bytes moved over the drives are added to `store.grads_read_bytes` and `grads_written_bytes`,
+    reads by updates included.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        rank: int,
+        dtypes: dict[Flat, torch.dtype],
+        *,
+        size_bytes: int,
+        device: Device,
+    ):
+        """dtypes: of the gradients of each flat that spills. size_bytes: of the staging memory, as
+        planned: room for the largest flat, at least."""
+        self._store = store
+        self._device = device
+        self._rank = rank
+        self._dtypes = dict(dtypes)
+        self._params: dict[GradAccumulator, Param] = {}
+        self._slab = Slab(size_bytes)
+        device.pin(self._slab)
+        self._windows_of: dict[Flat, _StagingWindow] = {}
+        self._turn = 0
+        # Flats whose unit was done before all of their gradients came: written at the next call.
+        self._due: list[Flat] = []
+        self._accumulated: dict[Flat, set[Param]] = {}  # in this backward
+        self._expected: dict[Flat, int] = {}  # count of gradients in the last backward
+        self._fresh: set[Flat] = set()  # written since an update last read them
+
+    def __contains__(self, flat: Flat) -> bool:
+        return flat in self._dtypes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the staging memory."""
+        return self._slab.size_bytes
+
+    def extend(self, dtypes: dict[Flat, torch.dtype], *, size_bytes: int) -> None:
+        """Add flats that spill, and grow to the staging memory that is planned now. If it is more,
+        the old and the new one both exist for a moment.
+
+        Raises: AioError of a write, MemoryError; before anything has changed.
+        """
+        # The old windows may go, so the gradients in them must be on NVMe.
+        self.flush()
+        if size_bytes > self._slab.size_bytes:
+            made = Slab(size_bytes)
+            self._windows_of.clear()
+            self._device.pin(made)
+            before, self._slab = self._slab, made
+            self._device.unpin(before)
+            before.close()
+        self._dtypes.update(dtypes)
+
+    def add_accumulator(self, param: Param, accumulator: GradAccumulator) -> None:
+        """Serve the accumulator of a parameter of a spilled flat."""
+        self._params[accumulator] = param
+
+    # -- GradBacking: calls of accumulators --------------------------------------------------------
+
+    def read(self, accumulator: GradAccumulator) -> torch.Tensor:
+        """Return the accumulator's values, in a window: valid until the next call. Blocks while
+        they are read."""
+        param = self._params[accumulator]
+        window = self._window_of(param.flat, accumulator)
+        # The gradient that it was prefetched for has come: the window may be given away again.
+        window.ahead = False
+        start, _, numel = param.flat.layout.shard_range(param.param_index, self._rank)
+        itemsize = self._dtypes[param.flat].itemsize
+        part = window.memory[start * itemsize : (start + numel) * itemsize]
+        return part.view(self._dtypes[param.flat])
+
+    def read_for_write(self, accumulator: GradAccumulator) -> torch.Tensor:
+        """Return the accumulator's values for writing. Waits for a write of the window to NVMe."""
+        tensor = self.read(accumulator)
+        param = self._params[accumulator]
+        window = self._windows_of[param.flat]
+        # The drive still reads this memory.
+        self._end_write(window)
+        window.dirty = True
+        self._accumulated.setdefault(param.flat, set()).add(param)
+        return tensor
+
+    # -- calls of backward and step ----------------------------------------------------------------
+
+    def prefetch(self, unit: Unit) -> None:
+        """Start reading the unit's gradients of earlier micro-batches, if a window is free. Does
+        not block."""
+        for flat in unit.flats:
+            if flat in self._dtypes and flat not in self._windows_of and self._on_nvme(flat, None):
+                start = self._find_room(flat)
+                if start is not None:
+                    window = self._assign(start, flat, read=True, priority=Priority.PREFETCH)
+                    window.ahead = True
+
+    def unit_done(self, unit: Unit) -> None:
+        """Start writing the gradients of a unit whose use has ended; if some are missing, at the
+        next such call."""
+        due, self._due = self._due, []
+        # The last gradients of a unit may come a little after its use has ended. By the end of the
+        # next use they are here, or there are none.
+        for flat in due:
+            self._start_write(flat)
+        for flat in unit.flats:
+            if flat in self._windows_of:
+                missing = len(self._accumulated.get(flat, ())) < self._expected.get(
+                    flat, len(flat.params)
+                )
+                self._due.append(flat) if missing else self._start_write(flat)
+
+    def backward_end(self) -> None:
+        """Start writing what is left in windows."""
+        for flat in self._windows_of:
+            self._start_write(flat)
+        self._due.clear()
+        self._expected.update((flat, len(params)) for flat, params in self._accumulated.items())
+        self._accumulated.clear()
+
+    def reset(self) -> None:
+        """Forget the progress of a backward that broke off. Gradients in windows stay there."""
+        self._due.clear()
+        self._accumulated.clear()
+
+    def flush(self, unit: Unit | None = None) -> None:
+        """Write windows (of a unit; None: of all) to NVMe and wait for it, so that updates may read
+        there. Gradients written since the last call are counted as read by the update: once,
+        however often a step calls.
+
+        Raises: AioError of a write that failed; its window keeps the values.
+        """
+        windows = [each for each in self._windows_of.values() if unit in (None, each.flat.unit)]
+        # All writes begin before the first one is waited for.
+        for window in windows:
+            self._start_write(window.flat)
+        for window in windows:
+            self._end_write(window)
+        for flat in [each for each in self._fresh if unit in (None, each.unit)]:
+            self._fresh.remove(flat)
+            # Updates do not read gradients that the loop has cleared.
+            if self._is_wanted(flat):
+                self._store.grads_read_bytes += self._moved_bytes(flat)
+
+    def close(self) -> None:
+        """Free the windows. Nothing may be pending."""
+        self._params.clear()
+        self._windows_of.clear()
+        self._device.unpin(self._slab)
+        self._slab.close()
+
+    # -- windows -----------------------------------------------------------------------------------
+
+    def _window_of(self, flat: Flat, accumulator: GradAccumulator) -> _StagingWindow:
+        """Return the window of a flat, filled with the values of `accumulator` if it has any.
+        Blocks."""
+        window = self._windows_of.get(flat)
+        if window is None:
+            start = self._make_room(flat)
+            window = self._assign(
+                start, flat, read=self._on_nvme(flat, accumulator), priority=Priority.DEMAND
+            )
+        if window.reading is not None:
+            try:
+                window.reading.wait_filled()
+            except AioError as error:
+                self._free(window)
+                error.args = (f"the gradients of {flat.unit.name} cannot be read back: {error}",)
+                raise
+            window.reading = None
+        self._turn += 1
+        window.turn = self._turn
+        return window
+
+    def _assign(self, start: int, flat: Flat, *, read: bool, priority: Priority) -> _StagingWindow:
+        """Make a window for a flat in free memory, and start reading its gradients into it."""
+        # Numpy arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
+        memory = torch.from_numpy(self._slab.array(np.uint8))[start : start + self._size(flat)]
+        window = self._windows_of[flat] = _StagingWindow(flat, start, memory)
+        if read:
+            window.reading = self._store.fetch(
+                flat, self._section(flat), window.memory.data_ptr(), priority=priority
+            )
+            self._store.grads_read_bytes += self._moved_bytes(flat)
+            return window
+        for param in flat.params:
+            # Held, but in no `p.grad` any more: writing this window will overwrite its values.
+            if param.grad is not None and param.grad.state is AccumulatorState.HELD:
+                param.grad.mark_overwritten()
+        return window
+
+    def _size(self, flat: Flat) -> int:
+        return flat_bytes(flat.layout.shard_numel, self._dtypes[flat])
+
+    def _gap(self, size_bytes: int) -> int | None:
+        """Return the start of so many bytes that no window has, or None."""
+        start = 0
+        for window in sorted(self._windows_of.values(), key=lambda each: each.start):
+            if window.start - start >= size_bytes:
+                break
+            start = window.start + len(window.memory)
+        return start if self._slab.size_bytes - start >= size_bytes else None
+
+    def _find_room(self, flat: Flat) -> int | None:
+        """Return the start of memory for a flat that can be had without waiting, or None."""
+        # A failed write keeps its window: its values are nowhere else, and `_end_write` raises.
+        for window in self._windows_of.values():
+            if window.writing is not None and window.writing.done and not window.writing.failed:
+                window.writing = None
+        idle = [
+            each
+            for each in self._windows_of.values()
+            if not (each.dirty or each.ahead) and each.writing is None and each.reading is None
+        ]
+        idle.sort(key=lambda each: each.turn, reverse=True)
+        while (start := self._gap(self._size(flat))) is None and idle:
+            self._free(idle.pop())
+        return start
+
+    def _make_room(self, flat: Flat) -> int:
+        """Return the start of memory for a flat, and wait for it if need be: for a write, or by
+        writing gradients that another flat still accumulates."""
+        while (start := self._find_room(flat)) is None:
+            self._take_back(
+                # Cheapest first: a window that no gradient is still coming to, then a clean one,
+                # then one that was not prefetched, then one without a read under way, then the
+                # oldest.
+                min(
+                    self._windows_of.values(),
+                    key=lambda each: (
+                        each.dirty and each.flat not in self._due,
+                        each.dirty,
+                        each.ahead,
+                        each.reading is not None,
+                        each.turn,
+                    ),
+                )
+            )
+        return start
+
+    def _take_back(self, window: _StagingWindow) -> None:
+        """Free a window, once its gradients are on NVMe and nothing moves them."""
+        if window.dirty:
+            self._start_write(window.flat)
+        self._end_write(window)
+        if window.reading is not None:
+            # The memory goes to another flat, so the read must have ended. Its error does not
+            # matter: the values are still on NVMe, and are read again when they are wanted.
+            with contextlib.suppress(AioError):
+                window.reading.wait()
+        self._free(window)
+
+    def _free(self, window: _StagingWindow) -> None:
+        del self._windows_of[window.flat]
+
+    def _start_write(self, flat: Flat) -> None:
+        """Start writing the window of a flat, if it holds new values that are in some `p.grad`.
+        Does not block."""
+        window = self._windows_of.get(flat)
+        if window is None or not window.dirty or window.writing is not None:
+            return
+        for param in flat.params:
+            if param.grad is not None:
+                # Also for a gradient that was cleared: its copy from the device writes into this
+                # window, which may be another flat's next.
+                param.grad.wait_d2h()
+        window.dirty = False
+        # Gradients that the loop has cleared are not written.
+        if self._is_wanted(flat):
+            window.writing = self._store.store(flat, self._section(flat), window.memory.data_ptr())
+            self._store.grads_written_bytes += self._moved_bytes(flat)
+            self._fresh.add(flat)
+
+    def _end_write(self, window: _StagingWindow) -> None:
+        """Wait for a window's write. Raises: AioError; the window then keeps what could not be
+        written."""
+        if window.writing is None:
+            return
+        try:
+            window.writing.wait()
+        except AioError as error:
+            self._mark_failed_dirty()
+            self._store.recover()
+            name = window.flat.unit.name
+            message = (
+                f"the spilled gradients of {name} cannot be written; parameters and states are"
+            )
+            error.args = (f"{message} sound: {error}",)
+            raise
+        window.writing = None
+
+    def _mark_failed_dirty(self) -> None:
+        """After a failed write, mark every window whose write also failed as dirty. The first error
+        is enough: the drive refused the others because of it."""
+        for window in self._windows_of.values():
+            if window.writing is None:
+                continue
+            try:
+                window.writing.wait()
+            except AioError:
+                window.dirty = True
+            window.writing = None
+
+    # -- sections ----------------------------------------------------------------------------------
+
+    def _section(self, flat: Flat) -> int:
+        return len(self._store[flat].sections) - 1
+
+    def _moved_bytes(self, flat: Flat) -> int:
+        """Bytes that drives move for the gradients of a flat, in one direction: whole blocks of
+        each chunk."""
+        itemsize = self._dtypes[flat].itemsize
+        sizes = flat.layout.chunks.numels * itemsize
+        return int((-(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES).sum())
+
+    @staticmethod
+    def _is_wanted(flat: Flat) -> bool:
+        """True when a gradient of this flat is in some `p.grad`."""
+        return any(
+            param.grad is not None
+            and param.grad.state is AccumulatorState.HELD
+            and param.at_rest.grad is not None
+            for param in flat.params
+        )
+
+    def _on_nvme(self, flat: Flat, accumulator: GradAccumulator | None) -> bool:
+        """True when NVMe holds values of the flat that are wanted: by some `p.grad`, or by
+        `accumulator`, which asks for its own."""
+        return self._is_wanted(flat) or (
+            accumulator is not None and accumulator.state is AccumulatorState.HELD
+        )

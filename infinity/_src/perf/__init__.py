@@ -1,1 +1,0 @@
-"""Performance: the limits of a step, plans against them, and the report of a step."""

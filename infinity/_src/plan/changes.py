@@ -1,0 +1,224 @@
+"""Single changes of a job or machine: the same prediction with one thing changed at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from infinity._src.memory.pcie import UPDATES_ON
+from infinity._src.plan.machine import Machine
+from infinity._src.plan.memory import gpu_need, loss_tiles, ways_to_fit
+from infinity._src.plan.predict import Prediction, predict
+from infinity._src.plan.workload import Job, ModelShape
+
+MICRO_BATCHES_MAX = 1024
+"""Most micro-batches that `fewest_micro_batches` tries."""
+
+GAIN_MIN = 1.02
+"""Gain of another update mode that is worth a word: drives drift by more than less."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """One change of a job or machine, and the prediction with it."""
+
+    name: str
+    prediction: Prediction
+
+
+def one_change(
+    shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False
+) -> list[Change]:
+    """Predict the changes that are worth trying. Changes that fit come first, sorted by tokens per
+    second, then the others.
+
+    choose_micro_batches: take with each change the fewest micro-batches whose activations fit; else
+    as many as now.
+    """
+    machine, job = now.machine, now.job
+    tried: list[tuple[str, Machine, Job]] = [
+        ("twice the RAM", dataclasses.replace(machine, ram_bytes=2 * machine.ram_bytes), job),
+        # Both are doubled, so a micro-batch needs as much device memory as now.
+        (
+            "twice the tokens per step (twice the micro-batches)",
+            machine,
+            job.replace(tokens=2 * job.tokens, micro_batches=2 * job.micro_batches),
+        ),
+    ]
+    if machine.drives:
+        tried.append(("one more drive", machine.with_drives(machine.drives + 1), job))
+    if machine.gpus:
+        tried.append(("one more GPU", dataclasses.replace(machine, gpus=machine.gpus + 1), job))
+    if machine.nodes > 1:
+        tried.append(("one more node", dataclasses.replace(machine, nodes=machine.nodes + 1), job))
+    tried += [(name, machine, other) for name, other in _other_exchanges(machine, job)]
+    # Only formats with fewer bytes: they buy time and room for a coarser rounding.
+    states = {"exact": ("bf16", "compact"), "bf16": ("compact",)}.get(job.policy.state, ())
+    tried += [(f"state {state} (rounds)", machine, job.replace(state=state)) for state in states]
+    tried += [(name, machine, other) for name, other in _other_steps(job)]
+    tried += [(name, machine, other) for name, other in _other_schedules(machine, job)]
+    # Spilled gradients only add traffic, so they are a way to fit and nothing else.
+    if job.policy.grads == "cpu" and machine.drives and not now.ram.fits:
+        tried.append(("gradients spill (--grads nvme)", machine, job.replace(grads="nvme")))
+    tried += [
+        (name, machine, other) for name, other in _other_memory(shape, machine, job, now.gpu.fits)
+    ]
+    found = []
+    for name, changed, other in tried:
+        if other.tokens < changed.world * (1 if choose_micro_batches else other.micro_batches):
+            # Some devices would have no token.
+            continue
+        chosen = fewest_micro_batches(shape, changed, other) if choose_micro_batches else other
+        if chosen.micro_batches != other.micro_batches:
+            count = f"{chosen.micro_batches} micro-batch{'es' if chosen.micro_batches > 1 else ''}"
+            # The name tells a number of micro-batches that is not the chosen one.
+            name = f"{name.partition(' (twice the micro')[0]}, {count}"
+        found.append(Change(name, predict(shape, changed, chosen)))
+    return sorted(
+        found, key=lambda change: (not change.prediction.fits, -change.prediction.tokens_per_s)
+    )
+
+
+def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
+    """List the switches of ZeRO++ that are not set, and all of them together, where there are
+    several nodes.
+    """
+    if machine.nodes == 1:
+        return []
+    switches: dict[str, dict[str, Any]] = {"qgZ (rounds)": {"qgz": True}}
+    if not job.whole_params(machine.world):
+        switches |= {"qwZ (rounds)": {"qwz": True}, "hpZ, copies in CPU memory": {"hpz": "cpu"}}
+    switches = {
+        name: fields
+        for name, fields in switches.items()
+        if not getattr(job.policy, next(iter(fields)))
+    }
+    if len(switches) > 1:
+        every = {name: value for fields in switches.values() for name, value in fields.items()}
+        switches["ZeRO++ with all of it (rounds)"] = every
+    return [(name, job.replace(**fields)) for name, fields in switches.items()]
+
+
+def _other_memory(
+    shape: ModelShape, machine: Machine, job: Job, fits: bool
+) -> list[tuple[str, Job]]:
+    """List the changes that make a job fit its GPUs, or, where it fits, those that leave room for
+    more tokens.
+    """
+    if not fits:
+        return [(way.name, way.job) for way in ways_to_fit(shape, machine, job)]
+    found = []
+    if machine.gpus and job.policy.activations == "device" and job.checkpointing:
+        found.append(("activations on the CPU", job.replace(activations="cpu")))
+    tiles = loss_tiles(shape)
+    # Logits and a block's activations exist at different times: fewer logits help only while they
+    # are the larger.
+    if (
+        machine.gpus
+        and tiles > job.loss_tiles
+        and shape.logits_bytes_per_token(job.loss_tiles) > shape.block_bytes_per_token
+    ):
+        found.append((f"the loss in {tiles} tiles (rounds)", job.replace(loss_tiles=tiles)))
+    return found
+
+
+def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
+    """Predict with updates on the CPU and with updates on the GPUs; empty where the CPU computes,
+    or with an update mode that GPUs do not have.
+
+    The prediction does not decide where a run updates: `Policy.update_on` is "cpu" on every machine
+    unless its user says otherwise. The default needs no memory of a GPU, and goes with everything
+    else.
+    """
+    if not now.machine.gpus or now.job.policy.update != "deferred":
+        return []
+    jobs = [now.job.replace(update_on=where) for where in UPDATES_ON]
+    return [now if job == now.job else predict(shape, now.machine, job) for job in jobs]
+
+
+def _other_steps(job: Job) -> list[tuple[str, Job]]:
+    """List jobs with another update mode or another number of generations."""
+    found = []
+    # Updates on the device are deferred ones (`Policy` refuses others), so any other mode is tried
+    # with updates on the CPU.
+    on = ", on the CPU" if job.policy.update_on == "device" else ""
+    here = job.replace(update_on="cpu")
+    if job.policy.update == "deferred" and job.policy.generations == 1:
+        found = [
+            (f"update backward (no clipping by norm){on}", here.replace(update="backward")),
+            (
+                f"update backward, two generations{on}",
+                here.replace(update="backward", generations=2),
+            ),
+            (f"update delayed (one step late){on}", here.replace(update="delayed")),
+        ]
+    elif job.policy.update == "deferred":
+        found = [(f"update backward{on}", here.replace(update="backward"))]
+    if job.policy.durable:
+        once = job.replace(durable=False, generations=job.policy.places, resident=None)
+        found.append(("not durable", once))
+    elif job.policy.generations == 2:
+        # Without a second generation an update in backward cannot be taken back, so it is deferred
+        # again.
+        update = "update deferred, " if job.policy.speculates else ""
+        found.append((f"{update}one generation", job.replace(update="deferred", generations=1)))
+    if (
+        not job.policy.durable
+        and job.policy.update != "delayed"
+        and job.policy.params == job.policy.optim == "nvme"
+        and (job.policy.update == "deferred" or job.policy.generations == 2)
+    ):
+        # `Policy` refuses resident shares in durable runs.
+        found.append(("durable (goes on after a crash)", job.replace(durable=True, resident=None)))
+    return found
+
+
+def _other_schedules(machine: Machine, job: Job) -> list[tuple[str, Job]]:
+    """List the job in the vertical schedule, with inputs of blocks on each tier that they may wait
+    on: of all micro-batches they are many.
+    """
+    if job.vertical or job.micro_batches == 1 or not job.checkpointing:
+        return []
+    found = [("vertical schedule", job.replace(schedule="vertical"))]
+    # Tiers below that of the job have more room.
+    below = {"device": ["cpu", "nvme"], "cpu": ["nvme"], "nvme": []}[job.policy.activations]
+    there = {"cpu": ("the CPU", machine.gpus), "nvme": ("the drives", machine.drives)}
+    for tier in below:
+        place, count = there[tier]
+        if count:
+            other = job.replace(schedule="vertical", activations=tier)
+            found.append((f"vertical schedule, activations on {place}", other))
+    return found
+
+
+def faster_update(shape: ModelShape, now: Prediction) -> Prediction | None:
+    """Predict the job with updates in backward, which two generations can take back: the fastest
+    exact step, for twice the room on the drives.
+
+    None where that is not another job, does not fit, or is hardly faster.
+    """
+    policy = now.job.policy
+    if not now.fits or policy.update != "deferred" or policy.update_on == "device":
+        return None
+    found = predict(shape, now.machine, now.job.replace(update="backward", generations=2))
+    return found if found.fits and found.step_s * GAIN_MIN < now.step_s else None
+
+
+def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:
+    """Return the job with the fewest micro-batches (powers of two) whose activations fit a device;
+    with the most, if none does.
+
+    A micro-batch keeps at least one sequence, or all tokens of a device if these are fewer.
+    """
+    best = job
+    count = 1
+    while count <= MICRO_BATCHES_MAX and job.tokens >= count * machine.world:
+        tried = job.replace(micro_batches=count)
+        # Never before the first: a device may have less than a sequence in all.
+        if count > 1 and tried.micro_batch_tokens(machine.world) < job.sequence:
+            break
+        best = tried
+        if gpu_need(shape, machine, tried).fits:
+            break
+        count *= 2
+    return best

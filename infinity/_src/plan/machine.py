@@ -1,0 +1,521 @@
+"""Machine of a plan: GPUs, memory and drives of a node, every figure with its source.
+
+Figures that are not given are those of a kind of GPU, as its maker states them, measured by
+`python -m infinity.bench`, or assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infinity._src.base.sizes import GIB, format_size
+from infinity._src.memory.roofline import EXAMPLE_TBW, Drives
+from infinity.aio import IoSettings
+
+# -- Kinds of GPU ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuKind:
+    """One kind. mem_bytes: as the driver has it for programs; flops_peak: dense bf16 with fp32
+    sums, as stated; flops: sustained in training (assumed: 0.4 of the peak where that takes large
+    matrices to reach, 0.6 on consumer cards); pcie, peers: bytes per second of one GPU, each way,
+    to the CPU and to the other GPUs (None: these go through the CPU's memory); hbm: of its memory.
+    """
+
+    name: str
+    title: str
+    mem_bytes: float
+    flops_peak: float
+    flops: float
+    hbm_bytes_per_s: float
+    pcie_bytes_per_s: float
+    peers_bytes_per_s: float | None
+
+
+# Large pinned copies reach so much of the 31.5 and 63 GB/s of x16 links.
+PCIE4, PCIE5 = 25e9, 50e9
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        GpuKind("rtx3090", "GeForce RTX 3090, 24 GB", 23.6 * GIB, 71e12, 43e12, 936e9, PCIE4, None),
+        GpuKind(
+            "rtx4090", "GeForce RTX 4090, 24 GB", 23.6 * GIB, 165e12, 100e12, 1008e9, PCIE4, None
+        ),
+        GpuKind(
+            "rtx5090", "GeForce RTX 5090, 32 GB", 31.3 * GIB, 209e12, 125e12, 1792e9, PCIE5, None
+        ),
+        GpuKind("a100", "A100 SXM, 80 GB", 79.1 * GIB, 312e12, 170e12, 2039e9, PCIE4, 300e9),
+        GpuKind("h100", "H100 SXM, 80 GB", 79.1 * GIB, 989e12, 400e12, 3350e9, PCIE5, 450e9),
+        GpuKind("h200", "H200 SXM, 141 GB", 139.7 * GIB, 989e12, 400e12, 4800e9, PCIE5, 450e9),
+    )
+}
+
+
+def guess_kind(mem_bytes: float | None) -> GpuKind:
+    """Guess the kind of a GPU from its memory; without that it is an H100."""
+    if mem_bytes is None:
+        return KINDS["h100"]
+    # The limits lie between the memories of the kinds: 24, 32, 80 and 141 GB.
+    if mem_bytes <= 30 * GIB:
+        return KINDS["rtx4090"]
+    if mem_bytes <= 40 * GIB:
+        return KINDS["rtx5090"]
+    return KINDS["h100" if mem_bytes <= 100 * GIB else "h200"]
+
+
+def read_updates(path: Path) -> dict[str, float]:
+    """Read parameters per second and core, by `Policy.state`, from a record of `infinity bench
+    adam --json`. States that an older record lacks are scaled by its "exact".
+
+    Raises: ValueError for another file.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        rows = [
+            row
+            for row in record["rows"]
+            if (row["name"], row["isa"], row["where"]) == ("update", record["isa"], "memory")
+        ]
+        rates = {row["state"]: row["gparam_per_s"] * 1e9 / record["threads"] for row in rows}
+        states = [row["state"] for row in rows]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is no record of updates ({error}); write it with: "
+            "python -m infinity.bench adam --json FILE"
+        ) from error
+    if states.count("exact") != 1 or not min(rates.values()) > 0:
+        raise ValueError(
+            f"{path} has {states.count('exact')} rates of the exact state from memory, not one, or "
+            "a rate that is none"
+        )
+    scale = rates["exact"] / UPDATES_PER_CORE["exact"]
+    return {state: rates.get(state, rate * scale) for state, rate in UPDATES_PER_CORE.items()}
+
+
+def host_links(gpus: int) -> int:
+    """Return how many links to the CPU so many GPUs are assumed to have. With more than two, every
+    two share a link behind one switch.
+    """
+    return gpus if gpus <= 2 else -(-gpus // 2)
+
+
+# -- The machine -----------------------------------------------------------------------------------
+
+
+ASSUMED: dict[str, tuple[float, str]] = {
+    "dram": (200e9, "one socket with 8 channels"),
+    "dram of several GPUs": (
+        400e9,
+        "two sockets with 8 channels each, where there are more than 2 GPUs",
+    ),
+    "cores": (32, "one socket"),
+    "cores of several GPUs": (64, "two sockets, where there are more than 2 GPUs"),
+    "tbw": (EXAMPLE_TBW * 1e12, "a consumer drive of 1 TB"),
+    "read": (6.8e9, "PCIe 4 drives"),
+    "write": (5.0e9, "PCIe 4 drives"),
+}
+"""Assumptions where a figure is not given: (value, its source).
+`infinity._src.plan.machine.KINDS` has the assumptions on GPUs.
+"""
+
+POSITIVE = (
+    "gpu_mem_bytes", "ram_bytes", "flops_per_gpu", "flops_peak_per_gpu", "pcie_per_gpu",
+    "pcie_host", "peers_per_gpu", "hbm_per_gpu", "dram_bytes_per_s",
+    "tbw_per_drive", "link_bytes_per_s", "cores",
+)  # fmt: skip
+
+UPDATES_PER_CORE = {"exact": 0.507e9, "bf16": 0.400e9, "compact": 0.248e9}
+"""Parameters that one core updates per second without checksums, measured on a Xeon of 2.5 GHz with
+AVX-512 (bench/results/kernels.jsonl)."""
+
+CHECKSUMS_PER_CORE = 12.7e9
+"""Bytes per second of checksums beside such an update: the difference of 0.507e9 to the 0.259e9
+parameters per second that the same core updates with the checksums of 24 bytes each."""
+
+LINK = 100e9 / 8
+"""Bytes per second that are assumed between a node and the others: 100 Gbit/s."""
+
+CPU_FLOPS = 200e9
+"""FLOP/s that are assumed where the CPU computes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """One node, and how many there are. `gpu_mem_bytes` is of one GPU; bandwidths are those of all
+    drives together, and `shared` says that reads and writes take each other's time. gpus 0: the CPU
+    computes, in so many `processes`, and device memory is the machine's own. nodes: alike, each
+    with all of this; link_bytes_per_s: between one of them and the others, each way.
+
+    flops_per_gpu: sustained; flops_peak_per_gpu: the peak, for MFU. pcie_per_gpu: of its link to
+    the CPU, each way; pcie_host: of all these links together, None: two GPUs share one where there
+    are more than two. peers_per_gpu: between GPUs, each way, None: they go through the CPU's
+    memory.
+    hbm_per_gpu: of a GPU's memory. cores: physical ones of the CPUs; updates_per_core: parameters
+    per second that one of them updates, by `Policy.state`, without checksums. drives: how many
+    there are, for wear and what another one would give. busiest_share: of the data, on the drive
+    that has most of it; data follows bandwidth. None: they are equal. nvme_bytes: room for states,
+    None: not known. sources: for each figure "given", "measured (...)", or what is assumed.
+    """
+
+    gpus: int
+    gpu_mem_bytes: float
+    ram_bytes: float
+    drives: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    flops_per_gpu: float
+    pcie_per_gpu: float
+    dram_bytes_per_s: float
+    tbw_per_drive: float
+    nvme_bytes: float | None = None
+    shared: bool = True
+    busiest_share: float | None = None
+    flops_peak_per_gpu: float = KINDS["h100"].flops_peak
+    hbm_per_gpu: float = KINDS["h100"].hbm_bytes_per_s
+    peers_per_gpu: float | None = None
+    pcie_host: float | None = None
+    processes: int = 1
+    nodes: int = 1
+    link_bytes_per_s: float = LINK
+    cores: int = int(ASSUMED["cores"][0])
+    updates_per_core: Mapping[str, float] = dataclasses.field(
+        default_factory=lambda: dict(UPDATES_PER_CORE)
+    )
+    # No part of a comparison: equal figures predict the same, wherever they come from.
+    sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of a node that train: one for each GPU."""
+        return self.gpus or self.processes
+
+    @property
+    def world(self) -> int:
+        """Processes that train, of all nodes."""
+        return self.nodes * self.ranks
+
+    @property
+    def flops(self) -> float:
+        """Sustained FLOP/s of a node; processes share its CPU."""
+        return max(self.gpus, 1) * self.flops_per_gpu
+
+    @property
+    def pcie_bytes_per_s(self) -> float:
+        """Bytes per second between CPU and all GPUs, each way; 0.0 where the CPU computes."""
+        shared = (
+            self.pcie_host
+            if self.pcie_host is not None
+            else host_links(self.gpus) * self.pcie_per_gpu
+        )
+        # The host may carry more than the links of the GPUs bring.
+        return min(self.gpus * self.pcie_per_gpu, shared)
+
+    @property
+    def bandwidths(self) -> Drives | None:
+        """Bandwidths of all drives together; None without drives."""
+        return (
+            Drives(self.read_bytes_per_s, self.write_bytes_per_s, self.shared)
+            if self.drives
+            else None
+        )
+
+    @property
+    def worn_drives(self) -> float:
+        """Number of evenly worn drives that would last as long as these do. The busiest drive
+        decides.
+        """
+        return 1 / self.busiest_share if self.busiest_share else float(max(self.drives, 1))
+
+    def with_drives(self, drives: int) -> Machine:
+        """Copy the machine with so many drives, equal to those that it has."""
+        # A machine without drives has no figures to scale, so it gets those assumed for one drive.
+        factor = drives / self.drives if self.drives else drives
+        read = self.read_bytes_per_s if self.drives else ASSUMED["read"][0]
+        write = self.write_bytes_per_s if self.drives else ASSUMED["write"][0]
+        room = (
+            self.nvme_bytes * factor
+            if self.nvme_bytes is not None and self.drives
+            else self.nvme_bytes
+        )
+        return dataclasses.replace(
+            self,
+            drives=drives,
+            read_bytes_per_s=read * factor,
+            write_bytes_per_s=write * factor,
+            # The same data over more drives: the busiest one has less of it.
+            busiest_share=self.busiest_share / factor if self.busiest_share else None,
+            nvme_bytes=room,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+def describe_machine(
+    *,
+    gpus: int = 1,
+    gpu: str | None = None,
+    gpu_mem_bytes: float | None = None,
+    ram_bytes: float = 64 * GIB,
+    drives: int | None = None,
+    read_bytes_per_s: float | None = None,
+    write_bytes_per_s: float | None = None,
+    flops_per_gpu: float | None = None,
+    flops_peak_per_gpu: float | None = None,
+    pcie_per_gpu: float | None = None,
+    pcie_host: float | None = None,
+    peers_per_gpu: float | None = None,
+    dram_bytes_per_s: float | None = None,
+    tbw_per_drive: float | None = None,
+    nvme_bytes: float | None = None,
+    shared: bool = True,
+    bench: IoSettings | None = None,
+    bench_name: str = "",
+    ranks: int | None = None,
+    nodes: int = 1,
+    link_bytes_per_s: float | None = None,
+    cores: int | None = None,
+    updates_per_core: Mapping[str, float] | None = None,
+    updates_name: str = "",
+) -> Machine:
+    """Describe a machine. Figures that are not given are those of the kind of GPU (`gpu`), measured
+    (`bench`) or assumed; `Machine.sources` says which.
+
+    read_bytes_per_s, write_bytes_per_s: of all drives together. ranks: of a node, where the CPU
+    computes (GPUs have one each). Raises: ValueError naming the figure and a fix.
+    """
+    sources: dict[str, str] = {}
+    _check_ranks(gpus, ranks, nodes, link_bytes_per_s)
+    if gpu is not None and gpu not in KINDS:
+        raise ValueError(
+            f"--gpu {gpu} is not known; use {', '.join(KINDS)}, or --gpu-mem, --flops, "
+            "--flops-peak and --pcie"
+        )
+    kind = KINDS[gpu] if gpu is not None else guess_kind(gpu_mem_bytes)
+    figures = _of_gpus(
+        gpus, kind, sources, known=gpu is not None,
+        mem=gpu_mem_bytes, flops=flops_per_gpu, peak=flops_peak_per_gpu,
+        pcie=pcie_per_gpu, host=pcie_host, peers=peers_per_gpu,
+    )  # fmt: skip
+    count, read, write, busiest = _drives(
+        drives, read_bytes_per_s, write_bytes_per_s, bench, bench_name, sources
+    )
+    figures |= _of_cpus(gpus, sources, dram_bytes_per_s, cores, updates_per_core, updates_name)
+    tbw, what = ASSUMED["tbw"]
+    if nodes > 1:
+        assumed = f"{LINK * 8 / 1e9:g} Gbit/s each way, assumed"
+        sources["link_gbps"] = _source(link_bytes_per_s, assumed)
+    if count:
+        sources["tbw"] = _source(tbw_per_drive, f"{tbw / 1e12:g} TB, assumed: {what}")
+    machine = Machine(
+        gpus=gpus,
+        ram_bytes=ram_bytes,
+        drives=count,
+        read_bytes_per_s=read,
+        write_bytes_per_s=write,
+        tbw_per_drive=tbw if tbw_per_drive is None else tbw_per_drive,
+        nvme_bytes=nvme_bytes,
+        shared=shared,
+        busiest_share=busiest,
+        # GPUs have a rank each: a number of processes counts only where the CPU computes.
+        processes=1 if gpus or ranks is None else ranks,
+        nodes=nodes,
+        link_bytes_per_s=LINK if link_bytes_per_s is None else link_bytes_per_s,
+        sources=sources,
+        **figures,
+    )
+    _check(machine)
+    return machine
+
+
+def _check_ranks(gpus: int, ranks: int | None, nodes: int, link_bytes_per_s: float | None) -> None:
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks {ranks}: give a number of 1 or more")
+    if ranks is not None and gpus and ranks != gpus:
+        raise ValueError(
+            f"--ranks {ranks} beside --gpus {gpus}: each GPU has one rank; leave --ranks out, or "
+            f"set --gpus {ranks}"
+        )
+    if nodes < 1:
+        raise ValueError(f"--nodes {nodes}: give a number of 1 or more")
+    if link_bytes_per_s is not None and nodes == 1:
+        raise ValueError(
+            "--link-gbps is the link between nodes, and there is one: add --nodes, or leave it out "
+            "(GPUs: --peers)"
+        )
+
+
+def _of_gpus(
+    gpus: int,
+    kind: GpuKind,
+    sources: dict[str, str],
+    *,
+    known: bool,
+    mem: float | None,
+    flops: float | None,
+    peak: float | None,
+    pcie: float | None,
+    host: float | None,
+    peers: float | None,
+) -> dict[str, Any]:
+    """Return the figures of the GPUs as fields of a `Machine`, and note the source of each in
+    `sources`.
+    """
+    whence = f"of {kind.name} ({kind.title})" if known else f"assumed: {kind.title}"
+
+    def figure(name: str, given: float | None, default: float, text: str) -> float:
+        sources[name] = "given" if given is not None else f"{text}, {whence}"
+        return default if given is None else given
+
+    if not gpus:
+        sources["flops"] = (
+            "given"
+            if flops is not None
+            else f"{CPU_FLOPS / 1e12:g} TFLOP/s, assumed: the CPU computes"
+        )
+        return {
+            "gpu_mem_bytes": figure("gpu_mem", mem, 80.0 * GIB, "80 GiB of the CPU's memory"),
+            "flops_per_gpu": CPU_FLOPS if flops is None else flops,
+            # Multiplied by 0 GPUs, but `_check` wants a positive figure.
+            "pcie_per_gpu": kind.pcie_bytes_per_s,
+        }
+    found: dict[str, Any] = {
+        "gpu_mem_bytes": figure("gpu_mem", mem, kind.mem_bytes, format_size(kind.mem_bytes)),
+        "flops_per_gpu": figure(
+            "flops", flops, kind.flops, f"{kind.flops / 1e12:g} TFLOP/s sustained"
+        ),
+        "flops_peak_per_gpu": figure(
+            "flops_peak", peak, kind.flops_peak, f"{kind.flops_peak / 1e12:g} TFLOP/s"
+        ),
+        "pcie_per_gpu": figure(
+            "pcie", pcie, kind.pcie_bytes_per_s, f"{_rate(kind.pcie_bytes_per_s)} each way"
+        ),
+        # No argument gives it: it counts for updates on the device only.
+        "hbm_per_gpu": kind.hbm_bytes_per_s,
+        "peers_per_gpu": kind.peers_bytes_per_s if peers is None else peers,
+        "pcie_host": host,
+    }
+    if gpus > 1:
+        between = kind.peers_bytes_per_s
+        # Called for the source alone: the field may be None, which `figure` does not return.
+        figure(
+            "peers",
+            peers,
+            0.0,
+            f"{_rate(between)} each way" if between else "through the CPU's memory",
+        )
+    if gpus > 2:
+        # Up to two GPUs have a link each, and nothing is assumed about the host.
+        links = host_links(gpus) * found["pcie_per_gpu"]
+        assumed = f"{_rate(links)} each way, assumed: two GPUs share a link to the CPU"
+        sources["pcie_host"] = "given" if host is not None else assumed
+    return found
+
+
+def _of_cpus(
+    gpus: int,
+    sources: dict[str, str],
+    dram_bytes_per_s: float | None,
+    cores: int | None,
+    rates: Mapping[str, float] | None,
+    rates_name: str,
+) -> dict[str, Any]:
+    """Return the figures of the CPUs as fields of a `Machine`, and note the source of each in
+    `sources`.
+    """
+    several = " of several GPUs" if gpus > 2 else ""
+    dram, what = ASSUMED[f"dram{several}"]
+    sources["dram"] = _source(dram_bytes_per_s, f"{_rate(dram)}, assumed: {what}")
+    number, what = ASSUMED[f"cores{several}"]
+    sources["cores"] = _source(cores, f"{number:g}, assumed: {what}")
+    sources["adam"] = f"measured ({rates_name})" if rates else "of a Xeon of 2.5 GHz, assumed"
+    return {
+        "dram_bytes_per_s": dram if dram_bytes_per_s is None else dram_bytes_per_s,
+        "cores": int(number) if cores is None else cores,
+        "updates_per_core": {**UPDATES_PER_CORE, **(rates or {})},
+    }
+
+
+def _source(value: float | None, otherwise: str) -> str:
+    """Name the source of a figure: "given", or else `otherwise`."""
+    return "given" if value is not None else otherwise
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:g} GB/s"
+
+
+def _drives(
+    drives: int | None,
+    read: float | None,
+    write: float | None,
+    bench: IoSettings | None,
+    bench_name: str,
+    sources: dict[str, str],
+) -> tuple[int, float, float, float | None]:
+    """Return (number, read, write, share of the data on the busiest) of the drives, and note the
+    source of each figure in `sources`.
+    """
+    measured = list(bench.bandwidths.values()) if bench is not None else []
+    label = bench_name or "bench"
+    # Assumed bandwidths in place of the record's would be a silent fall-back.
+    if bench is not None and not measured:
+        raise ValueError(
+            f"{label} has no bandwidths; write it with: python -m infinity.bench swap --json FILE"
+        )
+    # A record has a pair of bandwidths for each drive. Without one there is one drive.
+    count = drives if drives is not None else max(len(measured), 1)
+    if not count:
+        if (read, write, bench) != (None, None, None):
+            raise ValueError(
+                "--drives 0 beside --nvme-read, --nvme-write or --bench: leave one or the other out"
+            )
+        return 0, 0.0, 0.0, None
+    if drives is None and not measured:
+        sources["drives"] = "1, assumed"
+    found, busiest = [], None
+    if measured:
+        # The engine divides data over drives by this harmonic mean (`memory.swap_space`). Drives
+        # that were not measured are taken for those that were.
+        speeds = [2 / (1 / pair[0] + 1 / pair[1]) for pair in measured]
+        busiest = max(speeds) / sum(speeds) * len(measured) / count
+    for index, (name, given) in enumerate((("read", read), ("write", write))):
+        value, source = given, "given"
+        if value is None and measured:
+            scaled = (
+                f", scaled from {len(measured)} drives to {count}" if count != len(measured) else ""
+            )
+            # A drive more or less counts as the mean of those that were measured.
+            value = sum(pair[index] for pair in measured) * count / len(measured)
+            source = f"measured ({label}{scaled})"
+        elif value is None:
+            value, what = ASSUMED[name]
+            value *= count
+            source = f"{_rate(value)}, assumed: {what}"
+        found.append(value)
+        sources[name] = source
+    return count, found[0], found[1], busiest
+
+
+def _check(machine: Machine) -> None:
+    if machine.gpus < 0 or machine.drives < 0:
+        raise ValueError(
+            f"--gpus {machine.gpus}, --drives {machine.drives}: give numbers of 0 or more"
+        )
+    # None is a figure, too: no links between GPUs, or a host link that follows from the GPUs'.
+    figures = [name for name in POSITIVE if getattr(machine, name) is not None]
+    for name in figures:
+        value = getattr(machine, name)
+        # `not value > 0` is also true of NaN.
+        if not value > 0 or value == float("inf"):
+            raise ValueError(f"{name}={value}: give a positive number")
+    if machine.drives:
+        # `Drives` refuses bandwidths that are not positive.
+        _ = machine.bandwidths

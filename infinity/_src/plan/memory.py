@@ -1,0 +1,708 @@
+"""Memory that a plan takes: placement of the states of each rank, and device memory, part by part.
+
+Placement is the engine's own (`memory.placement`). A model of 400 billion parameters has a million
+chunks; a plan has coarser pieces, at most `PIECES_MAX` in all, which moves the border between
+resident and not by about one part in a thousand. Slots of pieces are larger than those of chunks;
+they are counted as chunks want them.
+
+Device memory is that of one GPU or, where the CPU computes, of the process; the most of a step:
+
+    gathered units       one in use and others ahead of it, within the bound that the engine keeps
+                         (`memory.device_room`); all, where whole parameters stay on the device
+    shards on the device of several ranks: this one's share of its node's copy (hpZ), or of
+                         parameters that stay under stage 3
+    exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
+                         that come; codes besides
+    fresh gradients      of the unit in backward, and of others that are leaving, within the
+                         engine's bound; in the vertical schedule of one micro-batch and parameter,
+                         and its copy in the dtype of the sums
+    sums of gradients    of earlier micro-batches, on a GPU that adds to them: whole ones of
+                         SUMS_UNITS, or on several ranks the parts of the units in reduction; in the
+                         vertical schedule of a whole block, and of others that are leaving
+    errors on their way  of qgZ, on a GPU: of the units in reduction
+    inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU
+                         or on drives; in the vertical schedule of all micro-batches
+    one boundary         of all micro-batches, in the vertical schedule: inputs and outputs of the
+                         block at work, and these joined; or the gradients of all that
+    one block at work,   activations of a block in backward, or the logits and their loss: the
+    or logits and loss   larger, since they come at different times; without checkpointing all
+                         blocks, and the logits
+    states in update     chunks on their way, with the update on the GPU
+    tuning of tiles      where Triton computes tiles: what it takes to measure a kernel's
+                         configurations, at the first product of a shape
+    CUDA and libraries   context, kernels and cuBLAS workspaces; NCCL's buffers where there are
+                         several GPUs (assumed)
+
+In the vertical schedule a block stays gathered, with all its units and tiles, until the last
+micro-batch has passed it, and so do its gradients. On a device without room for all of them, as
+many units stay as fit (`memory.device_room.kept_room`).
+
+Activations are estimates (`perf.plan.workload`). Memory that the allocator leaves unused between
+its blocks is not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from infinity._src.base.sizes import MIB, round_up
+from infinity._src.cabi.records import GradSection, chunk_numel
+from infinity._src.kernels import choice
+from infinity._src.memory.constants import (
+    AHEAD_CHUNKS,
+    HELD_CALLS,
+    REDUCING_UNITS,
+    SPARES_PER_DRIVE,
+    STORING_BYTES_MAX,
+    SUMS_UNITS,
+)
+from infinity._src.memory.device_room import (
+    Passes,
+    UnitBytes,
+    again_bytes,
+    fresh_room,
+    gathered_room,
+    gradients_room,
+    slice_grad_bytes,
+    sums_room,
+)
+from infinity._src.memory.layout import FlatLayout, plan_flat
+from infinity._src.memory.placement import (
+    FlatNeed,
+    PlacementPlan,
+    StepLoad,
+    aligned_chunk_bytes,
+    plan_placement,
+)
+from infinity._src.memory.roofline import AtRest
+from infinity._src.memory.state_formats import state_format
+from infinity._src.optim.grad_windows import windows_bytes
+from infinity._src.params.accumulator import NORM_PIECE_NUMEL
+from infinity._src.plan.experts import shape_in
+from infinity._src.plan.machine import Machine
+from infinity._src.plan.ram_beside import RamBeside, ram_beside
+from infinity._src.plan.workload import FlatShape, Job, JobShape, ModelShape
+from infinity.aio import Format
+from infinity.errors import BudgetError
+
+# -- CPU memory and drives -------------------------------------------------------------------------
+
+
+PIECES_MAX = 2048
+"""Pieces of a plan, at most: about one part in a thousand decides what is resident."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TierBytes:
+    """Bytes on each tier."""
+
+    device: float = 0.0
+    cpu: float = 0.0
+    nvme: float = 0.0
+
+    def __add__(self, other: TierBytes) -> TierBytes:
+        return TierBytes(self.device + other.device, self.cpu + other.cpu, self.nvme + other.nvme)
+
+    def __bool__(self) -> bool:
+        return bool(self.device or self.cpu or self.nvme)
+
+
+def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, TierBytes]:
+    """Bytes that each of several ranks holds besides its placement, by name; no zeros."""
+    if machine.world == 1:
+        return {}
+    layouts = [
+        (flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats
+    ]
+    trained = [(flat, layout) for flat, layout in layouts if flat.trainable]
+    found = {}
+    # Micro-batches inside `no_sync` add up whole on every rank, and are reduced once.
+    if job.policy.accumulates_locally:
+        whole = sum(
+            round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained
+        )
+        found["whole sums of gradients"] = TierBytes(cpu=float(whole))
+    shard = float(sum(layout.shard_bytes for _, layout in layouts))
+    if job.policy.hpz:
+        # A rank keeps its counterparts' shards too, one of each node, so that a node has every
+        # value once.
+        copy = machine.nodes * shard
+        found["the node's copy (hpZ)"] = (
+            TierBytes(device=copy) if job.policy.hpz == "device" else TierBytes(cpu=copy)
+        )
+    elif job.policy.params == "device" and not job.whole_params(machine.world):
+        found["shards kept on the device"] = TierBytes(device=shard)
+    if job.policy.qgz and job.policy.error_feedback:
+        # Codes are made from the whole, then again from the node's sums, which go to other nodes:
+        # each level has its own error. With one rank on each node, or one node, there is one level.
+        turns = min(machine.nodes, machine.ranks) > 1
+        numel = sum(
+            layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained
+        )
+        # 2 bytes each, as `Policy.error_feedback` says.
+        found["errors fed back (qgZ)"] = TierBytes(cpu=2.0 * numel)
+    return {name: size for name, size in found.items() if size}
+
+
+def place_states(
+    shape: JobShape, machine: Machine, job: Job, budget: int
+) -> tuple[list[FlatNeed], PlacementPlan]:
+    """Return the needs of one rank and their placement under its `budget` of bytes. If the budget
+    is too small, the placement is the smallest there is, with its `ram_bytes` above the budget.
+    Bytes of `beside_placement` are in neither.
+    """
+    fine = _needs(shape, machine, job, 1, least=True)
+    needs = _needs(shape, machine, job, _grain(shape, machine.world, job.policy.state))
+    largest = max(
+        (numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0
+    )
+
+    windows = _windows_bytes(shape, machine, job)
+    bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
+    # As the engine's planner has it: gradients of a speculative update wait as those of a deferred.
+    load = StepLoad(
+        job.policy.placement_update, job.passes, bandwidths
+    )
+
+    def plan(
+        which: Sequence[FlatNeed], ram_bytes: int | None, spill: Sequence[bool] | None = None
+    ) -> PlacementPlan:
+        return plan_placement(
+            which,
+            ram_bytes,
+            drive_count=machine.drives,
+            # A norm is taken in pieces, each widened to fp32.
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + windows,
+            resident=job.policy.resident_parts,
+            load=load,
+            spill=spill,
+            advice="",
+        )
+
+    def chunked(found: PlacementPlan) -> PlacementPlan:
+        """Replace the pools by those that the engine's chunks want."""
+        if not found.pool_bytes:
+            return found
+        spill = [need.spill_format is not None for need in fine] if any(found.spilled) else None
+        return _with_pools(found, plan(fine, None, spill))
+
+    try:
+        found = plan(needs, max(budget, 0))
+    except BudgetError as error:
+        # Pools of coarse pieces differ from the engine's, so either of the two may be the smaller.
+        ways = [plan(needs, error.smallest_bytes), plan(needs, None)]
+        found = min(ways, key=lambda way: chunked(way).ram_bytes)
+        if chunked(found).ram_bytes > budget:
+            return needs, chunked(found)
+    if found.pool_bytes:
+        # Slots of coarse pieces are larger than the engine's; the difference is room for states. A
+        # placement without pools has no such difference, and would exceed the budget by it. Another
+        # way to spill may want even more in coarse pieces: then the placement stays as found.
+        with contextlib.suppress(BudgetError):
+            larger = plan(needs, budget + found.pool_bytes - chunked(found).pool_bytes)
+            found = larger if larger.pool_bytes else found
+    return needs, chunked(found)
+
+
+def _windows_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
+    """Return the bytes of pinned memory through which gradients leave a GPU for updates in backward
+    (`optim.grad_windows`).
+    """
+    sizes = (
+        [
+            numel * job.grad_itemsize(flat.dtype)
+            for flat in unit.flats
+            if flat.trainable
+            for numel in flat.numels
+        ]
+        for unit in shape.units
+    )
+    return windows_bytes(job.policy, sizes, copies=bool(machine.gpus))
+
+
+def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
+    """Return a plan of coarse pieces with the pools that the engine's chunks want."""
+    return dataclasses.replace(
+        plan,
+        small_count=fine.small_count,
+        small_bytes=fine.small_bytes,
+        large_count=fine.large_count,
+        large_bytes=fine.large_bytes,
+    )
+
+
+def _grain(shape: ModelShape, ranks: int, state: str) -> int:
+    """Return the number of chunks in a piece that makes at most PIECES_MAX pieces."""
+    pieces = 0
+    for flat in shape.flats:
+        held = state_format(state, flat.dtype) if flat.trainable else None
+        pieces += -(-flat.numel // (ranks * chunk_numel(held or Format.RAW)))
+    return -(-pieces // PIECES_MAX)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """Placement of one rank's states in its part of a node's RAM, and what takes RAM besides.
+
+    waiting, spilled: bytes of activations of all ranks of a node, in RAM and on drives. beside:
+    parts of `beside_placement`, with `held` bytes of RAM. outside: RAM beside the budgets. left:
+    bytes of RAM that one rank has for its placement and `held`. needs, plan: of `place_states`.
+    """
+
+    waiting: float
+    spilled: float
+    beside: dict[str, TierBytes]
+    held: int
+    outside: RamBeside
+    left: int
+    needs: list[FlatNeed]
+    plan: PlacementPlan
+
+
+def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
+    """Place the states of one rank. The ranks of a node share its RAM evenly, after what
+    activations and other parts take."""
+    boundary = float(
+        machine.ranks * job.pass_tokens(machine.world) * shape.boundary_bytes_per_token
+    )
+    # Only inputs of checkpointed blocks wait elsewhere; other activations stay with autograd.
+    boundary = boundary if job.checkpointing else 0.0
+    waiting = boundary if job.policy.activations == "cpu" else 0.0
+    spilled = boundary if job.policy.activations == "nvme" else 0.0
+    beside = beside_placement(shape, machine, job)
+    held = int(sum(size.cpu for size in beside.values()))
+    outside = ram_beside(shape, machine, job)
+    left = int(machine.ram_bytes - waiting - outside.peak) // machine.ranks
+    needs, plan = place_states(shape, machine, job, left - held)
+    return Placed(waiting, spilled, beside, held, outside, left, needs, plan)
+
+
+def _needs(
+    shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False
+) -> list[FlatNeed]:
+    """Return the flats as the placement sees them. least: one chunk of each kind only, which is
+    enough for the sizes of slots.
+    """
+    needs: list[FlatNeed] = []
+    seen: set[tuple[object, ...]] = set()
+    layouts: dict[tuple[tuple[int, ...], int, int], FlatLayout] = {}
+    for flat in shape.flats:
+        held = state_format(job.policy.state, flat.dtype) if flat.trainable else None
+        size = chunk_numel(held or Format.RAW) * grain
+        key = (flat.numels, flat.dtype.itemsize, size)
+        # Layers repeat, and a layout depends on nothing else.
+        if key not in layouts:
+            layouts[key] = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
+        layout = layouts[key]
+        if least:
+            # A slot is as large as the largest chunk. One chunk of each format and length, up to a
+            # whole one, has the same largest.
+            kind = (held, flat.dtype, min(layout.shard_numel, size))
+            if kind in seen:
+                continue
+            seen.add(kind)
+            layout = dataclasses.replace(layout, shard_numel=min(layout.shard_numel, size))
+        needs.append(_need(flat, layout, held, job))
+    return needs
+
+
+def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) -> FlatNeed:
+    if held is None:
+        return FlatNeed(
+            layout,
+            Format.RAW,
+            job.policy.params,
+            job.policy.optim,
+            versions=2 if job.policy.durable else 1,
+        )
+    stores = job.stores_gradients
+    itemsize = job.grad_itemsize(flat.dtype)
+    size = layout.shard_numel * itemsize
+    delayed = job.policy.delays
+    # Delayed updates read one set of gradients while backward fills another.
+    grads = size * (2 if delayed else 1) if stores else 0
+    spills = job.policy.grads == "nvme" and stores
+    section = {2: GradSection.BF16, 4: GradSection.FP32}[itemsize]
+    return FlatNeed(
+        layout,
+        held,
+        job.policy.params,
+        job.policy.optim,
+        grad_bytes=grads,
+        delayed_params_bytes=layout.shard_bytes if delayed else 0,
+        spill_format=held.with_grad(section) if spills else None,
+        window_bytes=size if spills else 0,
+        versions=job.policy.places,
+    )
+
+
+def bytes_at_rest(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest, AtRest]:
+    """Return the bytes of one flat by kind: (all of them, those on NVMe)."""
+    # The placement may have added a section of spilled gradients to the format.
+    need = dataclasses.replace(need, format=placed)
+    totals = [AtRest(), AtRest()]
+    for index, section in enumerate(need.sections):
+        kind = "grads" if index and need.kind(index) == "grad" else "optim" if index else "params"
+        if kind == "params" and not need.held:
+            kind = "frozen"
+        whole = sum(section.size_bytes(numel) for numel in need.numels)
+        nvme = sum(
+            section.size_bytes(numel)
+            for numel, mask in zip(need.numels, masks, strict=True)
+            if mask >> index & 1
+        )
+        totals[0] += AtRest(**{kind: float(whole)})
+        totals[1] += AtRest(**{kind: float(nvme)})
+    return totals[0], totals[1]
+
+
+def spare_bytes(
+    needs: Sequence[FlatNeed], masks: Sequence[Sequence[int]], formats: Sequence[Format]
+) -> int:
+    """Return the bytes that a rank keeps free on each of its drives for writes that fail."""
+    largest = 0
+    for need, row, placed in zip(needs, masks, formats, strict=True):
+        held = dataclasses.replace(need, format=placed)
+        # Of a million chunks few differ.
+        chunks = {each: chunk for chunk, each in enumerate(zip(need.numels, row, strict=True))}
+        for (_, mask), chunk in chunks.items():
+            largest = max(largest, aligned_chunk_bytes(held, chunk, mask))
+    return SPARES_PER_DRIVE * largest
+
+
+# -- Device memory ---------------------------------------------------------------------------------
+
+
+CUDA_BYTES = 640 * MIB
+"""GPU memory of a process before it computes anything: context, kernels, cuBLAS workspaces
+(assumed).
+"""
+
+NCCL_BYTES = 512 * MIB
+"""GPU memory of NCCL besides (assumed)."""
+
+TUNING_BYTES = 256 * MIB
+"""GPU memory that Triton's benchmark writes to before each run, so that the L2 cache holds nothing
+of the run before.
+"""
+
+CHUNKS_IN_UPDATE = 2 * AHEAD_CHUNKS
+"""Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel,
+on their way out.
+"""
+
+TILES = (2, 4, 8, 16, 32, 64)
+"""Numbers of tiles of a linear that are tried."""
+WORDS = (8192, 2048)
+"""Words of the vocabulary in a tile of the loss that are tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """Need of one kind of memory in bytes, and its parts. there_is: bytes that the machine has,
+    None where that is not known.
+    """
+
+    bytes: float
+    there_is: float | None
+    parts: dict[str, float]
+
+    @property
+    def fits(self) -> bool:
+        """True if the machine has enough, or if it is not known how much it has."""
+        return self.there_is is None or self.bytes <= self.there_is
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One change after which a job fits its GPU.
+
+    how: the call or the setting that makes it. job, need: the job with the change, and its need of
+    device memory.
+    """
+
+    name: str
+    how: str
+    job: Job
+    need: Need
+
+
+def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
+    """Return the number of tiles of the loss with so many words each, at most."""
+    return max(1, -(-shape.vocabulary // words))
+
+
+def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
+    """Count the device memory of one GPU. The parts are those of the module's table."""
+    shape = shape_in(job, model)
+    units = _units(shape, machine, job)
+    largest = float(max((unit.gathered for unit in units), default=0))
+    parts = {
+        "gathered units": gathered_bytes(shape, machine, job),
+        **{name: size.device for name, size in beside_placement(shape, machine, job).items()},
+        "exchange buffers": _exchange_bytes(machine, job, largest),
+        **_gradients(shape, machine, job, units),
+        **(_returning_bytes(machine, job, units) if machine.gpus else {}),
+        **_activations(shape, machine, job),
+    }
+    if machine.gpus:
+        if job.policy.update_on == "device":
+            numel = chunk_numel(Format.SPLIT)
+            # 12 B of states and 2 B of gradient.
+            parts["states in update"] = float(CHUNKS_IN_UPDATE * numel * 14)
+        parts["tuning of tiles"] = _tuning_bytes(shape, job, machine.world)
+        parts["CUDA and libraries (assumed)"] = float(
+            CUDA_BYTES + (NCCL_BYTES if machine.world > 1 else 0)
+        )
+    parts = {name: size for name, size in parts.items() if size}
+    return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
+
+
+def _tuning_bytes(shape: JobShape, job: Job, world: int) -> float:
+    """Count what Triton takes while it measures the products of tiles: its buffer, and a copy of
+    the output that a product adds to.
+    """
+    if not any(map(choice.may_be_triton, ("tile_matmul", "linear_cross_entropy"))):
+        return 0.0
+    tokens = job.micro_batch_tokens(world)
+    copies = []
+    for linear in {linear for unit in shape.units for linear in unit.linears}:
+        tiles = shape.tiles_of(linear, tiles=job.tiles, loss_tiles=job.loss_tiles)
+        if tiles > 1:
+            rows = -(-linear.out_features // tiles)
+            # Sums in fp32: of a tile's output, of the input's gradient, and the weight's gradient.
+            output = max(tokens * max(rows, linear.in_features), rows * linear.in_features)
+            copies.append(4.0 * output)
+    return TUNING_BYTES + max(copies) if copies else 0.0
+
+
+def _passes(machine: Machine, job: Job) -> Passes:
+    return Passes(
+        copies=bool(machine.gpus),
+        several=machine.world > 1,
+        in_backward=job.policy.consumes_grads,
+        whole=job.whole_params(machine.world),
+        device_bytes=int(machine.gpu_mem_bytes),
+    )
+
+
+def _units(shape: JobShape, machine: Machine, job: Job) -> list[UnitBytes]:
+    return shape.unit_bytes(job.tiles, job.loss_tiles, machine.world, in_slices=job.vertical)
+
+
+def _blocks(shape: ModelShape, machine: Machine, job: Job) -> list[UnitBytes]:
+    """Bytes of whole blocks, with gradients as their sums wait."""
+    return [
+        UnitBytes(
+            block.gathered_bytes(machine.world),
+            tuple(
+                numel * job.grad_itemsize(flat.dtype)
+                for flat in block.flats
+                if flat.trainable
+                for numel in flat.numels
+            ),
+            block.around,
+        )
+        for block in shape.in_blocks().units
+    ]
+
+
+def _gradients(
+    shape: ModelShape, machine: Machine, job: Job, units: Sequence[UnitBytes]
+) -> dict[str, float]:
+    """Count the gradients that backward makes, and those that it adds them to."""
+    passes = _passes(machine, job)
+    if not job.vertical:
+        return {"fresh gradients": float(fresh_room(units, passes))}
+    sums = sums_room(_blocks(shape, machine, job), passes)
+    largest = max((size for unit in units for size in unit.grads), default=0)
+    # Parameters of a model have one dtype, or nearly all have.
+    trained = [flat.dtype for flat in shape.flats if flat.trainable]
+    widths = {dtype.itemsize: job.grad_itemsize(dtype) for dtype in trained}
+    fresh = max((slice_grad_bytes(largest, *each) for each in widths.items()), default=0)
+    return {"fresh gradients": float(fresh), "sums of gradients": float(sums)}
+
+
+def _returning_bytes(machine: Machine, job: Job, units: Sequence[UnitBytes]) -> dict[str, float]:
+    """Count what comes back from CPU memory to a GPU in backward: sums, and error feedback."""
+    found = {}
+    # One more than may be under way when the next starts.
+    reducing = gradients_room(units, REDUCING_UNITS)
+    if job.passes > 1:
+        if machine.world == 1 or job.policy.accumulates_locally:
+            found["sums of gradients"] = float(gradients_room(units, SUMS_UNITS - 1))
+        else:
+            found["sums of gradients"] = reducing / machine.world
+    if job.policy.qgz and job.policy.error_feedback and machine.world > 1:
+        # As in `beside_placement`: two levels where there are several nodes of several ranks.
+        turns = min(machine.nodes, machine.ranks) > 1
+        found["errors on their way"] = reducing * (1 + turns / machine.ranks)
+    return found
+
+
+def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
+    """Count the buffers of the collectives of the largest unit: the whole to be reduced, the parts
+    that come from other ranks, and codes.
+    """
+    if machine.world == 1:
+        return 0.0
+    # Parts of bf16 values: int4 codes of gradients that go and that come (twice 1/4), int8 codes of
+    # weights (1/2).
+    coded = (0.5 if job.policy.qgz else 0.0) + (0.5 if job.policy.qwz else 0.0)
+    # Sums of the node are fp32, twice as wide, of the parts of this rank's counterparts.
+    partial = 2.0 / machine.ranks if job.policy.qgz and machine.nodes > 1 else 0.0
+    # Under qgZ the parts come as codes, so the second whole is not needed.
+    return ((1.0 if job.policy.qgz else 2.0) + coded + partial) * largest
+
+
+def gathered_bytes(shape: JobShape, machine: Machine, job: Job) -> float:
+    """Count the bytes of gathered parameters on the device of a rank, at most."""
+    return float(gathered_room(_units(shape, machine, job), _passes(machine, job)))
+
+
+def again_share(shape: JobShape, machine: Machine, job: Job) -> float:
+    """Return the share of the parameters that a vertical schedule gathers for each micro-batch,
+    since the device has no room for them to stay.
+    """
+    if not job.vertical:
+        return 0.0
+    units = _units(shape, machine, job)
+    whole = sum(unit.gathered * unit.repeat for unit in units)
+    return again_bytes(units, _passes(machine, job)) / max(whole, 1)
+
+
+def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, float]:
+    tokens = job.micro_batch_tokens(machine.world)
+    block = float(tokens * shape.block_bytes_per_token)
+    logits = float(tokens * shape.logits_bytes_per_token(job.loss_tiles))
+    if not job.checkpointing:
+        return {
+            "activations of all blocks (estimated)": shape.layers * block,
+            "logits and loss (estimated)": logits,
+        }
+    one = float(tokens * shape.itemsize * shape.width)
+    together = job.pass_tokens(machine.world)
+    inputs = float(together * shape.boundary_bytes_per_token)
+    if job.policy.activations != "device":
+        # The last calls keep their inputs. Others are on the device until their copy has arrived.
+        inputs = min(inputs, HELD_CALLS * one + max(2 * one, STORING_BYTES_MAX))
+    found = {"inputs of blocks": inputs}
+    if job.vertical:
+        found["one boundary (estimated)"] = 3.0 * together * shape.itemsize * shape.width
+    if logits > block:
+        found["logits and loss (estimated)"] = logits
+    else:
+        found["one block at work (estimated)"] = block
+    return found
+
+
+def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
+    """List the single changes after which a job fits its GPU, one of each kind and as small as
+    possible, with the need of the changed job.
+    """
+    found = []
+    for options in _options(shape, machine, job):
+        for option in options:
+            changed = job.replace(**option.fields)
+            need = gpu_need(shape, machine, changed)
+            if need.fits:
+                found.append(Way(option.name, option.how, changed, need))
+                break
+    return found
+
+
+def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
+    """Count the device memory with the largest change of every kind together."""
+    for options in _options(shape, machine, job):
+        if options:
+            job = job.replace(**options[-1].fields)
+    return gpu_need(shape, machine, job)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """A change to try. how: the call or the setting that makes it. fields: of the job, with their
+    new values.
+    """
+
+    name: str
+    how: str
+    fields: dict[str, Any]
+
+
+def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option]]:
+    """List the changes to try: one list for each kind, the smallest change first."""
+    found = [
+        [
+            _Option(
+                f"linears in {count} tiles",
+                f"inf.tile_linears(model, tiles={count})",
+                {"tiles": count},
+            )
+            for count in TILES
+            if count > job.tiles
+        ]
+    ]
+    found.append(
+        [
+            _Option(
+                f"the loss in {count} tiles",
+                f"inf.tile_loss(model, tiles={count})",
+                {"loss_tiles": count},
+            )
+            for count in (loss_tiles(shape, words) for words in WORDS)
+            if count > job.loss_tiles
+        ]
+    )
+    if not job.checkpointing:
+        found.append(
+            [
+                _Option(
+                    "gradient checkpointing",
+                    "model.gradient_checkpointing_enable()",
+                    {"checkpointing": True},
+                )
+            ]
+        )
+    elif job.policy.activations == "device":
+        # Only inputs of checkpointed blocks can wait elsewhere. A CPU that computes has no other
+        # memory than the device's: waiting there saves nothing.
+        tiers = [("cpu", "the CPU")] if machine.gpus else []
+        tiers += [("nvme", "the drives")] if machine.drives else []
+        found += [
+            [_Option(f"activations on {place}", f"activations={tier!r}", {"activations": tier})]
+            for tier, place in tiers
+        ]
+    found.append(_smaller_tiles(shape, job))
+    found.append(_fewer_tokens(machine, job))
+    return found
+
+
+def _smaller_tiles(shape: ModelShape, job: Job) -> list[_Option]:
+    """List smaller tiles of stacks of experts: halves, quarters, down to single experts."""
+    found = []
+    tile = (job.expert_tile or shape.experts) // 2
+    while shape.has_stacks and tile:
+        experts = f"{tile} expert{'s' if tile > 1 else ''}"
+        how = f"inf.tile_experts(model, experts={tile})"
+        found.append(_Option(f"stacks in tiles of {experts}", how, {"expert_tile": tile}))
+        tile //= 2
+    return found
+
+
+def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
+    """List larger numbers of micro-batches, of fewer tokens each, down to one sequence."""
+    found = []
+    now = job.micro_batch_tokens(machine.world)
+    count = 2 * job.micro_batches
+    while job.tokens >= count * machine.world:
+        tokens = job.replace(micro_batches=count).micro_batch_tokens(machine.world)
+        if tokens < job.sequence:
+            break
+        how = f"{tokens:,} tokens in each, not {now:,}"
+        found.append(_Option(f"{count} micro-batches", how, {"micro_batches": count}))
+        count *= 2
+    return found

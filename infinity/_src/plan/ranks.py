@@ -1,0 +1,300 @@
+"""Exchanges of several ranks in a step, and the bytes that each rank holds.
+
+Exchanges are bytes that one rank receives (and sends), inside its node and from other nodes. Each
+is counted as the engine moves it: hierarchically, first among the ranks with the same place in
+their nodes, then inside the node (gathers), or the other way round (reductions), so that no byte
+comes to a node twice. A shard of a flat counts with its padding. For N ranks on K nodes of n, of
+all shards (their bytes: M in bf16):
+
+    gather     (K - 1) / N from other nodes, (n - 1) / n inside; a reduction is the same backwards
+    qwZ        the same of shards as int8 groups: 1 B and a scale for each GROUP_NUMEL elements
+    hpZ        all gathers of a step but the first are from the node's own copy, in the parameters'
+               dtype: nothing across
+    qgZ        the same of gradients as int4 groups: half a byte and a scale for each GROUP_NUMEL
+
+All ranks of a node together take (K - 1) / K of M from other nodes with a gather. ZeRO++ counts
+that as M (`Exchanges.volume`): a step of one micro-batch under stage 3 is 3 M (two gathers, a
+reduction) and with all three switches 0.75 M: 0.5, 0 and 0.25 (beside scales). Over the link of two
+nodes as many bytes go, both directions together.
+
+Stages 1 and 2, whose parameters stay on every device, gather the updated values once in a step.
+With a reduction goes a byte for each parameter, which tells if it has a gradient.
+
+A rank holds, under each ZeRO stage:
+
+               parameters                    gradients                       optimizer states
+    stage 1    whole on every device         split; whole micro-batch sums   split over the ranks
+    stage 2    whole on every device         split                           split over the ranks
+    stage 3    split; gathered by units      split                           split over the ranks
+
+Split states rest where the engine's own placement puts them (`perf.plan.memory`), with the padding
+of shards. With params="device", as stages 1 and 2 have it, the resting shard of the parameters is
+the upper half of their masters, beside the optimizer's states. The values that compute are on the
+device; under stage 3 a shard of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from infinity._src.distributed.collectives import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
+from infinity._src.kernels.wire_layout import wire_bytes
+from infinity._src.memory.layout import FlatLayout, aligned_section_bytes, plan_flat
+from infinity._src.memory.pcie import Copied, Copies
+from infinity._src.memory.placement import FlatNeed, PlacementPlan
+from infinity._src.plan.experts import shape_in
+from infinity._src.plan.machine import Machine
+from infinity._src.plan.memory import (
+    TierBytes,
+    again_share,
+    gathered_bytes,
+    place_in_ram,
+)
+from infinity._src.plan.ram_beside import BESIDE_BUDGET
+from infinity._src.plan.workload import FlatShape, Job, JobShape, ModelShape
+
+# -- Traffic of a rank -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedCollective:
+    """One kind of collective in a step.
+
+    count: how often it runs; beside_updates: how many of these while updates run. inside, across:
+    bytes that one rank receives each time, from its node and from others.
+    """
+
+    name: str
+    count: int
+    beside_updates: int
+    inside: float
+    across: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchanges:
+    """Exchanges of a step. plain_bytes: M of the module's formulas, gathered values as they compute
+    with the padding of shards.
+    """
+
+    each: tuple[PlannedCollective, ...]
+    plain_bytes: float
+    ranks_of_node: int
+    nodes: int
+
+    @property
+    def inside(self) -> float:
+        """Bytes that one rank receives from its node in a step."""
+        return sum(found.count * found.inside for found in self.each)
+
+    @property
+    def across(self) -> float:
+        """Bytes that one rank receives from other nodes in a step."""
+        return sum(found.count * found.across for found in self.each)
+
+    @property
+    def volume(self) -> float:
+        """Bytes between nodes (on one node: between its ranks) in units of M. A gather of
+        everything, not quantized, counts 1.
+        """
+        parts = self.nodes if self.nodes > 1 else self.ranks_of_node
+        if parts == 1 or not self.plain_bytes:
+            return 0.0
+        size = self.across * self.ranks_of_node if self.nodes > 1 else self.inside
+        # A gather brings (parts - 1) / parts of M; the factor lets it count as all of M, as in
+        # ZeRO++.
+        return size * parts / (parts - 1) / self.plain_bytes
+
+    def copies(self, nodes: bool = False) -> Copies:
+        """Return the bytes received (h2d) and sent (d2h) by one rank inside its node. nodes: by all
+        ranks of a node, from and to other nodes.
+        """
+        window = rest = 0.0
+        for found in self.each:
+            size = found.across * self.ranks_of_node if nodes else found.inside
+            window += found.beside_updates * size
+            rest += (found.count - found.beside_updates) * size
+        # Each rank sends as many bytes as it receives.
+        return Copies(Copied(window, window), Copied(rest, rest))
+
+
+def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
+    """List the collectives of a step; none where there is one rank."""
+    flats = [
+        (flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats
+    ]
+    plain = float(sum(layout.size_bytes for _, layout in flats))
+    if machine.world == 1:
+        return Exchanges((), plain, 1, 1)
+    trained = [found for found in flats if found[0].trainable]
+    weights, grads = _weight_bytes(job), _grad_bytes(job)
+    both = _ways(machine, flats, weights)
+    flags = sum(len(flat.numels) for flat, _ in trained)
+    inside, across = _ways(machine, trained, grads)
+    # Flags go level by level, a byte for each parameter: a rank must know which have a gradient.
+    reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
+    count, in_backward = job.passes, job.policy.update == "backward"
+    # A delayed update has the whole next step, so every exchange runs beside it.
+    late = job.policy.delays
+    found = []
+    if job.whole_params(machine.world):
+        # Frozen values never change, so the copies on the devices stay valid.
+        if trained:
+            found.append(
+                PlannedCollective(
+                    "gather of what was updated", 1, 1, *_ways(machine, trained, weights)
+                )
+            )
+    else:
+        # Under hpZ only the first gather of a step needs other nodes: until the update the node's
+        # own copy is current.
+        first, again = (1, 2 * count - 1) if job.policy.hpz else (count, count)
+        copy = (_ways(machine, flats, _plain)[0], 0.0) if job.policy.hpz else both
+        # A deferred update runs beside the next forward, and so beside its gather.
+        found.append(PlannedCollective("gather in forward", first, first if late else 1, *both))
+        name = "gather from the node's copy" if job.policy.hpz else "gather in backward"
+        # The gather of the last backward, and below its reduction, run beside updates in backward.
+        found.append(PlannedCollective(name, again, again if late else int(in_backward), *copy))
+        share = again_share(shape, machine, job)
+        if share:
+            name, more = "gather for each micro-batch", job.gathers_again
+            of_share = (share * copy[0], share * copy[1])
+            found.append(PlannedCollective(name, more, more if late else 0, *of_share))
+    if trained:
+        times = job.reductions
+        found.append(
+            PlannedCollective(
+                "reduction of gradients", times, times if late else int(in_backward), *reduced
+            )
+        )
+    return Exchanges(tuple(found), plain, machine.ranks, machine.nodes)
+
+
+_OfShard = Callable[[FlatShape, int], float]
+
+
+def _plain(flat: FlatShape, numel: int) -> float:
+    return float(numel * flat.dtype.itemsize)
+
+
+def _weight_bytes(job: Job) -> _OfShard:
+    """Return the function that gives the bytes of a shard's values on the wire."""
+    return (
+        (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, SCALE_GROUP_NUMEL)))
+        if job.policy.qwz
+        else _plain
+    )
+
+
+def _grad_bytes(job: Job) -> _OfShard:
+    """Return the function that gives the bytes of a shard's gradients on the wire."""
+    if job.policy.qgz:
+        return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, SCALE_GROUP_NUMEL))
+    return lambda flat, numel: float(numel * job.grad_itemsize(flat.dtype))
+
+
+def _ways(
+    machine: Machine, flats: Sequence[tuple[FlatShape, FlatLayout]], size: _OfShard
+) -> tuple[float, float]:
+    """Return the bytes that one rank receives when every flat is gathered once, or reduced once:
+    (inside its node, from other nodes).
+    """
+    shards = sum(size(flat, layout.shard_numel) for flat, layout in flats)
+    # From other nodes come the shards of the counterparts; then each other rank of the node shares
+    # its own column of them.
+    return (machine.ranks - 1) * machine.nodes * shards, (machine.nodes - 1) * shards
+
+
+# -- Memory of a rank ------------------------------------------------------------------------------
+
+
+STAGES = (1, 2, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank under one stage, by the name of the state. Values of parameters are the
+    only device memory counted.
+    """
+
+    stage: int
+    states: dict[str, TierBytes]
+
+    @property
+    def total(self) -> TierBytes:
+        """Sum over all states."""
+        return sum(self.states.values(), TierBytes())
+
+
+def bytes_of_rank(model: ModelShape, machine: Machine, job: Job) -> RankBytes:
+    """Count the bytes of each rank under the policy's stage."""
+    shape = shape_in(job, model)
+    placed = place_in_ram(shape, machine, job)
+    states = _states(shape, machine, job, placed.needs, placed.plan)
+    beside = {BESIDE_BUDGET: TierBytes(cpu=placed.outside.peak / machine.ranks)}
+    return RankBytes(job.policy.zero, states | placed.beside | beside)
+
+
+def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
+    """Count the bytes of the same job under each stage; stages 1 and 2 with parameters on the
+    device, and without what they do not have. Beside one of these, stage 3 is shown with parameters
+    where the optimizer's states are."""
+    found, policy = [], job.policy
+    for stage in STAGES:
+        fields: dict[str, Any] = {}
+        if stage != policy.zero:
+            # `accumulate` is a choice for the stage that was asked for.
+            fields = {"zero": stage, "accumulate": None}
+            if stage == 3:
+                fields["params"] = policy.optim
+            else:
+                # Stages 1 and 2 have none of these; `resident` is for states on NVMe.
+                resident = {k: part for k, part in policy.resident_parts.items() if k != "params"}
+                fields |= {
+                    "params": "device",
+                    "hpz": None,
+                    "durable": False,
+                    "resident": resident or None,
+                }
+        found.append(bytes_of_rank(shape, machine, job.replace(**fields)))
+    return found
+
+
+def _states(
+    shape: JobShape, machine: Machine, job: Job, needs: Sequence[FlatNeed], plan: PlacementPlan
+) -> dict[str, TierBytes]:
+    cpu = dict.fromkeys(("params", "optim", "grads"), 0.0)
+    nvme = dict(cpu)
+    for need, placed, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
+        # The placement may have added a section of spilled gradients to the format.
+        need = dataclasses.replace(need, format=placed)
+        for index, section in enumerate(need.sections):
+            # The section of spilled gradients comes last, and needs no second generation.
+            spilled = need.kind(index) == "grad"
+            kind = "grads" if spilled else "optim" if index else "params"
+            versions = 1 if spilled else need.versions
+            for numel, mask in zip(need.numels, row, strict=True):
+                # A set bit says that the section rests on NVMe, padded to 4096 bytes.
+                if mask >> index & 1:
+                    nvme[kind] += versions * aligned_section_bytes(section, numel)
+                else:
+                    cpu[kind] += versions * section.size_bytes(numel)
+    stays = job.whole_params(machine.world)
+    found = {
+        "parameters at rest": TierBytes(cpu=cpu["params"], nvme=nvme["params"]),
+        "parameters on the device" if stays else "parameters gathered, at most": TierBytes(
+            device=gathered_bytes(shape, machine, job)
+        ),
+        "gradients": TierBytes(cpu=float(plan.grad_bytes), nvme=nvme["grads"]),
+        "optimizer states": TierBytes(cpu=cpu["optim"], nvme=nvme["optim"]),
+        "parameters of the step before": TierBytes(cpu=float(plan.delayed_params_bytes)),
+        "buffers and checksums": TierBytes(
+            cpu=float(
+                plan.ram_bytes - plan.grad_bytes
+                - plan.delayed_params_bytes - plan.resident_bytes
+            )
+        ),
+    }
+    return {name: size for name, size in found.items() if size}

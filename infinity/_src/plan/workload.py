@@ -1,0 +1,497 @@
+"""Model and job of a plan: units and flats as the engine would make them, without a tensor, and how
+they are trained.
+
+Units come from `params.discover`, layouts from `memory.layout`. Activations and floating-point
+operations are estimated from the sizes that a configuration names:
+
+    parameters that compute     all but a table that is only looked up (an untied input embedding);
+                                of experts, those routed to
+    boundary activations        layers x width x itemsize per token: inputs of checkpointed blocks
+    a block's own activations   (12 x width + 4 x MLP width x experts) x itemsize per token, with
+                                experts routed to and shared: recomputed, or kept for every layer
+    logits                      10 B per token and word: as computed, their fp32 copy, its gradient;
+                                8 B in fp32, without the copy. With the loss by tiles: of a tile's
+                                words, and 4 B x width, the hidden states' gradient in fp32
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NewType
+
+import torch
+
+from infinity._src.config.policy import Policy
+from infinity._src.kernels.tiling.tiled_module import STACK_WEIGHTS
+from infinity._src.memory.device_room import UnitBytes
+from infinity._src.memory.layout import plan_flat
+from infinity._src.params.discover import UnitSpec, find_units
+
+# -- The model -------------------------------------------------------------------------------------
+
+
+UNIT_BYTES_MAX = 512 << 20
+"""Bytes of a unit at most where nothing else finds units: the default of `Policy`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatShape:
+    """A flat as the engine would make it: elements of its parameters in order, their dtype, and
+    whether an optimizer will hold it.
+    """
+
+    numels: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(self.numels)
+
+    def gathered_bytes(self, world: int = 1) -> int:
+        """Count the bytes of the gathered values, with the padding that the layout for so many
+        ranks puts between and behind them.
+        """
+        return _gathered_bytes(self.numels, self.dtype.itemsize, world)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearShape:
+    """Weight of a linear that can be tiled, whether or not other linears and embeddings share it.
+    flat: its index among the unit's flats.
+    """
+
+    name: str
+    flat: int
+    out_features: int
+    in_features: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StackShape:
+    """Parameter that holds all experts of a layer, [experts, ...]: `numel` elements of the flat
+    with that index.
+    """
+
+    flat: int
+    numel: int
+    experts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitShape:
+    """Flats that are gathered together. linears: the weights among them that can be tiled; stacks:
+    those of all experts of a layer. around: indices of units that are in use whenever it is. tiles:
+    it is a tile of a stack.
+    """
+
+    name: str
+    flats: tuple[FlatShape, ...]
+    linears: tuple[LinearShape, ...] = ()
+    around: tuple[int, ...] = ()
+    stacks: tuple[StackShape, ...] = ()
+    tiles: bool = False
+
+    def gathered_bytes(self, world: int = 1) -> int:
+        """Bytes of the gathered values on each of so many ranks."""
+        return sum(flat.gathered_bytes(world) for flat in self.flats)
+
+    def tiled(
+        self, tiles_of: Callable[[LinearShape], int], world: int = 1
+    ) -> tuple[UnitBytes, list[UnitBytes]]:
+        """Return the bytes of what it is with its linears in so many tiles, and of the tiles, each
+        a unit of its own; without those around it.
+        """
+        rest = self.gathered_bytes(world)
+        grads = [
+            numel * flat.dtype.itemsize
+            for flat in self.flats
+            if flat.trainable
+            for numel in flat.numels
+        ]
+        found = []
+        for linear in self.linears:
+            tiles, flat = tiles_of(linear), self.flats[linear.flat]
+            if tiles > 1:
+                row = linear.in_features * flat.dtype.itemsize
+                rest -= linear.out_features * row
+                size = -(-linear.out_features // tiles) * row
+                if flat.trainable:
+                    grads.remove(linear.out_features * row)
+                found.append(UnitBytes(size, (size,) if flat.trainable else (), repeat=tiles))
+        return UnitBytes(rest, tuple(grads)), found
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """A model: its units in order, and the sizes from which activations and operations are
+    estimated (0: not known).
+
+    active_params: those that compute for a token. layers: of an encoder and a decoder together.
+    itemsize: bytes of an element of activations. experts: of a layer; chosen: of these, by a token;
+    shared: experts that every token has besides.
+    """
+
+    name: str
+    units: tuple[UnitShape, ...]
+    active_params: int
+    layers: int = 0
+    width: int = 0
+    attention_width: int = 0
+    mlp_width: int = 0
+    vocabulary: int = 0
+    positions: int = 0
+    itemsize: int = 2
+    experts: int = 0
+    chosen: int = 0
+    shared: int = 0
+
+    @property
+    def has_stacks(self) -> bool:
+        """Return whether experts lie in stacks, which `inf.tile_experts` cuts."""
+        return any(unit.stacks for unit in self.units)
+
+    @property
+    def flats(self) -> list[FlatShape]:
+        """Flats of all units, in order."""
+        return [flat for unit in self.units for flat in unit.flats]
+
+    @property
+    def params(self) -> int:
+        """Elements of all parameters."""
+        return sum(flat.numel for flat in self.flats)
+
+    @property
+    def trainable(self) -> int:
+        """Elements of those that an optimizer will hold."""
+        return sum(flat.numel for flat in self.flats if flat.trainable)
+
+    @property
+    def largest_unit_bytes(self) -> int:
+        """Bytes of the largest unit, gathered."""
+        return max((unit.gathered_bytes() for unit in self.units), default=0)
+
+    def in_blocks(self) -> ModelShape:
+        """Return the model with the units of each block as one, tiles among them. A block has the
+        first number in the names of its units: "model.layers.3".
+        """
+        names = [_block_of(unit.name) for unit in self.units]
+        place = {name: index for index, name in enumerate(dict.fromkeys(names))}
+        flats: list[list[FlatShape]] = [[] for _ in place]
+        around: list[set[int]] = [set() for _ in place]
+        for unit, name in zip(self.units, names, strict=True):
+            flats[place[name]] += unit.flats
+            around[place[name]] |= {place[names[outer]] for outer in unit.around} - {place[name]}
+        units = (
+            UnitShape(name, tuple(flats[index]), around=tuple(sorted(around[index])))
+            for name, index in place.items()
+        )
+        return dataclasses.replace(self, units=tuple(units))
+
+    def gathered_bytes(self, world: int = 1) -> int:
+        """Bytes of all units, gathered on each of so many ranks."""
+        return sum(unit.gathered_bytes(world) for unit in self.units)
+
+    @property
+    def boundary_bytes_per_token(self) -> int:
+        """Inputs of all checkpointed blocks."""
+        return self.itemsize * self.layers * self.width
+
+    @property
+    def block_bytes_per_token(self) -> int:
+        """Activations that a block computes and keeps for its own backward."""
+        return self.itemsize * (12 * self.width + 4 * self.mlp_width)
+
+    def logits_bytes_per_token(self, loss_tiles: int = 1) -> int:
+        """Bytes per token of the logits and of what the loss makes of them, with the vocabulary in
+        so many tiles; one exists at a time.
+        """
+        # Logits as computed, their fp32 copy for the loss, the gradient in fp32. fp32 logits need
+        # no copy.
+        per_word = 8 if self.itemsize == 4 else self.itemsize + 8
+        if loss_tiles == 1:
+            return per_word * self.vocabulary
+        return per_word * -(-self.vocabulary // loss_tiles) + 4 * self.width
+
+    def tiles_of(self, linear: LinearShape, *, tiles: int, loss_tiles: int) -> int:
+        """Return the number of tiles of a linear, if linears and the loss have so many."""
+        return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
+
+    def unit_bytes(
+        self, tiles: int = 1, loss_tiles: int = 1, world: int = 1, *, in_slices: bool = False
+    ) -> list[UnitBytes]:
+        """Bytes of the units with every linear in so many tiles (`inf.tile_linears`), and the head
+        in as many as the loss (`inf.tile_loss`); all along their outputs. world: ranks, each of
+        which gathers them. in_slices: blocks, and units outside of blocks, run in slices."""
+        count = functools.partial(self.tiles_of, tiles=tiles, loss_tiles=loss_tiles)
+        parts = [unit.tiled(count, world) for unit in self.units]
+        starts = list(itertools.accumulate((1 + len(cut) for _, cut in parts), initial=0))
+        numbers: dict[str, int] = {}
+        found = []
+        for index, (unit, (rest, cut)) in enumerate(zip(self.units, parts, strict=True)):
+            block = numbers.setdefault(_block_of(unit.name), len(numbers)) if in_slices else None
+            outer = tuple(starts[each] for each in unit.around)
+            found.append(dataclasses.replace(rest, around=outer, block=block))
+            # The rest of the unit stays in use while its tiles come and go.
+            inner = (*outer, starts[index])
+            found += [dataclasses.replace(each, around=inner, block=block) for each in cut]
+        return found
+
+
+JobShape = NewType("JobShape", ModelShape)
+"""A model as a job has it, with stacks in the job's tiles (`perf.plan.experts.shape_in`). A
+function of a `ModelShape` and a job takes the model uncut."""
+
+
+@functools.lru_cache(maxsize=65536)  # asked for again and again; a model has few kinds of flats
+def _gathered_bytes(numels: tuple[int, ...], itemsize: int, world: int) -> int:
+    return plan_flat(numels, itemsize, world).size_bytes
+
+
+def _block_of(unit: str) -> str:
+    """Return the name of the unit's block, or its own where it is in none."""
+    parts = unit.partition("[")[0].split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    return unit if number is None else ".".join(parts[: number + 1])
+
+
+def shape_of(
+    model: torch.nn.Module, *, name: str = "", nested: bool = True, frozen: bool = False
+) -> ModelShape:
+    """Return the shape of a module, usually on the meta device. The module is read and never
+    changed.
+
+    nested: as the engine finds units on one rank; with several, False. frozen: nothing is trained.
+    Raises: ValueError for parameters that cannot be offloaded.
+    """
+    specs = find_units(model, unit_bytes_max=UNIT_BYTES_MAX, nested=nested)
+    config: Any = getattr(model, "config", None)
+    # A multimodal configuration has these sizes in its part for text.
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width = _number(text, "hidden_size", "n_embd", "d_model")
+    heads = _number(text, "num_attention_heads", "n_head", "num_heads")
+    # Heads divide the model's width where a configuration leaves the width of a head out.
+    head = _number(text, "head_dim", "d_kv") or (width // heads if heads else 0)
+    experts, chosen, shared, mlp_width = _mlp(text, width)
+    # Exactly these classes, as `inf.tile_linears` takes no subclasses.
+    linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
+    embeddings = {
+        name for name, module in model.named_modules() if type(module) is torch.nn.Embedding
+    }
+    return ModelShape(
+        name=name or type(model).__name__,
+        units=tuple(_unit(spec, linears, embeddings, frozen, experts) for spec in specs),
+        active_params=_active(model, specs, chosen / experts if experts else 1.0),
+        layers=_layers(text),
+        width=width,
+        attention_width=heads * head,
+        mlp_width=mlp_width,
+        vocabulary=_number(text, "vocab_size"),
+        positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
+        experts=experts,
+        chosen=chosen,
+        shared=shared,
+        # Activations are as wide as the parameters that compute; the first stands for all.
+        itemsize=next(
+            (entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2
+        ),
+    )
+
+
+def _mlp(config: Any, width: int) -> tuple[int, int, int, int]:
+    """Return a layer's experts, how many of them a token is routed to, how many every token has
+    besides, and the width of the MLPs that a token computes. width: the model's.
+    """
+    # DBRX has these sizes in a part of their own.
+    parts = (config, getattr(config, "ffn_config", None))
+
+    def number(*names: str) -> int:
+        return next((found for part in parts if (found := _number(part, *names))), 0)
+
+    # Experts have a width of their own or that of the MLP. GPT-2 leaves n_inner at None, and means
+    # four times the model's.
+    mlp = number("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size") or 4 * width
+    experts = number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    if not experts:
+        return 0, 0, 0, mlp
+    mlp = number("moe_intermediate_size") or mlp
+    chosen = number("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+    # The width of all shared experts together. Qwen2-MoE has one, and names its width alone.
+    width_shared = number(
+        "shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    )
+    shared = number("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    shared = shared or int(width_shared > 0)
+    # A token keeps the activations of every expert that it is routed to, and of the shared ones.
+    return experts, chosen, shared, mlp * max(chosen, 1) + (width_shared or mlp * shared)
+
+
+def _layers(config: Any) -> int:
+    """Count the blocks, of an encoder and a decoder together."""
+    # T5 counts the encoder alone in num_layers.
+    if getattr(config, "is_encoder_decoder", False):
+        decoder = _number(config, "num_decoder_layers", "decoder_layers")
+        return _number(config, "encoder_layers", "num_layers", "num_hidden_layers") + decoder
+    return _number(config, "num_hidden_layers", "n_layer", "num_layers")
+
+
+def _unit(
+    spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool, experts: int
+) -> UnitShape:
+    """Group a unit's parameters as `discover.build` does: by dtype and by whether they are trained.
+    linears, embeddings: names of such modules. experts: of a layer.
+    """
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    found, stacks = [], []
+    for entry in spec.entries:
+        parameter = entry.parameter
+        key = (parameter.dtype, parameter.requires_grad and not frozen)
+        numels = groups.setdefault(key, [])
+        holders = {name.removesuffix(".weight") for name in entry.names}
+        # A weight that any other kind of module shares cannot be tiled, since that module needs it
+        # whole.
+        if holders & linears and holders <= linears | embeddings:
+            found.append(
+                LinearShape(
+                    entry.names[0], list(groups).index(key), parameter.shape[0], parameter.shape[1]
+                )
+            )
+        *_, last = entry.names[0].split(".")
+        if experts and parameter.dim() == 3 and len(parameter) == experts and last in STACK_WEIGHTS:
+            stacks.append(StackShape(list(groups).index(key), parameter.numel(), experts))
+        numels.append(parameter.numel())
+    flats = tuple(
+        FlatShape(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items()
+    )
+    return UnitShape(spec.name, flats, tuple(found), spec.around, tuple(stacks))
+
+
+def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: float) -> int:
+    """Count the elements that a token computes with."""
+    # By identity: a tied weight is one parameter.
+    lookups = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
+    total = 0.0
+    for spec in specs:
+        for entry in spec.entries:
+            tied = len(entry.names) > 1
+            # A table is only looked up. A tied one is the head's matrix, too.
+            if id(entry.parameter) in lookups and not tied:
+                continue
+            # A token uses the experts that it is routed to.
+            routed = any(part in ("experts", "expert") for part in entry.names[0].split("."))
+            total += entry.parameter.numel() * (routed_share if routed else 1.0)
+    return round(total)
+
+
+def _number(config: Any, *names: str) -> int:
+    """Return the first of these fields that is a positive number; 0 if there is none."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0
+
+
+# -- The job ---------------------------------------------------------------------------------------
+
+
+SCHEDULES = ("horizontal", "vertical")
+"""Orders of micro-batches: each through the whole model before the next, or all of them through a
+block before the next block (`inf.microbatched`)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Training of a model under a policy: tokens per step, and how its passes compute.
+
+    policy: where states may rest and how a step runs; sizes in `resident` are bytes of each
+        process, `ram` and `nvme` are not looked at: the machine has them.
+    tokens: of a step, over all devices and micro-batches. micro_batches: of each device.
+    schedule: their order, of `SCHEDULES`. The vertical one checkpoints each block for each of them.
+    compute_s: measured (forward, backward) seconds of one micro-batch, where they are better known
+        than from FLOP/s.
+    tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss along the
+        vocabulary (`inf.tile_loss`); 1: whole logits. expert_tile: experts of a tile of a stack
+        (`inf.tile_experts`); 0: whole stacks.
+    """
+
+    policy: Policy
+    tokens: int
+    sequence: int
+    micro_batches: int = 1
+    checkpointing: bool = True
+    compute_s: tuple[float, float] | None = None
+    tiles: int = 1
+    loss_tiles: int = 1
+    expert_tile: int = 0
+    schedule: str = "horizontal"
+
+    def replace(self, **fields: Any) -> Job:
+        """Copy the job with some fields changed, its own or its policy's.
+
+        Raises: ValueError for fields that a policy refuses.
+        """
+        own = {name: fields.pop(name) for name in _JOB_FIELDS & fields.keys()}
+        if not fields:
+            return dataclasses.replace(self, **own)
+        # A policy with a tier on NVMe must name a directory. A plan opens none, so any will do.
+        fields.setdefault("nvme", self.policy.nvme or ["."])
+        return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **fields), **own)
+
+    @property
+    def vertical(self) -> bool:
+        """True if several micro-batches pass a block before the next block."""
+        return self.schedule == "vertical" and self.micro_batches > 1
+
+    @property
+    def passes(self) -> int:
+        """Forwards of the whole model in one step, and as many backwards: each gathers every unit
+        once, and leaves one gradient of each parameter.
+        """
+        return 1 if self.vertical else self.micro_batches
+
+    @property
+    def gathers_again(self) -> int:
+        """Gathers in one step, beside those of `passes`, of a unit that does not stay from one
+        micro-batch to the next in the vertical schedule: one in forward, one where backward
+        computes it again, and one in backward.
+        """
+        return 3 * self.micro_batches - 2 if self.vertical else 0
+
+    @property
+    def stores_gradients(self) -> bool:
+        """True if gradients wait for the step."""
+        # With update="backward" the gradient of the only pass is used up where it is made.
+        return not self.policy.consumes_grads or self.passes > 1
+
+    @property
+    def reductions(self) -> int:
+        """Reductions of the gradients over several ranks in one step."""
+        return 1 if self.policy.accumulates_locally else self.passes
+
+    def whole_params(self, world: int) -> bool:
+        """True if each of so many ranks keeps all parameters on its device."""
+        return self.policy.whole_params(several=world > 1)
+
+    def micro_batch_tokens(self, ranks: int) -> int:
+        """Tokens of one micro-batch on one device."""
+        return -(-self.tokens // (self.micro_batches * ranks))
+
+    def pass_tokens(self, ranks: int) -> int:
+        """Tokens of one pass on one device: so many have inputs of blocks that wait at once."""
+        return self.micro_batch_tokens(ranks) * self.micro_batches // self.passes
+
+    def grad_itemsize(self, dtype: torch.dtype) -> int:
+        """Bytes of an element of gradients that wait, of parameters of a dtype."""
+        return int((self.policy.grad_dtype or dtype).itemsize)
+
+
+_JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job))

@@ -1,0 +1,330 @@
+/* The executor's interface for cffi; also included by executor.h, so that there is one text. No
+ * preprocessor here. */
+
+typedef struct inf_executor inf_executor;
+typedef struct inf_ticket inf_ticket;
+typedef struct inf_gate inf_gate;
+
+/* Why a job failed; `op` is 0 read, 1 write, -1 neither. offset and length are bytes in the drive's
+ * file. */
+typedef struct {
+    /* 1 errno, 2 short, 3 checksum, 4 no space, 5 closed, 6 bad plan, 7 cancelled, 8 device */
+    int32_t kind;
+    int32_t op;
+    int32_t drive;
+    int32_t error; /* errno, or the code of the device's driver; 0 = none */
+    int64_t offset;
+    int64_t length;
+    uint64_t key;
+    int32_t chunk;
+    /* 1 = of an earlier job, which left the chunk invalid; 2 = refused: the drive is marked */
+    int32_t earlier;
+    int32_t section;
+    int32_t piece;
+} inf_fault;
+
+/* A range that a write may use whose own has failed. */
+typedef struct {
+    int32_t drive;
+    int32_t file;
+    int64_t offset;
+    int64_t bytes;
+} inf_spare;
+
+/* A write that failed, and went to a spare range: where it should have gone, where it went, and
+ * why. Whether it arrived there, a later move or a kept slot says. */
+typedef struct {
+    int32_t chunk;
+    int32_t drive;
+    int32_t file;
+    int32_t to_drive;
+    int32_t to_file;
+    int32_t reserved;
+    int64_t offset;
+    int64_t to_offset;
+    int64_t bytes;
+    uint64_t key; /* of the chunk, whose id may be another's by now */
+    inf_fault fault;
+} inf_moved_write;
+
+/* What a drive moved within a second that had traffic. */
+typedef struct {
+    int64_t start_ns;
+    uint64_t bytes_read;
+    uint64_t bytes_written;
+    uint64_t busy_ns;
+} inf_window;
+
+/* latency: requests by the time to their result; bucket b of meter.c's scale. windows: a
+ * ring, the newest is at (window_count - 1) % 64. */
+typedef struct {
+    uint64_t bytes_read;
+    uint64_t bytes_written;
+    uint64_t reads;
+    uint64_t writes;
+    uint64_t retries;
+    uint64_t short_transfers;
+    uint64_t errors;
+    uint64_t in_flight_max;
+    uint64_t in_flight_bytes_max;
+    uint64_t busy_ns;
+    uint64_t depth_ns;
+    uint64_t latency_max_ns[2];
+    uint64_t latency[2][128];
+    uint64_t window_count;
+    inf_window windows[64];
+    int32_t depth;
+    int32_t marked;
+    inf_fault mark;
+} inf_drive_stats;
+
+typedef struct {
+    uint64_t jobs_submitted;
+    uint64_t jobs_done;
+    uint64_t jobs_failed;
+    uint64_t jobs_cancelled;
+    uint64_t kept_chunks;
+    uint64_t updates;
+    uint64_t gates_opened;
+    uint64_t gates_escaped;
+    uint64_t rereads;
+    uint64_t checksum_failures;
+    uint64_t wait_ns;
+    uint64_t compute_ns;
+    uint64_t spans_dropped;
+    uint64_t submissions_live;
+    uint64_t chunks_live;
+    uint64_t reads_ahead;
+    uint64_t reads_ahead_dropped;
+    uint64_t copied_bytes[2]; /* to the device, and from it */
+    uint64_t copied_ns[2];    /* while at least one such copy was under way */
+    uint64_t reads_ahead_live; /* slots that hold one which no job has taken over */
+    uint64_t moved_writes;
+} inf_exec_stats;
+
+typedef struct {
+    int32_t track;
+    int32_t drive;
+    int32_t chunk;
+    int32_t priority;
+    int32_t kind;
+    uint32_t mask;
+    int64_t start_ns;
+    int64_t end_ns;
+    int64_t bytes;
+} inf_span;
+
+enum { INF_NULL_BATCH_MAX = 64 }; /* requests that a null drive gives back together at most */
+
+/* See aio/testing.py, Fault. kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip, 5 stale,
+ * 6 misdirected, 7 late. drive: 1 + its index, 0 = any. */
+typedef struct {
+    int64_t nth;
+    int64_t late_us;
+    int32_t kind;
+    int32_t op;
+    int32_t error;
+    int32_t drive;
+    int32_t persistent;
+    int32_t lasting;
+    int64_t start; /* bytes [start, stop) of a file; stop 0 = its end */
+    int64_t stop;
+} inf_seam_fault;
+
+/* See aio/testing.py, Seam. null_batch: 0 real drives, else null ones, up to INF_NULL_BATCH_MAX.
+ * null_computes: 0 no chunk, else one in so many. */
+typedef struct {
+    uint64_t seed;
+    int64_t delay_us_max;
+    inf_seam_fault fault;
+    int32_t null_batch;
+    int32_t null_computes;
+} inf_seam;
+
+/* The speeds are the seam's, 0 = as it is; reads and writes share a drive's time. */
+typedef struct {
+    int32_t fd;
+    int32_t depth;
+    int64_t block_bytes;
+    double read_bytes_per_s;
+    double write_bytes_per_s;
+} inf_drive_config;
+
+typedef struct {
+    int32_t uring;  /* 1 io_uring, 0 threads */
+    int32_t verify; /* 0 off, 1 full, 2 sample */
+    int32_t workers;
+    int32_t threads_per_drive;
+    int32_t small_count;
+    int32_t large_count;
+    int32_t drive_count;
+    int64_t small_bytes;
+    int64_t large_bytes;
+    int64_t hold_ns;
+    inf_seam seam;
+    /* 1 + the node for the slab, and `cpus` (a bit each) are for the threads; 0: as the kernel
+     * likes */
+    int32_t numa;
+    uint64_t cpus[16]; /* INF_CPU_MAX */
+} inf_exec_config;
+
+/* Functions of the driver of the device that computes, as addresses; each returns 0 or the driver's
+ * code. Streams and events are void *, device addresses uint64_t. */
+typedef struct {
+    /* current on every thread while it calls the others, and then what was before */
+    uint64_t context;
+    uint64_t set_current;       /* (void *context) */
+    uint64_t get_current;       /* (void **context) */
+    uint64_t stream_create;     /* (void **stream, unsigned flags) */
+    uint64_t stream_destroy;    /* (void *stream) */
+    uint64_t stream_wait;       /* (void *stream): blocks until all that it was given has ended */
+    uint64_t stream_wait_event; /* (void *stream, void *event, unsigned flags) */
+    uint64_t event_create;      /* (void **event, unsigned flags) */
+    uint64_t event_destroy;     /* (void *event) */
+    uint64_t event_record;      /* (void *event, void *stream) */
+    uint64_t event_query;       /* (void *event): 600 = what it stands for has not ended */
+    uint64_t event_wait;        /* (void *event): blocks */
+    uint64_t to_device;         /* (uint64_t to, const void *from, size_t bytes, void *stream) */
+    uint64_t from_device;       /* (void *to, uint64_t from, size_t bytes, void *stream) */
+    uint64_t host_register;     /* (void *memory, size_t bytes, unsigned flags): pins it */
+    uint64_t host_unregister;   /* (void *memory) */
+    uint64_t capture_mode;      /* (int *mode): exchanges the calling thread's */
+} inf_device_api;
+
+/* ---- slab ------------------------------------------------------------------------------------ */
+
+/* Anonymous memory, 2 MiB aligned, MADV_HUGEPAGE, MADV_DONTFORK, every page touched. 0, or a
+ * negative errno. */
+int32_t inf_slab_map(uint64_t size_bytes, uint64_t *address);
+/* The same, on a node (-1: any). Where the node cannot be had, *numa_error is a negative errno, and
+ * the slab is as without. */
+int32_t inf_slab_map_on(uint64_t size_bytes, int32_t node, uint64_t *address, int32_t *numa_error);
+/* Pages of this range that are touched from now on are taken from a node as long as it has some. 0,
+ * or a negative errno. */
+int32_t inf_numa_prefer(uint64_t address, uint64_t size_bytes, int32_t node);
+void inf_slab_unmap(uint64_t address, uint64_t size_bytes);
+/* Bytes of the slab that huge pages back, from /proc/self/smaps; -1 when that cannot be read. */
+int64_t inf_slab_huge_bytes(uint64_t address, uint64_t size_bytes);
+
+/* ---- io_uring by function pointers ----------------------------------------------------------- */
+
+/* Opens the shared object that carries liburing and looks every symbol up. 0, or -1 with the reason
+ * in `why`. */
+int32_t inf_uring_load(const char *path, char *why, int32_t why_bytes);
+/* Tries to make a ring on a thread of its own. 0 or a negative errno. */
+int32_t inf_uring_probe(void);
+
+/* ---- executor -------------------------------------------------------------------------------- */
+
+/* NULL with the reason in `why` and a negative errno in *error. */
+inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_config *drives,
+                                int32_t *error, char *why, int32_t why_bytes);
+/* Ends intake and makes all gates escape; `cancel`: what has not started fails. */
+void inf_executor_shut(inf_executor *ex, int32_t cancel);
+/* 1 when no job is pending, 0 after timeout_ns. */
+int32_t inf_executor_wait_idle(inf_executor *ex, int64_t timeout_ns);
+/* Joins the threads and frees the pools; only when idle. */
+void inf_executor_stop(inf_executor *ex);
+/* After stop. The memory goes with the last ticket or gate, which may be released later. */
+void inf_executor_free(inf_executor *ex);
+
+/* Chunks were checked by the caller (aio/_validate.py). 0, or a negative errno: none is defined
+ * then. */
+int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count, int32_t *ids);
+/* 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id: none is dropped then. */
+int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count);
+/* Versioned chunks: what they hold now is committed, and what is written from now on goes to their
+ * other places; or, rollback: they hold again what was committed. 0; -EBUSY when jobs are pending
+ * on one (commit: that write states), -EINVAL for an unknown id, -EPERM (rollback) when a resident
+ * section without another version was changed since: nothing is done then. Other chunks are left
+ * alone. */
+int32_t inf_executor_commit(inf_executor *ex, const int32_t *ids, int32_t count);
+int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t count);
+/* Gives a drive another file. Its index, from 1 on; -ENOSPC when there are too many. */
+int32_t inf_executor_file_add(inf_executor *ex, int32_t drive, int32_t fd);
+/* Takes it back. 0; -EBUSY while a chunk has a place in it, -EINVAL for an index that is none. */
+int32_t inf_executor_file_remove(inf_executor *ex, int32_t drive, int32_t index);
+/* Gives the executor ranges for writes that fail; the caller does not use them otherwise, until it
+ * takes them back. 0, -EINVAL for a drive or file that is not known, -ENOMEM. */
+int32_t inf_executor_spares_add(inf_executor *ex, const void *spares, int32_t count);
+/* Takes back those that are not used, count_max at most. How many they were. */
+int32_t inf_executor_spares_take(inf_executor *ex, void *spares, int32_t count_max);
+/* Takes the moves since the last call, inf_moved_write[count_max] at most, oldest first. */
+int32_t inf_executor_moves_take(inf_executor *ex, void *moves, int32_t count_max);
+/* Other second places for versioned chunks whose live place is the committed one (or nothing was
+ * committed yet). Errors as commit; -EPERM when the second place of one is the committed one. */
+int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count,
+                              const int32_t *drives, const int32_t *files,
+                              const int64_t *offsets);
+/* Makes what lies in the other places of these chunks, the states before their last UPDATE, their
+ * committed contents; what was is in the other places then, and a second call goes back. 0; -EBUSY
+ * when jobs are pending on one, -EINVAL for an unknown id, -EPERM for one without a second place,
+ * not committed, not made by an UPDATE alone, or with states in memory: nothing is done then. */
+int32_t inf_executor_exchange(inf_executor *ex, const int32_t *ids, int32_t count);
+/* The chunks as they are now, inf_chunk[count]; -EINVAL for an unknown id. */
+int32_t inf_executor_look(inf_executor *ex, const int32_t *ids, int32_t count, void *chunks);
+int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count, uint32_t *masks);
+
+/* NULL with *error: a negative errno, or 1 + (index of the job << 4 | what) for a job that cannot
+ * run. */
+inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count,
+                                const void *segs, int32_t seg_count, const void *hypers,
+                                int32_t hyper_count, int32_t priority, inf_gate *gate,
+                                int64_t *error);
+/* Reads chunks ahead of their next UPDATE where slots are idle; `param_in_memory`: section 0 is not
+ * read. How many were accepted. */
+int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count,
+                              int32_t param_in_memory);
+/* Takes the marks off the drives and writes again what failed writes kept; as submit. */
+inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error);
+/* Makes the device known whose memory INF_MASK_DEVICE is about, once, before such jobs come, and
+ * pins the slab. 0, a negative errno, or the driver's code. */
+int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api);
+/* The stream whose kernels copies that are submitted, or whose gates are opened, from now on come
+ * behind. */
+void inf_executor_compute_stream(inf_executor *ex, uint64_t stream);
+/* Where the slab lies; 0 without one. */
+uint64_t inf_executor_slab(const inf_executor *ex);
+void inf_executor_release_gates(inf_executor *ex);
+void inf_executor_hold_gates(inf_executor *ex, int32_t held);
+/* Another seam from now on: requests are counted from 0 anew, speeds[2 * drive + op] are those of
+ * the drives. What is null stays so. How many requests met the fault of the one before, or a
+ * negative errno (no thread could be made). */
+int64_t inf_executor_set_seam(inf_executor *ex, const inf_seam *seam, const double *speeds);
+/* Pools of other sizes, in place of those that are there. 0; -EBUSY while a job, or a chunk whose
+ * write failed, has a slot, -EIO where a broken ring may touch one, -ENOMEM, or the driver's code:
+ * nothing changed then. */
+int32_t inf_executor_resize_pools(inf_executor *ex, int32_t small_count, int64_t small_bytes,
+                                  int32_t large_count, int64_t large_bytes);
+int64_t inf_executor_pool_bytes(const inf_executor *ex);
+int64_t inf_executor_huge_bytes(const inf_executor *ex);
+/* Why slab or threads are not on the node that was asked for: a negative errno; 0: they are, or
+ * none was. */
+int32_t inf_executor_numa_error(const inf_executor *ex);
+/* 1: the slab is registered with every ring. Else why not: 0 there is none, 2 it is not huge pages,
+ * 3 it is too large, a negative errno of the kernel. */
+int32_t inf_executor_registered(const inf_executor *ex);
+void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats *drives);
+int32_t inf_executor_spans(inf_executor *ex, int32_t enable);
+int32_t inf_executor_take_spans(inf_executor *ex, inf_span *spans, int32_t count_max);
+int32_t inf_executor_fault(inf_executor *ex, inf_fault *fault);
+
+/* Words: [0] done (0 pending, 1 well, 2 failed), [1] filled, [2] failed already. Valid until the
+ * release. */
+const uint32_t *inf_ticket_words(const inf_ticket *ticket);
+/* Whether a word is set; what was copied before it was set is seen by the caller then. */
+int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word);
+/* word 0 or 1; 1 when it is set, 0 after timeout_ns. `escape`: make the gates that it
+ * depends on escape, and its jobs demands, first. */
+int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns,
+                        int32_t escape);
+int32_t inf_ticket_fault(inf_executor *ex, const inf_ticket *ticket, inf_fault *fault);
+/* Gives up its fetches that no drive has begun. */
+void inf_ticket_cancel(inf_executor *ex, inf_ticket *ticket);
+void inf_ticket_release(inf_executor *ex, inf_ticket *ticket);
+
+inf_gate *inf_gate_new(inf_executor *ex);
+/* 1 opened, 0 it had escaped, -EALREADY, -ERANGE (a job's base is past `count`). */
+int32_t inf_gate_open(inf_executor *ex, inf_gate *gate, const uint64_t *bases, int32_t count);
+int32_t inf_gate_escaped(inf_executor *ex, const inf_gate *gate);
+void inf_gate_release(inf_executor *ex, inf_gate *gate);

@@ -1,0 +1,393 @@
+/* Reads ahead: slots that are idle fill with what UPDATEs will need. All [locked].
+ *
+ *   behind a closed gate    an UPDATE that is first in its FIFO is *hinted*: it only waits for its
+ *                           gate
+ *   asked for               inf_executor_prefetch names chunks whose UPDATEs were not submitted yet
+ *
+ * Hinted jobs come first, in the order of their gates, then what was asked for, in the order of
+ * asking. A read takes a slot only while no job waits for one, and leaves a quarter of the pool; of
+ * all reads it is the least urgent. What was read stays in the slot, of the chunk, until its UPDATE
+ * takes the slot over: jobs have the quarter, and a byte read ahead is not read again. A job that
+ * finds no slot gets that of the youngest read that no drive has begun, and that of one which has
+ * ended only where jobs hold less than their quarter (another drive's share, slots that faults
+ * keep); what is given up is wanted again. Of what was read, sections that a STORE writes are read
+ * again by the UPDATE. Nothing is verified before the UPDATE does it, and a read ahead that fails
+ * is as if it had never been: the UPDATE reads, and tells.
+ *
+ * While a drive works on a read its slot has no other use; if the chunk is dropped meanwhile
+ * its end is not reported.
+ */
+#include "executor.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <stdlib.h>
+
+/* ---- lists ----------------------------------------------------------------------------------- */
+
+static void list_push(inf_prefetch_list *list, inf_prefetch *prefetch, bool first) {
+    prefetch->next = first ? list->head : NULL;
+    prefetch->previous = first ? NULL : list->tail;
+    *(prefetch->previous == NULL ? &list->head : &prefetch->previous->next) = prefetch;
+    *(prefetch->next == NULL ? &list->tail : &prefetch->next->previous) = prefetch;
+}
+
+static void list_remove(inf_prefetch_list *list, inf_prefetch *prefetch) {
+    *(prefetch->previous == NULL ? &list->head : &prefetch->previous->next) = prefetch->next;
+    *(prefetch->next == NULL ? &list->tail : &prefetch->next->previous) = prefetch->previous;
+}
+
+int32_t inf_prefetch_make(struct inf_executor *ex, int32_t slot_count) {
+    /* As many as slots may be read into, and as many may be wanted. */
+    size_t count = 2 * (size_t)slot_count;
+    inf_prefetch *made = calloc(count + 1, sizeof *made);
+    if (made == NULL) return -ENOMEM;
+    ex->prefetches = made;
+    ex->prefetches_free = NULL;
+    for (size_t i = 0; i < count; i++) {
+        ex->prefetches[i].next = ex->prefetches_free;
+        ex->prefetches_free = &ex->prefetches[i];
+    }
+    return 0;
+}
+
+static inf_pool *pool_of(struct inf_executor *ex, const inf_prefetch *prefetch) {
+    return &ex->pools[prefetch->run.slot.pool];
+}
+
+/* NULL: there is none left. */
+static inf_prefetch *prefetch_new(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
+                                  uint32_t have, bool asked) {
+    inf_prefetch *prefetch = ex->prefetches_free;
+    if (prefetch == NULL) return NULL;
+    ex->prefetches_free = prefetch->next;
+    *prefetch = (inf_prefetch){.chunk = chunk, .have = have, .asked = asked};
+    prefetch->record.plan = chunk->plan;
+    prefetch->record.id = chunk->id;
+    prefetch->run.chunk = &prefetch->record;
+    prefetch->run.job.kind = INF_JOB_PREFETCH;
+    prefetch->run.slot.pool = pool;
+    ex->pools[pool].asked_count += asked;
+    chunk->prefetch = prefetch;
+    return prefetch;
+}
+
+static void prefetch_free(struct inf_executor *ex, inf_prefetch *prefetch) {
+    bool wanted = prefetch->state == INF_PREFETCH_WANTED;
+    assert(prefetch->run.slot.memory == NULL && prefetch->taker == NULL);
+    list_remove(wanted ? &ex->wanted : &ex->with_slot, prefetch);
+    pool_of(ex, prefetch)->asked_count -= prefetch->asked;
+    if (prefetch->chunk != NULL) prefetch->chunk->prefetch = NULL;
+    prefetch->next = ex->prefetches_free;
+    ex->prefetches_free = prefetch;
+}
+
+/* ---- candidates for the next read ------------------------------------------------------------ */
+
+static bool earlier(const inf_run *run, const inf_run *other) {
+    const inf_submission *one = run->submission, *two = other->submission;
+    if (one == two) return run < other;
+    return one->gate != two->gate ? one->gate->order < two->gate->order : one->order < two->order;
+}
+
+/* A new job is the last one almost always, and one that gave up its slot the first. */
+static void hint_insert(struct inf_executor *ex, inf_run *run, bool again) {
+    inf_run *after = ex->hint_last;
+    if (again) {
+        inf_run *before = ex->hint_first;
+        while (before != NULL && earlier(before, run)) before = before->hint_next;
+        after = before == NULL ? ex->hint_last : before->hint_previous;
+    } else {
+        while (after != NULL && earlier(run, after)) after = after->hint_previous;
+    }
+    run->hint_previous = after;
+    run->hint_next = after == NULL ? ex->hint_first : after->hint_next;
+    *(after == NULL ? &ex->hint_first : &after->hint_next) = run;
+    *(run->hint_next == NULL ? &ex->hint_last : &run->hint_next->hint_previous) = run;
+    run->hinted = true;
+}
+
+void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run) {
+    if (!run->hinted) return;
+    *(run->hint_previous == NULL ? &ex->hint_first : &run->hint_previous->hint_next) =
+        run->hint_next;
+    *(run->hint_next == NULL ? &ex->hint_last : &run->hint_next->hint_previous) =
+        run->hint_previous;
+    run->hinted = false;
+}
+
+/* Of the sections in `mask` those that a drive has to be read for. */
+static uint32_t on_drive(const inf_chunk *chunk, uint32_t mask) {
+    mask &= ~(uint32_t)chunk->zeros;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (inf_section_resident(chunk, s)) mask &= ~(1u << s);
+    }
+    return mask;
+}
+
+void inf_prefetch_hint(struct inf_executor *ex, inf_run *run) {
+    inf_chunk_record *chunk = run->chunk;
+    if (run->hinted || run->prefetch_failed || ex->shut || chunk->failed_write_mask != 0) return;
+    /* that is for it */
+    if (chunk->prefetch != NULL && chunk->prefetch->state != INF_PREFETCH_WANTED) return;
+    if (on_drive(&chunk->plan, run->reads) == 0) return;
+    if (chunk->prefetch != NULL) prefetch_free(ex, chunk->prefetch);
+    hint_insert(ex, run, false);
+}
+
+bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
+                       bool param_in_memory) {
+    const inf_run *head = chunk->fifo_head;
+    bool gated = head != NULL && head->job.kind == INF_JOB_UPDATE && head->state == INF_WAITING;
+    uint32_t have =
+        inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan) & ~(uint32_t)param_in_memory;
+    have = on_drive(&chunk->plan, have);
+    if (chunk->prefetch != NULL || gated || have == 0) return true;
+    if (pool < 0 || ex->pools[pool].asked_count >=
+                        ex->pools[pool].count - inf_prefetch_spared(&ex->pools[pool]))
+        return false;
+    inf_prefetch *prefetch = prefetch_new(ex, chunk, pool, have, true);
+    if (prefetch == NULL) return false;
+    list_push(&ex->wanted, prefetch, false);
+    return true;
+}
+
+/* ---- reading --------------------------------------------------------------------------------- */
+
+static bool may_begin(const struct inf_executor *ex, const inf_pool *pool, int32_t drive) {
+    if (pool->waiting_count > 0 || pool->free_count <= inf_prefetch_spared(pool)) return false;
+    return pool->held[drive] < inf_held_max(ex, pool) && ex->prefetches_free != NULL &&
+           ex->drives[drive].dead == 0;
+}
+
+static void begin(struct inf_executor *ex, inf_prefetch *prefetch) {
+    inf_run *run = &prefetch->run;
+    const inf_chunk *plan = &prefetch->record.plan;
+    prefetch->record.plan = prefetch->chunk->plan; /* it may have moved since it was wanted */
+    run->slot.drive = plan->drive;
+    inf_slot_plan(&run->slot, plan, inf_sections_all(plan), prefetch->have, 0, false);
+    bool taken = inf_slot_take(ex, &run->slot);
+    assert(taken);
+    (void)taken;
+    pool_of(ex, prefetch)->prefetch_count++;
+    list_push(&ex->with_slot, prefetch, false);
+    prefetch->state = INF_PREFETCH_READING;
+    run->state = INF_READING;
+    run->priority = INF_CLASS_AHEAD;
+    run->order = ++ex->arrivals;
+    run->faulted = false;
+    ex->prefetch_reading++;
+    ex->stats.reads_ahead++;
+    inf_drive_queue_run(ex, run, INF_OP_READ);
+}
+
+/* Whether the next may be tried: the order of gates is kept, whatever drive or pool a job wants. */
+static bool begin_hinted(struct inf_executor *ex, inf_run *run) {
+    inf_chunk_record *chunk = run->chunk;
+    int32_t drive = chunk->plan.drive;
+    if (chunk->fifo_head != run || chunk->failed_write_mask != 0 || ex->drives[drive].dead != 0) {
+        inf_prefetch_unhint(ex, run); /* what goes before it will consider it again */
+        return true;
+    }
+    if (!may_begin(ex, &ex->pools[run->slot.pool], drive)) return false;
+    inf_prefetch_unhint(ex, run);
+    begin(ex, prefetch_new(ex, chunk, run->slot.pool, on_drive(&chunk->plan, run->reads), false));
+    return true;
+}
+
+void inf_prefetch_begin(struct inf_executor *ex) {
+    if (ex->shut) return;
+    while (ex->hint_first != NULL && begin_hinted(ex, ex->hint_first)) continue;
+    if (ex->hint_first != NULL) return;
+    inf_prefetch *next;
+    for (inf_prefetch *prefetch = ex->wanted.head; prefetch != NULL; prefetch = next) {
+        next = prefetch->next;
+        if (prefetch->chunk->fifo_head != NULL || prefetch->chunk->failed_write_mask != 0) continue;
+        if (!may_begin(ex, pool_of(ex, prefetch), prefetch->chunk->plan.drive)) continue;
+        list_remove(&ex->wanted, prefetch);
+        begin(ex, prefetch);
+    }
+}
+
+void inf_prefetch_promote(struct inf_executor *ex, inf_prefetch *prefetch, int32_t class) {
+    inf_run *run = &prefetch->run;
+    if (prefetch->state != INF_PREFETCH_READING || run->priority <= class) return;
+    bool queued = inf_drive_unqueue(&ex->drives[prefetch->record.plan.drive], run, INF_OP_READ);
+    run->priority = class;
+    if (queued) inf_drive_requeue(&ex->drives[prefetch->record.plan.drive], run, INF_OP_READ);
+}
+
+static void read_ended(struct inf_executor *ex) {
+    ex->prefetch_reading--;
+    if (inf_idle(ex)) pthread_cond_broadcast(&ex->done);
+}
+
+/* Takes a read back that no drive has begun. */
+static bool unread(struct inf_executor *ex, inf_prefetch *prefetch) {
+    inf_run *run = &prefetch->run;
+    if (prefetch->state != INF_PREFETCH_READING || run->cursor != 0 || run->position != 0)
+        return false;
+    if (!inf_drive_unqueue(&ex->drives[prefetch->record.plan.drive], run, INF_OP_READ))
+        return false;
+    read_ended(ex);
+    return true;
+}
+
+static void let_slot_go(struct inf_executor *ex, inf_prefetch *prefetch) {
+    pool_of(ex, prefetch)->prefetch_count--;
+    inf_slot_release(ex, &prefetch->run.slot);
+    ex->stats.reads_ahead_dropped++;
+}
+
+/* ---- ends ------------------------------------------------------------------------------------ */
+
+static bool drive_waits(const inf_pool *pool, int32_t drive) {
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
+        if (pool->waiting[p][drive].head != NULL) return true;
+    }
+    return false;
+}
+
+/* Whether jobs hold the slots that are left to them, of all or, while only this drive has its
+ * share, of the drive: then they go on with those, and nothing is read twice. */
+static bool jobs_go_on(struct inf_executor *ex, const inf_pool *pool, int32_t drive) {
+    bool all = pool->free_count == 0;
+    int32_t held = all ? pool->count - pool->prefetch_count : pool->held[drive];
+    for (const inf_prefetch *prefetch = ex->with_slot.head; prefetch != NULL && !all;
+         prefetch = prefetch->next) {
+        held -= pool_of(ex, prefetch) == pool && prefetch->record.plan.drive == drive;
+    }
+    return held >= inf_prefetch_spared(pool);
+}
+
+bool inf_prefetch_yield(struct inf_executor *ex, int32_t index) {
+    const inf_pool *pool = &ex->pools[index];
+    for (inf_prefetch *prefetch = ex->with_slot.tail; prefetch != NULL;
+         prefetch = prefetch->previous) {
+        inf_chunk_record *chunk = prefetch->chunk;
+        if (prefetch->run.slot.pool != index || chunk == NULL || prefetch->taker != NULL) continue;
+        /* it is not one too many */
+        if (pool->free_count > 0 && !drive_waits(pool, chunk->plan.drive)) continue;
+        if (prefetch->state == INF_PREFETCH_READING && !unread(ex, prefetch)) continue;
+        if (prefetch->state == INF_PREFETCH_HELD && jobs_go_on(ex, pool, chunk->plan.drive))
+            continue;
+        let_slot_go(ex, prefetch);
+        inf_run *head = chunk->fifo_head;
+        bool gated = head != NULL && head->job.kind == INF_JOB_UPDATE && head->state == INF_WAITING;
+        if (prefetch->asked && !gated) {
+            list_remove(&ex->with_slot, prefetch);
+            prefetch->state = INF_PREFETCH_WANTED;
+            list_push(&ex->wanted, prefetch, true);
+        } else {
+            prefetch_free(ex, prefetch);
+            if (gated && !head->prefetch_failed) hint_insert(ex, head, true);
+        }
+        return true;
+    }
+    return false;
+}
+
+/* The UPDATE has the slot from now on, and reads what is not in it. */
+static void give_over(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *run) {
+    inf_slot *slot = &prefetch->run.slot;
+    uint32_t missing = run->reads & ~prefetch->have;
+    uint32_t all = inf_sections_all(&run->chunk->plan);
+    inf_slot_plan(&run->slot, &run->chunk->plan, all, missing,
+                  all & ~inf_grad_mask(&run->chunk->plan), run->moves);
+    assert(run->slot.pool == slot->pool && run->slot.bytes == slot->bytes);
+    run->slot.memory = slot->memory;
+    run->slot.index = slot->index;
+    run->slot.drive = slot->drive;
+    run->order = ++ex->arrivals;
+    slot->memory = NULL;
+    pool_of(ex, prefetch)->prefetch_count--;
+    prefetch_free(ex, prefetch);
+    inf_run_with_slot(ex, run);
+}
+
+bool inf_prefetch_take(struct inf_executor *ex, inf_run *run) {
+    inf_prefetch *prefetch = run->chunk->prefetch;
+    if (prefetch == NULL) return false;
+    if (prefetch->state == INF_PREFETCH_WANTED) {
+        prefetch_free(ex, prefetch);
+        return false;
+    }
+    if (unread(ex, prefetch)) {
+        prefetch->have = 0;
+        give_over(ex, prefetch, run);
+    } else if (prefetch->state == INF_PREFETCH_HELD) {
+        give_over(ex, prefetch, run);
+    } else {
+        prefetch->taker = run;
+        run->prefetch = prefetch;
+        run->state = INF_READING;
+        inf_prefetch_promote(ex, prefetch, run->priority);
+    }
+    return true;
+}
+
+/* Its UPDATE waits for the read that has ended. */
+static void taker_goes_on(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *taker,
+                          bool failed) {
+    prefetch->taker = NULL;
+    taker->prefetch = NULL;
+    if (ex->cancelled) inf_run_fail(taker, INF_FAULT_CLOSED, -1, 0, 0, 0);
+    if (!failed && !taker->faulted && !inf_run_refused(ex, taker)) {
+        give_over(ex, prefetch, taker);
+        return;
+    }
+    let_slot_go(ex, prefetch);
+    prefetch_free(ex, prefetch);
+    if (taker->faulted) inf_run_finish(ex, taker);
+    else inf_run_want_slot(ex, taker);
+}
+
+void inf_prefetch_moved(struct inf_executor *ex, inf_run *run) {
+    inf_prefetch *prefetch = (inf_prefetch *)run; /* its first member */
+    bool failed = run->faulted;
+    read_ended(ex);
+    if (prefetch->taker != NULL) {
+        taker_goes_on(ex, prefetch, prefetch->taker, failed);
+    } else if (failed || prefetch->chunk == NULL) {
+        inf_run *head = prefetch->chunk == NULL ? NULL : prefetch->chunk->fifo_head;
+        if (head != NULL && head->state == INF_WAITING) head->prefetch_failed = true;
+        let_slot_go(ex, prefetch);
+        prefetch_free(ex, prefetch);
+    } else {
+        prefetch->state = INF_PREFETCH_HELD;
+        run->state = INF_DONE;
+    }
+}
+
+void inf_prefetch_drop(struct inf_executor *ex, inf_chunk_record *chunk) {
+    inf_prefetch *prefetch = chunk->prefetch;
+    if (prefetch == NULL) return;
+    assert(prefetch->taker == NULL);
+    if (prefetch->state == INF_PREFETCH_READING && !unread(ex, prefetch)) {
+        prefetch->chunk = NULL; /* its slot is free when the drive is through */
+        chunk->prefetch = NULL;
+        return;
+    }
+    if (prefetch->state != INF_PREFETCH_WANTED) let_slot_go(ex, prefetch);
+    prefetch_free(ex, prefetch);
+}
+
+void inf_prefetch_written(struct inf_executor *ex, inf_chunk_record *chunk, uint32_t mask) {
+    if (chunk->prefetch == NULL || mask == 0) return;
+    chunk->prefetch->have &= ~mask;
+    if (chunk->prefetch->have == 0) inf_prefetch_drop(ex, chunk);
+}
+
+static void drop_list(struct inf_executor *ex, const inf_prefetch_list *list) {
+    inf_prefetch *next;
+    for (inf_prefetch *prefetch = list->head; prefetch != NULL; prefetch = next) {
+        next = prefetch->next;
+        if (prefetch->chunk != NULL && prefetch->taker == NULL)
+            inf_prefetch_drop(ex, prefetch->chunk);
+    }
+}
+
+void inf_prefetch_drop_all(struct inf_executor *ex) {
+    drop_list(ex, &ex->wanted);
+    drop_list(ex, &ex->with_slot);
+}
