@@ -683,6 +683,7 @@ class Lifecycle:
             register_post_accumulate(param.at_rest, hook)
 
     def require_open(self, what: str) -> None:
+        """Raise EngineClosed after `close`. what: the call that needs the engine."""
         if self.closed:
             raise EngineClosed(
                 f"{what}: the engine of this model was closed, and its parameters' values with it"

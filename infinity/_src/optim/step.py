@@ -44,8 +44,8 @@ refused gather ends in its place, so ranks go on with the same collectives behin
 of gathers ride on the names; on several nodes of several ranks they take one exchange of a byte
 more, beside the collective before. Not undone, but the end of all ranks as with one generation: a
 fault that opt.step() itself meets on one rank (update_on="device", an interrupt), since the others
-are not where it is; one that `close()` meets in a run that is not durable, since no one can see
-the states any more; and all that is no fault of an update.
+are not where it is; one that `close()` meets in a run that is not durable, which leaves no
+states to read; and all that is no fault of an update.
 """
 
 from __future__ import annotations

@@ -86,6 +86,7 @@ class Param:
     flat: Flat
     unit: Unit
     param_index: int  # position in flat.params
+    # A ShardedParameter and an UnshardedParameter, whose files import this one.
     # `hooks.module_params.install` sets both, when the values are on their tier.
     at_rest: torch.nn.Parameter = dataclasses.field(init=False)
     gathered: torch.nn.Parameter = dataclasses.field(init=False)
