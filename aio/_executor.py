@@ -66,6 +66,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
+from infinity._src.base.alarm import Alarm
 from infinity._src.cabi import native, records
 from infinity._src.cabi.records import SPAN, PoolSpec, Priority
 from infinity.aio import _file_system, _memory_limits, _numa_node, _validate
@@ -413,6 +414,13 @@ class Executor:
             )
         # Native threads call its functions until the executor is closed.
         core.driver = driver
+
+    def set_alarm(self, alarm: Alarm) -> None:
+        """Sound `alarm` from now on whenever a ticket fails. Never blocks."""
+        core = self._core
+        core.check()
+        core.alarm = alarm
+        core.lib.inf_executor_alarm(core.pointer, core.ffi.cast("uint32_t *", alarm.address))
 
     def compute_stream(self, stream: int) -> None:
         """Set the stream (0: the default one) that later copies run behind. Never blocks."""

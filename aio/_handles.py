@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
+from infinity._src.base.alarm import Alarm
 from infinity._src.cabi import native
 from infinity.aio import _validate
 from infinity.aio._swap_file import SwapFile
@@ -62,6 +63,8 @@ class Core:
         self.drives = tuple(drives)
         # The DeviceDriver of the attached device: C calls its functions.
         self.driver: Any = None
+        # Native threads write to its word.
+        self.alarm: Alarm | None = None
         # Files of `Executor.add_file`, by drive and index.
         self.files: dict[tuple[int, int], SwapFile] = {}
         # Errors name paths after close, too.

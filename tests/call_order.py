@@ -52,9 +52,15 @@ def _names(_self: Any, units: Any, *_args: Any, **_kwargs: Any) -> str:
 
 MODES = (DeferredUpdate, BackwardUpdate, SpeculativeUpdate, DelayedUpdate, DeviceUpdate)
 MODE_EVENTS = [  # of whichever mode, when others call it
-    Event("mode.before_read", UpdateMode, "before_read", _name),
+    # Gathers also call it now and then where there is nothing to guard.
+    Event(
+        "mode.before_read",
+        UpdateMode,
+        "before_read",
+        lambda mode, unit: unit.name if mode.guards_reads else None,
+    ),
     Event("mode.backward_begin", UpdateMode, "backward_begin"),
-    Event("mode.grad_ready", UpdateMode, "grad_ready", _name),
+    Event("mode.grad_ready", BackwardUpdate, "grad_ready", _name),
     Event("mode.unit_released", UpdateMode, "unit_released", _name),
     Event("mode.backward_end", UpdateMode, "backward_end"),
     Event("mode.backward_aborted", UpdateMode, "backward_aborted"),

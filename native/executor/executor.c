@@ -439,6 +439,12 @@ int32_t inf_executor_take_spans(inf_executor *ex, inf_span *spans, int32_t count
     return (int32_t)kept;
 }
 
+void inf_executor_alarm(inf_executor *ex, uint32_t *word) {
+    pthread_mutex_lock(&ex->lock);
+    ex->alarm = word;
+    pthread_mutex_unlock(&ex->lock);
+}
+
 int32_t inf_executor_fault(inf_executor *ex, inf_fault *fault) {
     pthread_mutex_lock(&ex->lock);
     int32_t faulted = ex->faulted;

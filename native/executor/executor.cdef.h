@@ -308,6 +308,8 @@ void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats
 int32_t inf_executor_spans(inf_executor *ex, int32_t enable);
 int32_t inf_executor_take_spans(inf_executor *ex, inf_span *spans, int32_t count_max);
 int32_t inf_executor_fault(inf_executor *ex, inf_fault *fault);
+/* A word of the caller's that is set to 1 whenever a ticket fails; NULL ends that. */
+void inf_executor_alarm(inf_executor *ex, uint32_t *word);
 
 /* Words: [0] done (0 pending, 1 well, 2 failed), [1] filled, [2] failed already. Valid until the
  * release. */

@@ -404,6 +404,7 @@ struct inf_executor {
     pthread_cond_t done;   /* a word of a ticket was set, or nothing is pending */
     pthread_cond_t work;   /* for workers */
     pthread_cond_t seam_wake;
+    uint32_t *alarm; /* of the caller, set when a ticket fails; or NULL */
     const inf_backend *backend;
     inf_exec_config config;
     inf_chunk_record **chunks;

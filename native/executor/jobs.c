@@ -395,6 +395,8 @@ void inf_submission_fail(struct inf_executor *ex, inf_submission *submission,
     if (submission->ticket->words[2]) return;
     submission->ticket->fault = *fault;
     __atomic_store_n(&submission->ticket->words[2], 1u, __ATOMIC_RELEASE);
+    /* Behind the ticket's word: who sees the alarm finds the ticket that failed. */
+    if (ex->alarm != NULL) __atomic_store_n(ex->alarm, 1u, __ATOMIC_RELEASE);
 }
 
 void inf_submission_end(struct inf_executor *ex, inf_submission *submission) {

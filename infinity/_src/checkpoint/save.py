@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.base.alarm import Alarm
 from infinity._src.base.progress import ProgressLine
 from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.directory import DirectoryLock, make_directory, next_generation
@@ -318,7 +319,9 @@ class Saver:
         optimizer_of: Callable[[Param], object],
         mode: UpdateMode,
         drives: Drives,
+        alarm: Alarm,
     ) -> None:
+        self._alarm = alarm
         self.states = states
         self.drives = drives
         self.units = units
@@ -545,6 +548,8 @@ class Saver:
             if error is None:
                 self.drives.saved(job.handle.step, job.handle.directory)
             job.handle.end(error)
+            if error is not None:
+                self._alarm.sound()  # the next gather raises it
 
     def wait_for_last(self) -> None:
         """Block until no save is under way, however the last one ended."""

@@ -425,6 +425,11 @@ class Comm:
         if self.watchdog is not None:
             self.watchdog.check()
 
+    def on_failure(self, callback: Callable[[], None]) -> None:
+        """Call this, in another thread, once a rank is known to have failed."""
+        if self.watchdog is not None:
+            self.watchdog.on_failure.append(callback)
+
     def check_stuck(self) -> None:
         """Raise RankFailed once nothing on the device may end any more: a rank has failed, and the
         abort of a group of NCCL hangs. Never blocks.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from infinity._src.base.alarm import Alarm
 from infinity._src.checkpoint.save import Saver
 from infinity._src.distributed.communicator import Comm
 from infinity._src.engine.optimizer_registry import OptimizerRegistry
@@ -30,21 +31,31 @@ class Background(NamedTuple):
 
 class EngineAccess:
     """The checks of one engine (`infinity._src.params.update_hooks.Access`). One thread uses it at
-    a time."""
+    a time.
+
+    alarm: has the next gather call `before_read`. It stays sounded as long as that raises.
+    """
 
     _background: Background
 
-    def __init__(self, comm: Comm, storage: Storage, mode: UpdateMode) -> None:
+    def __init__(self, comm: Comm, storage: Storage, mode: UpdateMode, alarm: Alarm) -> None:
         self.closed = False
         self._comm = comm
         self._storage = storage
         self._mode = mode
+        self._alarm = alarm
+        comm.on_failure(alarm.sound)
 
     def attach(self, background: Background) -> None:
         """Take the parts whose faults are sticky. They are made after this object, which they need.
         Called once, before anything else.
         """
         self._background = background
+
+    def close(self) -> None:
+        """Let every later check raise EngineClosed."""
+        self.closed = True
+        self._alarm.sound()
 
     def check_open(self) -> None:
         """Raise after close, and the sticky fault of a background update."""
@@ -84,13 +95,18 @@ class EngineAccess:
         self._background.registry.register_unfrozen()
 
     def before_read(self, unit: Unit) -> None:
-        """Check the engine before the unit's values are read. Every gather calls it, so it does
-        nothing that is not needed.
-        """
-        self.check_open()
-        # An update that ran ahead of its step is undone before anybody sees its parameters.
-        self._mode.before_read(unit)
-        # A step may take minutes, and gathers are the only calls within it.
+        """Check the engine, and undo an update that ran ahead of its step, before the unit's values
+        are read. Raises: EngineClosed; the fault of an update, of a save, of a drive or a rank."""
+        # First: what is found from here on sounds it again.
+        self._alarm.lower()
+        try:
+            self.check_open()
+            self._mode.before_read(unit)
+        except BaseException:
+            self._alarm.sound()
+            raise
+        if self._mode.guards_reads:
+            self._alarm.sound()
         self._storage.observe_sometimes()
 
     @property

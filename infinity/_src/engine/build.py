@@ -30,6 +30,7 @@ import psutil
 import torch
 import xxhash
 
+from infinity._src.base.alarm import Alarm
 from infinity._src.base.dtypes import check_kept
 from infinity._src.base.progress import ProgressLine
 from infinity._src.base.telemetry import LoopWaits, Marks, PhaseClock, Timeline
@@ -215,18 +216,19 @@ def build_engine(
     split = take_apart(model, policy, device, transport, owner, undo)
     source, in_parts = find_source(split, model, load, init)
     # The source was opened before: a missing file is found before drives are written.
-    tiers = open_tiers(split, seam, owner, undo, source, in_parts=in_parts)
+    alarm = Alarm()
+    tiers = open_tiers(split, seam, alarm, owner, undo, source, in_parts=in_parts)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     fill_tiers(split, tiers, source, Heap.for_stream(), rollback, in_parts=in_parts)
     buffers = sync_buffers(split, model, rollback)
     # The mode comes first of the parts that behave: all that follows asks it.
     progress = start_progress(tiers, timeline)
-    mode = choose_mode(split, tiers, progress)
-    access = EngineAccess(split.comm, tiers.storage, mode)
+    mode = choose_mode(split, tiers, progress, alarm)
+    access = EngineAccess(split.comm, tiers.storage, mode, alarm)
     grads = build_grads(split, tiers, mode, timeline, undo)
     unsharder = build_unsharder(
-        split, tiers, progress, grads, mode, access, heap, timeline, buffers
+        split, tiers, progress, grads, mode, access, alarm, heap, timeline, buffers
     )
     whole = WholeParams(
         unsharder,
@@ -235,7 +237,7 @@ def build_engine(
         alone=split.comm.world == 1,
     )
     optimizer = build_optimizer(
-        split, tiers, progress, grads, unsharder, mode, access, whole, heap, undo
+        split, tiers, progress, grads, unsharder, mode, access, alarm, whole, heap, undo
     )
     # Late: the first commit names places that are filled by now.
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
@@ -349,6 +351,7 @@ def take_apart(
 def open_tiers(
     split: Split,
     seam: Seam | None,
+    alarm: Alarm,
     owner: EngineHandle,
     undo: contextlib.ExitStack,
     source: OpenSource,
@@ -393,6 +396,7 @@ def open_tiers(
         undo,
         device=split.device,
         node_resources=split.resources,
+        alarm=alarm,
         rank=split.comm.rank,
         world=split.comm.world,
         check=split.comm.check_stuck,
@@ -653,7 +657,7 @@ def start_progress(tiers: Tiers, timeline: Timeline) -> Progress:
     return Progress(PassTracker(), Schedule(), clock, waits)
 
 
-def choose_mode(split: Split, tiers: Tiers, progress: Progress) -> UpdateMode:
+def choose_mode(split: Split, tiers: Tiers, progress: Progress, alarm: Alarm) -> UpdateMode:
     """Return the update mode of the policy. Raises: ValueError where the model cannot have it."""
     policy, device = split.policy, split.device
     if policy.update_on == "device":
@@ -674,7 +678,7 @@ def choose_mode(split: Split, tiers: Tiers, progress: Progress) -> UpdateMode:
             warmup=policy.delayed_warmup,
         )
     if policy.speculates:
-        return SpeculativeUpdate(device=device, passes=progress.passes)
+        return SpeculativeUpdate(device=device, passes=progress.passes, alarm=alarm)
     if policy.consumes_grads:
         return BackwardUpdate(
             split.units,
@@ -726,6 +730,7 @@ def build_unsharder(
     grads: Grads,
     mode: UpdateMode,
     access: EngineAccess,
+    alarm: Alarm,
     heap: Heap,
     timeline: Timeline,
     buffers: ModuleBuffers,
@@ -741,6 +746,7 @@ def build_unsharder(
         comm=split.comm,
         mode=mode,
         access=access,
+        alarm=alarm,
         heap=heap,
         passes=split.passes,
         timeline=timeline,
@@ -777,6 +783,7 @@ def build_pipeline(
     grads: Grads,
     unsharder: Unsharder,
     mode: UpdateMode,
+    alarm: Alarm,
     heap: Heap,
 ) -> StepPipeline:
     """Build the step, a transaction where there are two generations."""
@@ -799,6 +806,7 @@ def build_pipeline(
         comm=split.comm,
         mode=mode,
         transaction=transaction,
+        alarm=alarm,
         heap=heap,
         watch=tiers.storage,
         in_any_order=split.ranks.in_any_order,
@@ -813,6 +821,7 @@ def build_optimizer(
     unsharder: Unsharder,
     mode: UpdateMode,
     access: EngineAccess,
+    alarm: Alarm,
     whole: WholeParams,
     heap: Heap,
     undo: contextlib.ExitStack,
@@ -822,7 +831,7 @@ def build_optimizer(
     """
     policy, units, comm = split.policy, split.units, split.comm
     executor, store = tiers.executor, tiers.store
-    pipeline = build_pipeline(split, tiers, progress, grads, unsharder, mode, heap)
+    pipeline = build_pipeline(split, tiers, progress, grads, unsharder, mode, alarm, heap)
     registry = OptimizerRegistry(
         policy,
         split.flats,
@@ -865,6 +874,7 @@ def build_optimizer(
         optimizer_of=registry.optimizer_of,
         mode=mode,
         drives=tiers.storage.drives,
+        alarm=alarm,
     )
     # Each gather raises the faults of updates and saves; both are made from the unsharder.
     access.attach(Background(pipeline, saving, whole, registry))

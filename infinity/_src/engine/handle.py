@@ -537,7 +537,7 @@ class Handle:
                 raise
 
     def _forget(self) -> None:
-        self.parts.access.closed = True
+        self.parts.access.close()
         # The set holds handles strongly, and with them their memory.
         _OPEN.discard(self)
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.base.alarm import Alarm
 from infinity._src.base.telemetry import PURPOSES, NativeSpans, Timeline
 from infinity._src.cabi.records import KIND_AHEAD
 from infinity._src.checkpoint.durable.files import RunFiles
@@ -160,6 +161,7 @@ class Storage:
         *,
         device: Device,
         node_resources: NodeResources,
+        alarm: Alarm,
         rank: int = 0,
         world: int = 1,
         check: Callable[[], None] | None = None,
@@ -174,7 +176,7 @@ class Storage:
         space = _open_space(policy, seam, node_resources, self.run, world, undo)
         layers = _make_layers(self.run, space)
         # Opened: they were there.
-        self.drives = Drives(policy.directories)
+        self.drives = Drives(policy.directories, alarm)
         if space is not None:
             # A fill that goes on has its chunks where they were. Else faster drives get more, so
             # that all of them finish together.
@@ -199,6 +201,7 @@ class Storage:
         # Registered at once: an error below must not leave threads behind.
         undo.callback(self.executor.close, wait=False)
         device.attach(self.executor)
+        self.executor.set_alarm(alarm)
         self.executor.spans(True)
         if self.run is not None:
             _add_layers(self.executor, self.run, layers)

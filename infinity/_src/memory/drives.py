@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
+from infinity._src.base.alarm import Alarm
 from infinity.aio import SwapFile
 from infinity.errors import AioError, DeviceFailedError, DriveLostError, SwapFullError
 
@@ -30,9 +31,10 @@ class _Saved(NamedTuple):
 
 @final
 class Drives:
-    """The drives of one engine. Any thread uses it."""
+    """The drives of one engine. Any thread uses it. alarm: sounded when a drive is lost."""
 
-    def __init__(self, directories: Sequence[Path]) -> None:
+    def __init__(self, directories: Sequence[Path], alarm: Alarm) -> None:
+        self._alarm = alarm
         self._directories = list(directories)
         # Known now: a drive that is gone cannot be asked.
         self._devices = [each.stat().st_dev for each in directories]
@@ -72,6 +74,7 @@ class Drives:
                 concerned = self._lost is None and Path(error.path).is_relative_to(directory)
                 if concerned and (reason := _ask(directory, device)):
                     self._lost = self._error(directory, device, reason, error)
+                    self._alarm.sound()
         return self._lost or error
 
     def _error(self, directory: Path, device: int, reason: str, cause: AioError) -> DriveLostError:

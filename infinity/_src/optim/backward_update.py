@@ -36,6 +36,7 @@ from infinity._src.optim.update_mode import DeferredUpdate, UpdatingOptimizer
 from infinity._src.params.accumulator import AccumulatorState
 from infinity._src.params.prefetch_schedule import PassTracker, Phase
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.update_hooks import OnGradient
 from infinity.aio import Ticket
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid
 
@@ -134,7 +135,14 @@ class BackwardUpdate(DeferredUpdate):
 
     # -- gradients come ----------------------------------------------------------------------------
 
+    @property
+    def on_gradient(self) -> OnGradient:
+        return self.grad_ready
+
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
+        """Take a gradient into the unit's update; inside of `no_sync`, and where no optimizer holds
+        the parameter, into its accumulator. Raises: RuntimeError where the update came before.
+        """
         held = self._optimizer_of(param) is not None
         if held and self._accumulating:
             self._check_not_updated(param)

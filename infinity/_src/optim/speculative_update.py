@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from infinity._src.base.alarm import Alarm
 from infinity._src.base.torch_compat import NO_TASK, graph_task_id
 from infinity._src.memory.constants import LAG_UNITS
 from infinity._src.memory.device import Device
@@ -40,6 +41,7 @@ from infinity._src.params.accumulator import (
 )
 from infinity._src.params.prefetch_schedule import PassTracker, Phase
 from infinity._src.params.unit import Param, Unit
+from infinity._src.params.update_hooks import OnGradient
 from infinity.aio import Ticket
 
 MEMORY = 4
@@ -82,8 +84,10 @@ class History:
 class SpeculativeUpdate(DeferredUpdate):
     """Updates that run ahead of their step. Gradients wait, as with update="deferred"."""
 
-    def __init__(self, *, device: Device, passes: PassTracker) -> None:
+    def __init__(self, *, device: Device, passes: PassTracker, alarm: Alarm) -> None:
         super().__init__()
+        self._alarm = alarm
+        self._guards_reads = False
         # Behind a device that copies, gradients come some units later.
         self._lag_units = LAG_UNITS if device.copies else 0
         self._passes = passes
@@ -125,7 +129,12 @@ class SpeculativeUpdate(DeferredUpdate):
             return False
         return self._marked or self._backwards == self._expected
 
+    @property
+    def on_gradient(self) -> OnGradient:
+        return self.grad_ready
+
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
+        """Accumulate a gradient, and note that its unit may be updated in this backward."""
         if not self._counted:
             self._counted = True
             # A step that was left out (GradScaler) has cleared the gradients, so this backward is
@@ -138,6 +147,7 @@ class SpeculativeUpdate(DeferredUpdate):
 
     def backward_begin(self) -> None:
         self.withdraw()
+        self._guard_reads()
         self._states_seen = False
         self._ready.clear()
         self._due.clear()
@@ -222,6 +232,20 @@ class SpeculativeUpdate(DeferredUpdate):
         self._withdraw(list(self._ahead))
         # No write until the step comes is a part of it.
         self._pipeline.begun = False
+        self._guards_reads = False
+
+    def before_step(self) -> None:
+        # The step makes reads see other states.
+        self._guard_reads()
+
+    def _guard_reads(self) -> None:
+        """Have gathers call `before_read`, until `withdraw` has undone all updates."""
+        self._guards_reads = True
+        self._alarm.sound()
+
+    @property
+    def guards_reads(self) -> bool:
+        return self._guards_reads
 
     def before_read(self, unit: Unit) -> None:
         # Not this backward, if one runs, where the unit's update ran ahead: a hook inside.

@@ -57,6 +57,7 @@ from typing import NoReturn, Protocol
 import numpy as np
 import torch
 
+from infinity._src.base.alarm import Alarm
 from infinity._src.base.torch_compat import profiled
 from infinity._src.base.wording import listed
 from infinity._src.cabi.records import MASK_PARAM_IN_MEMORY
@@ -138,6 +139,7 @@ class StepPipeline:
         comm: Comm,
         mode: StepHooks,
         transaction: Transaction | None,
+        alarm: Alarm,
         heap: Heap,
         watch: StepWatch,
         in_any_order: bool = False,
@@ -153,6 +155,7 @@ class StepPipeline:
         self._device = device
         self._comm = comm
         self._mode = mode
+        self._alarm = alarm
         self._heap = heap
         self._watch = watch
         self._jobs: dict[Flat, FlatJobs] = {}
@@ -311,6 +314,7 @@ class StepPipeline:
         # The first fault is the cause; later ones follow from it.
         self._fault = self._fault or fault
         self._final = self._final or final
+        self._alarm.sound()
 
     def _fault_of_update(self) -> StateInvalid | None:
         """Return the fault that the first failed update leaves; None while none has failed."""

@@ -10,10 +10,10 @@ One interface, `UpdateMode`, and five implementations of it:
 
 Order of calls in a step (tests/data/call_order has it for each mode, to the line):
 
-    before_read(unit) *           forward gathers a unit
+    before_read(unit) *           a gather, while `guards_reads`
     backward_begin()              no_sync() is entered around micro-batches that are not the last
         before_read(unit) *
-        grad_ready(param, grad) *
+        on_gradient(param, grad) *  a gradient is complete, and the mode takes gradients
         unit_released(unit) *
     backward_end()                backward_aborted() instead, when one that broke off is found
     before_step()                 opt.step() asks whether a step may be taken
@@ -33,8 +33,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from infinity._src.optim.step import StepPipeline, accumulated_gradients, guard
 from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.update_jobs import Work
@@ -42,7 +40,7 @@ from infinity._src.params.prefetch_schedule import Phase
 from infinity._src.params.reduce import GradReducer
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
-from infinity._src.params.update_hooks import UpdateHooks
+from infinity._src.params.update_hooks import OnGradient, UpdateHooks
 
 
 class UpdatingOptimizer(Grouped, Protocol):
@@ -92,9 +90,15 @@ class UpdateMode(UpdateHooks):
 
     @abc.abstractmethod
     def before_read(self, unit: Unit) -> None:
-        """Roll back an update of the unit that ran ahead of its step, before anybody reads the
-        unit.
+        """Undo the updates that ran ahead of their step, before the unit is read. Gathers call it
+        while `guards_reads`, or where an alarm was sounded.
         """
+
+    @property
+    @abc.abstractmethod
+    def guards_reads(self) -> bool:
+        """True while a gather must call `before_read`. The mode sounds the engine's alarm when this
+        becomes True."""
 
     @abc.abstractmethod
     def before_step(self) -> None:
@@ -209,8 +213,9 @@ class DeferredUpdate(UpdateMode):
         # The first updates after a backward are those that the next forward wants first.
         self._pipeline.prefetch_states(Phase.TRAIN, in_memory=False)
 
-    def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
-        self._grads.accumulate(param, grad)
+    @property
+    def on_gradient(self) -> OnGradient | None:
+        return None
 
     def unit_released(self, unit: Unit) -> None:
         """Nothing: the update comes with the step."""
@@ -228,6 +233,10 @@ class DeferredUpdate(UpdateMode):
 
     def before_read(self, unit: Unit) -> None:
         """Nothing: no update runs ahead of its step."""
+
+    @property
+    def guards_reads(self) -> bool:
+        return False
 
     def before_step(self) -> None:
         """Nothing: a step may be taken whenever the loop asks for one."""

@@ -1,13 +1,13 @@
 """Gradients on their way from autograd into their accumulators, reduced over the ranks on the way.
 
-    one rank        accumulate_grad(p, grad) -> mode.grad_ready(p, grad)
+    one rank        accumulate_grad(p, grad) -> accumulate(p, grad)
     several ranks   accumulate_grad(p, grad) -> unit_done -> reduce-scatter, while backward goes on
-                    -> mode.grad_ready(p, this rank's part of the mean)
+                    -> accumulate(p, this rank's part of the mean)
     no_sync         accumulate_grad(p, grad) -> unit_done -> whole sums of this rank; the first
                     backward outside of no_sync reduces them (accumulate="local" and stage 1)
 
-`mode.grad_ready` puts the gradient into its accumulator by `GradReducer.accumulate`;
-update="backward" takes it straight into an update instead.
+With update="backward" the mode takes complete gradients in place of `accumulate`
+(`UpdateHooks.on_gradient`).
 
 A unit is reduced by one exchange, in a lane of its own. Flags of the parameters that have a
 gradient go along, and are united over the ranks: a parameter that only some ranks used gets the
@@ -440,8 +440,8 @@ class GradReducer:
     reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, if the
     policy has them. order: in which several ranks reduce units, where each may use others; None: as
     backward is done with them. grad_offload: copies gradients from a device that adds up further
-    ones. mode: gets each complete gradient (this rank's part), and learns of units that went idle
-    before their gradients were reduced.
+    ones. mode: may take each complete gradient (this rank's part), and learns of units that went
+    idle before their gradients were reduced.
     """
 
     def __init__(
@@ -472,6 +472,7 @@ class GradReducer:
         )
         self._reducing_bytes_max = beside_bytes([sum(each) for each in sizes], REDUCING_UNITS)
         self._mode = mode
+        self._on_gradient = mode.on_gradient or self.accumulate
         self._buffers = buffers
         self._prefetch = DevicePrefetch(grad_offload) if grad_offload is not None else None
         self._registry = registry
@@ -527,7 +528,7 @@ class GradReducer:
                 size_bytes = grad.numel() * grad.element_size()
                 self.fresh_bytes_peak = max(self.fresh_bytes_peak, size_bytes)
                 start_ns = time.monotonic_ns()
-                self._mode.grad_ready(param, grad)
+                self._on_gradient(param, grad)
                 self._note(param.unit, start_ns)
                 return
             fresh = self._fresh.setdefault(param.unit, {})
@@ -789,14 +790,14 @@ class GradReducer:
         self._finish(REDUCING_UNITS)
 
     def _finish(self, but: int) -> None:
-        """Hand reduced gradients to the mode, in the order in which they were started, until no
+        """Accumulate reduced gradients, in the order in which they were started, until no
         more than `but` units are under way, and of more than one no more than fit. Blocks."""
         while len(self._pending) > but or (
             # By what all ranks know: they take the results in one order, also within collectives.
             len(self._pending) > 1
             and sum(one.whole_bytes for one in self._pending) > self._reducing_bytes_max
         ):
-            # Oldest first: the mode gets gradients in the same order on all ranks.
+            # Oldest first: gradients are accumulated in the same order on all ranks.
             pending = self._pending[0]
             start, start_ns = time.perf_counter(), time.monotonic_ns()
             assert self._reduce_scatter is not None
@@ -808,7 +809,7 @@ class GradReducer:
             for param, part in shards:
                 if param.grad is not None and param.grad.unreduced:
                     param.grad.unreduced = False
-                self._mode.grad_ready(param, part)
+                self._on_gradient(param, part)
             self._note(pending.unit, start_ns)
             self._flush_unit(pending.unit)
             if pending.unit.refs == 0:

@@ -38,6 +38,7 @@ from typing import NamedTuple
 
 import torch
 
+from infinity._src.base.alarm import Alarm
 from infinity._src.base.dtypes import copied, copy_
 from infinity._src.base.sizes import format_size
 from infinity._src.base.telemetry import SHORT_NS, Timeline
@@ -71,6 +72,11 @@ _FORWARD = {"pass": "forward"}
 _BACKWARD = {"pass": "backward"}
 
 
+CHECK_S = 1.0
+"""A gather without an alarm checks the engine so often: a step may take minutes, and drives are
+watched meanwhile."""
+
+
 @dataclasses.dataclass
 class PendingUpdate:
     """An update of a unit that was submitted, and whose gate may still be closed."""
@@ -100,7 +106,8 @@ class Unsharder:
     gathered_bytes_max bounds the memory of units, prefetches included, as far as units in use
     allow (`memory.device_room`). passes: the use of the device; where whole parameters are on it,
     all units stay once they were unsharded. in_any_order: each rank may use other units than the
-    others, which needs whole parameters. qwz: weights travel as int8 groups, and forward and
+    others, which needs whole parameters. access: checks the engine before values are read; a gather
+    calls it only where `alarm` was sounded, or after CHECK_S. qwz: weights travel as int8 groups, and forward and
     backward compute with them as they travel. secondary: see `PendingUnshards`.
     """
 
@@ -116,6 +123,7 @@ class Unsharder:
         comm: Comm,
         mode: UpdateHooks,
         access: Access,
+        alarm: Alarm,
         heap: Heap,
         passes: Passes,
         timeline: Timeline,
@@ -160,6 +168,8 @@ class Unsharder:
         self._no_room_noted = False
         self._mode = mode
         self._access = access
+        self._alarm = alarm
+        self._check_at_s = 0.0
         self._heap = heap
 
     # -- unshard, release, prefetch, evict ---------------------------------------------------------
@@ -168,8 +178,11 @@ class Unsharder:
         """Block until the unit is unsharded, with its current values."""
         # A unit that has its values would be captured, too, and the graph keep its address.
         self._device.refuse_capture(f"the gather of {unit.name}")
-        # First: an update that ran ahead of its step is undone before its values are used.
-        self._access.before_read(unit)
+        # First: a fault is raised, and an update that ran ahead of its step is undone, before the
+        # values are used. Without an alarm that costs two comparisons.
+        if self._alarm.word.value or time.monotonic() > self._check_at_s:
+            self._check_at_s = time.monotonic() + CHECK_S
+            self._access.before_read(unit)
         self._unsharding = unit
         try:
             with profiled(f"infinity: gather {unit.name}"):

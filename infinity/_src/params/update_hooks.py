@@ -1,7 +1,6 @@
 """Update mode, as gathering and gradients call it: one method for each event.
 
     Unsharder     a training backward begins          backward_begin()
-    GradReducer   a gradient is whole, on all ranks   grad_ready(param, grad)
     Unsharder     nothing uses a unit any more        unit_released(unit)
     Unsharder     that backward has ended             backward_end(), or backward_aborted()
     GradReducer   the loop assigns a gradient         before_assign(param)
@@ -14,6 +13,7 @@ follow the imports.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -21,6 +21,9 @@ import torch
 from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.unit import Param, Unit
 from infinity.errors import AioError
+
+OnGradient = Callable[[Param, torch.Tensor], None]
+"""Takes a parameter and its gradient: this rank's part, reduced if there are several ranks."""
 
 
 class UpdateHooks(abc.ABC):
@@ -40,10 +43,11 @@ class UpdateHooks(abc.ABC):
     def backward_begin(self) -> None:
         """A backward begins."""
 
+    @property
     @abc.abstractmethod
-    def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
-        """A gradient of this backward is complete. grad: this rank's part, reduced if there are
-        several ranks."""
+    def on_gradient(self) -> OnGradient | None:
+        """What takes each complete gradient of a backward; None: its accumulator. Asked once, when
+        the reducer is built."""
 
     @abc.abstractmethod
     def unit_released(self, unit: Unit) -> None:
