@@ -234,7 +234,7 @@ def test_a_word_is_in_the_code(word: str, where: str) -> None:
     "line",
     [
         "     |  (1) a module runs       hooks/forward.py",
-        "     |  (1) a module runs       Lifecycle._before_forward",
+        "     |  (1) a module runs       Lifecycle.pre_forward",
         "     |  (1) a module runs",
     ],
 )

@@ -54,18 +54,18 @@ class BackwardUse(GraphCall):
         self.task = -1  # the graph task in which it is, or was last, active
         self.generations: tuple[int, ...] = ()  # of the values of `held` that forward has read
 
-    def start(self) -> None:
+    def pre_backward(self) -> None:
         """Gather the units, if no other node has had them gathered in this task."""
         # Several outputs call it; the first one starts the use. Another task is a nested or a later
         # backward, which needs the units again.
         if not self.active or self.task != graph_task_id():
-            self.backward.start(self)
+            self.backward.pre_backward(self)
 
-    def finish(self) -> None:
+    def post_backward(self) -> None:
         """Release the units, if they are held in this task."""
         # Several inputs call it; the gradient of the first one finishes the use.
         if self.active and self.task == graph_task_id():
-            self.backward.finish(self)
+            self.backward.post_backward(self)
 
     def hook_inputs(self, inputs: list[torch.Tensor], device: torch.device) -> None:
         """Finish when the gradient of the first of `inputs` is complete. Called before forward
@@ -76,7 +76,7 @@ class BackwardUse(GraphCall):
         """
         for tensor in inputs:
             if tensor.requires_grad and tensor.grad_fn is not None and tensor.device == device:
-                tensor.register_hook(self.hooks().finish)
+                tensor.register_hook(self.hooks().post_backward)
                 self.ends_at_inputs = True
 
     def hook_outputs(self, outputs: list[torch.Tensor]) -> None:
@@ -94,7 +94,7 @@ class BackwardUse(GraphCall):
                 number = node_sequence_number(node)
                 if number >= self.first and number not in self.exits:
                     self.exits.add(number)
-                    node.register_prehook(self.hooks().start)  # type: ignore[arg-type]
+                    node.register_prehook(self.hooks().pre_backward)  # type: ignore[arg-type]
 
 
 def _second_order(names: str) -> str:
@@ -263,7 +263,7 @@ class Backward:
 
     # -- uses --------------------------------------------------------------------------------------
 
-    def start(self, use: BackwardUse) -> None:
+    def pre_backward(self, use: BackwardUse) -> None:
         """Hold the units of `use` until it finishes, in the graph task that runs now. Blocks until
         gathered."""
         with self._lock:
@@ -294,7 +294,7 @@ class Backward:
             use.task = graph_task_id()
             uses.append(use)
 
-    def finish(self, use: BackwardUse) -> None:
+    def post_backward(self, use: BackwardUse) -> None:
         """Release the units of `use`."""
         with self._lock:
             uses = self._tasks.get(use.task)

@@ -139,13 +139,13 @@ class HookedMethod:
 
         @functools.wraps(method)
         def hooked(*args: Any, **kwargs: Any) -> Any:
-            frame, results = sys._getframe(), None
+            frame, output = sys._getframe(), None
             try:
                 begin(module, args, kwargs, frame)
-                results = method(*args, **kwargs)
+                output = method(*args, **kwargs)
             finally:
-                end(module, (args, kwargs) if results is None else results, frame)
-            return results
+                end(module, args, kwargs, output, frame)
+            return output
 
         module.__dict__[name] = dynamo_disable(hooked, recursive=False)
 
@@ -437,8 +437,8 @@ class Lifecycle:
                 self._hooked.setdefault(named[".".join(parts[:depth])], [])
         self._hooked.setdefault(self.model, [])
         self._numbers = {module: number for number, module in enumerate(self._hooked)}
-        before = Hook(self._before_forward, self.units)
-        after = Hook(self._after_forward, self.units)
+        before = Hook(self.pre_forward, self.units)
+        after = Hook(self.post_forward, self.units)
         handles = []
         # `prepend`: users' pre hooks may use parameters. `always_call`: an exception in forward
         # must not leave the frame on the stack.
@@ -465,20 +465,17 @@ class Lifecycle:
         if (module, name) not in self._methods:
             self._methods[module, name] = HookedMethod(self, module, name)
 
-    def _before_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.pre_forward(module, args, kwargs, calling_module_frame())
-
     def pre_forward(
         self,
         module: torch.nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        caller: FrameType | None,
+        caller: FrameType | None = None,
     ) -> None:
         """Begin a call of `module`: gather the units that it holds. caller: the Python frame that
-        runs for as long as the call."""
+        runs for as long as the call; None: that of `Module.__call__`, which runs this hook."""
+        if caller is None:
+            caller = calling_module_frame()
         with self._lock:
             outermost = self._find_place()
             frame = Frame(module, caller, threading.get_ident(), outermost)
@@ -529,17 +526,20 @@ class Lifecycle:
                 "forward at a time"
             )
 
-    def _after_forward(
-        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    def post_forward(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        caller: FrameType | None = None,
     ) -> None:
+        """End a call of `module`: let backward find its graph, and release its units. caller: as in
+        `pre_forward`."""
+        if caller is None:
+            caller = calling_module_frame()
         # A module that returns nothing may have written its result into an argument.
         results = (args, kwargs) if output is None else output
-        self.post_forward(module, results, calling_module_frame())
-
-    def post_forward(
-        self, module: torch.nn.Module, results: Any, caller: FrameType | None
-    ) -> None:
-        """End a call of `module`: let backward find its graph, and release its units."""
         with self._lock:
             # Popped before anything can raise: the frame must not stay on the stack.
             frame = self._pop(module, caller)

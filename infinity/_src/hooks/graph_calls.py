@@ -48,13 +48,13 @@ class CallHooks:
     def __init__(self, call: GraphCall) -> None:
         self.call = call
 
-    def start(self, _grads: object = None) -> None:
+    def pre_backward(self, _grads: object = None) -> None:
         """Prehook of the nodes that made the call's results."""
-        self.call.start()
+        self.call.pre_backward()
 
-    def finish(self, _grad: object = None) -> None:
+    def post_backward(self, _grad: object = None) -> None:
         """Hook of the call's inputs."""
-        self.call.finish()
+        self.call.post_backward()
 
 
 class GraphCall(abc.ABC):
@@ -109,11 +109,11 @@ class GraphCall(abc.ABC):
         return self.first <= number < self.end
 
     @abc.abstractmethod
-    def start(self) -> None:
+    def pre_backward(self) -> None:
         """Gather the units of the call, in the graph task that runs now."""
 
     @abc.abstractmethod
-    def finish(self) -> None:
+    def post_backward(self) -> None:
         """Release the units of the call."""
 
 
@@ -203,10 +203,10 @@ class GraphCalls:
             return False
         for node, number, call in walk.entered:
             if (call.held or call.idle) and not (own and number in call.exits):
-                _hook(node, call.hooks().start)
+                _hook(node, call.hooks().pre_backward)
         for node, call in walk.left if ends else ():
             if (call.held or call.idle) and not call.ends_at_inputs:
-                _hook(node, call.hooks().finish)
+                _hook(node, call.hooks().post_backward)
         return bool(walk.entered)
 
 
