@@ -190,8 +190,8 @@ class Executor:
         with pread and pwrite).
     block_bytes: the longest request. None: 1 MiB for rings, whole runs (up to 16 MiB) for threads,
         which have one request each. The executor fits it and `depth` to each drive.
-    check, examine: as in `infinity.aio.open_executor`. A device whose kernels never end is not seen
-        from here, and copies that are behind them would be waited for without a limit.
+    check, examine, alarm: as in `infinity.aio.open_executor`. A device whose kernels never end is
+        not seen from here, and copies that are behind them would be waited for without a limit.
 
     Raises OSError when the backend cannot be had here, ImportError when the extension
     is missing, MemoryError when the pools do not fit what the machine or its cgroup leaves. Use
@@ -214,6 +214,7 @@ class Executor:
         seam: Seam | None = None,
         check: Callable[[], None] | None = None,
         examine: Callable[[AioError], AioError] | None = None,
+        alarm: Alarm | None = None,
         backend_reason: str = "",
     ) -> None:
         seam = seam or Seam()
@@ -258,7 +259,9 @@ class Executor:
         self._block_bytes = [configs[index].block_bytes for index in range(len(drives))]
         opened_s = time.monotonic()
         pointer = _open(ffi, lib, config, configs, backend)
-        self._core = Core(ffi, lib, pointer, drives, check_waits=check, examine=examine)
+        self._core = Core(
+            ffi, lib, pointer, drives, check_waits=check, examine=examine, alarm=alarm
+        )
         self._opened_s = opened_s
         self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))
         # A refused binding costs speed only, so it is logged and not raised.
@@ -414,13 +417,6 @@ class Executor:
             )
         # Native threads call its functions until the executor is closed.
         core.driver = driver
-
-    def set_alarm(self, alarm: Alarm) -> None:
-        """Sound `alarm` from now on whenever a ticket fails. Never blocks."""
-        core = self._core
-        core.check()
-        core.alarm = alarm
-        core.lib.inf_executor_alarm(core.pointer, core.ffi.cast("uint32_t *", alarm.address))
 
     def compute_stream(self, stream: int) -> None:
         """Set the stream (0: the default one) that later copies run behind. Never blocks."""

@@ -41,6 +41,7 @@ class Core:
 
     check_waits: called every 100 ms in waits of tickets, in `wait_all` and in `close`; what it
     raises ends them. examine: gets the error of a job, and returns the one to raise.
+    alarm: sounded whenever a ticket fails.
     """
 
     def __init__(
@@ -52,7 +53,12 @@ class Core:
         *,
         check_waits: Callable[[], None] | None = None,
         examine: Callable[[AioError], AioError] | None = None,
+        alarm: Alarm | None = None,
     ) -> None:
+        if alarm is not None:
+            # Kept: native threads write to its word.
+            self._alarm = alarm
+            lib.inf_executor_alarm(pointer, ffi.cast("uint32_t *", alarm.address))
         self.check_waits = check_waits
         self.examine = examine
         self.ffi = ffi
@@ -63,8 +69,6 @@ class Core:
         self.drives = tuple(drives)
         # The DeviceDriver of the attached device: C calls its functions.
         self.driver: Any = None
-        # Native threads write to its word.
-        self.alarm: Alarm | None = None
         # Files of `Executor.add_file`, by drive and index.
         self.files: dict[tuple[int, int], SwapFile] = {}
         # Errors name paths after close, too.

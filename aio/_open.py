@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from infinity._src.base.alarm import Alarm
 from infinity._src.cabi.records import PoolSpec
 from infinity.aio._executor import Executor
 from infinity.aio._swap_file import SwapFile
@@ -38,6 +39,7 @@ def open_executor(
     seam: Seam | None = None,
     check: Callable[[], None] | None = None,
     examine: Callable[[AioError], AioError] | None = None,
+    alarm: Alarm | None = None,
 ) -> Executor:
     """Open the best executor there is here, or the one that `backend` names.
 
@@ -47,10 +49,10 @@ def open_executor(
     how many of them a drive has at most, one number or one for each drive; both are fitted to the
     drive. `hold_s`: idle time after which closed gates escape. `check`: called every 100 ms in each
     wait for a ticket and in `wait_all`; what it raises ends the wait, and not the work. `examine`:
-    gets the error of a job, and returns the one to raise. Raises
-    ImportError when the C extension is missing, ValueError for an unknown backend, OSError when a
-    named one cannot be had ("auto" steps down from io_uring to threads instead), MemoryError when
-    the pools do not fit.
+    gets the error of a job, and returns the one to raise. `alarm`: sounded whenever a ticket fails.
+    Raises ImportError when the C extension is missing, ValueError for an unknown backend, OSError
+    when a named one cannot be had ("auto" steps down from io_uring to threads instead), MemoryError
+    when the pools do not fit.
     """
     # Before anything is tried: a misspelled name must not look like a missing backend.
     if backend not in BACKENDS:
@@ -72,6 +74,7 @@ def open_executor(
                 seam=seam,
                 check=check,
                 examine=examine,
+                alarm=alarm,
                 backend_reason="; ".join(reasons),
             )
         # ImportError (no extension), MemoryError (pools) and ValueError pass: threads would meet

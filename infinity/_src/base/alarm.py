@@ -2,7 +2,7 @@
 
     sound   native threads when a job fails; the owner of a lost drive, of a rank that failed, of a
             save that failed, of an update that runs ahead of its step; the handle when it closes
-    read    each gather: one word of memory. Where it is set, `EngineAccess.before_read` asks all
+    read    each gather: one word of memory. While it is set, `EngineAccess.before_read` asks all
             owners, and raises what it finds
 
 A gather so costs the same however many updates are pending.

@@ -197,11 +197,11 @@ class Storage:
             seam=seam,
             check=check,
             examine=self.drives.examine,
+            alarm=alarm,
         )
         # Registered at once: an error below must not leave threads behind.
         undo.callback(self.executor.close, wait=False)
         device.attach(self.executor)
-        self.executor.set_alarm(alarm)
         self.executor.spans(True)
         if self.run is not None:
             _add_layers(self.executor, self.run, layers)

@@ -82,7 +82,6 @@ class Accumulation:
         return [_detached(result) for result in results]
 
     def _say(self, index: int, mine: torch.nn.Module | None, first: torch.nn.Module | None) -> None:
-        """Say once that backwards run one after the other, and why."""
         if self._said:
             return
         self._said = True
@@ -123,7 +122,6 @@ def _loss_of(result: Any, index: int) -> torch.Tensor:
 
 
 def _detached(result: Any) -> Any:
-    """Return what `fn` returned without the graphs of its tensors."""
     if type(result) is torch.Tensor:
         return result.detach()
     if not isinstance(result, tuple):

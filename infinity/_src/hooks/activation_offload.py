@@ -64,7 +64,6 @@ class Call:
 
     @property
     def label(self) -> str:
-        """Name of the called module, for messages."""
         return self.saved.label or "a checkpointed call"
 
 
@@ -117,11 +116,9 @@ class Boundary:
 
     @property
     def span_bytes(self) -> int:
-        """Bytes from its first element to its last."""
         return self.span * self.dtype.itemsize
 
     def view(self) -> torch.Tensor:
-        """Return the tensor, as it was laid out, in the target."""
         assert self.target is not None
         # The same strides and offset as at first: kernels then sum in the same order.
         with torch.no_grad():
@@ -193,7 +190,6 @@ class ActivationFigures:
     kept: int = 0
 
     def __str__(self) -> str:
-        """One line for people."""
         return (
             f"activations: {format_size(self.stored_bytes)} put away, "
             f"{format_size(self.fetched_bytes)} brought back; at most "
@@ -347,7 +343,6 @@ class Activations:
         return boundary
 
     def _is_offloaded(self, tensor: torch.Tensor) -> bool:
-        """True when offloading the tensor frees enough memory, and its bytes are all of it."""
         if (
             type(tensor) is not torch.Tensor
             or tensor.layout is not torch.strided
@@ -404,7 +399,6 @@ class Activations:
 
     @property
     def next_call(self) -> int:
-        """Number of the next call."""
         return self._numbers + 1
 
     def reorder(self, marks: Marks) -> None:
@@ -507,7 +501,6 @@ class Activations:
     # -- memory ------------------------------------------------------------------------------------
 
     def _drop_fetched(self) -> None:
-        """Free all fetched inputs: no backward runs."""
         self._tasks.clear()
         for boundary in list(self._fetched.values()):
             self._drop_target(boundary)
@@ -607,7 +600,6 @@ class Activations:
             )
 
     def figures(self) -> ActivationFigures:
-        """Return counters since `inf.offload`."""
         with self._lock:
             self._collect()
             return ActivationFigures(

@@ -51,7 +51,6 @@ class StoredBytes:
 
     @property
     def broken(self) -> bool:
-        """True when a transfer of the copy failed."""
         return self.written.failed or any(ticket.failed for ticket in self.fetches)
 
 
@@ -152,20 +151,16 @@ class NvmeActivationStore:
         return ticket
 
     def free(self, stored: StoredOnNvme) -> None:
-        """Free; see `ActivationStore.free`."""
         self._freed.append(stored)
 
     def recover(self) -> None:
-        """Let the executor try its drives again; see `ActivationStore.recover`."""
         self._collect()
         self._executor.recover().wait()
 
     def wait_all(self) -> None:
-        """Block until all transfers have ended; see `ActivationStore.wait_all`."""
         self._executor.wait_all()
 
     def _collect(self) -> None:
-        """Move freed places that no transfer uses to the free list; drop them after a fault."""
         self._free_settled()
         freed, self._freed = self._freed, []
         for stored in freed:
@@ -309,7 +304,6 @@ class HostActivationStore:
         return ticket
 
     def free(self, stored: StoredInHostMemory) -> None:
-        """Free; see `ActivationStore.free`."""
         self._used.discard(stored)
         self._freed.append(stored)
 
@@ -317,7 +311,6 @@ class HostActivationStore:
         """Do nothing: the next copy tells whether the device works."""
 
     def wait_all(self) -> None:
-        """Block until all transfers have ended; see `ActivationStore.wait_all`."""
         for stored in (*self._used, *self._freed):
             for ticket in (stored.written, *stored.fetches):
                 with contextlib.suppress(AioError):

@@ -62,7 +62,6 @@ class BackwardUse(GraphCall):
             self.backward.pre_backward(self)
 
     def post_backward(self) -> None:
-        """Release the units, if they are held in this task."""
         # Several inputs call it; the gradient of the first one finishes the use.
         if self.active and self.task == graph_task_id():
             self.backward.post_backward(self)
@@ -98,7 +97,6 @@ class BackwardUse(GraphCall):
 
 
 def _second_order(names: str) -> str:
-    """Say why a backward through these units is refused, and what to call instead."""
     return (
         f"backward with create_graph=True through {names}: gradients of gradients are not possible "
         "with offloaded parameters, which are released as soon as backward has passed them. "
@@ -146,7 +144,6 @@ class Backward:
 
     @property
     def running(self) -> bool:
-        """True when a backward runs, or was left by an exception."""
         return bool(self._tasks)
 
     # -- calls in the graph ------------------------------------------------------------------------
@@ -199,7 +196,6 @@ class Backward:
             calls.forget()
 
     def _prune(self) -> None:
-        """Forget the calls whose graphs are gone."""
         prune(self._calls)
         self._calls = [calls for calls in self._calls if len(calls) or calls.thread.is_alive()]
         self._threads_room = max(8, 2 * len(self._calls))
@@ -295,7 +291,6 @@ class Backward:
             uses.append(use)
 
     def post_backward(self, use: BackwardUse) -> None:
-        """Release the units of `use`."""
         with self._lock:
             uses = self._tasks.get(use.task)
             if uses is not None:
@@ -342,7 +337,6 @@ class Backward:
             self._tasks.pop(task, None)
 
     def _forget_recomputed(self) -> None:
-        """Forget the calls that recomputed in this thread."""
         if hasattr(self._local, "recomputed"):
             self._local.recomputed.forget()
 

@@ -66,7 +66,6 @@ class BlockLog:
         self.noting = False
 
     def begin(self, node: int, call: int) -> None:
-        """Begin the next micro-batch."""
         self._exits.append([Exit(None, node, call)])
 
     def leave(self, block: nn.Module, node: int, call: int) -> None:
@@ -85,12 +84,10 @@ class BlockLog:
 
     @property
     def nodes(self) -> Marks:
-        """Numbers of nodes."""
         return [[left.node for left in exits] for exits in self._exits]
 
     @property
     def calls(self) -> Marks:
-        """Numbers of checkpointed calls."""
         return [[left.call for left in exits] for exits in self._exits]
 
 
@@ -125,7 +122,6 @@ def reorder_backward(losses: Sequence[torch.Tensor], marks: Marks, end: int) -> 
 
 
 def _nodes(losses: Sequence[torch.Tensor], first: int) -> Iterator[Any]:
-    """Yield the nodes of the graphs of `losses` with numbers from `first` on."""
     pending: list[Any] = [loss.grad_fn for loss in losses]
     seen = set(pending)
     for node in pending:

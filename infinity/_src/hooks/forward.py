@@ -88,7 +88,6 @@ class Frame:
 
     @property
     def running_here(self) -> bool:
-        """True when the frame still runs, in this thread."""
         return self.thread == threading.get_ident() and self.alive
 
 
@@ -98,7 +97,6 @@ class FrameStack(list[Frame]):
 
     @property
     def running_here(self) -> bool:
-        """True when a forward of the model runs in this thread."""
         return bool(self) and self[-1].running_here
 
 
@@ -121,7 +119,6 @@ class Hook(EngineHook):
 
     @property
     def _first(self) -> torch.nn.Parameter:
-        """The parameter that refuses, with its name."""
         return next(param.at_rest for unit in self._units for param in unit.params)
 
 
@@ -150,7 +147,6 @@ class HookedMethod:
         module.__dict__[name] = dynamo_disable(hooked, recursive=False)
 
     def remove(self) -> None:
-        """Put the plain method back."""
         if self._own is not None:
             self._module.__dict__[self._name] = self._own
         else:
@@ -304,11 +300,9 @@ class Lifecycle:
             self._activations.reorder(marks)
 
     def refs_of(self, unit: Unit) -> UnitRefs:
-        """References to `unit`."""
         return self._refs[unit]
 
     def uses_left(self, units: Iterable[UnitRefs]) -> None:
-        """Count the units of a call that has made a graph: backward will use them."""
         for refs in units:
             self._passes.use_left(refs.unit)
 
@@ -358,7 +352,6 @@ class Lifecycle:
             return window.tensor
 
     def _hook_shown(self, window: ShownWindow) -> None:
-        """Accumulate the gradients that reach a window."""
         if window.tensor.requires_grad and not window.hooked:
             window.hooked = True
             self.hook_window(window)
@@ -386,7 +379,6 @@ class Lifecycle:
         return param.gathered
 
     def where(self, param: Param) -> str:
-        """Name the tier of the values, for messages."""
         return self._where(param) if self._where is not None else "its tier"
 
     def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
@@ -418,7 +410,6 @@ class Lifecycle:
     # -- forward -----------------------------------------------------------------------------------
 
     def hook_before_renumbering(self, losses: Sequence[torch.Tensor]) -> None:
-        """Hook the graphs of `losses` for one backward, whose nodes get other numbers now."""
         self.backward.renumbers([loss.grad_fn for loss in losses])
 
     def _hook_modules(self) -> list[RemovableHandle]:
@@ -455,7 +446,6 @@ class Lifecycle:
     def _agree_on_tiles(
         self, _module: torch.nn.Module, _args: tuple[Any, ...], used: list[bool]
     ) -> list[bool]:
-        """Return the tiles of experts that all ranks gather."""
         return self.unsharder.chosen(used)
 
     def hook_method(self, module: torch.nn.Module, name: str) -> None:
@@ -564,7 +554,6 @@ class Lifecycle:
                         self.unsharder.forward_end()
 
     def _note_block(self, block: torch.nn.Module) -> None:
-        """Note that a training forward has left a block."""
         # A pass without gradients (a reference model, `generate`) makes no nodes, and a nested
         # backward computes again what was noted before.
         if self._passes.evaluates or graph_task_id() != NO_TASK:

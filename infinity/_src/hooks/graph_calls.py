@@ -49,11 +49,9 @@ class CallHooks:
         self.call = call
 
     def pre_backward(self, _grads: object = None) -> None:
-        """Prehook of the nodes that made the call's results."""
         self.call.pre_backward()
 
     def post_backward(self, _grad: object = None) -> None:
-        """Hook of the call's inputs."""
         self.call.post_backward()
 
 
@@ -81,7 +79,6 @@ class GraphCall(abc.ABC):
         self._hooks: weakref.ref[CallHooks] | None = None
 
     def hooks(self) -> CallHooks:
-        """Return the hooks for nodes of the graph."""
         found = self._hooks() if self._hooks is not None else None
         if found is None:
             found = CallHooks(self)
@@ -105,7 +102,6 @@ class GraphCall(abc.ABC):
             self.end = self.first
 
     def has(self, number: int) -> bool:
-        """Return whether the call made the node with this number."""
         return self.first <= number < self.end
 
     @abc.abstractmethod
@@ -130,7 +126,6 @@ class GraphCalls:
         return len(self._calls)
 
     def begin(self, call: GraphCall) -> None:
-        """Note a call that begins."""
         around = self._calls[-1] if self._calls else None
         while around is not None and around.end >= 0:
             around = around.around
@@ -145,7 +140,6 @@ class GraphCalls:
             self._firsts.pop()
 
     def forget(self) -> None:
-        """Forget all calls."""
         self._calls.clear()
         self._firsts.clear()
 
@@ -167,14 +161,12 @@ class GraphCalls:
         return False
 
     def keep(self, may_live: Callable[[GraphCall], bool]) -> None:
-        """Forget the calls for which `may_live` returns False. The newest is asked first."""
         kept = [call for call in reversed(self._calls) if may_live(call)]
         self._calls = kept[::-1]
         self._firsts = [call.first for call in self._calls]
         self.room = max(ROOM, 2 * len(kept))
 
     def innermost(self, number: int) -> GraphCall | None:
-        """Return the innermost call that made the node with this number."""
         index = bisect.bisect_right(self._firsts, number) - 1
         call = self._calls[index] if index >= 0 else None
         while call is not None and number >= call.end:
@@ -281,7 +273,6 @@ class _Walk:
     def _cross(
         self, number: int, call: GraphCall | None, below: Any, at: int, inside: GraphCall | None
     ) -> None:
-        """Note the calls that a path enters and leaves between two nodes."""
         entered = []
         while inside is not None and not inside.has(number):
             entered.append((below, at, inside))
@@ -294,7 +285,6 @@ class _Walk:
 
 
 def _hook(node: Any, hook: Callable[[Any], None]) -> None:
-    """Hook a node, once."""
     metadata, key = node.metadata, (_HOOKED, hook)
     if key not in metadata:
         metadata[key] = True

@@ -75,7 +75,6 @@ class ModuleParameters(dict[str, Any]):
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return `self[name]`, or `default`."""
         return self[name] if name in self else default  # noqa: SIM401  `self[name]` may gather
 
     def _outside(self) -> dict[str, Any]:
@@ -84,7 +83,6 @@ class ModuleParameters(dict[str, Any]):
         return {**slots, **self._in_place()}
 
     def _in_place(self) -> dict[str, ShardedParameter]:
-        """Return the sharded parameters but for those that forward has taken out."""
         if not self.taken:
             return self.at_rest
         return {name: value for name, value in self.at_rest.items() if name not in self.taken}
@@ -107,11 +105,9 @@ class ModuleParameters(dict[str, Any]):
         return outside.items()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """Return the sharded parameters."""
         return self._outside().values()
 
     def copy(self) -> dict[str, Any]:
-        """Return an ordinary dict of the sharded parameters."""
         return self._outside()
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -143,12 +139,10 @@ class ModuleParameters(dict[str, Any]):
         return found if value is None else value
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Assign one by one."""
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
     def clear(self) -> None:
-        """Raise while a parameter is offloaded."""
         for name in self.at_rest:
             self._refuse(name, "removing")
         super().clear()
@@ -255,7 +249,6 @@ def _install_unit(
 
 
 def _objects(param: Param) -> list[torch.nn.Parameter]:
-    """The Parameter objects that the modules of a parameter hold."""
     held = [module._parameters[attr] for module, attr in param.sites]
     return list({id(each): each for each in held if each is not None}.values())
 

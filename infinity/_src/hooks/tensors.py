@@ -98,7 +98,6 @@ class AttributeWatch:
         return attributes, len(attributes), names
 
     def found(self) -> list[torch.Tensor]:
-        """Return the tensors with a graph that the attributes hold now."""
         found = []
         for index, (attributes, count, names) in enumerate(self._watched):
             # An attribute has been added or removed, so the names are listed anew.

@@ -68,7 +68,6 @@ class WeightWindow:
         ]  # fmt: skip
 
     def poll_write(self) -> bool:
-        """Return whether it was written to since the last call."""
         version = version_of(self.tensor)
         changed = version != self._seen_version
         self._seen_version = version
@@ -238,7 +237,6 @@ class UnitRefs:
                 put(parameters, attr, tensor)
 
     def take_back(self) -> None:
-        """Undo `lend`."""
         if self._acquired == 0:
             for parameters, attr, at_rest, _ in self._sites:
                 put(parameters, attr, at_rest)

@@ -60,7 +60,6 @@ class WholeParams:
         self._windows: dict[Param, ShownWindow] = {}
 
     def find(self, param: Param) -> ShownWindow | None:
-        """Return the parameter's window, if it was read before."""
         return self._windows.get(param)
 
     def show(self, param: Param) -> ShownWindow | None:

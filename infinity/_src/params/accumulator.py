@@ -155,7 +155,6 @@ class ReadByUpdate:
         self._ticket = ticket
 
     def before_write(self, _accumulator: GradAccumulator) -> None:
-        """Block until the update is done."""
         # Nearly always it is done, and this spares a call.
         if not self._ticket.done:
             wait_through(self._ticket)
@@ -392,7 +391,6 @@ class GradAccumulator:
         self._d2h = offload.copy_out(total, self.tensor) if total.numel() else None
 
     def _sum_on_device(self, device: torch.device) -> torch.Tensor:
-        """Return the sum so far as a new tensor on the device."""
         if self._h2d is None:
             # Not prefetched: copy now. `copy=True`, since the caller adds in place.
             return self.tensor.to(device, copy=True, non_blocking=True)
@@ -707,7 +705,6 @@ class GradRegistry:
         self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32)
 
     def release(self) -> None:
-        """Free the scratch. A later norm allocates what it needs."""
         with self.scratch_lock:
             self._scratch = torch.empty(0, dtype=torch.float32)
 

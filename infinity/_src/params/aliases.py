@@ -228,14 +228,12 @@ DDP = (
 
 
 def _alias(pair: tuple[torch.Tensor, FoundParameter]) -> Alias:
-    """Return the alias that a tensor becomes."""
     tensor, entry = pair
     offset = _span(tensor)[0] - _span(entry.parameter)[0]
     return Alias(tensor, entry.parameter, offset, tracks=not tensor.is_leaf)
 
 
 def _misfit(pair: tuple[torch.Tensor, FoundParameter], model: nn.Module) -> str:
-    """Say why a tensor cannot follow its parameter; empty where it can."""
     tensor, entry = pair
     parameter = entry.parameter
     first, stop = _span(parameter)
@@ -299,7 +297,6 @@ def _holders(tensor: torch.Tensor, model: nn.Module, mine: object) -> list[str]:
 
 
 def _named(holder: object) -> str:
-    """Name an object, or the object whose attributes a dict has."""
     owners = gc.get_referrers(holder) if type(holder) is dict else []
     owner = next((each for each in owners if getattr(each, "__dict__", None) is holder), holder)
     return f"a {type(owner).__name__}"

@@ -43,16 +43,13 @@ class GradBuffers:
         self.spilled: SpilledGradients | None = None
 
     def dtype(self, flat: Flat) -> torch.dtype:
-        """The dtype in which gradients of this flat are accumulated and wait."""
         return self._grad_dtype or flat.dtype
 
     def shard_bytes(self, flat: Flat) -> int:
-        """Bytes of this rank's gradients of a flat."""
         return self._shards.bytes_of(flat)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all shards in RAM."""
         return self._shards.size_bytes
 
     def allocate(self, flats: Sequence[Flat]) -> None:
@@ -84,7 +81,6 @@ class GradBuffers:
             self.spilled.extend(dtypes, size_bytes=staging_bytes)
 
     def spills(self, flat: Flat) -> bool:
-        """True when the gradients of a flat rest on NVMe."""
         return self.spilled is not None and flat in self.spilled
 
     def shard_of(self, param: Param) -> torch.Tensor:
@@ -198,17 +194,14 @@ class UnreducedGrads:
         self._h2d: dict[Param, tuple[Ticket, torch.Tensor]] = {}
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Make room for the flats that have none yet. Raises: MemoryError."""
         self._sums.allocate(flats)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all sums."""
         return self._sums.size_bytes
 
     @staticmethod
     def needs_bytes(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
-        """Bytes that the sums of these flats take."""
         return sum(flat_bytes(flat.layout.numel, dtype_of(flat)) for flat in flats)
 
     def add(self, param: Param, grad: torch.Tensor) -> None:
@@ -251,7 +244,6 @@ class UnreducedGrads:
             self._cancel(param)
 
     def _to_device(self, param: Param) -> tuple[Ticket, torch.Tensor]:
-        """The sum on the device, or on its way there."""
         found = self._h2d.get(param)
         if found is None:
             source = self._sum_of(param)
@@ -279,15 +271,12 @@ class UnreducedGrads:
         self._zeroed.setdefault(param.unit, set()).add(param)
 
     def has(self, param: Param) -> bool:
-        """True when the parameter has a sum other than zeros."""
         return param in self._present.get(param.unit, ())
 
     def any(self, unit: Unit) -> bool:
-        """True when a parameter of the unit has a sum."""
         return bool(self._present.get(unit) or self._zeroed.get(unit))
 
     def drop(self, param: Param) -> None:
-        """Forget the sum of a parameter."""
         self._cancel(param)
         for waiting in (self._present, self._zeroed):
             waiting.get(param.unit, set()).discard(param)
@@ -371,7 +360,6 @@ class DevicePrefetch:
             self._cancel(unit)
 
     def _cancel(self, unit: Unit) -> None:
-        """No more gradients for this unit: drop the partial sums that were prefetched."""
         for param in unit.params:
             if param.grad is not None:
                 param.grad.cancel_prefetch()

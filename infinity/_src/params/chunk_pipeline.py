@@ -235,7 +235,6 @@ class ChunkBuffer:
 
     @property
     def records(self) -> ShardRecords:
-        """The shard whose chunk the buffer has."""
         assert self._records is not None, "nothing was fetched"
         return self._records
 

@@ -74,7 +74,6 @@ class DeferredModel:
             )
 
     def names(self) -> Iterable[str]:
-        """Return the names of all parameters and buffers, persistent or not."""
         return self._tensors.keys()
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -299,7 +298,6 @@ class _Recorder(TorchDispatchMode):
         return pytree.tree_map(value, tree)
 
     def replay(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Return the values that `tensor` has now; in `out`'s memory, if that can hold them."""
         ref = self._ref(tensor)
         there: _Memory = {}
         with torch.no_grad():
@@ -329,7 +327,6 @@ class _Recorder(TorchDispatchMode):
         there[storage] = found[storage]
 
     def _needed(self, storage: int) -> list[_Op]:
-        """Return the operations, in order, from which the last values of a storage follow."""
         for skipping in (True, False):
             wanted = self._closure(storage, skipping=skipping)
             last = self._last_overwrite(storage)
@@ -375,7 +372,6 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call changes in place, by its schema."""
     found: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -384,7 +380,6 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
 
 
 def _makes_large(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call that is given no tensor makes a large one on the CPU."""
     if all(argument.name != "device" for argument in func._schema.arguments):
         return False
     device = kwargs.get("device")

@@ -47,7 +47,6 @@ class DelayedCopy:
 
     @property
     def reads(self) -> list[Ticket]:
-        """Tickets of the reads that fill the shards."""
         return [read for read, _, _ in self._parts]
 
     def run(self) -> None:
@@ -89,7 +88,6 @@ class DelayedCopy:
 
     @property
     def failed(self) -> bool:
-        """True when a read or a copy has failed."""
         tickets = [*self.reads, *self._copies]
         return any(ticket.failed for ticket in tickets)
 
@@ -140,17 +138,14 @@ class DelayedParams:
 
     @staticmethod
     def shard_bytes(flat: Flat) -> int:
-        """Bytes that one flat takes."""
         return flat_bytes(flat.layout.shard_numel, flat.dtype)
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Make room for those of these flats that have none yet."""
         # New memory has no values: `refresh` reads them before training computes with them.
         self._stale.update(self._shards.allocate(flats))
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the copy."""
         return self._shards.size_bytes
 
     def __contains__(self, flat: Flat) -> bool:

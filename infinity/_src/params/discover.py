@@ -86,7 +86,6 @@ class FoundParameter:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its values."""
         return self.parameter.numel() * self.parameter.element_size()
 
     @property
@@ -96,7 +95,6 @@ class FoundParameter:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape of what has these keys."""
         place = place_at(self.sites)
         return tuple(self.parameter.shape) if place is None else place.whole_shape
 
@@ -116,7 +114,6 @@ class UnitSpec:
 
     @property
     def size(self) -> UnitBytes:
-        """Bytes that it takes on the device, without padding."""
         return UnitBytes(
             sum(entry.size_bytes for entry in self.entries),
             tuple(entry.size_bytes for entry in self.entries if entry.parameter.requires_grad),
@@ -171,7 +168,6 @@ def check_modules(model: nn.Module) -> None:
 
 
 def _refuse_held(name: str, parameter: ShardedParameter) -> NoReturn:
-    """Raise for a parameter that an engine has, or had."""
     link = parameter.infinity_link
     held = f"the engine of {type(link.owner.model).__name__}, as {link.param.name}"
     if link.owner.closed:
@@ -311,7 +307,6 @@ class _Finder:
             self._visit(child, caller, bytes_max)
 
     def _claim_tiles(self, blocks: list[nn.Module]) -> None:
-        """Make a unit of every tile."""
         if not self._nested:
             for block in blocks:
                 for inner in block.modules():
@@ -359,7 +354,6 @@ class _Finder:
         )
 
     def _claim(self, module: nn.Module, caller: nn.Module, entries: list[FoundParameter]) -> None:
-        """Make a unit of those entries that no unit has yet."""
         fresh = [entry for entry in entries if id(entry) not in self._claimed]
         if not fresh:
             return
@@ -709,7 +703,6 @@ def _refusal(model: nn.Module, spec: UnitSpec, room_bytes: int) -> str:
 
 
 def _refused_experts(stack: str, model: nn.Module, spec: UnitSpec, room_bytes: int) -> str:
-    """Say that a stack of experts is too large, and how many experts of it have room."""
     found = [entry for entry in spec.entries if _experts_name(model, entry) == stack]
     experts, size_bytes = len(found[0].parameter), sum(entry.size_bytes for entry in found)
     text = f"{experts} experts of {stack} take {format_size(size_bytes)} gathered at once"
@@ -733,7 +726,6 @@ def _experts_name(model: nn.Module, entry: FoundParameter) -> str | None:
 
 
 def _linear_name(model: nn.Module, entry: FoundParameter) -> str | None:
-    """Return the name of the torch.nn.Linear that has the parameter as its weight, or None."""
     for name in entry.names:
         module, _, attr = name.rpartition(".")
         if attr == "weight" and type(model.get_submodule(module)) is nn.Linear:

@@ -77,7 +77,6 @@ class FlatBuffers:
         return fresh
 
     def _cut(self, slab: Slab, flats: Iterable[Flat]) -> None:
-        """Give these flats their tensors in a slab."""
         # Numpy arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
         memory = torch.from_numpy(slab.array(np.uint8))
         start = 0
@@ -92,19 +91,15 @@ class FlatBuffers:
         return flat in self._tensors
 
     def __getitem__(self, flat: Flat) -> torch.Tensor:
-        """The tensor [numel_of(flat)] of a flat that has memory."""
         return self._tensors[flat]
 
     def get(self, flat: Flat) -> torch.Tensor | None:
-        """The tensor of a flat, or None where it has no memory."""
         return self._tensors.get(flat)
 
     def bytes_of(self, flat: Flat) -> int:
-        """Bytes that the tensor of a flat takes, or would take."""
         return flat_bytes(self._numel_of(flat), self._dtype_of(flat))
 
     def __iter__(self) -> Iterator[Flat]:
-        """The flats that have memory."""
         return iter(self._tensors)
 
     def free(self, flat: Flat) -> None:
@@ -118,12 +113,10 @@ class FlatBuffers:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors of all flats that have memory."""
         return list(self._tensors.values())
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all slabs."""
         return sum(slab.size_bytes for slab in self._slabs)
 
     def close(self) -> None:

@@ -89,12 +89,10 @@ class Faults:
         return bool(self.missing or self.wrong or self.unexpected)
 
     def add(self, other: Faults) -> None:
-        """Take in others."""
         self.missing.update(other.missing)
         self.wrong += other.wrong
 
     def sentence(self) -> str:
-        """Name them all."""
         parts = [
             f"{listed_are(names)} {what}{_in_brackets(names.values())}"
             for names, what in ((self.missing, "missing"), (self.unexpected, "unexpected"))
@@ -188,12 +186,10 @@ class OpenSource(abc.ABC):
 
     @property
     def files(self) -> SourceFiles:
-        """The files that say all of the values, as `FileTensors.files`; none for other kinds."""
         return SourceFiles()
 
     @property
     def converting_bytes(self) -> int:
-        """Bytes of RAM that a fill takes beside the values, as `NamedTensors.converting_bytes`."""
         return 0
 
     @abc.abstractmethod
@@ -352,7 +348,6 @@ class _ReceivedSource(OpenSource):
         raise AssertionError((names, out, was_meta))
 
     def fill_buffers(self, device: torch.device, _keep: Keep = _keep_nothing) -> None:
-        """Give buffers their memory on `device`."""
         with torch.inference_mode(False), torch.no_grad():
             for buffer in find_buffers(self._model):
                 value = buffer.value
@@ -373,7 +368,6 @@ class _WholeSource(OpenSource):
 
     @property
     def converting_bytes(self) -> int:
-        """As `OpenSource.converting_bytes`: the weights of the module whose tiles need most."""
         sizes: dict[str, dict[str, int]] = {}
         for entry in find_parameters(self._model):
             place, name = place_at(entry.sites), entry.keys[0]
@@ -402,7 +396,6 @@ class _WholeSource(OpenSource):
         """Fill `out`, of the weight's whole shape, with its values."""
 
     def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a whole weight."""
         whole = torch.empty(shape, dtype=dtype)
         self._make(name, whole)
         return whole
@@ -464,7 +457,6 @@ class _InitSource(_WholeSource):
         self._built.read_into(name, out)
 
     def _check(self) -> None:
-        """Compare names, shapes and dtypes before anything is filled."""
         known = set(self._built.names())
         wanted = [
             (e.keys, tuple(e.whole_shape), e.parameter.dtype) for e in find_parameters(self._model)
@@ -555,7 +547,6 @@ class _NamedSource(_WholeSource):
         return next((name for name in names if name in self._known), None)
 
     def _check(self) -> None:
-        """Compare names, shapes and kinds of dtype before anything is filled."""
         faults = Faults()
         expected: set[str] = set()
         wanted = list(
@@ -589,7 +580,6 @@ class _NamedSource(_WholeSource):
             )
 
     def _misfits(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Faults:
-        """Say what is wrong with a tensor that the source has; empty if nothing is."""
         found, origin = tuple(self._tensors.shape(name)), self._tensors.origin(name)
         where = f" (found: {origin})" if origin else ""
         if found != shape:

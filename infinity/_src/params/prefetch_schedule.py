@@ -277,7 +277,6 @@ class Schedule:
     # -- remembering traces ------------------------------------------------------------------------
 
     def _expected(self, before: _Trace | None, phase: Phase) -> _Trace:
-        """The trace that `phase` is expected to have after `before`."""
         then = before.then.get(phase) if before is not None else None
         if then is not None:
             return then
@@ -376,7 +375,6 @@ class PassTracker:
         self._ended_now.clear()
 
     def backward_end(self) -> None:
-        """End a backward."""
         self.in_backward = False
         # The graph may run again, so none of its uses has ended for good.
         if self._retains_graph:
@@ -391,11 +389,9 @@ class PassTracker:
             self._idle_left.pop(unit, None)
 
     def forward_end(self) -> None:
-        """End the outermost forward."""
         self._forward = None
 
     def reset(self) -> None:
-        """Note that nothing runs any more."""
         self._forward = None
         self.in_backward = False
         # Graphs of an interrupted pass are useless, and so are their uses.
@@ -419,7 +415,6 @@ class PassTracker:
         return self._left.get(unit, 0) > 0
 
     def use_ended(self, unit: Unit) -> None:
-        """Count a use of the unit that has ended."""
         self._ended_now[unit] = self._ended_now.get(unit, 0) + 1
 
     def all_ended(self, unit: Unit) -> bool:

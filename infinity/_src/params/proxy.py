@@ -114,7 +114,6 @@ class GradProxy(torch.Tensor):
 
 
 def _name_in(values: object) -> str:
-    """Return the name of the first proxy among nested arguments, for messages."""
     if isinstance(values, GradProxy):
         return values.accumulator.name
     children: Iterable[object] = ()

@@ -124,7 +124,6 @@ class FlagBuffers:
 
     @classmethod
     def needs_bytes(cls, flats: Sequence[Flat]) -> int:
-        """Bytes of the buffers for units with these flats."""
         sizes = [round_up(len(flat.unit.params), ALIGN_BYTES) for flat in flats]
         return cls.COUNT * max(sizes, default=0)
 
@@ -138,7 +137,6 @@ class FlagBuffers:
             self._memory = torch.from_numpy(self._slabs[-1].array(np.uint8))
 
     def next(self, numel: int) -> torch.Tensor:
-        """Return the next buffer [numel]."""
         size = self._memory.numel() // self.COUNT
         self._turn = (self._turn + 1) % self.COUNT
         return self._memory[self._turn * size :][:numel]
@@ -205,7 +203,6 @@ class ReduceScatter:
         return self.error_shapes(flat, topology.nodes, topology.local_world)
 
     def _cut(self, flat: Flat, errors: torch.Tensor) -> list[torch.Tensor]:
-        """Cut the errors of a flat into those of each reduction level."""
         shapes = self._error_shapes(flat)
         parts = errors.split([math.prod(shape) for shape in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -220,12 +217,10 @@ class ReduceScatter:
 
     @property
     def feedback_bytes(self) -> int:
-        """Bytes of the error-feedback buffers."""
         return self._errors.size_bytes
 
     @classmethod
     def error_bytes(cls, flats: Sequence[Flat], nodes: int, local_world: int) -> int:
-        """Bytes that the error-feedback buffers of these flats take."""
         return sum(
             2 * math.prod(shape)
             for flat in flats
@@ -334,7 +329,6 @@ class ReduceScatter:
         return errors, tickets
 
     def _store_errors(self, pending: PendingReduce) -> None:
-        """Start copying errors back to RAM."""
         for flat, errors in pending.errors.items():
             assert self._offload is not None
             self._stored[flat] = self._offload.copy_out(errors, self._errors[flat])
@@ -484,11 +478,9 @@ class GradReducer:
         self.fresh_bytes_peak = 0  # the most that autograd's gradients took here at once
 
     def dtype(self, flat: Flat) -> torch.dtype:
-        """The dtype in which gradients of this flat wait."""
         return self._buffers.dtype(flat)
 
     def accumulator(self, param: Param) -> GradAccumulator:
-        """The gradient accumulator of a parameter; made when it is first wanted."""
         if param.grad is None:
             unreduced = self._unreduced
             param.grad = self._registry.add(
@@ -713,7 +705,6 @@ class GradReducer:
             self._buffers.spilled.unit_done(unit)
 
     def _waits(self, unit: Unit) -> bool:
-        """True when this rank has something of the unit to reduce."""
         if self._unreduced is not None:
             self._drop_cleared(unit)
             if self._unreduced.any(unit):
@@ -721,7 +712,6 @@ class GradReducer:
         return bool(self._fresh.get(unit))
 
     def _add_unreduced(self, unit: Unit) -> None:
-        """Add the unit's fresh gradients to this rank's whole sums."""
         assert self._unreduced is not None
         fresh = self._fresh.pop(unit, {})
         self._fresh_bytes -= _bytes_of(fresh)
@@ -738,7 +728,6 @@ class GradReducer:
         self._unreduced.cancel_prefetch(unit)
 
     def _drop_cleared(self, unit: Unit) -> None:
-        """Drop sums whose gradients the loop has cleared."""
         assert self._unreduced is not None
         for param in unit.params if self._unreduced.any(unit) else ():
             accumulator = param.grad
@@ -759,7 +748,6 @@ class GradReducer:
                 self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        """Start the reduction of the unit's sums and fresh gradients."""
         assert self._reduce_scatter is not None
         terms: dict[Param, list[torch.Tensor]] = {}
         tickets: list[Ticket] = []
@@ -819,5 +807,4 @@ class GradReducer:
 
 
 def _bytes_of(gradients: Mapping[Param, torch.Tensor]) -> int:
-    """Bytes of these gradients."""
     return sum(grad.numel() * grad.element_size() for grad in gradients.values())

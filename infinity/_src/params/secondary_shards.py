@@ -50,16 +50,13 @@ class SecondaryShards:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all shards that can be stored."""
         return sum(part.numel() * part.element_size() for part in self._parts.values())
 
     @staticmethod
     def needs_bytes(flats: Sequence[Flat], rank_count: int) -> int:
-        """Bytes that the shards of so many ranks take."""
         return sum(flat_bytes(rank_count * flat.layout.shard_numel, flat.dtype) for flat in flats)
 
     def has(self, unit: Unit, version: Hashable) -> bool:
-        """True when this version of the unit is stored."""
         return unit in self._stored and self._stored[unit] == version
 
     def store(self, unit: Unit, version: Hashable) -> Callable[[], None]:

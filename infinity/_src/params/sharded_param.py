@@ -85,7 +85,6 @@ class ShardedParameter(torch.nn.Parameter):
     def __new__(  # noqa: PYI034
         cls, param: Param, device: torch.device, requires_grad: bool, owner: ParamHost
     ) -> ShardedParameter:
-        """The at-rest parameter of `param`, for a compute device."""
         made = make_wrapper(cls, param.shape, param.dtype, device, requires_grad)
         assert isinstance(made, ShardedParameter)
         made.infinity_link = EngineLink(param, owner)
@@ -218,7 +217,6 @@ class ShardedView(torch.Tensor):
     def __new__(  # noqa: PYI034
         cls, alias: Alias, parameter: ShardedParameter
     ) -> ShardedView:
-        """The view of `parameter` that takes the place of a tensor over its old memory."""
         like = alias.tensor
         made = make_wrapper(
             cls, like.shape, like.dtype, parameter.device, like.requires_grad, like.stride()

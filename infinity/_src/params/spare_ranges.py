@@ -177,7 +177,6 @@ class SpareRanges:
         self._executor.add_spares(records)
 
     def _release(self) -> None:
-        """Take back what no write has used."""
         for spare in self._executor.take_spares():
             key = (int(spare["file"]), int(spare["drive"]), int(spare["offset"]))
             self._space.free(self._held.pop(key))

@@ -85,7 +85,6 @@ class SpilledGradients:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the staging memory."""
         return self._slab.size_bytes
 
     def extend(self, dtypes: dict[Flat, torch.dtype], *, size_bytes: int) -> None:
@@ -106,7 +105,6 @@ class SpilledGradients:
         self._dtypes.update(dtypes)
 
     def add_accumulator(self, param: Param, accumulator: GradAccumulator) -> None:
-        """Serve the accumulator of a parameter of a spilled flat."""
         self._params[accumulator] = param
 
     # -- GradBacking: calls of accumulators --------------------------------------------------------
@@ -244,7 +242,6 @@ class SpilledGradients:
         return flat_bytes(flat.layout.shard_numel, self._dtypes[flat])
 
     def _gap(self, size_bytes: int) -> int | None:
-        """Return the start of so many bytes that no window has, or None."""
         start = 0
         for window in sorted(self._windows_of.values(), key=lambda each: each.start):
             if window.start - start >= size_bytes:
@@ -366,7 +363,6 @@ class SpilledGradients:
 
     @staticmethod
     def _is_wanted(flat: Flat) -> bool:
-        """True when a gradient of this flat is in some `p.grad`."""
         return any(
             param.grad is not None
             and param.grad.state is AccumulatorState.HELD

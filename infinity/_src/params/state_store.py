@@ -1007,7 +1007,6 @@ class StateStore:
             self._move(now, JobKind.STORE, 1, master.data_ptr(), Priority.DEMAND).wait()
 
     def _drop(self, shard: ShardRecords, *, stays: ShardRecords) -> None:
-        """Free the chunks of a flat. stays: other chunks of it, whose memory is not freed."""
         # First: the executor must not use the places once another chunk has them.
         self._executor.drop(shard.ids)
         shared = {(place.layer, place.drive, place.offset): place for place in stays.places}

@@ -107,8 +107,8 @@ class Unsharder:
     allow (`memory.device_room`). passes: the use of the device; where whole parameters are on it,
     all units stay once they were unsharded. in_any_order: each rank may use other units than the
     others, which needs whole parameters. access: checks the engine before values are read; a gather
-    calls it only where `alarm` was sounded, or after CHECK_S. qwz: weights travel as int8 groups, and forward and
-    backward compute with them as they travel. secondary: see `PendingUnshards`.
+    calls it only where `alarm` was sounded, or after CHECK_S. qwz: weights travel as int8 groups,
+    and forward and backward compute with them as they travel. secondary: see `PendingUnshards`.
     """
 
     def __init__(
@@ -242,7 +242,6 @@ class Unsharder:
         return self._versions[unit].delayed != self._trained(unit).delayed
 
     def _trained(self, unit: Unit) -> ParamVersion:
-        """The version that training computes with."""
         delayed = self._delayed_params is not None and self._delayed_params.computes(unit)
         return ParamVersion(delayed, self._quantized)
 
@@ -330,7 +329,6 @@ class Unsharder:
         )
 
     def _no_room(self, unit: Unit, error: torch.OutOfMemoryError) -> str:
-        """Say why the device has no room for the unit, and what makes some."""
         # Its own bytes are booked by now.
         units = self._gathered_bytes - unit.size_bytes
         others = max(self._device.allocated_bytes() - units, 0)
@@ -399,7 +397,6 @@ class Unsharder:
         self._fill(unit, Priority.DEMAND, version)
 
     def _target(self, flat: Flat) -> int:
-        """Address of this rank's shard in the unsharded flat."""
         return flat.tensor.data_ptr() + self._comm.rank * flat.layout.shard_bytes
 
     def _finish_fill(self, unit: Unit, *, tries: int = 0) -> None:
@@ -434,7 +431,6 @@ class Unsharder:
             self._timeline.add("wait", unit.name, start_ns, end_ns)
 
     def _evict(self, unit: Unit) -> None:
-        """Free the unit's memory, once nothing is on its way into it."""
         interrupt = self._pending.cancel(unit) if unit.state is PENDING else None
         try:
             unsharded_param.evict(unit, self._device)
@@ -633,7 +629,6 @@ class Unsharder:
             self._clock.enter("idle")
 
     def backward_start(self) -> None:
-        """Begin a backward."""
         if self._in_any_order:
             # Rank 0 may have left out what another rank still waits for. Once it has begun a
             # reduction, the others could no longer launch that gather (`launch_order`).
@@ -870,7 +865,6 @@ class PendingUnshard:
 
     @property
     def filled(self) -> bool:
-        """True when nothing is under way any more."""
         return all(ticket.filled for ticket in self.tickets) and (self.op is None or self.op.done)
 
     def wait(self) -> None:
@@ -928,7 +922,6 @@ class PendingUnshards:
         return self._by_unit[unit].filled
 
     def in_secondary(self, unit: Unit, version: Hashable) -> bool:
-        """True when secondary shards hold this version of the unit."""
         return self.secondary is not None and self.secondary.has(unit, version)
 
     def begin(
@@ -1068,5 +1061,4 @@ class PendingUnshards:
 
 
 def _parts(flat: Flat) -> torch.Tensor:
-    """The shards of all ranks in an unsharded flat: [world, shard]."""
     return flat.tensor.view(-1, flat.layout.shard_numel)

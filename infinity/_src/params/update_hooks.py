@@ -46,7 +46,7 @@ class UpdateHooks(abc.ABC):
     @property
     @abc.abstractmethod
     def on_gradient(self) -> OnGradient | None:
-        """What takes each complete gradient of a backward; None: its accumulator. Asked once, when
+        """Taker of each complete gradient of a backward; None: its accumulator. Asked once, when
         the reducer is built."""
 
     @abc.abstractmethod

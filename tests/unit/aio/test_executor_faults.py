@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from infinity import aio
+from infinity._src.base.alarm import Alarm
 from infinity.errors import (
     AioClosedError,
     AioError,
@@ -48,6 +49,18 @@ def test_what_passes_is_counted_and_nobody_notices(make_rig, rng, op, kind, code
     assert getattr(stats, counter) == getattr(stats.drives[0], counter) == 1
     assert stats.drives[0].errors == stats.jobs_failed == 0
     assert rig.executor.fault() is None
+
+
+def test_a_ticket_that_fails_sounds_the_alarm_after_its_own_word(make_rig, rng):
+    alarm = Alarm()
+    rig = make_rig(alarm=alarm)
+    assert stored_and_read(rig, rng) is None
+    assert not alarm.word.value
+    rig.executor.set_seam(aio.Seam(fault=aio.Fault("read", 0, lasting=True)))
+    ticket, _ = rig.fetch([0])
+    while not alarm.word.value:
+        time.sleep(0.001)
+    assert ticket.failed
 
 
 @pytest.mark.parametrize("delay_us", [0, 100])

@@ -111,7 +111,7 @@ class Model:
             buffers=self.memory,
             registry=self.registry,
             comm=SimpleNamespace(world=1),  # type: ignore[arg-type]
-            mode=SimpleNamespace(),  # type: ignore[arg-type]
+            mode=SimpleNamespace(on_gradient=None),  # type: ignore[arg-type]
         )
         for unit in self.units:
             numels = tuple(torch.Size(shape).numel() for shape in SHAPES)
