@@ -180,7 +180,7 @@ def test_a_unit_is_never_done_with_while_a_use_is_left(
     for uses, chosen, runs, kept in rounds:
         passes.forward_start(trains=True)
         for unit in uses:
-            passes.use_left(unit)
+            passes.expect_use(unit)
         passes.forward_end()
         graphs.append(uses)
         run = [graph for index, graph in enumerate(graphs) if runs and chosen >> index & 1]

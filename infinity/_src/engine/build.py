@@ -49,7 +49,7 @@ from infinity._src.engine.optimizer_registry import OptimizerRegistry
 from infinity._src.engine.planner import PlacementPlanner
 from infinity._src.engine.rank_setup import RankSetup
 from infinity._src.engine.storage import Storage, check_activations
-from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
+from infinity._src.hooks.forward import FrameStack, Lifecycle
 from infinity._src.hooks.whole_params import WholeParams
 from infinity._src.memory import footprint
 from infinity._src.memory.constants import OFFLOAD_UNITS
@@ -918,15 +918,15 @@ def build_hooks(
     the engine.
     """
     # One stack for hooks and activations: both ask which module runs.
-    frames, tier = FrameStack(), split.policy.params
-    lifecycle = attach(
+    frames = FrameStack()
+    lifecycle = Lifecycle(
         model,
         split.units,
         unsharder,
         grads.reducer,
         progress.passes,
         whole=whole,
-        where=lambda _param: tier,
+        tier=split.policy.params,
         check_state_dict=owner.check_state_dict,
         activations=tiers.storage.open_activations(model, split.units, timeline, frames, undo),
         frames=frames,

@@ -35,8 +35,8 @@ from infinity._src.distributed.topology import check_launched
 from infinity._src.distributed.transport import Transport
 from infinity._src.engine.build import build_engine, sum_slices_as_they_wait
 from infinity._src.engine.stats import Stats
-from infinity._src.hooks.accumulation import Accumulation
 from infinity._src.hooks.gather_window import chosen_params, gather
+from infinity._src.hooks.joint_backward import JointBackward
 from infinity._src.hooks.module_params import detach_params
 from infinity._src.hooks.state_dict import check_copies
 from infinity._src.memory.device import compute_device
@@ -280,7 +280,7 @@ class Handle:
             self.gradients = parts.grads.reducer
             self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
             self.saving = parts.optimizer.saving
-            self._accumulation = Accumulation(
+            self._joint_backward = JointBackward(
                 parts.lifecycle, self.policy.units, split.ranks.on_any_rank
             )
             # Built: from here on `end` closes the parts. An error above has closed them already, in
@@ -358,7 +358,7 @@ class Handle:
         self.check_open()
         # Sums of micro-batches are autograd's own here.
         sum_slices_as_they_wait(self.parts.split.flats, self.gradients.dtype)
-        return self._accumulation.run(list(micro_batches), fn, self.no_sync)
+        return self._joint_backward.run(list(micro_batches), fn, self.no_sync)
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
         """Return the optimizer states of a parameter, by name, to be read and written on any tier:

@@ -166,7 +166,7 @@ SMALLEST_BYTES = 64 << 10
 """Smaller tensors stay where they are."""
 
 PREFETCH_CALLS = 2
-"""Calls whose inputs come back ahead of the one that backward is at."""
+"""Calls whose inputs are prefetched, ahead of the call that backward has reached."""
 
 _SEARCH_CALLS = 64  # micro-batches may lie between one call and the next in backward
 
@@ -446,7 +446,7 @@ class Activations:
 
     def _start_fetch(self, boundary: Boundary, priority: Priority) -> None:
         """Start bringing a boundary's bytes back, unless that has begun. Does not block."""
-        if boundary.unwanted and boundary.fetch is not None:  # given up, and not ended yet
+        if boundary.unwanted and boundary.fetch is not None:  # cancelled, and not ended yet
             self._wait(boundary.fetch, f"the input of {boundary.call.label}", faults=False)
             self._drop_target(boundary)
         if boundary.target is not None:

@@ -200,7 +200,7 @@ class NvmeActivationStore:
         self._free_settled()
 
     def _free_settled(self) -> None:
-        """Free the places that were given up, but those of writes that went elsewhere and are not
+        """Free the released places, except for those of writes that went elsewhere and are not
         settled yet: the range that refused a write would be somebody's again."""
         waiting = []
         for place, at in self._given_up:
@@ -308,7 +308,7 @@ class HostActivationStore:
         self._freed.append(stored)
 
     def recover(self) -> None:
-        """Do nothing: the next copy tells whether the device works."""
+        """Nothing to do: the next copy fails if the device still does."""
 
     def wait_all(self) -> None:
         for stored in (*self._used, *self._freed):

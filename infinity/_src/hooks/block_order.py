@@ -138,7 +138,7 @@ def _nodes(losses: Sequence[torch.Tensor], first: int) -> Iterator[Any]:
 def block_modules(
     model: nn.Module, units: Sequence[Unit], named: Named | None
 ) -> frozenset[nn.Module]:
-    """Return the modules that backward finishes for all micro-batches before it goes on: blocks,
+    """Return the modules that backward finishes for all micro-batches before the next one: blocks,
     and outside of them modules with units of their own. One inside of another counts as a part
     of it.
 

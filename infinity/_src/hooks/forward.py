@@ -64,7 +64,7 @@ class Frame:
     """A hooked module whose forward is running."""
 
     module: torch.nn.Module
-    caller: FrameType | None  # the Python frame of its __call__; tells whether it still runs
+    caller: FrameType | None  # the Python frame of its __call__: the call runs as long as that
     thread: int
     outermost: bool
     held: list[UnitRefs] = dataclasses.field(default_factory=list)
@@ -154,7 +154,16 @@ class HookedMethod:
 
 
 class Lifecycle:
-    """Life cycle of one model's offloaded parameters. Made by `attach`."""
+    """Life cycle of one model's offloaded parameters: makes them sharded parameters, and hooks the
+    modules. Sets `at_rest` and `gathered` of every Param.
+
+    The values must already be on their tiers: `rollback` alone has them from here on, and undoes
+    this; the caller does so on an error. whole: shows parameters between passes. tier: where values
+    rest, for errors. check_state_dict: see `infinity._src.hooks.state_dict.Check`. activations:
+    notes every hooked module's forward, and looks at the same `frames`.
+
+    Raises: ValueError for a tensor that shares a parameter's memory and cannot follow it.
+    """
 
     def __init__(
         self,
@@ -165,7 +174,7 @@ class Lifecycle:
         passes: PassTracker,
         *,
         whole: WholeParams | None = None,
-        where: Callable[[Param], str] | None = None,
+        tier: str = "its tier",
         check_state_dict: Check | None = None,
         activations: Activations | None = None,
         frames: FrameStack | None = None,
@@ -180,7 +189,7 @@ class Lifecycle:
         self.closed = False
         self.windows: dict[Param, WeightWindow] = {}
         self._activations = activations
-        self._where = where
+        self.tier = tier
         self._device = next(
             (flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu")
         )
@@ -237,8 +246,8 @@ class Lifecycle:
             self._reset()
 
     def recover(self) -> None:
-        """Release the units that a broken-off forward or backward has left. Does nothing while one
-        runs."""
+        """Release the units that a broken-off forward or backward still holds. Does nothing while
+        one runs."""
         left = not self._frames[-1].alive if self._frames else self.backward.running
         # Inside a backward the uses belong to it, and are not left over.
         if left and graph_task_id() == NO_TASK:
@@ -257,7 +266,7 @@ class Lifecycle:
                 self.remove_hooks()
 
     def remove_hooks(self) -> None:
-        """Remove the hooks, and leave what a broken-off pass has left as it is."""
+        """Remove the hooks. Units that a broken-off pass holds stay held."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -295,16 +304,16 @@ class Lifecycle:
         return 0 if self._activations is None else self._activations.next_call
 
     def reorder_calls(self, marks: Marks) -> None:
-        """Have the inputs of checkpointed calls come back in the order of `reorder_backward`."""
+        """Prefetch the inputs of checkpointed calls in the order of `reorder_backward`."""
         if self._activations is not None:
             self._activations.reorder(marks)
 
     def refs_of(self, unit: Unit) -> UnitRefs:
         return self._refs[unit]
 
-    def uses_left(self, units: Iterable[UnitRefs]) -> None:
+    def expect_uses(self, units: Iterable[UnitRefs]) -> None:
         for refs in units:
-            self._passes.use_left(refs.unit)
+            self._passes.expect_use(refs.unit)
 
     def hook_window(self, window: WeightWindow) -> None:
         """Accumulate gradients that reach an open window; refuse them where training computes with
@@ -377,9 +386,6 @@ class Lifecycle:
                 # The frame releases it together with its own units.
                 frame.held.append(refs)
         return param.gathered
-
-    def where(self, param: Param) -> str:
-        return self._where(param) if self._where is not None else "its tier"
 
     def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """`parameter.grad = tensor`: the tensor becomes the whole gradient."""
@@ -563,7 +569,7 @@ class Lifecycle:
 
     def _drop_casts(self, frame: Frame) -> None:
         """Drop the 16-bit copies that autocast has made of the frame's fp32 weights. It would keep
-        those of all units until its region ends, beside units that are evicted.
+        those of all units until its region ends, also of evicted ones.
 
         At the end of every such frame, whether a unit is evicted or not: a weight that is cast anew
         gets its gradient in another rounding, and memory must not decide about bits.
@@ -577,7 +583,7 @@ class Lifecycle:
         the call never got one."""
         for index in range(len(self._frames) - 1, -1, -1):
             frame = self._frames[index]
-            # A module may call itself: the Python frame of the call tells its frames apart.
+            # A module may call itself: its frames differ by the Python frame of the call.
             if frame.module is module and (
                 frame.caller is None or caller is None or frame.caller is caller
             ):
@@ -601,7 +607,7 @@ class Lifecycle:
         # No backward is expected of a forward that raised. It may come: a tensor that a hook has
         # taken from it has a graph.
         if frame.raised is None:
-            self.uses_left((*frame.held, *frame.idle))
+            self.expect_uses((*frame.held, *frame.idle))
         self.backward.call_ends(use, frame.held, frame.idle, found)
         for tensor in found:
             param = self._param_shown_by(tensor, frame)
@@ -677,44 +683,3 @@ class Lifecycle:
             raise EngineClosed(
                 f"{what}: the engine of this model was closed, and its parameters' values with it"
             )
-
-
-def attach(
-    model: torch.nn.Module,
-    units: list[Unit],
-    unsharder: Unsharder,
-    gradients: GradReducer,
-    passes: PassTracker,
-    *,
-    whole: WholeParams | None = None,
-    where: Callable[[Param], str] | None = None,
-    check_state_dict: Check | None = None,
-    activations: Activations | None = None,
-    frames: FrameStack | None = None,
-    rollback: Rollback | None = None,
-) -> Lifecycle:
-    """Make the parameters of `units` in `model` sharded parameters, and run their life cycle with
-    hooks.
-
-    The values must already be on their tiers: `rollback` alone has them from here on. Sets
-    `at_rest` and `gathered` of every Param. whole: shows parameters between passes.
-    where: names the tier of a parameter in errors.
-    check_state_dict: see `infinity._src.hooks.state_dict.Check`. activations: notes every hooked
-    module's forward, and looks at the same `frames`. rollback: undoes this; the caller does so on
-    an error.
-
-    Raises: ValueError for a tensor that shares a parameter's memory and cannot follow it.
-    """
-    return Lifecycle(
-        model,
-        units,
-        unsharder,
-        gradients,
-        passes,
-        whole=whole,
-        where=where,
-        check_state_dict=check_state_dict,
-        activations=activations,
-        frames=frames,
-        rollback=rollback,
-    )

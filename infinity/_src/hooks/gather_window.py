@@ -111,7 +111,7 @@ def _end_call(lifecycle: Lifecycle, call: BackwardUse, opened: list[WeightWindow
         if tensor_refs(window.tensor) > 1:
             used[lifecycle.refs_of(window.param.unit)] = None
             window.closes(outlives=lifecycle.unsharder.trains_on_rest(window.param.unit))
-    lifecycle.uses_left(used)
+    lifecycle.expect_uses(used)
     lifecycle.backward.call_ends(call, list(used), [], [])
 
 

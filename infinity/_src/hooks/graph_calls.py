@@ -184,8 +184,8 @@ class GraphCalls:
         """Hook the exits through which a backward from these nodes enters calls.
 
         own: this thread made the graph, so that numbers tell which call a node is in. ends: also
-        have calls finish where their arguments do not tell when backward is done with them.
-        is_ours: tells whether a leaf is a parameter of the model, where the graph may be that of
+        have calls finish where their arguments do not show when backward is done with them.
+        is_ours: returns whether a leaf is a parameter of the model, where the graph may be that of
         another model. Returns whether it enters calls.
         """
         if not self._calls:

@@ -142,7 +142,7 @@ class GradBacking(Protocol):
 
 class AccumulatorReader(Protocol):
     """Reader of an accumulator's storage, asked before the storage is written: an update that is
-    under way, or one that may be taken back and done again from it."""
+    under way, or one that may be undone and made again from it."""
 
     def before_write(self, accumulator: GradAccumulator, /) -> None:
         """Return when the accumulator may be written. Blocks for as long as that takes."""

@@ -174,8 +174,8 @@ class UnreducedGrads:
     step, and cost the memory of the whole model's gradients. Sums have the dtype in which gradients
     wait, as in a plain loop. One thread uses it at a time. dtype_of: that dtype, for each flat.
 
-    offload: of a device with memory of its own. The sums rest in pinned memory, come to the device
-    when backward comes to their unit, and are added to there, as accumulators are.
+    offload: of a device with memory of its own. The sums rest in pinned memory. They are copied to
+    the device when backward reaches their unit, and added to there, as accumulators are.
     """
 
     def __init__(
@@ -230,9 +230,10 @@ class UnreducedGrads:
         self._zeroed.get(param.unit, set()).discard(param)
 
     def prefetch(self, unit: Unit) -> None:
-        """Backward comes to this unit: start copying its sums to the device. Does not block."""
+        """Start copying the unit's sums to the device, since backward has reached it. Does not
+        block."""
         for param in self._present.get(unit, ()) if self._offload is not None else ():
-            # One that is still on its way out got its gradient just now: no other one is near.
+            # A sum that is still being copied out has just got its gradient: no other one is near.
             if param.numel and (param not in self._d2h or self._d2h[param].filled):
                 self._to_device(param)
 
@@ -299,7 +300,7 @@ class UnreducedGrads:
                 tickets.append(ticket)
                 del self._h2d[param]
         except BaseException:
-            # The memory of those that have begun goes back to torch.
+            # torch gets the memory back of copies that have begun.
             cancel_and_wait(tickets)
             raise
         return found, tickets
@@ -333,7 +334,8 @@ class DevicePrefetch:
         self._use_ended: dict[Unit, bool] = {}  # units with prefetched sums
 
     def start(self, unit: Unit) -> None:
-        """Backward comes to this unit: start copying its sums to the device. Does not block."""
+        """Start copying the unit's sums to the device, since backward has reached it. Does not
+        block."""
         self._use_ended[unit] = False
         for param in unit.params:
             # An empty `.grad` means that the loop has cleared the sum.
@@ -353,8 +355,8 @@ class DevicePrefetch:
 
     def backward_end(self) -> None:
         """A backward has ended, or was broken off. Blocks as `unit_done` does."""
-        # Also after a backward that broke off: accumulators tell by this number whether the
-        # gradient of the running backward has come.
+        # Also after a backward that broke off: by this number accumulators know whether they
+        # have the gradient of the running backward.
         self.offload.backward_count += 1
         for unit in list(self._use_ended):
             self._cancel(unit)

@@ -1,7 +1,7 @@
 """Clean-up that runs to its end, whatever fails.
 
-`run_all` takes every step of a clean-up, whatever the others raise. `cancel_and_wait` gives up on
-reads: nothing may be on its way into memory that is about to be freed.
+`run_all` takes every step of a clean-up, whatever the others raise. `cancel_and_wait` cancels reads
+and waits for them: no transfer may write into memory that is about to be freed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run_all(*steps: Callable[[], object]) -> Iterator[None]:
 
 
 def cancel_and_wait(tickets: Sequence[Ticket]) -> KeyboardInterrupt | None:
-    """Wait until nothing is on its way into the buffers of these fills, whatever became of them.
+    """Cancel these fills, and block until none of them writes to its buffers, failed or not.
 
     Returns an interrupt that came meanwhile, to be raised once the memory is freed. Faults are not
     lost: faults of updates are sticky, and reads are made anew.

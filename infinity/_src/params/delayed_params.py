@@ -60,7 +60,7 @@ class DelayedCopy:
 
     def advance(self) -> None:
         """Begin the copies if all shards are read. Never blocks."""
-        # The CPU has no copies that go on by themselves: its thread copies when it wants the unit.
+        # A CPU makes no copies in the background: the thread that wants the unit makes them.
         if self._device.copies and all(read.filled for read, _, _ in self._parts):
             self._begin()
 
@@ -107,11 +107,11 @@ class DelayedCopy:
     wait = wait_filled
 
     def cancel(self) -> None:
-        """Give it up if it has not begun. The reads go on: the delayed parameters want them."""
+        """Do not begin the copies. The reads continue: they fill the delayed parameters."""
         self._cancelled = True
 
     def end(self) -> None:
-        """Block until no copy is under way. One that has not begun still may."""
+        """Block until no copy is under way. Copies may begin afterwards."""
         for copy in self._copies:
             # Its fault is raised to those who wait for the unit.
             with contextlib.suppress(AioError):

@@ -1,31 +1,32 @@
 """The order in which passes use units: traced while it happens, followed afterwards. No tensors.
 
 A step has phases: a training forward, a backward, a forward without gradients. The schedule
-remembers the last few orders (traces) that each phase has had, and which trace came after which. So
-the distance to the next use of a unit is known over the end of a phase, and the first demand of a
-phase is foreseen even where two kinds of forward take turns:
+remembers the last few orders (traces) that each phase has had, and which trace followed which. So
+the distance to the next use of a unit is known beyond the end of a phase, and the first demand of a
+phase is foreseen even where two kinds of forward alternate:
 
-    forward  0 1 2 3      after it comes  backward  3 2 1 0      after it comes  forward ...
+    forward  0 1 2 3      followed by  backward  3 2 1 0      followed by  forward ...
 
 A unit that is used last in forward is used first in backward, and needs no second read.
 
-While a phase runs, a cursor follows one trace. A demand that does not come next is a deviation. If
-another trace begins as this phase has begun, that one is followed from here. Else the demand takes
-the unit's first free place in the trace, behind the cursor (it was left out before) or ahead. Then
-the phase may go on from there (the places between are left out) or from the cursor (the unit came
-early): both are foreseen until the next demand decides. Every place is taken once.
+While a phase runs, a cursor follows one trace. A demand of another unit than the next one is a
+deviation. If another trace begins as this phase has begun, the cursor follows that trace from here.
+Else the demand takes the unit's first free place in the trace, behind the cursor (a place that was
+skipped) or ahead. Then the phase may continue from there (it skipped the places between) or from
+the cursor (the unit came early): both are foreseen until the next demand decides. A demand takes a
+place once.
 
-A phase that strayed from its trace is remembered as it was. If it followed most of the trace, the
-order expected next time has all its units, and also the units that it left out (a layer dropped at
-random), unless they were left out the time before, too.
+The schedule remembers a phase that deviated as it was. If the phase followed most of its trace, the
+order expected next time has all its units, and also the units that it skipped (a layer dropped at
+random), unless they were skipped the time before, too.
 
-All of this depends on nothing but the demands, so ranks that demand the same units decide the same.
+All of this follows from the demands alone, so ranks that demand the same units decide the same.
 
 `PassTracker` knows which phase runs, and whether a backward is done with a unit. A forward call
-that needs a unit leaves a use of it, which ends when backward has gone past the call. Several
-forwards may leave theirs for one backward, so they are counted until a backward has ended all of
-them and freed its graph, or a step is taken (which makes earlier graphs useless). A count that is
-too high, by a use that no backward comes for, makes a gradient late and never early.
+that needs a unit makes the backward expect a use, which ends when backward has passed the call. One
+backward may have the uses of several forwards. So uses are counted until a backward has ended all
+of them and freed its graph, or a step is taken, after which earlier graphs are useless. A use for
+which no backward comes makes the count too high: then a gradient is late, and never early.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ NEVER = 1 << 60
 """The distance of a unit that the schedule does not use again."""
 
 AHEAD_MAX = 32
-"""The most units that are prefetched, however small. Bytes end it before, but in a model of many
-small units and a large one."""
+"""The most units that are prefetched, however small. The bound in bytes is reached first, except in
+a model of many small units and a large one."""
 
 LOOK_MAX = 8 * AHEAD_MAX
 """The most uses ahead that a search for these units looks at."""
@@ -75,8 +76,8 @@ class _Trace:
     """An order that a phase has had.
 
     then: the trace that is expected after it, for each phase that may follow. doubted: the phases
-    for which another trace came the last time, or none has come yet. A trace that comes once
-    replaces only what is doubted. missed: the places that were left out the last time.
+    for which another trace followed the last time, or none yet. Only then does a new trace replace
+    the expected one. missed: the places that were skipped the last time.
     """
 
     order: list[int] = dataclasses.field(default_factory=list)
@@ -90,12 +91,12 @@ class _Trace:
         for place, unit in enumerate(self.order):
             self.places.setdefault(unit, []).append(place)
 
-    def has_come(self, phase: Phase, trace: _Trace) -> None:
-        """Learn what came after this one."""
+    def followed_by(self, phase: Phase, trace: _Trace) -> None:
+        """Learn which trace followed this one."""
         if self.then.get(phase) is trace:
             self.doubted.discard(phase)
         elif phase in self.then and phase not in self.doubted:
-            # Coming once replaces nothing: two kinds of pass may take turns.
+            # Only a second sighting replaces the expected successor: passes may alternate.
             self.doubted.add(phase)
         else:
             self.then[phase] = trace
@@ -108,13 +109,13 @@ class Schedule:
     def __init__(self) -> None:
         # The latest one is last.
         self._traces: dict[Phase, list[_Trace]] = {phase: [] for phase in Phase}
-        # The latest phase that came to its end; evaluation has its own, since it comes in between.
+        # The latest phase that ended; evaluation has its own, since it runs between the others.
         self._ended: dict[bool, _Trace | None] = {}
         self._phase = Phase.TRAIN
         self._trace = _Trace()  # the one that is followed
         self._cursor = 0  # the place that comes next
-        self._left: int | None = None  # the place that came next before the last demand jumped
-        self._taken: set[int] = set()  # places whose demand has come
+        self._skipped: int | None = None  # the next place before the last demand jumped
+        self._taken: set[int] = set()  # places that a demand took
         self._record: list[int] | None = None
         self._record_places: list[int] = []  # places that the record's demands took; -1: none
         self._foreseen = 0  # demands of the record
@@ -153,7 +154,7 @@ class Schedule:
             evaluates = self._phase is Phase.EVAL
             before = self._ended.get(evaluates)
             if before is not None:
-                before.has_come(self._phase, trace)
+                before.followed_by(self._phase, trace)
             self._ended[evaluates] = self._trace = trace
             self._go_to(len(trace.order))
         self._record = None
@@ -176,7 +177,7 @@ class Schedule:
         """
         found: set[int] = set()
         here = self._trace.order
-        # Until it is known which way the phase goes on, the two ways take turns.
+        # Until it is known how the phase continues, the two courses alternate.
         ways = [range(way, len(here)) for way in self._ways()]
         places = (
             place for row in itertools.zip_longest(*ways) for place in row if place is not None
@@ -223,7 +224,7 @@ class Schedule:
             if len(one.order) >= count and one.order[count - 1] == unit
         ]
         order = self._trace.order
-        for way in sorted(self._ways()):  # where both ways agree, the one that leaves nothing out
+        for way in sorted(self._ways()):  # where both ways agree, the one that skips nothing
             if way < len(order) and order[way] == unit:
                 self._take(way)
                 return True
@@ -240,28 +241,28 @@ class Schedule:
             # The trace has no free place of this unit, so the cursor stays.
             self._record_places.append(-1)
         else:
-            left = self._cursor
+            before = self._cursor
             self._take(place)
-            # The phase may go on from where it left the trace: both ways are foreseen.
-            if left != self._cursor and left < len(order):
-                self._left = left
+            # The phase may continue from where it left the trace: both courses are foreseen.
+            if before != self._cursor and before < len(order):
+                self._skipped = before
         return False
 
     def _ways(self) -> tuple[int, ...]:
-        """The places from which the phase may go on, the likelier first."""
-        return (self._cursor,) if self._left is None else (self._cursor, self._left)
+        """The places from which the phase may continue, the likelier first."""
+        return (self._cursor,) if self._skipped is None else (self._cursor, self._skipped)
 
     def _go_to(self, place: int) -> None:
         """Follow the trace from there, all of it free."""
         self._cursor = place
-        self._left = None
+        self._skipped = None
         self._taken.clear()
 
     def _take(self, place: int) -> None:
         """The demand of this place has come; the next free one is next."""
         self._taken.add(place)
         self._record_places.append(place)
-        self._left = None
+        self._skipped = None
         while place in self._taken:
             place += 1
         self._cursor = place
@@ -283,32 +284,32 @@ class Schedule:
         return self._traces[phase][-1] if self._traces[phase] else _Trace()
 
     def _completed(self, record: list[int]) -> tuple[list[int], set[int]]:
-        """Return the record with the units that it left out of the trace, and their places.
+        """Return the record with the units of the trace that it skipped, and their places.
 
-        Units that were left out the time before, too, are not added.
+        Units that were skipped the time before, too, are not added.
         """
         order: list[int] = []
         missed: set[int] = set()
 
-        def add_left_out(place: int) -> None:
+        def add_skipped(place: int) -> None:
             while place < len(self._trace.order) and place not in self._taken:
                 if place not in self._trace.missed:
                     missed.add(len(order))
                     order.append(self._trace.order[place])
                 place += 1
 
-        add_left_out(0)
+        add_skipped(0)
         for unit, place in zip(record, self._record_places, strict=True):
             order.append(unit)
             if place >= 0:
-                add_left_out(place + 1)
+                add_skipped(place + 1)
         return order, missed
 
     def _remembered(self, order: list[int], missed: set[int]) -> _Trace:
         """Return the trace with this order, and remember it as the last of this phase. The oldest
         one is forgotten.
 
-        A new trace is expected to go on as the trace that the phase has strayed from.
+        A new trace is expected to continue as the trace that the phase has left.
         """
         traces = self._traces[self._phase]
         trace = next((one for one in traces if one.order == order), None)
@@ -338,11 +339,11 @@ class PassTracker:
     def __init__(self) -> None:
         self._forward: Phase | None = None
         self.in_backward = False
-        self._left: dict[Unit, int] = {}  # Uses
-        # Of these, uses of forwards without gradients. No backward comes for them, except that of
-        # a checkpoint around the whole model.
-        self._idle_left: dict[Unit, int] = {}
-        self._ended: dict[Unit, int] = {}  # of `_left`, in backwards that freed their graph
+        self._uses: dict[Unit, int] = {}  # that forwards expect of a backward
+        # Of these, uses of forwards without gradients. No backward comes for them, except for a
+        # checkpoint around the whole model.
+        self._eval_uses: dict[Unit, int] = {}
+        self._ended: dict[Unit, int] = {}  # of `_uses`, in backwards that freed their graph
         self._ended_now: dict[Unit, int] = {}  # in this backward
         self._retains_graph = False  # the graph of this backward may run again
 
@@ -363,9 +364,9 @@ class PassTracker:
         rank alone ran them.
         """
         if trains:
-            for unit, count in self._idle_left.items():
-                self._left[unit] = max(self._left.get(unit, 0) - count, 0)
-            self._idle_left.clear()
+            for unit, count in self._eval_uses.items():
+                self._uses[unit] = max(self._uses.get(unit, 0) - count, 0)
+            self._eval_uses.clear()
         self._forward = Phase.TRAIN if trains else Phase.EVAL
 
     def backward_start(self, *, retain_graph: bool) -> None:
@@ -382,11 +383,11 @@ class PassTracker:
         for unit, count in self._ended_now.items():
             self._ended[unit] = self._ended.get(unit, 0) + count
         for unit in [
-            unit for unit, count in self._left.items() if self._ended.get(unit, 0) >= count
+            unit for unit, count in self._uses.items() if self._ended.get(unit, 0) >= count
         ]:
-            del self._left[unit]
+            del self._uses[unit]
             self._ended.pop(unit, None)
-            self._idle_left.pop(unit, None)
+            self._eval_uses.pop(unit, None)
 
     def forward_end(self) -> None:
         self._forward = None
@@ -398,30 +399,30 @@ class PassTracker:
         self.step_taken()
 
     def step_taken(self) -> None:
-        """Forget all uses: none of before this step will be wanted."""
-        self._left.clear()
-        self._idle_left.clear()
+        """Forget all uses: no backward comes for graphs of before the step."""
+        self._uses.clear()
+        self._eval_uses.clear()
         self._ended.clear()
 
-    def use_left(self, unit: Unit) -> None:
-        """Count a use of the unit that a forward call left for backward."""
+    def expect_use(self, unit: Unit) -> None:
+        """Count a use of the unit that a forward call expects of backward."""
         if not self.in_backward:
-            self._left[unit] = self._left.get(unit, 0) + 1
+            self._uses[unit] = self._uses.get(unit, 0) + 1
             if self.evaluates:
-                self._idle_left[unit] = self._idle_left.get(unit, 0) + 1
+                self._eval_uses[unit] = self._eval_uses.get(unit, 0) + 1
 
-    def has_left(self, unit: Unit) -> bool:
-        """Tell whether forwards have left uses of the unit that no backward has ended yet."""
-        return self._left.get(unit, 0) > 0
+    def expects_uses(self, unit: Unit) -> bool:
+        """Return whether forwards expect uses of the unit that no backward has ended yet."""
+        return self._uses.get(unit, 0) > 0
 
     def use_ended(self, unit: Unit) -> None:
         self._ended_now[unit] = self._ended_now.get(unit, 0) + 1
 
     def all_ended(self, unit: Unit) -> bool:
-        """Tell whether this backward is done with the unit: as many uses have ended as forwards
-        have left.
+        """Return whether this backward is done with the unit: as many uses have ended as forwards
+        expect.
         """
-        return self._ended_now.get(unit, 0) >= max(self._left.get(unit, 0), 1)
+        return self._ended_now.get(unit, 0) >= max(self._uses.get(unit, 0), 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,7 +102,7 @@ class PendingReduce:
     def finished(self) -> None:
         """Block until nothing of it is under way, after a backward that broke off."""
         self.op.finished()
-        # The lane may never have come to wait for them.
+        # The lane may have ended before it waited for them.
         interrupt = cancel_and_wait(self.tickets)
         if interrupt is not None:
             raise interrupt
@@ -270,7 +270,7 @@ class ReduceScatter:
             with torch.no_grad():
                 collectives.all_reduce_or(there)
                 if present is not there:
-                    # `PendingReduce.shards` reads it behind `op`. The lane goes on meanwhile.
+                    # `PendingReduce.shards` reads it behind `op`. The lane does not wait for it.
                     present.copy_(there, non_blocking=True)
                 self._reduce(collectives, flats, held, means, errors)
 
@@ -323,7 +323,7 @@ class ReduceScatter:
                 )
                 errors[flat] = there
         except BaseException:
-            # The memory of those that have begun goes back to torch.
+            # torch gets the memory back of copies that have begun.
             cancel_and_wait(tickets)
             raise
         return errors, tickets
@@ -497,8 +497,8 @@ class GradReducer:
         return param.grad
 
     def allocate(self) -> None:
-        """Make room for the error feedback and the unreduced sums of all flats that learn, where
-        there is none yet. Raises: MemoryError."""
+        """Allocate the error feedback and the unreduced sums of all flats that learn, where there
+        is none yet. Raises: MemoryError."""
         flats = [flat for unit in self._units for flat in unit.flats if flat.learns]
         if self._reduce_scatter is not None:
             self._reduce_scatter.allocate(flats)
@@ -507,10 +507,10 @@ class GradReducer:
 
     # -- backward ----------------------------------------------------------------------------------
 
-    def backward_start(self, left: Callable[[Unit], bool]) -> None:
-        """Begin a backward. left: tells of a unit whether forwards have left uses of it."""
+    def backward_start(self, in_use: Callable[[Unit], bool]) -> None:
+        """Begin a backward. in_use: returns whether a forward expects it to use a unit."""
         if self._order is not None:
-            self._order.start(unit for unit in self._units if not left(unit))
+            self._order.start(unit for unit in self._units if not in_use(unit))
 
     def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is
@@ -535,14 +535,14 @@ class GradReducer:
             self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
 
     def _note(self, unit: Unit, start_ns: int) -> None:
-        """Draw what took until now to take in a gradient, unless it was short, as for a norm."""
+        """Add to the timeline how long a gradient took until now, unless that is short."""
         end_ns = time.monotonic_ns()
         if self._timeline is not None and end_ns - start_ns > SHORT_NS:
             self._timeline.add("gradients", unit.name, start_ns, end_ns)
 
     def prefetch(self, units: Sequence[Unit]) -> None:
-        """Backward comes to these units: start reading back gradients that spilled, and sums that
-        the device adds to. Does not block."""
+        """Start reading back spilled gradients of these units, which backward has reached, and sums
+        to which the device adds. Does not block."""
         spilled = self._buffers.spilled
         for unit in units:
             if spilled is not None:
@@ -623,7 +623,7 @@ class GradReducer:
     # -- forward and step --------------------------------------------------------------------------
 
     def free_done(self) -> None:
-        """A forward begins: free gradients on the device that are copied out. Never blocks."""
+        """Free gradients on the device that are copied out, as a forward begins. Never blocks."""
         if self._prefetch is not None:
             self._prefetch.offload.free_done()
 
@@ -697,8 +697,7 @@ class GradReducer:
             self._unreduced.cancel_prefetch()
 
     def _flush_unit(self, unit: Unit) -> None:
-        """The unit's gradients are in their accumulators: let windows and device memory go to
-        others."""
+        """Free windows and device memory of a unit whose gradients are in their accumulators."""
         if self._prefetch is not None:
             self._prefetch.unit_done(unit)
         if self._buffers.spilled is not None:

@@ -43,6 +43,8 @@ _GRAD: Any = _TENSOR.grad
 class ParamHost(Protocol):
     """The life cycle of a model, which answers for its at-rest parameters."""
 
+    tier: str  # of the values, for messages
+
     closed: bool
 
     @property
@@ -53,9 +55,6 @@ class ParamHost(Protocol):
         """The tensor that stands for the parameter here and now, gathering it if need be; None when
         released.
         """
-
-    def where(self, param: Param) -> str:
-        """The tier of the values, for messages: "nvme"."""
 
     def take_gradient(self, param: Param, grad: Tensor) -> None:
         """Make `grad` the parameter's whole gradient."""
@@ -157,7 +156,7 @@ class ShardedParameter(torch.nn.Parameter):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         link = self.infinity_link
-        where = link.owner.where(link.param)
+        where = link.owner.tier
         return (
             f"ShardedParameter({link.param.name}, shape={tuple(link.param.shape)}, "
             f"dtype={link.param.dtype}, device='{self.device}', "
@@ -259,7 +258,7 @@ class ShardedView(torch.Tensor):
         link = self.infinity_link
         return (
             f"ShardedView(of {link.param.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"on {link.owner.where(link.param)})"
+            f"on {link.owner.tier})"
         )
 
     def __format__(self, spec: str) -> str:
@@ -298,7 +297,7 @@ def raise_released(link: EngineLink, operation: str) -> NoReturn:
         raise EngineClosed(
             f"{operation} on {name}: the engine of its model was closed, and the values with it"
         )
-    where = link.owner.where(link.param)
+    where = link.owner.tier
     if is_replicating():
         raise ParameterReleased(
             f"torch.nn.DataParallel copies {name} to other devices, and it is on {where}: an "
@@ -325,7 +324,7 @@ def raise_forbidden(parameter: ShardedParameter, operation: str, instead: str) -
 
 def _describe(parameter: ShardedParameter) -> str:
     link = parameter.infinity_link
-    where = link.owner.where(link.param)
+    where = link.owner.tier
     return f"{link.param.name}, which is offloaded (on {where})"
 
 

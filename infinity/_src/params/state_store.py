@@ -268,7 +268,7 @@ class ChunkAt:
 
 
 class StateReader(Protocol):
-    """A save under way, which copies states while training goes on."""
+    """A save under way, which copies states while training continues."""
 
     def before_write(self, flats: Sequence[Flat]) -> None:
         """Return when states of these flats may be written. Blocks until they were read."""
@@ -674,7 +674,7 @@ class StateStore:
     def recover(self) -> None:
         """Let drives that refuse writes, after one that failed, try again. Blocks.
 
-        A drive that fails still refuses as before, and the next writer is told.
+        A drive that still fails refuses writes as before, and the next writer gets the error.
         """
         with contextlib.suppress(AioError):
             self._executor.recover().wait()
@@ -761,8 +761,8 @@ class StateStore:
     def commit_named_places(self) -> None:
         """Note that a commit which outlives the process has named all places in use.
 
-        Places that are given up from now on stay as they are until the next commit. Places that
-        were given up before are free.
+        Places that are released from now on stay as they are until the next commit. Places that
+        were released before are free.
         """
         # From here on `_drop` frees nothing that this commit names.
         self._places_named = True
@@ -912,7 +912,7 @@ class StateStore:
         return found
 
     def _shorten(self, shard: ShardRecords) -> None:
-        """Give back the room for states beside parameters that a commit names: the states will lie
+        """Free the extents for states behind parameters that a commit names: the states will lie
         elsewhere.
         """
         held: dict[tuple[int, int, int], int] = {}
@@ -930,7 +930,7 @@ class StateStore:
 
     def _new_keys(self, count: int) -> int:
         """Return the first of so many keys, which no chunk has had."""
-        # A key is never another flat's: it seeds checksums, which then tell chunks apart.
+        # No two flats share a key: it seeds checksums, so that chunks have different ones.
         key, self._key = self._key + 1, self._key + count
         return key
 

@@ -44,7 +44,7 @@ class UnitState(enum.Enum):
     SHARDED = "sharded"
     """No memory: the values rest on their tier (device, RAM or NVMe), each rank's shard apart."""
     STALE = "stale"
-    """Memory, and no values: they were never filled in, have changed since, or were taken back. The
+    """Memory, and no values: they were never filled in, have changed since, or were undone. The
     next `unshard` fills it."""
     PENDING = "pending"
     """Memory that is being filled: by reads and an all_gather, or by the update that computes the

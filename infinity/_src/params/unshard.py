@@ -4,26 +4,26 @@
     release(u)   u is not in use: it stays, until its memory is wanted
 
 `UnitState` (`params.unit`) names the states that a unit goes through here, and draws the ways
-between them. A released unit keeps its memory as long as there is room, so the units at a turning
-point (last in forward, first in backward; last in backward, first in the next forward) are not read
-twice. When room is wanted, the idle unit whose next use is farthest is evicted; a prefetch never
-evicts a unit that is needed sooner than the one it brings.
+between them. A released unit keeps its memory until another unit needs it, so the units at a
+turning point (last in forward, first in backward; last in backward, first in the next forward) are
+read once. The idle unit with the farthest next use is evicted first. A prefetch never evicts a unit
+that is needed sooner than the prefetched one.
 
 A unit is filled by reads of this rank's shards, then by an all_gather of the others:
 
     one rank        tickets                                           ready when they are filled
     several ranks   tickets -> a lane: all_gather, store              ready when the lane is done
 
-On several ranks all of this follows the program alone, never the times at which reads end: every
-rank unshards and evicts the same units in the same order, and a collective that has begun is never
-broken off, since the others count on it. A rank whose update failed lacks the shard that it was to
-fill: no rank gathers the unit then (`distributed.lanes`), and all, waiting for it, undo the step
+On several ranks all of this follows the program alone, never the times at which reads end. Every
+rank unshards and evicts the same units in the same order, and no rank cancels a collective that has
+begun, since the others wait for it. A rank whose update failed lacks its shard of the unit. Then no
+rank gathers the unit (`distributed.lanes`), and all ranks, which wait for it, undo the step
 (`optim.step`).
 
 Between `opt.step()` and the next forward the new values of a unit are still being computed: its
 update was submitted behind a *gate*. Filling such a unit opens the gate with the unit's buffers as
-targets, and the update hands the new parameters over as it computes them. A gate that escaped (no
-forward came in time) has updated the states at rest, and the unit is read as ever.
+targets, and the update hands the new parameters over as it computes them. A gate *escapes* if no
+forward opens it in time: its update changes the states at rest alone, and the unit is read.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,7 +54,6 @@ from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
 from infinity._src.params.cleanup import cancel_and_wait
 from infinity._src.params.delayed_params import DelayedCopy
-from infinity._src.params.kept_units import KeptUnits
 from infinity._src.params.module_buffers import ModuleBuffers
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Phase, Progress
 from infinity._src.params.reduce import GradReducer
@@ -156,7 +155,7 @@ class Unsharder:
         sizes = [unit.on_device for unit in units]
         self.gathered_bytes_max = gathered_room(sizes, passes)
         self._kept = KeptUnits(kept_room(sizes, passes))
-        # Of units whose sums of gradients come back to the device at once.
+        # Of the units whose sums of gradients are prefetched to the device together.
         self._sums_bytes_max = room_bytes([unit.size_bytes for unit in units], SUMS_UNITS - 1)
         self._updates: dict[Unit, PendingUpdate] = {}
         # The unit that is being unsharded has no reference yet, and must not be evicted for the
@@ -208,7 +207,7 @@ class Unsharder:
         if unit.state is SHARDED:
             self.demand_reads += 1
             self._allocate_and_fill(unit, Priority.DEMAND, version)
-        elif unit.state is STALE:  # its values were taken back, or an interrupt broke its fill off
+        elif unit.state is STALE:  # its values were undone, or an interrupt broke its fill off
             self._fill(unit, Priority.DEMAND, version)
         # Before waiting: reads of the units to come are under way while this thread sleeps.
         self.prefetch_ahead()
@@ -271,7 +270,7 @@ class Unsharder:
         """
         size_bytes = unit.size_bytes
         if priority is Priority.DEMAND:
-            # Else what was begun for a pass that went another way would stay beside this unit.
+            # Prefetches for a pass that took another course would keep their memory otherwise.
             while not self._make_room(size_bytes, NEVER) and self._evict_prefetched(unit):
                 pass
         # Booked before the state says that there is memory, so that an interrupt between the two
@@ -307,8 +306,8 @@ class Unsharder:
                     raise torch.OutOfMemoryError(self._no_room(unit, error)) from error
 
     def _stop_keeping(self, error: torch.OutOfMemoryError) -> bool:
-        """Let units that stay for the next slice be evicted, in this pass. Returns whether there
-        were any."""
+        """Allow the eviction of units that stay for the next slice, in this pass. Returns whether
+        there were any."""
         if not self._kept.pause():
             return False
         log.warning(
@@ -319,7 +318,7 @@ class Unsharder:
         return True
 
     def _evict_prefetched(self, wanted: Unit) -> bool:
-        """Evict the unit that is wanted last of those that are being filled and are not in use yet.
+        """Evict the prefetched unit with the farthest next use, of units that are being filled.
         Blocks for its reads. Returns whether there was one.
         """
         return self._evict_last(
@@ -558,14 +557,14 @@ class Unsharder:
         self._pending.changed(unit)
 
     def _finish_pending(self, unit: Unit) -> None:
-        """Finish a fill that no gather has waited for, or make it if its values were taken back."""
+        """Finish a fill that no gather has waited for, or make it if its values were undone."""
         if unit.state is STALE:
             self._fill(unit, Priority.DEMAND, self._versions[unit])
         if unit.state is PENDING:
             self._finish_fill(unit)
 
     def _cancel(self, unit: Unit) -> None:
-        """Give up the unit's values, and those on their way. The memory stays allocated."""
+        """Drop the unit's values, and cancel its fill. The memory stays allocated."""
         if unit.state is UNSHARDED:
             unit.move_to(STALE)
         elif unit.state is PENDING:
@@ -630,12 +629,12 @@ class Unsharder:
 
     def backward_start(self) -> None:
         if self._in_any_order:
-            # Rank 0 may have left out what another rank still waits for. Once it has begun a
-            # reduction, the others could no longer launch that gather (`launch_order`).
+            # Rank 0 may have skipped a gather for which another rank still waits. Once rank 0 has
+            # begun a reduction, that gather cannot be launched any more (`launch_order`).
             for unit in self.units:
                 self._finish_pending(unit)
         self._passes.backward_start(retain_graph=graph_is_kept())
-        self._gradients.backward_start(self._passes.has_left)
+        self._gradients.backward_start(self._passes.expects_uses)
         self._clock.enter("backward")
         self._schedule.start(Phase.BACKWARD)
         self._prefetches = True
@@ -732,12 +731,12 @@ class Unsharder:
             self._begin(unit, (), self._versions[unit])
 
     def end_copies(self, unit: Unit) -> None:
-        """Return when nothing copies the unit's delayed parameters to the device any more."""
+        """Block until nothing copies the unit's delayed parameters to the device."""
         self._pending.end_copies(unit)
 
     def mark_stale(self, units: Iterable[Unit]) -> None:
-        """Give up the values of these units: a write of them was taken back. Blocks while they
-        are being filled.
+        """Drop the values of these units, since a write of them was undone. Blocks while they are
+        being filled.
         """
         for unit in units:
             self._changed(unit)
@@ -876,11 +875,11 @@ class PendingUnshard:
             ticket.wait_filled()
 
     def cancel_and_wait(self) -> KeyboardInterrupt | None:
-        """Return when nothing is on its way into the memory, whatever became of it. Returns an
-        interrupt that came meanwhile.
+        """Block until nothing writes to the memory, failed or not. Returns an interrupt that came
+        meanwhile.
 
-        Sets `stuck` where that cannot be had: a rank has failed, and a call that waited for it does
-        not return.
+        Sets `stuck` where the wait has no end: a rank has failed, and a collective that waited for
+        it does not return.
         """
         if self.op is None:
             return cancel_and_wait(self.tickets)
@@ -964,7 +963,7 @@ class PendingUnshards:
                 fill.delayed.advance()
 
     def end_copies(self, unit: Unit) -> None:
-        """Return when nothing copies the unit's delayed parameters to the device any more."""
+        """Block until nothing copies the unit's delayed parameters to the device."""
         op = self._copying.get(unit)
         if op is not None:
             op.finished()
@@ -998,8 +997,8 @@ class PendingUnshards:
         del self._by_unit[unit]
 
     def cancel(self, unit: Unit) -> KeyboardInterrupt | None:
-        """Give up what is on its way into the memory of the unit, which is PENDING, and return when
-        nothing is: the unit is STALE. Returns an interrupt that came meanwhile.
+        """Cancel the fill of the unit, which is PENDING, and block until nothing writes to its
+        memory: the unit is STALE. Returns an interrupt that came meanwhile.
         """
         fill = self._by_unit[unit]
         interrupt = fill.cancel_and_wait()
@@ -1048,16 +1047,63 @@ class PendingUnshards:
         return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, needs, excuses)
 
     def close(self) -> None:
-        """Return when nothing is under way, and forget everything. Raises: RankFailed where that
-        cannot be had; nothing is freed then."""
+        """Block until nothing is under way, and forget everything. Raises: RankFailed where that
+        never ends; nothing is freed then."""
         for unit in list(self._by_unit):
             if unit.state is PENDING:
                 self.cancel(unit)
-        # Copies from and to pinned memory that is freed next: no ticket tells when they have ended.
+        # No ticket says when copies from and to pinned memory have ended, which is freed next.
         self._comm.drain()
         self._copying.clear()
         if self.secondary is not None:
             self.secondary.close()
+
+
+class KeptUnits:
+    """The units that stay gathered from slice to slice of their block (`inf.microbatched`), of one
+    block at a time. bytes_max: for each block (`memory.device_room.kept_room`).
+
+    A block runs its forward once for each slice, and backward takes it slice by slice. The first
+    demand of a unit gathers it. It is not evicted until a unit of another block is demanded, so the
+    demands of the other slices find it. Ranks that demand the same units keep the same.
+    """
+
+    def __init__(self, bytes_max: Mapping[int, int]) -> None:
+        self._bytes_max = bytes_max
+        self._block: int | None = None
+        self._units: set[Unit] = set()
+        self._remaining_bytes = 0
+        self._paused = False
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._units
+
+    def keep(self, unit: Unit) -> None:
+        """Note a demand of the unit: it stays if it fits, and those of another block no longer."""
+        if unit.block != self._block:
+            self._let_go()
+            self._block = unit.block
+            self._remaining_bytes = self._bytes_max[unit.block] if unit.block is not None else 0
+        stays = unit.block is not None and unit not in self._units and not self._paused
+        if stays and unit.size_bytes <= self._remaining_bytes:
+            self._units.add(unit)
+            self._remaining_bytes -= unit.size_bytes
+
+    def pause(self) -> bool:
+        """Keep none in the rest of this pass. Returns whether any stayed until now."""
+        had_some = bool(self._units)
+        self._let_go()
+        self._paused = True
+        return had_some
+
+    def clear(self) -> None:
+        """Keep none of those before: a pass begins or ends."""
+        self._let_go()
+        self._paused = False
+
+    def _let_go(self) -> None:
+        self._units.clear()
+        self._block = None
 
 
 def _parts(flat: Flat) -> torch.Tensor:

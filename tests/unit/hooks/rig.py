@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src.hooks.forward import Lifecycle, attach
+from infinity._src.hooks.forward import Lifecycle
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.prefetch_schedule import PassTracker
@@ -201,13 +201,13 @@ class Rig:
         self.units = make_units(model, groups(model))
         self.unsharder = RamUnsharder(self.units, eager=eager)
         self.unsharder.adopt()
-        self.lifecycle: Lifecycle = attach(
+        self.lifecycle: Lifecycle = Lifecycle(
             model,
             self.units,
             self.unsharder,
             self.unsharder,
             PassTracker(),
-            where=lambda _: "nvme",
+            tier="nvme",
             **options,
         )
         self.params = {param.name: param for unit in self.units for param in unit.params}

@@ -29,10 +29,10 @@ B = TypeVar("B")
 R = TypeVar("R")
 
 
-class Accumulation:
-    """Accumulation of gradients over the micro-batches of one model.
+class JointBackward:
+    """One backward for the forwards of several micro-batches of one model.
 
-    named: `Policy.units`. on_any_rank: tells of a flag of this rank's micro-batches whether it is
+    named: `Policy.units`. on_any_rank: returns whether a flag of this rank's micro-batches is
     set on some rank.
     """
 
