@@ -210,6 +210,30 @@ def test_the_layers_are_those_of_setup_cfg() -> None:
     assert used == listed.keys(), f"setup.cfg lacks {listed.keys() - used}"
 
 
+def test_walks_are_short_and_climb_no_layer() -> None:
+    """From a hook to a kernel in at most twelve files, of which each is on the layer of the one
+    before or on a lower one."""
+    walks = [PATH.findall(cells[1]) for cells in table("walk")]
+    assert len(walks[0]) <= 12
+    assert len(walks[1]) + len(walks[2]) <= 12
+    assert len(walks) == 3
+    layers = layers_of_setup()
+
+    def depth(file: str) -> int:
+        name = file.removesuffix(".py").replace("/", ".")
+        name = f"infinity.{name}" if name.startswith("aio") else f"infinity._src.{name}"
+        return max(
+            at
+            for at, layer in enumerate(layers)
+            if any(f"{name}.".startswith(f"{module}.") for module in layer)
+        )
+
+    for walk in walks:
+        depths = [depth(file) for file in walk if file.endswith(".py")]
+        assert depths == sorted(depths)
+        assert [file for file in walk if file.endswith(".py")] == walk[: len(depths)]
+
+
 def test_a_word_has_one_row_and_one_meaning() -> None:
     glossary = table("word")
     assert len(glossary) > 20
