@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -21,6 +22,7 @@ from infinity._src.distributed.transport import Transport
 from infinity._src.engine.handle import offload
 from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity.aio import Seam
+from infinity.errors import BudgetError
 from tests import models
 from tests.reference import (
     ReferenceAdamW,
@@ -240,6 +242,13 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     state = model.state_dict()
     names = dict.fromkeys(whole_name(name) or name for name, _ in model.named_parameters())
     return {name: state[name].detach().to("cpu", copy=True) for name in names}
+
+
+def least_ram(model: nn.Module, policy: inf.Policy) -> int:
+    """The smallest `ram` that works, as the error says of one that does not."""
+    with pytest.raises(BudgetError) as caught:
+        offload(model, policy)
+    return int(str(caught.value).split("works is ")[1].split(" bytes")[0])
 
 
 def _clip(model: nn.Module, max_norm: float | None) -> torch.Tensor:

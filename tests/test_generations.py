@@ -4,6 +4,7 @@ loop's bits all the same."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,7 @@ def policy(tmp_path: Path, **values: Any) -> inf.Policy:
     return inf.Policy(**{"generations": 2, **values})
 
 
-@pytest.mark.parametrize(
-    ("update", "placement"), alternating(["deferred", "backward"], PLACEMENTS)
-)
+@pytest.mark.parametrize(("update", "placement"), alternating(["deferred", "backward"], PLACEMENTS))
 def test_the_bits_are_those_of_the_plain_loop(tmp_path, placement, update):
     ours = harness.offloaded(SMALL, policy(tmp_path, update=update, **PLACEMENTS[placement]))
     harness.assert_equal(ours, harness.reference(SMALL))
@@ -195,11 +194,7 @@ def batches() -> list[Any]:
     return models.token_batches(12)
 
 
-def values_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def plain(tmp_path: Path) -> tuple[Any, Any]:
+def plain() -> tuple[Any, Any]:
     """The same model without generations, to compare with."""
     model = offload(small(), inf.Policy(params="cpu", optim="cpu"))
     return model, inf.AdamW(model.parameters(), lr=1e-2)
@@ -213,31 +208,48 @@ def speculating(tmp_path: Path, **values: Any) -> tuple[Any, Any]:
     return model, inf.AdamW(model.parameters(), lr=1e-2)
 
 
+def writes_of(model: Any) -> int:
+    """Count the writes of the drives so far, and close the model."""
+    handle = inf.handle(model)
+    handle.pipeline.wait()
+    count = sum(drive.writes for drive in handle.parts.tiers.executor.stats().drives)
+    handle.close()
+    return count
+
+
+def as_plain(tmp_path: Path, loop: Callable[[Any, Any], list[Any]], **values: Any) -> Any:
+    """Run a loop on a plain model and on one that speculates, with the same results and parameters.
+    Returns the counters of the second."""
+    found = []
+    for model, optimizer in (plain(), speculating(tmp_path, **values)):
+        found.append((loop(model, optimizer), harness.values_of(model)))
+        stats = inf.handle(model).stats()
+        inf.handle(model).close()
+    (ours, our_values), (theirs, their_values) = found
+    assert ours == theirs
+    assert all(torch.equal(value, their_values[name]) for name, value in our_values.items())
+    return stats
+
+
 @pytest.mark.parametrize("mode", ["skip", "raise"])
 def test_gradients_that_are_not_finite_leave_no_trace(tmp_path, batches, mode):
-    pairs = [plain(tmp_path), speculating(tmp_path, on_nonfinite=mode)]
-    losses = []
-    for model, optimizer in pairs:
+    def loop(model: Any, optimizer: Any) -> list[Any]:
         got = [stepped(model, optimizer, batch) for batch in batches[:3]]
-        if optimizer is pairs[1][1]:
+        handle = inf.handle(model)
+        if handle.policy.speculates:
             (models.loss_of(model, batches[3]) * float("nan")).backward()
-            before = inf.handle(model).stats()
             # all are written already
-            assert len(inf.handle(model).parts.mode._ahead) == before.units
+            assert len(handle.parts.mode._ahead) == handle.stats().units
             if mode == "raise":
                 with pytest.raises(NonFiniteGradient, match="no state was touched"):
                     optimizer.step()
             else:
                 optimizer.step()
-            assert inf.handle(model).stats().updates_withdrawn == before.units
+            assert handle.stats().updates_withdrawn == handle.stats().units
             optimizer.zero_grad()
-        got += [stepped(model, optimizer, batch) for batch in batches[4:7]]
-        losses.append(got)
-    assert losses[0] == losses[1]
-    ours, theirs = (values_of(model) for model, _ in pairs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    for model, _ in pairs:
-        inf.handle(model).close()
+        return got + [stepped(model, optimizer, batch) for batch in batches[4:7]]
+
+    as_plain(tmp_path, loop, on_nonfinite=mode)
 
 
 def evaluate(model: Any, batch: Any) -> Any:
@@ -279,8 +291,7 @@ def values(model: Any, batch: Any) -> Any:
     ids=lambda look: look.__name__,
 )
 def test_nobody_sees_what_ran_ahead_of_its_step(tmp_path, batches, look):
-    found = []
-    for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
+    def loop(model: Any, optimizer: Any) -> list[Any]:
         got: list[Any] = [stepped(model, optimizer, batch) for batch in batches[:2]]
         for batch in batches[2:6]:
             models.loss_of(model, batch).backward()
@@ -289,23 +300,19 @@ def test_nobody_sees_what_ran_ahead_of_its_step(tmp_path, batches, look):
                 optimizer.param_groups[0]["lr"] *= 0.5
             optimizer.step()
             optimizer.zero_grad()
-        got += [stepped(model, optimizer, batch) for batch in batches[6:]]
-        found.append((got, values_of(model)))
-        stats = inf.handle(model).stats()
-        inf.handle(model).close()
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+        return got + [stepped(model, optimizer, batch) for batch in batches[6:]]
+
+    stats = as_plain(tmp_path, loop)
     assert stats.updates_withdrawn >= stats.units
 
 
 @pytest.mark.parametrize("reads", ["gather", "forward"])
 def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches, reads):
-    found = []
-    for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
+    def loop(model: Any, optimizer: Any) -> list[Any]:
         first, *_, last = model.parameters()
         got: list[Any] = []
 
-        def look(_param: Any, model: Any = model, last: Any = last, got: list[Any] = got) -> None:
+        def look(_param: Any) -> None:
             with torch.no_grad(), inf.handle(model).gather(last):
                 got.append(
                     models.loss_of(model, batches[7]).item()
@@ -314,26 +321,22 @@ def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches,
                 )
 
         first.register_post_accumulate_grad_hook(look)
-        got += [stepped(model, optimizer, batch) for batch in batches[:5]]
-        found.append((got, values_of(model)))
-        stats = inf.handle(model).stats()
-        inf.handle(model).close()
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+        losses = [stepped(model, optimizer, batch) for batch in batches[:5]]
+        return got + losses
+
+    stats = as_plain(tmp_path, loop)
     assert 0 < stats.updates_withdrawn <= 2 * stats.units
 
 
 @pytest.mark.parametrize(("update", "nth"), alternating(["deferred", "backward"], [0, 3, 7]))
 def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batches, update, nth):
-    reference, its_optimizer = plain(tmp_path)
+    reference, its_optimizer = plain()
     wanted = [stepped(reference, its_optimizer, batch) for batch in batches[:5]]
     probe = offload(small(), policy(tmp_path, update=update, **PLACEMENTS["nvme min"]))
     optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
     for batch in batches[:2]:
         stepped(probe, optimizer, batch)
-    inf.handle(probe).flush()
-    before = sum(drive.writes for drive in inf.handle(probe).parts.tiers.executor.stats().drives)
-    inf.handle(probe).close()
+    before = writes_of(probe)
 
     seam = Seam(fault=Fault("write", before + nth, lasting=True))
     model = offload(small(), policy(tmp_path, update=update, **PLACEMENTS["nvme min"]), _seam=seam)
@@ -354,7 +357,7 @@ def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batche
         )
     assert undone == 1
     assert got == wanted
-    ours, theirs = values_of(model), values_of(reference)
+    ours, theirs = harness.values_of(model), harness.values_of(reference)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert inf.handle(model).stats().steps_undone == 1
     inf.handle(model).close()
@@ -380,7 +383,7 @@ def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
                 assert not undone
         assert inf.handle(model).stats().steps_undone == (inf.handle(model).policy.generations == 2)
         stepped(model, optimizer, batches[2])
-        values = values_of(model)
+        values = harness.values_of(model)
         inf.handle(model).close()
         return values
 
@@ -388,23 +391,20 @@ def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
     probe = offload(small(), slow)
     optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
     stepped(probe, optimizer, batches[0])
-    inf.handle(probe).flush()
-    writes = sum(drive.writes for drive in inf.handle(probe).parts.tiers.executor.stats().drives)
-    inf.handle(probe).close()
+    writes = writes_of(probe)
     model = offload(
         small(),
         slow,
         _seam=Seam(fault=Fault("write", writes + 4, lasting=True), write_bytes_per_s=5e6),
     )
     ours = run(model, inf.AdamW(model.parameters(), lr=1e-2))
-    theirs = run(*plain(tmp_path))
+    theirs = run(*plain())
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("order", ["together", "twice"])
 def test_a_graph_that_runs_again_meets_the_values_that_it_saved(tmp_path, batches, order):
-    found = []
-    for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
+    def loop(model: Any, optimizer: Any) -> list[Any]:
         got = [stepped(model, optimizer, batch) for batch in batches[:3]]
         first = models.loss_of(model, batches[3])
         second = models.loss_of(model, batches[4]) if order == "together" else first
@@ -412,26 +412,22 @@ def test_a_graph_that_runs_again_meets_the_values_that_it_saved(tmp_path, batche
         second.backward()  # the first one was taken for the last
         optimizer.step()
         optimizer.zero_grad()
-        got += [stepped(model, optimizer, batch) for batch in batches[5:]]
-        found.append((got, values_of(model)))
-        stats = inf.handle(model).stats()
-        inf.handle(model).close()
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+        return got + [stepped(model, optimizer, batch) for batch in batches[5:]]
+
+    stats = as_plain(tmp_path, loop)
     assert stats.updates_withdrawn >= stats.units
 
 
 def test_an_interrupt_that_meets_a_submission_leaves_no_update_that_nobody_knows_of(
     tmp_path, batches, monkeypatch
 ):
-    found = []
-    for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
+    def loop(model: Any, optimizer: Any) -> list[Any]:
         got = [stepped(model, optimizer, batch) for batch in batches[:3]]
         pipeline = inf.handle(model).pipeline
         if inf.handle(model).policy.speculates:
             start = pipeline.start
 
-            def interrupted(*args: Any, start: Any = start, **values: Any) -> Any:
+            def interrupted(*args: Any, **values: Any) -> Any:
                 start(*args, **values)
                 raise KeyboardInterrupt
 
@@ -439,11 +435,9 @@ def test_an_interrupt_that_meets_a_submission_leaves_no_update_that_nobody_knows
                 patch.setattr(pipeline, "start", interrupted)
                 models.loss_of(model, batches[3]).backward()
             optimizer.zero_grad()
-        got += [stepped(model, optimizer, batch) for batch in batches[4:8]]
-        found.append((got, values_of(model)))
-        inf.handle(model).close()
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[0][1][name], found[1][1][name]) for name in found[0][1])
+        return got + [stepped(model, optimizer, batch) for batch in batches[4:8]]
+
+    as_plain(tmp_path, loop)
 
 
 def test_delayed_updates_keep_one_generation(tmp_path):
@@ -464,10 +458,7 @@ def test_counts_of_a_class_of_torch_go_back_with_all_steps_since_the_commit(tmp_
         return model, optimizer
 
     model, _ = begun(None, tmp_path / "probe")
-    inf.handle(model).pipeline.wait()
-    drives = inf.handle(model).parts.tiers.executor.stats().drives
-    inf.handle(model).close()
-    fault = Fault("write", sum(drive.writes for drive in drives) + 3, lasting=True)
+    fault = Fault("write", writes_of(model) + 3, lasting=True)
     model, optimizer = begun(Seam(fault=fault), tmp_path / "struck")
     with pytest.raises(StepUndone):
         stepped(model, optimizer, batches[2])

@@ -15,6 +15,7 @@ from infinity._src.engine.handle import offload
 from infinity.aio import Seam
 from infinity.errors import SecondOrderUnsupported, StateInvalid
 from tests import models
+from tests.harness import values_of
 from tests.reference import ReferenceAdamW
 
 BATCHES = models.token_batches(12)
@@ -37,10 +38,6 @@ def plain() -> tuple[nn.Module, ReferenceAdamW]:
     return model, ReferenceAdamW(
         [{"params": params}], lr=1e-2, weight_decay=1e-2, order=iter(params)
     )
-
-
-def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def assert_same(model: nn.Module, reference: nn.Module) -> None:

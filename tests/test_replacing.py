@@ -20,8 +20,9 @@ from infinity._src.memory.ledger import LEDGER
 from infinity._src.params import spill
 from infinity._src.params.unit import Unit
 from infinity.aio import Fault, Format, Seam
-from infinity.errors import AioError, BudgetError, StateInvalid, SwapFullError
+from infinity.errors import AioError, StateInvalid, SwapFullError
 from tests import harness, models
+from tests.harness import values_of
 from tests.marks import mostly_slow
 from tests.unit.params.test_state_store import fetched, make_flat, make_store
 
@@ -39,9 +40,7 @@ def policy(tmp_path: Path, **values: Any) -> inf.Policy:
 def least(**values: Any) -> int:
     """The smallest `ram` that works when gradients may spill, as the error of one that does not
     says."""
-    with pytest.raises(BudgetError) as caught:
-        offload(models.make(deep), policy(Path("/tmp"), ram=1, **values))
-    return int(str(caught.value).split("works is ")[1].split(" bytes")[0])
+    return harness.least_ram(models.make(deep), policy(Path("/tmp"), ram=1, **values))
 
 
 @functools.cache
@@ -59,10 +58,6 @@ def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The parameters of the first units, and those of the last."""
     found = list(model.parameters())
     return found[: len(found) // 2], found[len(found) // 2 :]
-
-
-def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def masks_of(model: nn.Module) -> dict[str, list[list[int]]]:

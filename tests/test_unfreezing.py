@@ -15,7 +15,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.engine.handle import offload
 from infinity.errors import BudgetError
-from tests.harness import one_thread
+from tests.harness import one_thread, values_of
 from tests.reference import ReferenceAdamW
 
 NVME: dict[str, Any] = {"params": "nvme", "optim": "nvme"}
@@ -93,10 +93,6 @@ class Late:
 
     def step(self) -> None:
         self._optimizer.step()
-
-
-def values_of(model: Any) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @functools.cache

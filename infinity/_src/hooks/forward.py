@@ -646,7 +646,7 @@ class Lifecycle:
         if frame.use is not None:
             frame.use.abandon()
         while frame.idle:
-            frame.idle.pop().take_back()
+            frame.idle.pop().undo_lend()
         while frame.held:
             try:
                 frame.held.pop().release(check=check)

@@ -4,7 +4,7 @@
     acquire / release    the same for a running forward or an active use; meanwhile the gathered
                          parameters lie in the modules' `_parameters`, where recompute, which may
                          call `forward` past all hooks, finds them
-    lend / take_back     these parameters lie there without a reference, for a call that gives them
+    lend / undo_lend     these parameters lie there without a reference, for a call that gives them
                          gradients and does not read them
 
 Checks: on the way in, every module still has the sharded parameter that the engine put there. On
@@ -236,7 +236,7 @@ class UnitRefs:
             for parameters, attr, _, tensor in self._sites:
                 put(parameters, attr, tensor)
 
-    def take_back(self) -> None:
+    def undo_lend(self) -> None:
         if self._acquired == 0:
             for parameters, attr, at_rest, _ in self._sites:
                 put(parameters, attr, at_rest)

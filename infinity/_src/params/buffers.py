@@ -53,8 +53,8 @@ class GradBuffers:
         return self._shards.size_bytes
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Make room for the flats that have none yet. Memory that exists stays, with the gradients
-        in it."""
+        """Allocate memory for the flats that have none yet. Memory that exists stays, with the
+        gradients in it."""
         # A flat that spills has windows instead (`SpilledGradients`).
         self._shards.allocate([flat for flat in flats if not self.spills(flat)])
 
@@ -92,8 +92,8 @@ class GradBuffers:
             return torch.empty(numel, dtype=self.dtype(param.flat), device="meta")
         shard = self._shards.get(param.flat)
         if shard is None:
-            # No optimizer holds it. The accumulator has memory of its own, which costs nothing
-            # until a gradient is written there, until `place_accumulator` or `hold` moves it.
+            # No optimizer holds it. The accumulator has memory of its own until
+            # `place_accumulator` or `hold` moves it; untouched pages cost nothing.
             return torch.empty(numel, dtype=self.dtype(param.flat))
         return shard[start : start + numel]
 
@@ -142,9 +142,9 @@ class GradBuffers:
             accumulator.undo_move(before, backing)
             raise
         self._placed.add(param)
-        self._give_up(param)
+        self._free_spilled(param)
 
-    def _give_up(self, param: Param) -> None:
+    def _free_spilled(self, param: Param) -> None:
         """Free the memory in RAM of a flat whose gradients spill from now on."""
         self._unheld.discard(param)
         flat = param.flat
@@ -206,7 +206,7 @@ class UnreducedGrads:
 
     def add(self, param: Param, grad: torch.Tensor) -> None:
         """Add a fresh gradient [param.shape]; the first since `pop` is copied."""
-        # A flat that was thawed, and that no optimizer holds, has no room yet.
+        # A flat that was unfrozen, and that no optimizer holds, has no memory yet.
         self.allocate([param.flat])
         total = self._sum_of(param)
         present = self._present.setdefault(param.unit, set())

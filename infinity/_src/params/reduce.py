@@ -85,8 +85,8 @@ class PendingReduce:
         reduced. Raises: RankFailed."""
         # The host reads the flags, so it waits for the lane's kernels.
         self.op.finished()
-        # After it: where a rank has failed meanwhile this raises, and no flag is read that the
-        # aborted collective has left. It puts the stream behind the lane's, too.
+        # Second: raises where a rank has failed meanwhile, before flags of an aborted collective
+        # are read. It orders this stream behind the lane's, too.
         self.op.wait()
         # Not earlier: the lane reads these gradients until the op is done.
         self.held.clear()
@@ -111,7 +111,7 @@ class PendingReduce:
 class FlagBuffers:
     """Pinned memory in which flags come from the device: the lane that copies them is not held up.
 
-    Buffers go round: more than can be under way at once. One thread uses it at a time.
+    The buffers are a ring of more than can be under way at once. One thread uses it at a time.
     """
 
     COUNT = REDUCING_UNITS + 2
@@ -243,7 +243,7 @@ class ReduceScatter:
         """
         flats = [flat for flat in unit.flats if flat.learns]
         _check_reducible(flats, self._dtype_of)
-        self.allocate(flats)  # flats that were thawed, and that no optimizer holds
+        self.allocate(flats)  # flats that were unfrozen, and that no optimizer holds
         params = [param for flat in flats for param in flat.params]
         flags = [param in gradients for param in params]
         device = unit.flats[0].tensor.device
@@ -607,7 +607,7 @@ class GradReducer:
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients add up in this rank's whole sums, if the policy has them."""
         if self._unreduced is not None:
-            self.allocate()  # flats that were thawed, and that no optimizer holds
+            self.allocate()  # flats that were unfrozen, and that no optimizer holds
             # Accumulators are made in one order on all ranks, whichever parameters each rank uses.
             for unit in self._units:
                 for param in unit.params:

@@ -5,10 +5,10 @@
     the unit is done          write the window to the chunks' `grad` section
     opt.step()                write the windows that are left; then updates read the sections
 
-A window is the part of the staging memory that a flat has, of its size. A micro-batch writes each
-gradient once, and reads it back unless it is the first. A window stays until another flat needs its
-room. It is not given away before its write has succeeded, so a
-failed write loses no values.
+A window is a flat's part of the staging memory, as large as the gradients of the flat. A
+micro-batch writes each gradient once, and reads it back unless it is the first. A window stays
+until another flat needs its memory, and at least until its write has succeeded: a failed write
+loses no values.
 
 Reads of values outside of a backward (materialize, norms that are not cached, zero_) go through a
 window, too.
@@ -114,7 +114,7 @@ class SpilledGradients:
         they are read."""
         param = self._params[accumulator]
         window = self._window_of(param.flat, accumulator)
-        # The gradient that it was prefetched for has come: the window may be given away again.
+        # The gradient for which it was prefetched has come: another flat may take the window.
         window.ahead = False
         start, _, numel = param.flat.layout.shard_range(param.param_index, self._rank)
         itemsize = self._dtypes[param.flat].itemsize
@@ -148,8 +148,8 @@ class SpilledGradients:
         """Start writing the gradients of a unit whose use has ended; if some are missing, at the
         next such call."""
         due, self._due = self._due, []
-        # The last gradients of a unit may come a little after its use has ended. By the end of the
-        # next use they are here, or there are none.
+        # The last gradients of a unit may come a little after its use has ended, but not after the
+        # next use has ended.
         for flat in due:
             self._start_write(flat)
         for flat in unit.flats:
@@ -269,7 +269,7 @@ class SpilledGradients:
         """Return the start of memory for a flat, and wait for it if need be: for a write, or by
         writing gradients that another flat still accumulates."""
         while (start := self._find_room(flat)) is None:
-            self._take_back(
+            self._reclaim(
                 # Cheapest first: a window that no gradient is still coming to, then a clean one,
                 # then one that was not prefetched, then one without a read under way, then the
                 # oldest.
@@ -286,7 +286,7 @@ class SpilledGradients:
             )
         return start
 
-    def _take_back(self, window: _StagingWindow) -> None:
+    def _reclaim(self, window: _StagingWindow) -> None:
         """Free a window, once its gradients are on NVMe and nothing moves them."""
         if window.dirty:
             self._start_write(window.flat)

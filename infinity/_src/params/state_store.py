@@ -817,9 +817,9 @@ class StateStore:
         planned: Sequence[ShardRecords],
         before: Mapping[Flat, ShardRecords],
     ) -> None:
-        """Give the chunks of `made` their places and tell the executor. planned: the chunks that
-        these places are to hold one day. before: what the flats are now; memory is shared with it,
-        and places.
+        """Give the chunks of `made` their places, and define them in the executor. planned: the
+        chunks for which these places must be large enough. before: the flats' chunks until now,
+        with which memory and places are shared.
 
         Raises: SwapFullError; then nothing has changed.
         """
@@ -855,8 +855,8 @@ class StateStore:
         before: ShardRecords | None,
         undo: contextlib.ExitStack,
     ) -> list[SwapExtent]:
-        """Put the places of a flat's chunks into the records: those of `before` where they will do,
-        new ones elsewhere, which are returned.
+        """Put the places of a flat's chunks into the records: those of `before` where they fit, new
+        ones elsewhere. Returns the new ones.
         """
         runs = np.flatnonzero(planned.records["run_bytes"])
         if self._space is None or not runs.size:
@@ -877,16 +877,16 @@ class StateStore:
         before: ShardRecords,
         wants: Mapping[int, Sequence[ExtentRequest]],
     ) -> dict[int, list[SwapExtent | None]]:
-        """Find the places of `before` in which the chunks of `shard` have room, without a change to
-        what `before` has there.
+        """Find the places of `before` into which the chunks of `shard` fit, and in which nothing of
+        `before` changes.
         """
-        # Other formats have more than a parameter, which new sections would overwrite. And what
-        # the last commit of a durable run names stays as it is.
+        # Formats with more than a parameter have sections there that new ones would overwrite. And
+        # places that the last commit of a durable run names stay as they are.
         if before.format is not Format.RAW or self._places_named:
             return {}
         there = {(place.layer, place.drive, place.offset): place for place in before.places}
         old = before.records
-        # The parameter comes first in its run: it stays, or there is none.
+        # The parameter is first in its run: it stays where it is, or is elsewhere in both.
         alike = (old["section_at"][:, 0] < 0) == (shard.records["section_at"][:, 0] < 0)
         columns = [
             (old[file].tolist(), old[drive].tolist(), old[offset].tolist())
@@ -896,7 +896,7 @@ class StateStore:
         for index, requests in wants.items():
             group: list[SwapExtent | None] = []
             for request, (files, drives, offsets) in zip(requests, columns, strict=False):
-                # Without optimizer a step may have exchanged the places: then it is another layer.
+                # A step may have exchanged the places: then the place is in another layer.
                 key = (files[index], drives[index], offsets[index])
                 place = there.get(key) if files[index] == request.layer else None
                 if not request.size_bytes:
@@ -948,8 +948,8 @@ class StateStore:
     def _place_resident(
         self, made: list[ShardRecords], before: Mapping[Flat, ShardRecords]
     ) -> list[Slab]:
-        """Give every resident section an address: the one that it has in `before`, so that nothing
-        is held twice, or one in new slabs for all of `made`, which are returned.
+        """Give every resident section an address: its address in `before`, so that no section is in
+        memory twice, or one in new slabs for all of `made`. Returns these slabs.
         """
         # A section of neighbours lies together, so that a copy to a device takes it as one.
         wanted: list[_Wanted] = []
@@ -978,14 +978,14 @@ class StateStore:
         return slabs
 
     def _carry_over(self, before: ShardRecords, now: ShardRecords) -> None:
-        """Move what keeps its values from the old chunks of a flat to the new ones. Other sections
-        are zeros there: `_mark_zeros` has said so of those on NVMe, and new memory is.
+        """Move the sections that keep their values from the old chunks of a flat to the new ones.
+        Other sections begin as zeros: `_mark_zeros` marks those on NVMe, and new memory is zeros.
         """
         flat = now.flat
         carried = sections_carried(before.format, now.format)
         for section, source in carried.items():
             stays = now.stays(before, section, source)
-            # What is lost is no value to stay: reading it raises the fault, and all is as it was.
+            # A lost section does not stay: reading it raises the fault, before anything changes.
             stays &= self._executor.invalid(before.ids) >> np.uint32(source) & 1 == 0
             on_drive = now.records["section_at"][:, section] >= 0
             now.keep_sums(before, section, source, np.flatnonzero(stays & on_drive))
@@ -1014,11 +1014,11 @@ class StateStore:
             assert self._space is not None
             other = shared.get((place.layer, place.drive, place.offset))
             if other is not None:
-                # The end that the other does without; the larger one gives it up.
+                # Two extents share this place: trim the larger one to the size of the smaller.
                 self.nvme_bytes -= max(place.size_bytes - other.size_bytes, 0)
                 self._space.trim(other)
                 continue
-            # The chunks that stay had it, too, until it refused their write.
+            # This place refused a write of the chunks that stay, so it is not used again.
             if self._spares is not None and self._spares.refused(place):
                 continue
             self.nvme_bytes -= place.size_bytes
@@ -1031,14 +1031,14 @@ class StateStore:
         for field in ("section_ptr", "other_ptr"):
             for s, section in enumerate(shard.sections):
                 addresses = shard.records[field][:, s]
-                # What stays in its memory is the same section of the same chunk.
+                # A section with an unchanged address stays in its memory.
                 gone = (addresses != 0) & (addresses != stays.records[field][:, s])
                 sizes = resident_bytes(section, shard.records["numel"][gone])
                 for address, size in zip(addresses[gone].tolist(), sizes.tolist(), strict=True):
                     self._free(address, size)
 
     def _free(self, address: int, size_bytes: int) -> None:
-        """Give resident memory back: its pages, and the slab with the last of its bytes."""
+        """Free resident memory: its pages, and the whole slab with the last of its bytes."""
         slab = next(
             slab for slab in self._slabs if slab.address <= address < slab.address + slab.size_bytes
         )

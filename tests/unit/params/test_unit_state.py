@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -90,7 +92,7 @@ def train(values: dict[str, Any]) -> tuple[set[Transition], set[UnitState]]:
 
 
 def read_that_fails(place: Path) -> set[Transition]:
-    """The transitions of a forward whose reads fail: the fill is given up, and its memory."""
+    """The transitions of a forward whose reads fail: the fill is cancelled, and its memory freed."""
     policy = inf.Policy(nvme=place, units=["Block"], **MODES["deferred"])
     with recording() as recorder:
         fault = Fault("read", 1, persistent=True)
@@ -116,11 +118,17 @@ class TrainOnRank:
         return {(before.name, after.name) for before, after in transitions}
 
 
+@functools.cache
+def trained(name: str) -> tuple[set[Transition], set[UnitState]]:
+    """Train in a mode, on one rank."""
+    on_device = simulated(pytest.MonkeyPatch()) if name == "device" else contextlib.nullcontext()
+    with on_device, tempfile.TemporaryDirectory() as place:
+        return train({**MODES[name], "nvme": place})
+
+
 @pytest.mark.parametrize("name", MODES)
-def test_units_have_what_their_state_says(name: str, tmp_path: Path) -> None:
-    on_device = name == "device"
-    with simulated(pytest.MonkeyPatch()) if on_device else contextlib.nullcontext():
-        transitions, seen = train({**MODES[name], "nvme": tmp_path})
+def test_units_have_what_their_state_says(name: str) -> None:
+    transitions, seen = trained(name)
     assert transitions <= set(TRANSITIONS)
     assert {UnitState.SHARDED, UnitState.UNSHARDED} <= seen
 
@@ -135,9 +143,7 @@ def test_units_of_two_ranks_have_what_their_state_says(
 
 
 def test_every_drawn_transition_happens(tmp_path: Path) -> None:
-    found = read_that_fails(tmp_path)
-    for name in ("deferred", "speculative"):
-        found |= train({**MODES[name], "nvme": tmp_path})[0]
+    found = read_that_fails(tmp_path) | trained("deferred")[0] | trained("speculative")[0]
     assert found == set(TRANSITIONS)
 
 
