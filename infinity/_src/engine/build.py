@@ -85,8 +85,7 @@ from infinity._src.params.materialize import (
 from infinity._src.params.module_buffers import ModuleBuffers
 from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
 from infinity._src.params.proxy import GradProxy
-from infinity._src.params.reduce import GradReducer
-from infinity._src.params.reduce_order import ReduceOrder
+from infinity._src.params.reduce import GradReducer, ReduceOrder
 from infinity._src.params.rollback import Rollback
 from infinity._src.params.source_files import place_of
 from infinity._src.params.state_store import StateStore

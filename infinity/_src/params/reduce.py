@@ -15,7 +15,7 @@ mean with zeros of the others, as with DDP(find_unused_parameters=True). One tha
 none.
 
 Units are reduced as backward is done with them, which is in one order on all ranks. If each rank
-may use other units, all units are reduced in a fixed order instead (`reduce_order`).
+may use other units, all units are reduced in a fixed order instead (`ReduceOrder`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -46,7 +46,6 @@ from infinity._src.params.accumulator import GradAccumulator, GradRegistry
 from infinity._src.params.buffers import DevicePrefetch, GradBuffers, UnreducedGrads
 from infinity._src.params.cleanup import cancel_and_wait
 from infinity._src.params.flat_buffers import ALIGN_BYTES, FlatBuffers
-from infinity._src.params.reduce_order import ReduceOrder
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.update_hooks import UpdateHooks
 from infinity.aio import Slab, Ticket
@@ -426,6 +425,39 @@ def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
     for other in others:
         first.view(-1).add_(other.reshape(-1).to(first))
     target.copy_(first.reshape(-1))
+
+
+class ReduceOrder:
+    """Fixed order in which ranks reduce units, whichever units each of them uses in a backward.
+
+    It is the reverse of the order in which modules are registered, as that of DDP's buckets. Each
+    unit has one turn in each backward. A unit that is done before its turn keeps its gradients
+    until then. At the end of the backward all others take part, with zeros where they have no
+    gradient.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = list(reversed(units))
+        self._next = 0
+        self._done: set[Unit] = set()
+
+    def start(self, unused: Iterable[Unit]) -> None:
+        """Begin a backward. unused: the units to which it will not come, as far as is known."""
+        self._next = 0
+        self._done = set(unused)
+
+    def done(self, unit: Unit) -> list[Unit]:
+        """Note that backward is done with a unit. Returns those whose turn has come, in order."""
+        self._done.add(unit)
+        begin = self._next
+        while self._next < len(self._units) and self._units[self._next] in self._done:
+            self._next += 1
+        return self._units[begin : self._next]
+
+    def rest(self) -> list[Unit]:
+        """Return the units that have not had their turn, in order, when a backward has ended."""
+        begin, self._next = self._next, len(self._units)
+        return self._units[begin:]
 
 
 class GradReducer:

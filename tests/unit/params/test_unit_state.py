@@ -92,7 +92,7 @@ def train(values: dict[str, Any]) -> tuple[set[Transition], set[UnitState]]:
 
 
 def read_that_fails(place: Path) -> set[Transition]:
-    """The transitions of a forward whose reads fail: the fill is cancelled, and its memory freed."""
+    """The transitions of a forward whose reads fail: the fill is cancelled, its memory freed."""
     policy = inf.Policy(nvme=place, units=["Block"], **MODES["deferred"])
     with recording() as recorder:
         fault = Fault("read", 1, persistent=True)
