@@ -1,15 +1,24 @@
-"""One training, twice: as the plain reference loop, and offloaded under a policy; and their
-comparison, bit by bit."""
+"""One training, twice: as the plain loop, and offloaded under a policy; and their comparison, bit
+by bit.
+
+    wanted = trained(None, steps=4)                                # the plain loop
+    run = trained(policy(tmp_path), steps=4, faults=Seam(...))     # the engine
+    assert_same(run, wanted)
+
+For a model and an optimizer that a test makes itself: `step`, `train`, `values_of`, `states_of`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +34,7 @@ from infinity.aio import Seam
 from infinity.errors import BudgetError
 from tests import models
 from tests.reference import (
+    Delayed,
     ReferenceAdamW,
     ReferenceLion,
     ReferenceScaler,
@@ -64,6 +74,8 @@ class Training:
     autocast: str = ""  # forward in bf16: "cached" as torch does it, or "uncached"
     together: bool = False  # the engine runs a step's micro-batches by `handle.accumulate`
     max_value: float | None = None  # gradients are clipped by value first
+    delayed: int | None = None  # the plain loop lags one update behind after so many steps
+    states: bool = False  # the runs hold the optimizer states (of AdamW)
 
     @property
     def batches(self) -> list[models.Batch]:
@@ -124,9 +136,8 @@ class Training:
         )
 
     def clip_value(self, model: nn.Module, optimizer: Any) -> None:
-        """Clip by value, if that is asked for."""
         if self.max_value is not None:
-            if isinstance(optimizer, ReferenceAdamW):
+            if hasattr(optimizer, "clip_value"):
                 optimizer.clip_value(self.max_value)
             else:
                 torch.nn.utils.clip_grad_value_(model.parameters(), self.max_value)
@@ -146,15 +157,73 @@ class Training:
         ]
 
 
+States = dict[str, dict[str, Any]]
+"""Optimizer states by the parameter's name, then by the state's: "master", "exp_avg", "step"."""
+
+
 @dataclasses.dataclass
-class Result:
-    """Results of a training: losses, norms, values seen in the loop, final parameters, stats."""
+class Run:
+    """Results of a training. `assert_same` compares all but the stats, which are the engine's."""
 
     losses: list[float]
     norms: list[float]
     seen: list[Any]  # what `before` and `between` returned
     params: dict[str, torch.Tensor]
     stats: Any = None
+    states: States | None = None  # if Training.states asks for them
+
+
+def policy(place: Path | None = None, **values: Any) -> inf.Policy:
+    """All states on NVMe in the directory `place`, with the least memory; without `place` all in
+    memory. `values` override."""
+    if place is not None:
+        values = {"params": "nvme", "optim": "nvme", "nvme": place, "ram": "min"} | values
+    return inf.Policy(**values)
+
+
+def trained(
+    chosen: inf.Policy | None,
+    factory: Callable[[], nn.Module] = models.Small,
+    *,
+    faults: Seam | None = None,
+    load: Any = None,
+    **training: Any,
+) -> Run:
+    """Train a fresh model as `training` says (fields of Training), under a policy, or, without one,
+    as the plain loop. Plain runs are cached: do not change their tensors."""
+    if chosen is None:
+        return reference(Training(factory, **training))
+    return offloaded(Training(factory, **training), chosen, seam=faults, load=load)
+
+
+def step(
+    model: nn.Module,
+    optimizer: Any,
+    batch: Any,
+    *,
+    clip: float | None = None,
+    loss_of: Callable[[Any, Any], torch.Tensor] = models.loss_of,
+) -> float:
+    """One step of the engine's optimizer or of a reference one. Returns the loss."""
+    loss = loss_of(model, batch)
+    loss.backward()
+    if clip is not None and isinstance(optimizer, ReferenceAdamW):
+        optimizer.clip(clip)
+    elif clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def train(
+    model: nn.Module, optimizer: Any, batches: int | Iterable[Any] = 3, **options: Any
+) -> list[float]:
+    """One `step` a batch; of a number, the first so many of `models.token_batches`. Returns the
+    losses."""
+    if isinstance(batches, int):
+        batches = models.token_batches(batches)
+    return [step(model, optimizer, batch, **options) for batch in batches]
 
 
 def in_a_process(module: str, *arguments: object, **environment: str) -> str:
@@ -185,16 +254,21 @@ def one_thread() -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=64)
-def reference(training: Training) -> Result:
-    """The plain loop."""
+def reference(training: Training) -> Run:
+    """Run the plain loop."""
     with one_thread():
         model = training.model()
-        optimizer = training.make_reference(model)
+        made = training.make_reference(model)
+        optimizer: Any = made
+        if training.delayed is not None:
+            optimizer = Delayed(made, model, training.delayed)
         scaler = ReferenceScaler(*training.scaler) if training.scaler is not None else None
         losses, norms, seen = run_loop(
             training, model, optimizer, lambda: optimizer.clip(training.max_norm or 0.0), scaler
         )
-        return Result(losses, norms, seen, values_of(model))
+        values = values_of(model) if training.delayed is None else optimizer.newest
+        states = made.states_of(model) if training.states else None
+        return Run(losses, norms, seen, values, states=states)
 
 
 def offloaded(
@@ -204,9 +278,9 @@ def offloaded(
     seam: Seam | None = None,
     load: Any = None,
     transport: type[Transport] | None = None,
-) -> Result:
-    """The same training through the engine. load: the model is made on the meta device and filled
-    from it."""
+) -> Run:
+    """Run the same training through the engine. load: the model is made on the meta device and
+    filled from it."""
     with one_thread():
         with torch.device("meta") if load is not None else contextlib.nullcontext():
             model = training.model()
@@ -232,7 +306,9 @@ def offloaded(
             )
             values = values_of(model)
             handle.flush()  # what is still being written is not counted yet
-            return Result(losses, norms, seen, values, handle.stats())
+            run = Run(losses, norms, seen, values, handle.stats())
+            run.states = states_of(model) if training.states else None
+            return run
         finally:
             handle.close()
 
@@ -249,6 +325,19 @@ def least_ram(model: nn.Module, policy: inf.Policy) -> int:
     with pytest.raises(BudgetError) as caught:
         offload(model, policy)
     return int(str(caught.value).split("works is ")[1].split(" bytes")[0])
+
+
+def states_of(model: nn.Module) -> States:
+    """Copies of the optimizer states of an offloaded model's trained parameters."""
+    handle = inf.handle(model)
+    return {
+        name: {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in handle.optimizer_state(param).items()
+        }
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
 
 
 def _clip(model: nn.Module, max_norm: float | None) -> torch.Tensor:
@@ -308,21 +397,63 @@ def run_loop(
     return losses, norms, seen
 
 
-def assert_equal(ours: Result, theirs: Result) -> None:
-    """Losses, norms and final parameters are the same bits."""
-    assert ours.losses == theirs.losses
-    assert ours.norms == theirs.norms
-    assert ours.seen == theirs.seen
-    different = [
-        name
-        for name, value in theirs.params.items()
-        if not torch.equal(_bits(ours.params[name]), _bits(value))
-    ]
-    assert ours.params.keys() == theirs.params.keys()
-    assert not different, (
-        f"{len(different)} of {len(theirs.params)} parameters differ: {different[:5]}"
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Fail unless both are the same bits: runs, models (their parameters), tensors, numbers, and
+    dicts and lists of these. The message names the first difference."""
+    difference = _difference(_comparable(ours), _comparable(theirs), "")
+    assert difference is None, difference
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return values_of(value)
+    if not isinstance(value, Run):
+        return value
+    fields = {"losses": value.losses, "norms": value.norms, "seen": value.seen}
+    states = {} if value.states is None else {"states": value.states}
+    return {**fields, "params": value.params, **states}
+
+
+def _difference(ours: Any, theirs: Any, path: str) -> str | None:
+    """Name the first place in which two values differ, or return None."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        if ours.keys() != theirs.keys():
+            return f"{path or 'names'}: differ by {sorted(map(str, ours.keys() ^ theirs.keys()))}"
+        pairs = [(f"{path}.{key}".lstrip("."), ours[key], theirs[key]) for key in theirs]
+    elif isinstance(theirs, (list, tuple)) and isinstance(ours, (list, tuple)):
+        if len(ours) != len(theirs):
+            return f"{path}: {len(ours)} values, not {len(theirs)}"
+        pairs = [(f"{path}[{i}]", *pair) for i, pair in enumerate(zip(ours, theirs, strict=True))]
+    elif isinstance(theirs, torch.Tensor) and isinstance(ours, torch.Tensor):
+        return _unlike(ours, theirs, path)
+    elif ours == theirs or _both_nan(ours, theirs):
+        return None
+    else:
+        return f"{path}: {ours!r}, not {theirs!r}"
+    found = (_difference(mine, other, where) for where, mine, other in pairs)
+    return next(itertools.filterfalse(lambda each: each is None, found), None)
+
+
+def _both_nan(ours: Any, theirs: Any) -> bool:
+    return all(isinstance(value, float) and math.isnan(value) for value in (ours, theirs))
+
+
+def _unlike(ours: torch.Tensor, theirs: torch.Tensor, path: str) -> str | None:
+    """Name the first element whose bits differ."""
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return f"{path}: {ours.dtype} {[*ours.shape]}, not {theirs.dtype} {[*theirs.shape]}"
+    mine, other = (value.detach().cpu().contiguous().reshape(-1) for value in (ours, theirs))
+    unlike = mine.view(torch.uint8) != other.view(torch.uint8)
+    places = unlike.view(-1, ours.element_size()).any(1).nonzero().flatten().tolist()
+    if not places:
+        return None
+    at = places[0]
+    return (
+        f"{path}: {len(places)} of {mine.numel()} elements differ, the first is element {at}: "
+        f"{mine[at].item()!r}, not {other[at].item()!r}"
     )
 
 
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().view(torch.int16 if value.element_size() == 2 else torch.int32)
+# The names that tests had for these.
+Result = Run
+assert_equal = assert_same

@@ -130,6 +130,21 @@ class ReferenceAdamW:
         self._clipped = grads
         return total
 
+    def states_of(self, model: nn.Module) -> dict[str, dict[str, Any]]:
+        """Copies of AdamW's states by the names of the model's trained parameters; a parameter that
+        no step has updated has its values, zeros and step 0."""
+        found = {}
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                master = param.detach().to("cpu", torch.float32, copy=True)
+                fresh = State(master, torch.zeros_like(master), torch.zeros_like(master))
+                state = self.states.get(param, fresh)
+                values = {"master": state.master, "exp_avg": state.exp_avg}
+                values = {**values, "exp_avg_sq": state.exp_avg_sq}
+                copies = {key: value.clone() for key, value in values.items()}
+                found[name] = {**copies, "step": state.step}
+        return found
+
     def clip_value(self, most: float) -> None:
         """torch.nn.utils.clip_grad_value_ on the fp32 gradients."""
         self._clipped = self.gradients()
@@ -253,6 +268,38 @@ class ReferenceTorch(ReferenceAdamW):
         kept = state.inner.state[state.master].values()
         moments = [each for each in kept if getattr(each, "shape", None) == state.master.shape]
         return moments[1] if len(moments) > 1 else None
+
+
+class Delayed:
+    """A reference optimizer as update="delayed" runs it: from step `warmup` on, the model computes
+    with the parameters before the last update. `newest` are the updated ones, by name."""
+
+    def __init__(self, optimizer: ReferenceAdamW, model: nn.Module, warmup: int) -> None:
+        self._optimizer, self._model, self._warmup = optimizer, model, warmup
+        self._taken = 0
+        self.newest = self._copies()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def step(self) -> None:
+        """Update the newest parameters, then compute with these or with those before."""
+        before = self.newest
+        self._compute_with(before)
+        self._optimizer.step()
+        self.newest = self._copies()
+        if self._taken >= self._warmup:
+            self._compute_with(before)
+        self._taken += 1
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        named = self._model.named_parameters()
+        return {name: param.detach().to("cpu", copy=True) for name, param in named}
+
+    @torch.no_grad()
+    def _compute_with(self, values: dict[str, torch.Tensor]) -> None:
+        for name, param in self._model.named_parameters():
+            param.copy_(values[name])
 
 
 class ReferenceScaler:
