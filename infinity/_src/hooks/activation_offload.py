@@ -1,18 +1,18 @@
 """Activation offload: inputs of checkpointed calls leave memory in forward and return ahead of
 backward.
 
-    forward    call n saves its inputs -> those of call n - HELD_CALLS start for the store, and are
-               freed when they are there
-    backward   call n asks for its inputs -> those of calls n - 1 ... n - PREFETCH_CALLS start
-               coming back -> wait for n's
+    forward    call n saves its inputs -> copy the inputs of call n - HELD_CALLS to the store, and
+               free them when they are stored
+    backward   call n asks for its inputs -> begin to fetch the inputs of calls n - 1 ...
+               n - PREFETCH_CALLS -> wait for those of call n
 
-The last HELD_CALLS calls of a forward are the first of its backward: their inputs stay, and are
-never written. Inputs of several calls (a mask, the output of an encoder) stay too: each is one
-tensor, however many calls there are.
+The last HELD_CALLS calls of a forward are the first of its backward: their inputs stay in memory,
+and are never written. Inputs of several calls (a mask, the output of an encoder) stay too, since
+each is one tensor for all calls.
 
-torch.utils.checkpoint holds inputs as SavedTensors. Only the SavedTensors of inputs that move get
-hooks; nothing else that autograd saves is touched. Torch checks no versions of tensors with such
-hooks, so it is done here: a witness shares the counter, not the memory.
+torch.utils.checkpoint holds inputs as SavedTensors. Only the SavedTensors of offloaded inputs get
+hooks; nothing else that autograd saves is touched. Torch does not check the version of a tensor
+with such hooks, so this module does: a witness shares the counter, not the memory.
 
 A `Boundary` belongs to the graphs that saved it. When the last of them is gone, it leaves `Remains`
 in a queue, from which the engine frees its bytes.

@@ -3,18 +3,18 @@
     module call    makes the nodes first <= sequence number < end; calls nest as their modules do
     exit           a node of the call that a node outside of it, or a root of backward, leads to
 
-Backward needs the units of a call before the first of its nodes runs. Forward hooks the exits that
-it finds in the call's output. Other results leave a call unseen: in a list, an attribute, a
-closure, through a hook inside of the module, or by an exception. So each backward begins with a
+Backward needs the units of a call before the first node of the call runs. Forward hooks the exits
+that it finds in the call's output. Forward does not see other results: in a list, an attribute, a
+closure, through a hook inside of the module, or after an exception. So each backward begins with a
 walk through its graph, from the roots, which hooks the exits that forward has missed. The walk
 takes about a microsecond per node.
 
 Each thread numbers the nodes that it makes, so two threads make nodes with equal numbers. If a
-backward runs in another thread than the calls, its graph may be that of another model: the walk
-goes on only if it has found a parameter of this model. It then hooks every node with a number of
-a call, since the numbers do not tell which nodes are neighbours.
+backward runs in another thread than the calls, its graph may be that of another model. So the walk
+continues only if it has found a parameter of this model. It then hooks every node with a number of
+a call, since numbers of two threads do not show which nodes are neighbours.
 
-No call knows when its graph is gone. The list of calls is pruned when it has doubled.
+Nothing reports that the graph of a call is gone. The list of calls is pruned when it has doubled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from infinity._src.base.torch_compat import leaf_of, node_sequence_number
 from infinity._src.hooks.unit_refs import UnitRefs
 
 ROOM = 64
-"""Calls of a thread, at least, before the list is pruned."""
+"""The list of a thread's calls is pruned from this length on."""
 HOOKED_MAX, UNHOOKED_MAX = 256, 4096
 """Calls of a module that may be alive and show no sign of it, at most: the newest stay. The first
 counts calls whose hooks are gone; the second counts calls that never had a hook."""

@@ -3,7 +3,7 @@
 The user's function builds the model as it always does, with torch's own constructors and random
 numbers, under a dispatch mode. A tensor of `DEFERRED_BYTES_MIN` or more gets no memory: it is a
 FakeTensor, and each operation on it is recorded. A random operation is also done once for real, on
-a scratch tensor that is dropped, so that the generator goes on as in RAM; the generator's state
+a scratch tensor that is dropped, so that the generator advances as in RAM; the generator's state
 before it is recorded with it. Later `read_into` repeats the operations of one parameter, each from
 its own state of the generator: the same bits as in RAM, in any order.
 
@@ -183,7 +183,7 @@ class _Recorder(TorchDispatchMode):
             with self._fakes:
                 out = func(*args, **kwargs)
         except FAKE_HAS_NO_VALUES:
-            # `tensor.any().item()`: rejection sampling goes on until no value is outside.
+            # `tensor.any().item()`: rejection sampling repeats until no value is outside.
             return self._at_once(func, args, kwargs)
         self._record(func, args, kwargs, out, given, changed)
         return out

@@ -3,16 +3,16 @@
     blocks     the classes of `_no_split_modules` (Hugging Face); else the children of the outermost
                ModuleLists; else none. `units=` names them instead.
     the rest   every largest subtree without a block that fits `unit_bytes_max`: an embedding, a
-               norm, a head. Parameters that a module holds itself beside blocks (`cls_token`) are a
-               unit of that module.
-    too large  a block of more than `unit_bytes_max` gives up the children of the ModuleLists inside
-               it (the experts of a ModuleList MoE, so that only routed ones are unsharded), then,
-               if it is still too large, its children. A module that cannot be split is one unit,
-               however large: it streams in chunks. So a child that is no larger than the largest
-               parameter of its block is not split further: it takes no more memory.
-    small      modules of less than SMALL_BYTES that are no blocks (a norm) go with the neighbour
-               that is called next (`params.call_order`), else with the one before, in the same
-               block.
+               norm, a head. A module's direct parameters outside of blocks (`cls_token`) are a unit
+               of that module.
+    too large  a block of more than `unit_bytes_max` is split. The children of the ModuleLists
+               inside it become units (the experts of a ModuleList MoE, so that only routed ones are
+               unsharded), then, if the rest is still too large, its children. A module that cannot
+               be split is one unit of any size, which streams in chunks. A child that is no larger
+               than the largest parameter of its block is not split: that would save no memory.
+    small      a module of less than SMALL_BYTES that is no block (a norm) joins the unit of the
+               neighbour that is called next (`params.call_order`), else of the one before, in the
+               same block.
     tiles      every tile of a tiled linear, a tiled embedding or a stack of experts is a unit of
                its own, whatever its size.
 
@@ -20,10 +20,10 @@ A parameter belongs to one unit: that of the first module, in registration order
 Other modules that hold it too (tied weights) are served by the same unit, which is unsharded for
 each of them. The module tree is read, never changed.
 
-A parameter that is too large for one unit cannot be split by the module tree; `inf.tile_linears`
-and `inf.tile_experts` split it. `check_gatherable` refuses a model whose units the device has no
-room for (`memory/device_room.py`), and names the one of the two that makes room, with its number of
-tiles or of experts. Linears larger than `unit_bytes_max` that fit all the same are logged.
+The module tree cannot split a parameter that is too large for one unit; `inf.tile_linears` and
+`inf.tile_experts` can. `check_gatherable` refuses a model whose units exceed the memory of the
+device (`memory/device_room.py`), and names the function that helps, with its number of tiles or of
+experts. Linears larger than `unit_bytes_max` that fit all the same are logged.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from infinity.aio._memory_limits import cgroup_limit_bytes
 log = logging.getLogger("infinity")
 
 SMALL_BYTES = 1 << 20
-"""Bytes of a module that is worth no unit of its own: a gather, a gate and an update cost more."""
+"""Smaller modules join another unit: their own gather, gate and update would cost more."""
 
 
 @dataclasses.dataclass(eq=False)

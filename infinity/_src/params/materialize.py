@@ -4,17 +4,17 @@
     load=callable             `load(name, tensor)` fills the tensor (an initialiser, say)
     load=mapping              name -> tensor
     load=TensorSource         names, shapes, and a `read` that is called once for each tensor
-    load=directory or file    safetensors, sharded or single, or GGUF; a model of transformers gets
-                              its tensors converted, those that are made together at a time
+    load=directory or file    safetensors, sharded or single, or GGUF; for a model of transformers
+                              the tensors are converted, as many at a time as are made together
     init=function             `init()` builds the model, which is initialised one tensor at a time
 
-Of files any part can be read, so a tile, or a rank's shard, takes no more (`_FileSource`). Other
-sources know whole weights: one in tiles is made once, and stays until its last tile has its part
-(`_WholeSource`). One flat of one unit is in memory at a time, and the one before it while it is
-written, so a model on the meta device is never in memory as a whole. If all ranks read the same
-files, each reads its shard of a flat alone (infinity._src.params.source_files). Names, shapes and
-kinds of dtype are checked against the source before anything is filled. A tied parameter is filled
-once, from whichever of its names the source has.
+Any part of a file can be read, so a tile, or a rank's shard, needs no more memory than its own
+size (`_FileSource`). Other sources return whole weights: a weight in tiles is made once, and stays
+until its last tile is filled (`_WholeSource`). One flat is in memory at a time, and the flat before
+it while that is written, so a model on the meta device is never in memory as a whole. If all ranks
+read the same files, each reads its shard of a flat alone (infinity._src.params.source_files).
+Names, shapes and kinds of dtype are checked against the source before anything is filled. A tied
+parameter is filled once, under any of its names that the source has.
 """
 
 from __future__ import annotations

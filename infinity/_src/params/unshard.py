@@ -864,7 +864,11 @@ class PendingUnshard:
 
     @property
     def filled(self) -> bool:
-        return all(ticket.filled for ticket in self.tickets) and (self.op is None or self.op.done)
+        # Asked of many units at each gather: a loop is faster than a generator.
+        for ticket in self.tickets:
+            if not ticket.filled:
+                return False
+        return self.op is None or self.op.done
 
     def wait(self) -> None:
         """Block until the unit's memory holds its values. Raises: AioError, RankFailed."""
