@@ -371,7 +371,6 @@ class DirectoryLock:
             log.debug("%s cannot be locked: %s", directory, error)
 
     def release(self) -> None:
-        """Let the next one in. Once."""
         # Closing is not enough: a process that was forked meanwhile has it open, too.
         with contextlib.suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_UN)

@@ -87,12 +87,10 @@ class ParamEntry:
 
     @property
     def name(self) -> str:
-        """The name by which messages call it."""
         return self.names[0]
 
     @property
     def numel(self) -> int:
-        """Its elements."""
         return math.prod(self.shape)
 
 
@@ -109,12 +107,10 @@ class FlatEntry:
 
     @functools.cached_property
     def state_format(self) -> Format:
-        """The encoding of its states."""
         return Format.of(self.format)
 
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:
-        """Its sections, spilled gradients never among them."""
         return sections_of(self.state_format, dtype_of(self.dtype).itemsize)
 
 
@@ -130,12 +126,10 @@ class LeftOutEntry:
 
     @property
     def name(self) -> str:
-        """The name by which messages call it."""
         return self.names[0]
 
     @property
     def numel(self) -> int:
-        """Its elements."""
         return math.prod(self.shape)
 
 
@@ -151,7 +145,6 @@ class Layout:
 
     @functools.cached_property
     def encoded(self) -> bytes:
-        """Return the layout as JSON."""
         raw: dict[str, Any] = {
             "flats": [dataclasses.asdict(flat) for flat in self.flats],
             "numerics": self.numerics,
@@ -164,7 +157,6 @@ class Layout:
 
     @classmethod
     def decode(cls, data: bytes) -> Layout:
-        """Read a layout from `encoded`."""
         raw = json.loads(data)
         flats = []
         for flat in raw["flats"]:
@@ -226,12 +218,10 @@ class Head:
 
     @property
     def name(self) -> str:
-        """The name of its file."""
         return manifest_name(self.generation, self.rank)
 
     @property
     def attached(self) -> list[FileEntry]:
-        """Files that are read whole."""
         found = (self.buffers, self.extra, self.table)
         return [file for file in found if file is not None]
 
@@ -277,7 +267,6 @@ class Manifest(Head):
     sums: npt.NDArray[np.uint32]
 
     def parts(self) -> list[Part]:
-        """Return the bytes of a file that has all, part by part: they are many."""
         # Others would take its checksums for those of pieces.
         assert not (self.rows["padded"] == FOLDED).any(), "these rows want a table"
         # Encoded once for a run: a model of 20,000 parameters has a long layout.

@@ -156,27 +156,22 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps completed."""
         return self.manifests[0].step
 
     @property
     def world(self) -> int:
-        """Ranks that saved it."""
         return self.manifests[0].world
 
     @property
     def generation(self) -> int:
-        """Its number in the directory."""
         return self.manifests[0].generation
 
     @property
     def numerics(self) -> dict[str, Any]:
-        """The fields of the policy that decided about numbers."""
         return self.manifests[0].layout.numerics
 
     @property
     def optimizers(self) -> tuple[OptimizerEntry, ...]:
-        """The optimizers that held its parameters."""
         return self.manifests[0].optimizers
 
     @property
@@ -298,7 +293,6 @@ class Checkpoint:
         return self._readers[rank]
 
     def close(self) -> None:
-        """Close its files. Idempotent."""
         while self._readers:
             self._readers.popitem()[1].close()
 
@@ -413,7 +407,6 @@ class ChunkReader:
         return arrays
 
     def close(self) -> None:
-        """Wait for what is in flight, however it ends, and give up all."""
         for _, tickets in self._held.values():
             # No call asks for these chunks any more.
             _wait_out(tickets)
@@ -561,7 +554,6 @@ class DataReader:
         return self._chunks.submit(row, JobKind.FETCH, addresses)
 
     def close(self) -> None:
-        """Wait for what is in flight, and close the files."""
         # Targets are the caller's memory: no read may still be filling it.
         self._executor.wait_all()
         self._undo.close()

@@ -78,7 +78,6 @@ class Part:
 
     @property
     def refs(self) -> Iterator[ChunkRef]:
-        """The saved chunks that it is made of."""
         for piece in self.pieces:
             yield ChunkRef(piece.rank, self.saved.flat_index, piece.chunk)
 
@@ -342,32 +341,25 @@ class ReshardJob:
 
     @property
     def flats(self) -> tuple[FlatEntry, ...]:
-        """The flats as they are written."""
         return self._layout.flats
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint that is read."""
         return self._checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
 class _NewRow:
-    """One row that is written, and the parts of parameters that it is made of."""
-
     row: int
     parts: list[Part]
 
     @property
     def refs(self) -> Iterator[ChunkRef]:
-        """The saved chunks that it is made of."""
         for part in self.parts:
             yield from part.refs
 
 
 class _RankShards:
-    """Stores all rows of one rank."""
-
     def __init__(
         self,
         of: ReshardJob,
@@ -416,7 +408,6 @@ class _RankShards:
         return {s: buffer.ctypes.data + int(self._at[row, s]) for s in range(count)}
 
     def _turns(self) -> Iterator[_NewRow]:
-        """Yield every row, in order, and what it is made of."""
         row = 0
         counts = np.bincount(self._rows["flat"], minlength=len(self._of.flats)).tolist()
         for flat in range(len(self._of.flats)):

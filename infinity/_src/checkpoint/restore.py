@@ -121,7 +121,6 @@ def match_params(
 
 
 def _left_out(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param, LeftOutEntry]:
-    """Find the parameters that the save left out."""
     by_name = {name: entry for entry in checkpoint.left_out for name in entry.names}
     found = ((param, next((n for n in param.keys if n in by_name), None)) for param in params)
     return {param: by_name[name] for param, name in found if name is not None}
@@ -343,13 +342,11 @@ class _Chunk:
 
     @property
     def refs(self) -> Iterator[ChunkRef]:
-        """The saved chunks that it is made of."""
         for part in self.parts:
             yield from part.refs
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its sections."""
         numel = self.records.flat.layout.chunks[self.chunk].numel
         return sum(section.size_bytes(numel) for section in self.records.sections)
 
@@ -616,7 +613,6 @@ class RestoreJob:
     def _open_all(
         self, directory: Path, numbers: Sequence[int], undo: contextlib.ExitStack
     ) -> list[Checkpoint]:
-        """Open the generations whose manifests all ranks can read."""
         opened: list[Checkpoint | None] = []
         for number in numbers:
             try:
@@ -712,7 +708,6 @@ class RestoreJob:
             return data, step is not None
 
     def _older_attachment(self, kind: str) -> tuple[bytes | None, int | None]:
-        """Return this rank's part of the newest older commit that can be read, and its step."""
         for older in self._older:
             with contextlib.suppress(AioError):
                 return older.checkpoint.attachment(kind, self._comm.rank), older.checkpoint.step
@@ -931,7 +926,6 @@ class RestoreJob:
     def _missed(
         self, older: Sequence[_Older], target: _Target, part: Part, piece: Piece, error: AioError
     ) -> None:
-        """Take a piece that cannot be read from older commits; note it either way."""
         if not older:
             self._note_damage(part, piece, error, None)
             return
@@ -964,7 +958,6 @@ class RestoreJob:
             self._damaged.append(found)
 
     def _show(self, turn: _Chunk, buffer: ChunkBuffer) -> None:
-        """Give parameters to the second copy that passes compute from with update="delayed"."""
         delayed_params, flat = self._saver.mode.delayed_params, turn.records.flat
         if delayed_params is not None:
             chunk = flat.layout.chunks[turn.chunk]

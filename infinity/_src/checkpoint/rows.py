@@ -82,7 +82,6 @@ class Marks:
 
     @classmethod
     def join(cls, parts: Sequence[Marks]) -> Marks:
-        """Concatenate the marks of one range of chunks after the other."""
         return cls(
             np.concatenate([part.generations for part in parts]),
             np.concatenate([part.flags for part in parts]),

@@ -44,7 +44,6 @@ class FileTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Its bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

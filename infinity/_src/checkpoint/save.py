@@ -162,7 +162,6 @@ class Snapshot:
             self.end()
 
     def _upcoming(self) -> Iterator[int]:
-        """Yield rows in the order of reading; flats that a writer waits for come first."""
         while (row := self._take()) is not None:
             yield row
 
@@ -184,7 +183,6 @@ class Snapshot:
         self._progress(int(self._sizes[row].sum()))
 
     def _exact(self, row: int) -> list[int]:
-        """Bytes of the sections of a row."""
         numel = int(self._rows[row]["numel"])
         sections = self._entries[self._rows[row]["flat"]].sections
         return [section.size_bytes(numel) for section in sections]
@@ -335,7 +333,6 @@ class Saver:
 
     @property
     def flats(self) -> list[Flat]:
-        """Every flat, in order."""
         return [flat for unit in self.units for flat in unit.flats]
 
     def check_between_steps(self, what: str) -> None:

@@ -80,7 +80,6 @@ class Generation:
 
     @property
     def whole(self) -> bool:
-        """Return whether it can be restored, as far as can be told without reading states."""
         return not self.why_not
 
 
@@ -161,7 +160,6 @@ def _describe(directory: Path, number: int) -> Generation:
 
 
 def _files_of(directory: Path, manifest: Manifest, problems: list[str]) -> list[ListedFile]:
-    """Describe the files of one rank; a fault of one goes to `problems`."""
     used = {int(index) for index in manifest.rows["file"]}
     entries = [file for index, file in enumerate(manifest.files) if index in used]
     entries += manifest.attached
@@ -309,7 +307,6 @@ class VerifyJob:
         return found
 
     def _ranks(self) -> int:
-        """Return one more than the highest rank that has a manifest."""
         # With a damaged manifest nothing says how many there are, so the names are counted.
         prefix = manifest_name(self.generation, 0).removesuffix("0")
         ranks = [path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*")]
@@ -333,7 +330,6 @@ class VerifyJob:
     # -- data files --------------------------------------------------------------------------------
 
     def _file(self, manifest: Manifest, index: int, progress: Callable[[str, int], object]) -> None:
-        """Read the rows of one file."""
         file = manifest.files[index]
         path = self.directory / file.name
         # Rows of one file: each file has a reader of its own.
@@ -488,7 +484,6 @@ class _Piece:
 
 
 def _pieces(manifest: Manifest, row: int) -> Iterator[_Piece]:
-    """Yield the pieces of a row that have a checksum."""
     entry = manifest.rows[row]
     flat = manifest.layout.flats[entry["flat"]]
     padded = section_bytes(manifest.rows[[row]], manifest.layout.flats)[0]

@@ -121,7 +121,6 @@ class DataWriter:
         self._file.fsync()
 
     def close(self) -> None:
-        """Give up what is not written, and close the file."""
         self._undo.close()
 
 

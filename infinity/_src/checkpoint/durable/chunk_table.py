@@ -53,11 +53,9 @@ class RunTable:
 
     @property
     def file(self) -> FileEntry | None:
-        """The table that the last commit names."""
         return self._committed[0] if self._committed is not None else None
 
     def describe(self) -> Described:
-        """Describe the chunks as they are. Nothing may be pending."""
         digest = xxhash.xxh3_128()
         parts, used = [], set()
         shards = tuple(self._store[flat] for flat in self._flats)
@@ -75,7 +73,6 @@ class RunTable:
         return Described(Marks.join(parts), tuple(sorted(used)), digest.digest(), shards)
 
     def known(self, found: Described) -> FileEntry | None:
-        """Return the file whose table has these places, if the last commit names one."""
         if self._committed is None:
             return None
         file, digest, shards = self._committed
@@ -120,7 +117,6 @@ class RunTable:
         return np.concatenate(parts), np.concatenate(sums)
 
     def committed(self, file: FileEntry, found: Described) -> None:
-        """Note that a commit of all ranks names this table, with these places in it."""
         # Without the marks, which are most of it.
         self._committed = file, found.digest, found.shards
 
@@ -128,7 +124,6 @@ class RunTable:
 def _of_chunks(
     dtype: np.dtype[np.void], index: int, shard: ShardRecords, now: npt.NDArray[np.void]
 ) -> npt.NDArray[np.void]:
-    """Make rows of a flat's chunks, with the columns that ROW and TABLE share."""
     rows = np.zeros(len(now), dtype=dtype)
     rows["flat"], rows["start"] = index, shard.starts
     # `other_bytes` counts the states alone; `run_bytes` of a chunk may hold gradients too.

@@ -226,7 +226,6 @@ def _readable_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
 
 
 def _own(runs: Sequence[Path]) -> list[Path]:
-    """Return the home in the first of these run directories, and the places of its copies."""
     return [runs[0], *(copy_in(run, runs[0]) for run in runs[1:])]
 
 
@@ -271,7 +270,6 @@ def _check_one_run(home: Path, copies: Sequence[Path]) -> list[Path]:
 
 
 def _leads_to(home: Path, copy: Path) -> bool:
-    """Return whether a home has the link by which a copy knows its own drive."""
     here = copy / _HERE
     return not here.is_symlink() or (home / here.readlink()).is_symlink()
 
@@ -306,7 +304,6 @@ def _runs_in(place: Path) -> set[int]:
 
 
 def _numbers_in(manifests: Iterable[Path]) -> set[int]:
-    """Return the numbers of the runs of these manifests, as far as they can be read."""
     found = set()
     for path in manifests:
         with contextlib.suppress(AioError, ValueError):
@@ -389,7 +386,6 @@ def _manifests_of(directory: Path) -> list[Path]:
 
 
 def _is_home_of(home: Path, copy: Path) -> bool:
-    """Return whether a home can be read, and is that of the run that has this copy."""
     return _is_readable(home) and are_of_one_run(home, copy)
 
 

@@ -74,7 +74,6 @@ _DRIVE = re.compile(r"drive\d+")
 
 
 def _real(path: Path) -> Path:
-    """Resolve a path. A loop of links stays as it is, and is refused where it is opened."""
     # Path.resolve raises RuntimeError for one.
     return Path(os.path.realpath(path))
 
@@ -142,7 +141,6 @@ class RunFiles:
 
     @property
     def home(self) -> Path:
-        """The directory of the manifests."""
         return self.directories[0]
 
     def add(self) -> list[SwapFile]:
@@ -161,7 +159,6 @@ class RunFiles:
         return self._made[-1]
 
     def give_up(self, files: Sequence[SwapFile]) -> None:
-        """Take the run's names from states files that are closed."""
         # The run's names only: those that a checkpoint has keep the bytes.
         unlink_states(Path(file.path) for file in files)
         self._made = [made for made in self._made if made is not files]
@@ -187,7 +184,6 @@ class RunFiles:
         return [*self.copies, self.home]
 
     def next_generation(self) -> int:
-        """Return the number of a commit that begins now: no file has it yet."""
         return max(next_generation(place) for place in self.places if place.is_dir())
 
     def sync(self) -> None:
@@ -211,7 +207,6 @@ class RunFiles:
             log.warning("%s: a bad range is not remembered after this process: %s", path, error)
 
     def states(self) -> list[tuple[int, int]]:
-        """Return the inode and length of each states file."""
         return described([Path(file.path) for files in self._made for file in files])
 
     def _adopted(self) -> str:
@@ -241,7 +236,6 @@ class RunFiles:
         return mine
 
     def _may_be_named(self, states: Sequence[Path]) -> bool:
-        """Return whether a manifest of this rank names one of these, or may, as it is damaged."""
         try:
             named = {path.name for path in self._all_named(self.rank)}
         except (OSError, ValueError):
@@ -322,7 +316,6 @@ class RunFiles:
                         lead(self.home / link.name, link.readlink(), self.rank)
 
     def _drives(self) -> list[Path]:
-        """Return the links to further drives."""
         return [
             path
             for path in self.home.iterdir()
@@ -425,7 +418,6 @@ class RunFiles:
             unlink_states(path for path in free if _real(path) not in keep)
 
     def _states_here(self) -> Iterator[Path]:
-        """Yield the states files in these directories that are of this run."""
         for directory in self.directories:
             for path in directory.iterdir() if directory.is_dir() else ():
                 found = _STATES.fullmatch(path.name)
@@ -437,7 +429,6 @@ class RunFiles:
                     yield path
 
     def _is_own(self, path: Path) -> bool:
-        """Return whether a states file is of this run, and of no other, by its name and place."""
         if path.name.startswith(f"states-{self._sum}"):
             return True
         # In the home, as after a move of the run; but a link beside it says that it is of a run to
@@ -544,7 +535,6 @@ class RunFiles:
         return found
 
     def _remove_states(self) -> None:
-        """Close the states files; remove those that no manifest names: no run can use them."""
         # Closed in any case; a file that a manifest names stays for the next process, and so does
         # one of a fill that broke off.
         stays = self._named or self.fill.goes_on
@@ -565,7 +555,6 @@ class RunFiles:
             self.fill.remove()
 
     def close(self) -> None:
-        """Let go of the run. The executor must be closed. Idempotent."""
         self._undo.close()
 
 
@@ -595,7 +584,6 @@ def unlink_states(states: Iterable[Path]) -> None:
 
 
 def _id_of(states: Path) -> str:
-    """Return the id of the process that made a states file."""
     return states.name.split("-")[1]
 
 
@@ -609,7 +597,6 @@ def _home_link(states: Path) -> Path:
 
 
 def _sidecar(states: Path) -> Path:
-    """Return the file that names the owner of a states file."""
     return states.with_name(f".{states.name}.owner")
 
 
@@ -624,7 +611,6 @@ def _is_ordinary(path: Path) -> bool:
 
 
 def _is_held(path: Path) -> bool:
-    """Return whether a process has the file open as swap space."""
     try:
         # O_NONBLOCK: a FIFO of that name must not hold this process.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -103,7 +103,6 @@ class RunFill:
         self._journal.end()
 
     def close(self) -> None:
-        """Keep what was written by a fill that breaks off."""
         # The error that ends the fill is the one to raise.
         with contextlib.suppress(AioError):
             self._note()
@@ -124,7 +123,6 @@ class RunFill:
         self._noted_s = time.monotonic()
 
     def _layout(self, flats: Sequence[Flat]) -> str:
-        """Describe what lies where, as a sum."""
         found = xxhash.xxh3_128()
         for flat in flats:
             names = [(param.name, tuple(param.shape), param.offset) for param in flat.params]

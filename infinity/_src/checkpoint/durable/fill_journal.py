@@ -75,7 +75,6 @@ class FillJournal:
 
     @property
     def head(self) -> Mapping[str, Any] | None:
-        """The head of the journal; None where there is no journal."""
         return self._head
 
     @property
@@ -85,7 +84,6 @@ class FillJournal:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether the next process has something to go on from."""
         return self._start is not None and not self._ended and bool(self._filled)
 
     def begin(self, head: Mapping[str, Any]) -> None:
@@ -171,7 +169,6 @@ class FillJournal:
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

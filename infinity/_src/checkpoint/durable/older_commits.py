@@ -44,7 +44,6 @@ class _Places(NamedTuple):
     offsets: npt.NDArray[np.int64]
 
     def alike(self, other: _Places) -> npt.NDArray[np.bool_]:
-        """Chunks whose two places are the same."""
         found: npt.NDArray[np.bool_] = (
             (self.drives == other.drives)
             & (self.files == other.files)
@@ -53,15 +52,12 @@ class _Places(NamedTuple):
         return found
 
     def put(self, chunks: npt.NDArray[np.bool_], other: _Places) -> None:
-        """Take the places of these chunks from `other`."""
         self.drives[chunks], self.files[chunks] = other.drives[chunks], other.files[chunks]
         self.offsets[chunks] = other.offsets[chunks]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Commit:
-    """One commit. table: the file that its manifest names. places: of each flat's chunks."""
-
     generation: int
     table: str
     shards: tuple[ShardRecords, ...]
@@ -100,17 +96,14 @@ class OlderCommits:
 
     @property
     def generations(self) -> set[int]:
-        """Numbers of the commits that are kept."""
         return {commit.generation for commit in self._kept}
 
     @property
     def tables(self) -> set[str]:
-        """Names of the tables of the commits that are kept."""
         return {commit.table for commit in self._kept}
 
     @property
     def layers(self) -> set[int]:
-        """Layers in which kept commits have places."""
         found: set[int] = set()
         for commit in self._kept if self._wanted else ():
             for places in commit.places:
@@ -298,7 +291,6 @@ class OlderCommits:
         return done
 
     def _named(self, index: int, places: _Places) -> npt.NDArray[np.bool_]:
-        """Chunks that have this place in a kept commit."""
         found: npt.NDArray[np.bool_] = np.zeros(len(places.files), dtype=np.bool_)
         for commit in self._kept:
             found |= places.alike(commit.places[index])
@@ -329,7 +321,6 @@ def _none(count: int) -> _Places:
 
 
 def _packed(spares: Sequence[_Places]) -> list[_Places]:
-    """Put the places of each chunk into as few rows as will hold them."""
     if not spares:
         return []
     order = np.argsort(np.stack([spare.files for spare in spares]) < 0, axis=0, kind="stable")

@@ -128,7 +128,6 @@ class DurableRun:
         )
 
     def close(self) -> None:
-        """Stop capturing."""
         self._first_forward.remove()
 
     def _before_forward(self, *_: object) -> None:
@@ -147,7 +146,6 @@ class DurableRun:
 
     @property
     def flats(self) -> list[Flat]:
-        """Every flat, in order."""
         return [flat for unit in self._units for flat in unit.flats]
 
     def check(self) -> None:
@@ -182,7 +180,6 @@ class DurableRun:
 
     @property
     def has_states(self) -> bool:
-        """Return whether the run that the directories held has optimizer states."""
         return self.files.before is not None and bool(self.files.before[0].optimizers)
 
     @property
@@ -195,7 +192,6 @@ class DurableRun:
 
     @property
     def begun(self) -> bool:
-        """Return whether this run has committed something."""
         return self._written >= 0
 
     def restored(self, extra: object) -> None:
@@ -218,7 +214,6 @@ class DurableRun:
         self.capture()
 
     def capture(self) -> None:
-        """Capture the small state to commit, as it is now."""
         # `handle.extra` before the first step belongs to that step: a run without steps has none.
         self._capture(self._extra if self._stepped else lambda: None)
 
@@ -229,7 +224,6 @@ class DurableRun:
         self._captured = dataclasses.replace(self._captured, extra=extra_bytes(extra()), whole=True)
 
     def _described(self) -> _Small:
-        """Return the small state to commit, without `extra`."""
         # One optimizer holds many parameters, and is described once.
         holders = {
             id(holder): holder
@@ -328,7 +322,6 @@ class DurableRun:
         return StoredStates(tuple(entries), rows, sums)
 
     def is_due(self) -> bool:
-        """Return whether the step that was captured is to be committed."""
         small = self._captured
         # Nothing captured: `commit` captures, and finds out whether anything is new.
         return small is None or small.step % self._policy.durable_every == 0

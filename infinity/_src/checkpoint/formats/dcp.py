@@ -133,19 +133,15 @@ class DCPFiles(NamedTensors):
 
     @property
     def label(self) -> str:
-        """The directory."""
         return str(self._directory)
 
     def names(self) -> Iterable[str]:
-        """Return the names of all tensors."""
         return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         return self.tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a tensor."""
         return self.tensors[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
@@ -187,7 +183,6 @@ class DCPFiles(NamedTensors):
         return self._load(self.objects[name])
 
     def close(self) -> None:
-        """Close the file that is open. Idempotent."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
@@ -275,7 +270,6 @@ def _stored(
 
 
 def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Return whether boxes cover a tensor without a gap or an overlap."""
     if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
         return False
     if any(
@@ -296,7 +290,6 @@ def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 
 def _field(record: Any, kind: str, name: str, wanted: type) -> Any:
-    """Return a field of a record, of the type that it must have."""
     if not isinstance(record, Record) or record.kind != kind or not isinstance(record.state, dict):
         raise ValueError(f"where a {kind} should be there is a {_kind(record)}")
     value = record.state.get(name)
@@ -451,11 +444,9 @@ class ModelPart(NamedTensors):
 
     @property
     def label(self) -> str:
-        """The directory and the key."""
         return self._label
 
     def names(self) -> Iterable[str]:
-        """Return all names, without the key."""
         return [
             name.removeprefix(self._prefix)
             for name in self._files.names()
@@ -463,11 +454,9 @@ class ModelPart(NamedTensors):
         ]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of one tensor."""
         return self._files.shape(self._prefix + name)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of one tensor."""
         return self._files.dtype(self._prefix + name)
 
     def read(self, name: str) -> torch.Tensor:
@@ -484,12 +473,10 @@ class StatePart:
 
     @property
     def label(self) -> str:
-        """The directory."""
         return self._files.label
 
     @property
     def names(self) -> list[str]:
-        """The names of all states, as the checkpoint has them."""
         return [
             name
             for name in (*self._files.tensors, *self._files.objects)
@@ -497,11 +484,9 @@ class StatePart:
         ]
 
     def name_of(self, param: str, state: str) -> str:
-        """Return the name that a state of a parameter has."""
         return f"{self._prefix}{param}.{state}"
 
     def fault(self, name: str, shape: tuple[int, ...] | None) -> str:
-        """Say why a state is no tensor of this shape (None: no number); "" if it is."""
         files = self._files
         if name in files.objects:
             return f"{name} is no tensor there" if shape is not None else ""

@@ -69,7 +69,6 @@ class Vector:
 
     @property
     def numel(self) -> int:
-        """Elements of all."""
         return self.starts[-1]
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
@@ -96,7 +95,6 @@ class Pieces:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of all elements."""
         return self.vectors[0].tensors[0].dtype
 
     def read(self) -> torch.Tensor:
@@ -154,26 +152,21 @@ class DeepSpeedCheckpoint(NamedTensors):
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close its files. Idempotent."""
         self._undo.close()
 
     # -- the weights -------------------------------------------------------------------------------
 
     @property
     def label(self) -> str:
-        """The folder of the tag."""
         return str(self.folder)
 
     def names(self) -> Iterable[str]:
-        """Return the names of all weights and buffers, every name of shared ones."""
         return dict.fromkeys((*self._values, *self._whole, *self._aliases))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight."""
         return self._found(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a weight."""
         return self._found(name).dtype
 
     def read(self, name: str) -> torch.Tensor:
@@ -280,20 +273,16 @@ class DeepSpeedStates:
 
     @property
     def label(self) -> str:
-        """The folder of the tag."""
         return self._label
 
     @property
     def names(self) -> list[str]:
-        """The names of all states."""
         return list(self._found)
 
     def name_of(self, param: str, state: str) -> str:
-        """Return the name that a state of a parameter has."""
         return f"{param}: {state}"
 
     def fault(self, name: str, shape: tuple[int, ...] | None) -> str:
-        """Say why a state is no tensor of this shape (None: no number); "" if it is."""
         found = self._found[name]
         if isinstance(found, Pieces):
             if shape is None:
@@ -379,7 +368,6 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
     def _layout_of(
         self, shapes: Mapping[str, Any], paddings: Any
     ) -> list[tuple[str, tuple[int, ...], int, int]]:
-        """Return name, shape, first element and elements of each parameter of a group."""
         after = [0] * len(shapes) if paddings is None else list(paddings)
         if len(after) != len(shapes) or any(type(each) is not int or each < 0 for each in after):
             raise ValueError(f"{self.label} has {after} as padding of {len(shapes)} parameters")
@@ -639,5 +627,4 @@ def vector_of(file: TorchFile, value: Any) -> StoredTensor:
 
 
 def _stage(value: Any) -> Any:
-    """Return the number in an enum of DeepSpeed, which was read as a record."""
     return value.args[0] if getattr(value, "args", None) else value

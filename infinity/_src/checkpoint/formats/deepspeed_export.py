@@ -89,7 +89,6 @@ class _Weight:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that are written for it."""
         return 4 * math.prod(self.saved.shape) * (1 if self.step is None else 1 + len(_MOMENTS))
 
 
@@ -293,7 +292,6 @@ def _optimizer_of(checkpoint: Checkpoint) -> OptimizerEntry:
 
 
 def _weights_of(checkpoint: Checkpoint, optimizer: OptimizerEntry) -> Iterator[_Weight]:
-    """Yield every weight once; tiles are put together."""
     by_name = weights_by_name(checkpoint.params.values())
     seen: set[int] = set()
     for saved in checkpoint.params.values():

@@ -59,7 +59,6 @@ class LoadedDeepSpeed(Loaded):
     notes: tuple[str, ...]
 
     def __new__(cls, left_out: Loaded, fields: RunFields, rounded: str) -> LoadedDeepSpeed:
-        """Make it of the parts."""
         made = super().__new__(cls, *left_out)
         made.__dict__.update(vars(fields), rounded=rounded)
         return made

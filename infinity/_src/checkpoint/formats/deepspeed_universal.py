@@ -151,7 +151,6 @@ def _groups_of(
 
 
 def _tensor_of(file: TorchFile) -> StoredTensor:
-    """Return the tensor of a file of a parameter."""
     value = file.root["param"] if isinstance(file.root, dict) else file.root
     stored = file.tensor(value)
     if not stored.dtype.is_floating_point:

@@ -119,7 +119,6 @@ def _type_name(kind: int) -> str:
 
 @functools.cache
 def _unpacked_blocks(kind: int) -> tuple[int, int] | None:
-    """Return values and bytes of a block, of the types that the package gguf unpacks."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
     try:
@@ -176,7 +175,6 @@ class UnpackedGguf(StoredTensors):
         self._last: tuple[str, torch.Tensor] | None = None
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that values are unpacked to."""
         return torch.float32 if self._targets[name].joined else self._unpacked_to
 
     @property
@@ -194,7 +192,6 @@ class UnpackedGguf(StoredTensors):
         return max(found)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read and unpack one tensor."""
         target = self._targets[name]
         if not target.by_rows:
             return self._rows(name, 0, target.shape[0] if target.shape else 1)

@@ -160,7 +160,6 @@ class LastRead:
         self._last: tuple[str, torch.Tensor] | None = None
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The tensor of this name. Blocks."""
         if self._last is None or self._last[0] != name:
             # The one before goes first, so that two are never in memory.
             self._last = None

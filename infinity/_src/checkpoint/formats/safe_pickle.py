@@ -33,7 +33,6 @@ class Record:
     state: Any = None
 
     def __new__(cls, *args: Any, **_: Any) -> Any:
-        """Keep the arguments."""
         record = object.__new__(cls)
         record.args = args
         return record
@@ -95,7 +94,6 @@ class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unu
         self._names = KnownNames(records, values, prefix=prefix)
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return the stand-in for a name."""
         return self._names.find(module, name)
 
     def persistent_load(self, pid: Any, /) -> Any:  # noqa: ARG002 - whatever it is

@@ -78,7 +78,6 @@ class Whole:
 
     @property
     def name(self) -> str:
-        """Its first key."""
         return self.keys[0]
 
     def merged(self, read: Callable[[Param], torch.Tensor]) -> torch.Tensor:
@@ -488,7 +487,6 @@ class _SavedTensor(FileTensor):
 
     @property
     def parts(self) -> Iterator[SavedParam]:
-        """The parameters of the checkpoint that it is made of, in order."""
         return itertools.chain.from_iterable(self.saved)
 
 
@@ -596,7 +594,6 @@ class ExportJob:
         return [self._tensor_of(name, saved) for name, saved in weights.items()]
 
     def _tensor_of(self, name: str, parts: Sequence[SavedParam]) -> _SavedTensor:
-        """Return a parameter, or the weight that is cut into tiles."""
         first = parts[0].entry
         if name == first.name:
             return _SavedTensor(name, self._dtype_of(parts[0]), first.shape, ((parts[0],),))
@@ -638,7 +635,6 @@ class ExportJob:
         reader: ChunkReader,
         progress: Callable[[int], object],
     ) -> Iterator[torch.Tensor]:
-        """Yield the elements of all tensors, in the order of the file; chunks are read ahead."""
         # The same order as below, LOOK_AHEAD chunks earlier.
         ahead = self._ahead(tensors)
         upcoming = list(itertools.islice(ahead, LOOK_AHEAD))
@@ -670,7 +666,6 @@ class ExportJob:
         ahead: Iterator[ChunkRef],
         progress: Callable[[int], object],
     ) -> Iterator[torch.Tensor]:
-        """Yield the elements of a parameter as they are written, a chunk's at a time."""
         for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
             reader.start(upcoming)
             arrays = reader.get(upcoming.pop(0))
@@ -687,7 +682,6 @@ class ExportJob:
     def _value(
         self, saved: SavedParam, dtype: torch.dtype, arrays: Sequence[Bytes], start: int, numel: int
     ) -> torch.Tensor:
-        """Return elements of a chunk as they are written."""
         flat = saved.flat
         form = flat.state_format
         if self._has_master(saved):
@@ -702,7 +696,6 @@ class ExportJob:
         return found.to(dtype)
 
     def _sections(self) -> list[int]:
-        """The sections that are read."""
         wanted = {0}
         for flat in self._checkpoint.flats if self._masters else ():
             wanted.update(flat.state_format.master_sections)

@@ -79,15 +79,12 @@ class StoredTensors(FileTensors):
 
     @property
     def label(self) -> str:
-        """The path."""
         return str(self._path)
 
     def names(self) -> Iterable[str]:
-        """Return all names, of all files."""
         return self._tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that the file's header states."""
         return self._tensors[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
@@ -108,7 +105,6 @@ class StoredTensors(FileTensors):
 
     @functools.cached_property
     def files(self) -> SourceFiles:
-        """All files."""
         return SourceFiles(tuple(dict.fromkeys(each.path for each in self._tensors.values())))
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
@@ -126,7 +122,6 @@ class StoredTensors(FileTensors):
                 copy_(part, piece)
 
     def _fill(self, stored: StoredTensor, start: int, out: torch.Tensor) -> None:
-        """Fill a contiguous tensor [n] from byte `start` of a file on."""
         if self._open is None or self._open.path != stored.path:
             self._open = _OpenFile(stored.path)
         if out.numel():

@@ -42,7 +42,6 @@ class SavedRanges:
 
     @property
     def saved(self) -> list[SavedParam]:
-        """The saved parameters, in order."""
         return [each.saved for each in self.ranges]
 
     def within(self, element: int, numel: int) -> Iterator[SavedRange]:

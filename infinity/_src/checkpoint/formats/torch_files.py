@@ -106,7 +106,6 @@ class _Unpickler(InertUnpickler):
         super().__init__(data, records=_RECORDS, values=_VALUES, prefix=prefix)
 
     def persistent_load(self, pid: Any, /) -> _StorageId:
-        """Keep the id."""
         if not isinstance(pid, tuple):
             raise pickle.UnpicklingError("it refers to something that is no storage")
         return _StorageId(pid)
@@ -159,7 +158,6 @@ class Descriptors:
         return self._open[path]
 
     def close(self) -> None:
-        """Close all. Idempotent."""
         while self._open:
             os.close(self._open.popitem()[1])
 
@@ -192,7 +190,6 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
         return math.prod(self.shape)
 
     @property
@@ -373,7 +370,6 @@ def kind_of(value: Any) -> str:
 
 
 def _call_of(value: Any) -> tuple[str, Any]:
-    """Return the function that makes a tensor, and its arguments."""
     if isinstance(value, Record) and value.kind in _PARAMETERS:
         value = value.args[0]
     kind, arguments = (value.kind, value.args) if isinstance(value, Record) else ("", ())
@@ -441,7 +437,6 @@ def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _contiguous(shape: Sequence[int], *, like: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor; of dimensions with one element any is right."""
     strides, below = [], 1
     for size, given in zip(reversed(shape), reversed(like), strict=True):
         strides.append(given if size == 1 else below)
