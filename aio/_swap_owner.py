@@ -22,6 +22,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+from infinity._src.base.new_file import replaced
 from infinity.aio._file_system import file_system_type
 
 log = logging.getLogger("infinity.aio")
@@ -97,19 +98,9 @@ class Owner:
 
     def leave_word(self, path: Path) -> None:
         """Write this owner to `path`, whole or not at all. Only the holder of the lock may."""
-        # Written beside and renamed: a reader sees the old owner or the new one, never half.
-        new = path.with_name(path.name + ".new")
-        # One that is there may be a link, soft or hard, to a file that is not to be cut short.
-        new.unlink(missing_ok=True)
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            self.write(fd)
-            new.replace(path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
+        # One name for all: whoever was killed here held the lock, and the next one takes it over.
+        with replaced(path, 0o600, partial=path.with_name(f"{path.name}.new")) as file:
+            self.write(file.fileno())
 
     def life(self) -> Life:
         """Look the process up. GONE also means one that this process cannot see."""

@@ -17,7 +17,7 @@ NAMES = (
     "infinity._src.optim.adamw",
     "infinity._src.engine.save_restore",
     "infinity._src.checkpoint.restore",
-    "infinity._src.checkpoint.formats.saved_weights",
+    "infinity._src.checkpoint.reader",
     "tests.campaign_life",
     "tests.crashes",
     "tests.harness",

@@ -51,9 +51,9 @@ import xxhash
 
 import infinity as inf
 from infinity._src.checkpoint import manifest as manifests
-from infinity._src.checkpoint.durable import fill_journal as journals
+from infinity._src.checkpoint.durable import initialization_journal as journals
 from infinity._src.checkpoint.durable.files import RUN_DIRECTORY, RunFiles
-from infinity._src.checkpoint.durable.fill_journal import FilledFlat, FillJournal
+from infinity._src.checkpoint.durable.initialization_journal import FilledFlat, FillJournal
 from infinity._src.checkpoint.formats.dcp import DCPFiles
 from infinity._src.checkpoint.formats.safe_pickle import extra_bytes, read_extra
 from infinity._src.checkpoint.formats.safetensors import ExportJob

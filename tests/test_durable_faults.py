@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.checkpoint.durable.hardlink import PinnedLayers
+from infinity._src.checkpoint.durable.named_places import PinnedLayers
 from infinity.aio import Fault, Seam
 from infinity.errors import (
     AioError,

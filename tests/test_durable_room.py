@@ -16,7 +16,7 @@ import torch
 import infinity as inf
 from infinity._src.checkpoint.directory import newest_generation, read_head
 from infinity._src.checkpoint.durable.files import RunFiles
-from infinity._src.checkpoint.durable.fill_journal import FilledFlat
+from infinity._src.checkpoint.durable.initialization_journal import FilledFlat
 from infinity._src.checkpoint.manifest import FileEntry, Head
 from infinity.aio._swap_owner import lock
 from tests.crashes import digest, step

@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
 from infinity._src.checkpoint.formats.safetensors import ExportJob
-from infinity._src.checkpoint.formats.saved_weights import weights_by_name
 from infinity._src.checkpoint.manifest import FlatEntry, ParamEntry
-from infinity._src.checkpoint.reader import Checkpoint, SavedParam
+from infinity._src.checkpoint.reader import Checkpoint, SavedParam, weights_by_name
 from infinity._src.kernels.tiling import tiled_experts
 from infinity._src.kernels.tiling.tiled_experts import TiledExperts, route
 from infinity._src.kernels.tiling.tiled_module import TilePlace

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import infinity as inf
 from infinity._src.checkpoint.directory import generations, read_generation
-from infinity._src.checkpoint.durable import older_commits
-from infinity._src.checkpoint.durable.older_commits import OlderCommits
+from infinity._src.checkpoint.durable import named_places
+from infinity._src.checkpoint.durable.named_places import OlderCommits
 from infinity._src.checkpoint.manifest import Manifest
 from infinity.aio import SwapFile
 from infinity.errors import ChecksumError, DeviceFailedError, PeerFailed, StateInvalid
@@ -266,7 +266,7 @@ def test_a_start_beside_full_drives_gives_up_the_older_commit(
 
     model, optimizer = made(place, generations=3)
     room = used() - inf.handle(model).parts.tiers.store.spare_bytes
-    monkeypatch.setattr(older_commits, "_LEFT_FREE", 0)
+    monkeypatch.setattr(named_places, "_LEFT_FREE", 0)
     monkeypatch.setattr(SwapFile, "free_bytes", lambda _: room - used())
     for index in range(3):
         step(model, optimizer, index, 0)

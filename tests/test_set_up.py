@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 import infinity as inf
-from infinity._src.checkpoint.durable import fill as run_fill
-from infinity._src.checkpoint.durable.fill_journal import FilledFlat, FillJournal
+from infinity._src.checkpoint.durable import initialization
+from infinity._src.checkpoint.durable.initialization_journal import FilledFlat, FillJournal
 from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, SwapFullError
@@ -240,7 +240,7 @@ def fill_and_die(
 ) -> None:
     """Fill a model, and be killed, or fail, when so many bytes were read."""
     torch.set_num_threads(1)
-    run_fill.NOTE_EVERY_S = 0
+    initialization.NOTE_EVERY_S = 0
     with Counted(after, kills=end == "killed"):
         filled(place, file, *more, seam=seam)
 
@@ -425,7 +425,7 @@ def test_a_journal_without_room_ends_the_fill_which_goes_on_later(
 ) -> None:
     file, place = tmp_path / "a.safetensors", tmp_path / "drive"
     values = stored(file)
-    monkeypatch.setattr(run_fill, "NOTE_EVERY_S", 0)
+    monkeypatch.setattr(initialization, "NOTE_EVERY_S", 0)
     with (
         Failing("pwrite", 6, errno.ENOSPC),
         pytest.raises(SwapFullError, match=r"fill\.rank0") as caught,

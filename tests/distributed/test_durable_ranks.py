@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import infinity as inf
 from infinity._src.checkpoint.durable import run as durable
-from infinity._src.checkpoint.durable.hardlink import PinnedLayers
+from infinity._src.checkpoint.durable.named_places import PinnedLayers
 from infinity._src.engine import handle as engine
 from infinity.errors import PeerFailed, SwapFullError
 from tests.crashes import digest, step

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import infinity as inf
 from infinity._src.cabi.records import GROUP_NUMEL
-from infinity._src.checkpoint.durable import fill as run_fill
+from infinity._src.checkpoint.durable import initialization
 from infinity._src.engine.handle import offload
 from infinity.errors import AioError, MemoryLimitError, PeerFailed
 from tests import hub_models, models
@@ -227,7 +227,7 @@ class BrokenOff:
         policy: Any = {"params": "nvme", "optim": "nvme", "nvme": drive, "durable": True}
         policy |= {"unit_bytes_max": 1 << 16, "ram": "min"}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run_fill, "NOTE_EVERY_S", 0)
+            patch.setattr(initialization, "NOTE_EVERY_S", 0)
             with (
                 Counted(200_000 if rank == 1 else 1 << 62) as first,
                 pytest.raises(AioError if rank == 1 else PeerFailed),
@@ -268,7 +268,7 @@ class BrokenOffFirst:
         policy: Any = {"params": "nvme", "optim": "nvme", "nvme": drive, "durable": True}
         policy |= {"unit_bytes_max": 1 << 16, "ram": "min", "sync_module_states": True}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(run_fill, "NOTE_EVERY_S", 0)
+            patch.setattr(initialization, "NOTE_EVERY_S", 0)
             with (
                 Counted(200_000 if rank == 0 else 1 << 62) as first,
                 pytest.raises(AioError if rank == 0 else PeerFailed),

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import xxhash
 
+from infinity._src.base.new_file import fsync_directory, open_new, write_all
 from infinity._src.base.paths import check_link
 from infinity._src.checkpoint.manifest import (
     FileEntry,
@@ -258,59 +259,14 @@ def write_attachment(directory: Path, name: str, *parts: bytes | memoryview) -> 
     """
     path = directory / name
     size, digest = sum(len(part) for part in parts), xxhash.xxh3_128()
-    with typed_errors(path, "write", size):
-        # Left by a save that broke off; and a link, soft or hard, is not written through.
-        path.unlink(missing_ok=True)
-        # 0o666 less the umask: a checkpoint has the rights of an ordinary file.
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            for part in parts:
-                digest.update(part)
-                # A write may be short.
-                view = memoryview(part)
-                while view:
-                    view = view[os.write(fd, view) :]
-            # Before anybody names it: a manifest must not outlive the bytes that it counts on.
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    # A file left by a save that broke off loses the name; its rights are those of any new file.
+    with typed_errors(path, "write", size), open_new(path) as file:
+        for part in parts:
+            digest.update(part)
+            write_all(file, part)
+        # Before another file names it: a manifest must not outlive the bytes that it counts on.
+        os.fsync(file.fileno())
     return FileEntry(name, size, digest.hexdigest())
-
-
-def fsync_file(path: Path) -> None:
-    """Return when the file's bytes are on the drive. Blocks. Raises: OSError naming the path."""
-    _fsync(path, os.O_RDONLY)
-
-
-def fsync_directory(path: Path) -> None:
-    """Return when the names in a directory are on the drive. Blocks. Raises: OSError naming the
-    path.
-    """
-    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def publish(partial: Path, path: Path) -> None:
-    """Give a file that is whole its name, replacing one that had it; durable after
-    `fsync_directory`. Blocks.
-
-    Raises: OSError naming the path.
-    """
-    # Before the rename: else a crash may leave the name with an empty file behind it.
-    fsync_file(partial)
-    # Atomic: a reader sees the old file or the new one.
-    partial.replace(path)
-
-
-def _fsync(path: Path, flags: int) -> None:
-    # Any descriptor will do: fsync is of the file, not of what this one wrote.
-    opened = os.open(path, flags)
-    try:
-        os.fsync(opened)
-    except OSError as error:
-        # fsync knows a descriptor only; the message has to name the file.
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(opened)
 
 
 def sync_directory(directory: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from infinity._src.base.dtypes import check_kept, converts, copied, copy_, dtype_name
 from infinity._src.base.wording import listed
 from infinity._src.cabi.records import GradSection
+from infinity._src.checkpoint.formats.safetensors_files import decode_tensors, encode_tensors
 from infinity._src.checkpoint.manifest import (
     FlatEntry,
     Layout,
@@ -20,7 +21,6 @@ from infinity._src.checkpoint.manifest import (
     ParamEntry,
     to_json,
 )
-from infinity._src.checkpoint.safetensors_format import decode_tensors, encode_tensors
 from infinity._src.config.policy import Policy
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.state_store import StateStore

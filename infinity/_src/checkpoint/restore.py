@@ -28,7 +28,6 @@ from infinity._src.base.wording import listed
 from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.directory import begun_commits, newest_generation, typed_errors
 from infinity._src.checkpoint.formats.safe_pickle import read_extra
-from infinity._src.checkpoint.formats.saved_weights import SavedRanges, SavedWeight, weights_by_name
 from infinity._src.checkpoint.manifest import (
     LeftOutEntry,
     OptimizerEntry,
@@ -40,11 +39,15 @@ from infinity._src.checkpoint.reader import (
     ChunkRef,
     Piece,
     SavedParam,
+    SavedRanges,
+    SavedWeight,
+    weights_by_name,
 )
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
 from infinity._src.checkpoint.save import Saver
 from infinity._src.config.policy import Policy
 from infinity._src.distributed.communicator import Comm
+from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
@@ -475,27 +478,15 @@ class RestoreJob:
             raise
 
     def _restore_newest(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
-        problem: Exception | None = None
-        checkpoint: Checkpoint | None = None
-        generation = 0
-        try:
-            if self._comm.rank == 0:
-                checkpoint = self._open(directory)
-                generation = checkpoint.generation
-        except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
-            problem = error
-        # Rank 0 decides: another rank might see a newer generation a moment later.
-        agreed = int(self._comm.all_reduce_sum([float(generation)])[0])
-        try:
-            if problem is None and agreed:
-                # The other ranks open by number, so all read the same generation.
-                checkpoint = checkpoint or self._open(directory, agreed)
-                prepared = self._prepare(model, given, checkpoint)
-        except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
-            problem = error
-        # Before anything is written: no rank restores a checkpoint that one rank refuses.
-        self._agree(problem if agreed or problem else _elsewhere())
-        assert checkpoint is not None
+        with Rendezvous(self._comm, f"restoring {directory}") as ranks:
+            checkpoint = self._open(directory) if self._comm.rank == 0 else None
+            # Rank 0 decides: another rank might see a newer generation a moment later.
+            mine = {"generation": checkpoint.generation if checkpoint is not None else 0}
+            agreed = ranks.all_gather_object(mine)[0]["generation"]
+            # The other ranks open by number, so all read the same generation.
+            checkpoint = checkpoint or self._open(directory, agreed)
+            # Before anything is written: no rank restores a checkpoint that one rank refuses.
+            prepared = self._prepare(model, given, checkpoint)
         with checkpoint:
             return self._write(model, checkpoint, prepared)
 
@@ -506,14 +497,8 @@ class RestoreJob:
         """
         self._make_states(prepared)
         self._begun = True
-        try:
-            restored = self._apply(model, checkpoint, prepared)
-        # The others wait for this rank's word. After an interrupt nothing is waited for.
-        except Exception as error:
-            self._agree(error)
-            raise
-        self._agree(None)
-        return restored
+        with Rendezvous(self._comm, f"restoring {checkpoint.directory}"):
+            return self._apply(model, checkpoint, prepared)
 
     # -- the newest commit that is whole -----------------------------------------------------------
 
@@ -543,34 +528,24 @@ class RestoreJob:
                 reader = ChunkReader(checkpoint, CHUNKS_CACHED, None if given else (0,))
                 undo.callback(reader.close)
                 self._older.append(_Older(checkpoint, reader))
-            problem, prepared = None, None
-            try:
+            with Rendezvous(self._comm, f"restoring {directory}"):
                 prepared = self._prepare(model, given, opened[0])
-            except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
-                problem = error
-            self._agree(problem)
-            assert prepared is not None
             return self._write(model, opened[0], prepared)
 
     def _generations(self, directory: Path) -> list[int]:
         """List the commits in a directory, newest first, as rank 0 sees them. Raises: AioError
         where there is none.
         """
-        found: list[int] = []
-        problem: Exception | None = None
-        try:
+        with Rendezvous(self._comm, f"restoring {directory}") as ranks:
+            found: list[int] = []
             if self._comm.rank == 0:
                 with typed_errors(directory, "open", 0):
                     found = begun_commits(directory)
                 if not found:
-                    # For its words.
+                    # Raises the error that says so.
                     newest_generation(directory)
-        except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
-            problem = error
-        self._agree(problem)
-        count = int(self._comm.all_reduce_sum([float(len(found))])[0])
-        mine = found if self._comm.rank == 0 else [0] * count
-        return [int(number) for number in self._comm.all_reduce_sum([float(n) for n in mine])]
+            numbers: list[int] = ranks.all_gather_object({"numbers": found})[0]["numbers"]
+        return numbers
 
     def _try(
         self, model: torch.nn.Module, given: object, directory: Path, number: int
@@ -579,36 +554,33 @@ class RestoreJob:
         of it.
         """
         self._rounded.clear()
-        problem: Exception | None = None
-        restored = None
+        what = f"restoring {directory}"
+        damage: BaseException | None = None
         with contextlib.ExitStack() as undo:
-            try:
-                checkpoint = undo.enter_context(self._open(directory, number))
-                prepared = self._prepare(model, given, checkpoint)
-            except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
-                problem = error
-            if not self._is_whole(problem, isinstance(problem, AioError)):
-                return None
+            with Rendezvous(self._comm, what) as ranks:
+                try:
+                    checkpoint = undo.enter_context(self._open(directory, number))
+                    prepared = self._prepare(model, given, checkpoint)
+                except AioError as error:
+                    damage = error
+                if self._is_damaged(ranks, damage):
+                    return None
             self._make_states(prepared)
             self._begun = True
-            try:
-                restored = self._apply(model, checkpoint, prepared)
-            except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
-                problem = error
-            return restored if self._is_whole(problem, isinstance(problem, _Unreadable)) else None
+            with Rendezvous(self._comm, what) as ranks:
+                try:
+                    restored = self._apply(model, checkpoint, prepared)
+                except _Unreadable as error:
+                    damage = error.__cause__
+                return None if self._is_damaged(ranks, damage) else restored
 
-    def _is_whole(self, problem: Exception | None, damage: bool) -> bool:
-        """Return whether no rank met damage. Raises: a problem that is none, on all ranks."""
-        failed, damaged = self._comm.all_reduce_any([problem is not None and not damage, damage])
-        if problem is not None and not damage:
-            raise problem
-        if failed:
-            raise _elsewhere()
-        if damaged and self._damage is None:
-            cause = problem.__cause__ if isinstance(problem, _Unreadable) else problem
-            assert cause is None or isinstance(cause, Exception)
-            self._damage = cause or _elsewhere()
-        return not damaged
+    def _is_damaged(self, ranks: Rendezvous, mine: BaseException | None) -> bool:
+        """Return whether some rank met damage; the first is kept for messages. Collective."""
+        damaged = [row["damaged"] for row in ranks.all_gather_object({"damaged": mine is not None})]
+        if any(damaged) and self._damage is None:
+            assert mine is None or isinstance(mine, Exception)
+            self._damage = mine or _elsewhere()
+        return any(damaged)
 
     def _open_all(
         self, directory: Path, numbers: Sequence[int], undo: contextlib.ExitStack
@@ -634,13 +606,6 @@ class RestoreJob:
             backend=self._policy.io_backend,
             partial=self._reports,
         )
-
-    def _agree(self, problem: Exception | None) -> None:
-        failed = self._comm.all_reduce_any([problem is not None])[0]
-        if problem is not None:
-            raise problem
-        if failed:
-            raise _elsewhere()
 
     def _fail(self, error: BaseException, directory: Path) -> None:
         fault = StateInvalid(

@@ -35,7 +35,7 @@ from infinity._src.base.dtypes import check_kept
 from infinity._src.base.progress import ProgressLine
 from infinity._src.base.telemetry import LoopWaits, Marks, PhaseClock, Timeline
 from infinity._src.cabi.records import VERIFY_STRIDE
-from infinity._src.checkpoint.durable.fill import RunFill
+from infinity._src.checkpoint.durable.initialization import RunFill
 from infinity._src.checkpoint.durable.run import DurableRun
 from infinity._src.checkpoint.formats.hub_files import open_weights
 from infinity._src.checkpoint.metadata import persistent_buffers

@@ -28,17 +28,18 @@ from infinity._src.checkpoint.formats.dcp import (
     groups_of,
     tensors_of,
 )
-from infinity._src.checkpoint.formats.deepspeed import DeepSpeedStates
+from infinity._src.checkpoint.formats.deepspeed import DeepSpeedStates, open_deepspeed
 from infinity._src.checkpoint.formats.deepspeed_run import LoadedDeepSpeed, match_groups, notes_on
-from infinity._src.checkpoint.formats.deepspeed_universal import open_deepspeed
 from infinity._src.checkpoint.formats.hub_conversion import is_hub_model
-from infinity._src.checkpoint.formats.hub_export import hub_parts
-from infinity._src.checkpoint.formats.hub_files import open_weights
-from infinity._src.checkpoint.formats.load import Loaded, check_idle, match, take_in
-from infinity._src.checkpoint.formats.optimizer_states import (
+from infinity._src.checkpoint.formats.hub_files import hub_parts, open_weights
+from infinity._src.checkpoint.formats.load import (
     MASTER,
     Held,
+    Loaded,
+    check_idle,
+    match,
     match_states,
+    take_in,
     take_in_states,
 )
 from infinity._src.checkpoint.formats.safetensors import (

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, DeepSpeedStates
-from infinity._src.checkpoint.formats.deepspeed_universal import open_deepspeed
+from infinity._src.checkpoint.formats.deepspeed import (
+    DeepSpeedCheckpoint,
+    DeepSpeedStates,
+    open_deepspeed,
+)
 from infinity._src.checkpoint.formats.safe_pickle import record_class
 from tests.data.deepspeed import make
 

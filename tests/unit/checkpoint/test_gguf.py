@@ -14,8 +14,7 @@ import torch
 
 import infinity as inf
 from infinity._src.checkpoint.formats import gguf_files
-from infinity._src.checkpoint.formats.gguf_files import UnpackedGguf
-from infinity._src.checkpoint.gguf_header import read_gguf_header
+from infinity._src.checkpoint.formats.gguf_files import UnpackedGguf, read_gguf_header
 from infinity.errors import WeightsError
 from tests import hub_models
 from tests.hub_models import gguf_model, on_meta, write_gguf

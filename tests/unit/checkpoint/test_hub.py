@@ -395,7 +395,7 @@ import torch
 torch.set_num_threads(1)
 import infinity as inf
 from infinity._src.engine import build
-from infinity._src.checkpoint.formats import hub_export, safetensors
+from infinity._src.checkpoint.formats import hub_files, safetensors
 from infinity._src.checkpoint.formats.hub_files import HubTensors
 from infinity._src.memory import heap
 from tests import hub_models
@@ -432,7 +432,7 @@ inf.offload(model, policy, load=Path(sys.argv[1]))
 unit = max(unit.size_bytes for unit in inf.handle(model).units)
 print(peaks[0], 2 * unit + heap.STREAM_SPARE_BYTES, largest, converting)
 for size in map(int, sys.argv[5:]):
-    parts = hub_export.hub_parts(model, inf.handle(model), masters=False)
+    parts = hub_files.hub_parts(model, inf.handle(model), masters=False)
     groups = safetensors.group_units([part.size_bytes for part in parts], size)
     out = Path(sys.argv[2]) / "out"
     print(

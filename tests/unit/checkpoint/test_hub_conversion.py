@@ -18,17 +18,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import infinity as inf
-from infinity._src.checkpoint.durable import fill as run_fill
+from infinity._src.checkpoint.durable import initialization
 from infinity._src.checkpoint.formats import hub_conversion
 from infinity._src.checkpoint.formats.hub_conversion import (
     ForwardGroup,
+    WholeBlocks,
     conversions_of,
     in_whole_blocks,
     plan_forward,
     plan_reverse,
 )
 from infinity._src.checkpoint.formats.hub_files import HubTensors
-from infinity._src.checkpoint.formats.hub_fp8 import WholeBlocks
 from infinity.errors import AioError, WeightsError
 from tests import hub_models, models
 from tests.hub_models import assert_alike, on_meta, stored_names
@@ -244,7 +244,7 @@ def test_a_fill_goes_on_with_the_conversion_that_it_began_with_alone(
     with Counted() as whole:
         inf.offload(truth, CPU, load=hub)
     policy = inf.Policy(params="nvme", optim="nvme", nvme=drive, ram="min", durable=True)
-    monkeypatch.setattr(run_fill, "NOTE_EVERY_S", 0)
+    monkeypatch.setattr(initialization, "NOTE_EVERY_S", 0)
     with Counted(whole.bytes // 2), pytest.raises(AioError):
         inf.offload(on_meta(kind, config), policy, load=hub)
     if other == "release":

@@ -22,7 +22,7 @@ from infinity._src.checkpoint.directory import (
     read_manifest,
     write_attachment,
 )
-from infinity._src.checkpoint.durable.chunk_table import Described, RunTable
+from infinity._src.checkpoint.durable.run import Described, RunTable
 from infinity._src.checkpoint.manifest import (
     FileEntry,
     FlatEntry,

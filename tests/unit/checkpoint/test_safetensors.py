@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 
 from infinity._src.base.dtypes import SAFETENSORS, in_safetensors
 from infinity._src.checkpoint.formats.safetensors import write_file
-from infinity._src.checkpoint.safetensors_format import FileTensor, check_dtypes, file_order
+from infinity._src.checkpoint.formats.safetensors_files import FileTensor, check_dtypes, file_order
 
 
 def described(tensors: dict[str, torch.Tensor]) -> list[FileTensor]:

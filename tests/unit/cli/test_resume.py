@@ -37,7 +37,7 @@ from infinity._src.checkpoint.directory import (  # noqa: E402
     newest_generation,
     write_attachment,
 )
-from infinity._src.checkpoint.durable import fill as run_fill  # noqa: E402
+from infinity._src.checkpoint.durable import initialization  # noqa: E402
 from infinity._src.checkpoint.formats.safe_pickle import extra_bytes  # noqa: E402
 from infinity._src.cli import stop_signals  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
@@ -99,7 +99,7 @@ def train_until_killed(arguments: list[str]) -> None:
 def train_until_killed_in_the_fill(arguments: list[str]) -> None:
     """Kill this process when most of the model's bytes were read."""
     torch.set_num_threads(1)
-    run_fill.NOTE_EVERY_S = 0
+    initialization.NOTE_EVERY_S = 0
     command.measure_swap = measured_in_no_time
     with Counted(WEIGHTS_BYTES * 3 // 4, kills=True):
         train(arguments)

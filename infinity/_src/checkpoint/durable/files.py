@@ -5,7 +5,7 @@
         states-<id>-<n>.rank<r>                  this rank's chunks; more after linked saves
         bad-<id>-<n>.rank<r>                     ranges that refused a write (bad_ranges.py)
         drive1 -> <nvme[1]>/infinity-run/        for each further drive (or another number)
-        fill.rank<r>                             until the first commit (fill_journal.py)
+        fill.rank<r>                             until the first commit (initialization_journal.py)
         lock.rank<r>
     <nvme[1]>/infinity-run/
         states-<id>-<n>.rank<r>
@@ -54,7 +54,7 @@ from infinity._src.checkpoint.durable.copies import (
     remove_copy,
     sum_of,
 )
-from infinity._src.checkpoint.durable.fill_journal import (
+from infinity._src.checkpoint.durable.initialization_journal import (
     FillJournal,
     described,
     ids_of_fills,

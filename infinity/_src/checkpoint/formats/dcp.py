@@ -31,11 +31,10 @@ import numpy as np
 import torch
 
 from infinity._src.base.dtypes import BY_NAME, kind_of
-from infinity._src.base.new_file import open_new, write_new
+from infinity._src.base.new_file import fsync_directory, open_new, publish, write_durably
 from infinity._src.base.paths import check_link
 from infinity._src.base.torch_compat import dcp_storage_info
-from infinity._src.checkpoint.directory import fsync_directory, publish
-from infinity._src.checkpoint.formats.optimizer_states import MASTER, Held
+from infinity._src.checkpoint.formats.load import MASTER, Held
 from infinity._src.checkpoint.formats.safe_pickle import InertUnpickler, Record, load_tensors
 from infinity._src.checkpoint.formats.safetensors import Whole
 from infinity._src.optim.base import Optimizer
@@ -418,10 +417,7 @@ class DCPWriter:
             storage_meta=dcp.StorageMeta(checkpoint_id=os.fspath(self._directory)),
             version=_FORMAT_VERSION,
         )
-        partial = self._directory / (METADATA + ".partial")
-        write_new(partial, pickle.dumps(whole))
-        publish(partial, self._directory / METADATA)
-        fsync_directory(self._directory)
+        write_durably(self._directory / METADATA, pickle.dumps(whole))
         fsync_directory(self._directory.absolute().parent)
 
     def abandon(self) -> None:

@@ -29,16 +29,24 @@ from typing import Any
 import torch
 
 from infinity._src.base.dtypes import check_torch_saves, dtype_of, kind_of
-from infinity._src.base.new_file import open_new, write_new
+from infinity._src.base.new_file import (
+    fsync_directory,
+    fsync_file,
+    open_new,
+    write_durably,
+)
 from infinity._src.base.wording import listed
 from infinity._src.cabi.records import Master
-from infinity._src.checkpoint.directory import fsync_directory, fsync_file, publish
-from infinity._src.checkpoint.formats.deepspeed import MASTERS, WHOLE_MODEL
-from infinity._src.checkpoint.formats.deepspeed_universal import GLOBAL_STATE, ZERO
-from infinity._src.checkpoint.formats.saved_weights import SavedWeight, weights_by_name
+from infinity._src.checkpoint.formats.deepspeed import GLOBAL_STATE, MASTERS, WHOLE_MODEL, ZERO
 from infinity._src.checkpoint.manifest import OptimizerEntry, from_json
 from infinity._src.checkpoint.metadata import read_buffers
-from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
+from infinity._src.checkpoint.reader import (
+    Checkpoint,
+    ChunkReader,
+    SavedParam,
+    SavedWeight,
+    weights_by_name,
+)
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
 from infinity._src.kernels.state_codec import decode_sections
 from infinity._src.kernels.tiling.tiled_module import whole_name
@@ -157,10 +165,7 @@ class UniversalExport:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         fsync_directory(target)
-        named = target / (_LATEST + ".partial")
-        write_new(named, folder.name)
-        publish(named, target / _LATEST)
-        fsync_directory(target)
+        write_durably(target / _LATEST, folder.name.encode())
         return ExportedUniversal(folder, len(self._weights), self.size_bytes, self._notes())
 
     def _write_weights(self, zero: Path, progress: Callable[[int], object]) -> None:
@@ -193,13 +198,11 @@ class UniversalExport:
         """Read a saved parameter: its master and moments, `count` vectors in fp32."""
         flat, numel = saved.flat, saved.entry.numel
         out = [torch.empty(numel) for _ in range(count)]
-        pieces = list(self._checkpoint.pieces(saved, 0, numel))
-        refs = [ChunkRef(piece.rank, saved.flat_index, piece.chunk) for piece in pieces]
-        for index, (piece, ref) in enumerate(zip(pieces, refs, strict=True)):
-            reader.start(refs[index : index + LOOK_AHEAD])
+        pieces = self._checkpoint.pieces(saved, 0, numel)
+        for piece, arrays in reader.read(((saved, piece) for piece in pieces), LOOK_AHEAD):
             given = [
                 torch.from_numpy(slice_of(section, array, piece.start, piece.numel))
-                for section, array in zip(flat.sections, reader.get(ref), strict=True)
+                for section, array in zip(flat.sections, arrays, strict=True)
             ]
             if flat.state_format.master is Master.RAW:
                 values = [given[0].view(dtype_of(flat.dtype))]

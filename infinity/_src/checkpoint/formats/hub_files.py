@@ -5,6 +5,9 @@
 
 Fused tensors (the experts of a layer) are converted some rows at a time. Quantized
 weights are dequantized on the way, as far as transformers has an operation for it.
+
+Exports go the other way: a group is read from the model, converted back by transformers to the
+hub's names, and written.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 
+from infinity._src.base.dtypes import copied
 from infinity._src.base.torch_compat import set_data
 from infinity._src.checkpoint.formats import safetensors_files
 from infinity._src.checkpoint.formats.gguf_files import UnpackedGguf, open_gguf
@@ -33,17 +37,31 @@ from infinity._src.checkpoint.formats.hub_conversion import (
     ReverseGroup,
     can_convert,
     conversions_of,
+    has_conversions,
     in_whole_blocks,
     is_hub_model,
     mark_used,
     names_of,
     plan_forward,
     plan_reverse,
+    saved_conversions,
+    too_old,
     too_old_to_load,
     transformers_loading,
 )
+from infinity._src.checkpoint.formats.safetensors import (
+    Exporter,
+    ExportPart,
+    Whole,
+    check_written,
+    module_parts,
+    read_value,
+    whole_bytes,
+    wholes_of,
+)
 from infinity._src.checkpoint.formats.safetensors_files import SafetensorsFiles, StoredTensors
 from infinity._src.checkpoint.hub_resolution import open_safetensors, read_config
+from infinity._src.checkpoint.metadata import persistent_buffers
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.materialize import (
     Faults,
@@ -560,3 +578,57 @@ def _conversion_id(model: Any, quantized: Any) -> str:
     text = json.dumps([sorted(kinds), settings], sort_keys=True, default=str)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
     return f"transformers {transformers.__version__}, {digest}"
+
+
+def hub_parts(model: Any, of: Exporter, *, masters: bool) -> list[ExportPart]:
+    """Return what is written of a model of transformers, one part for each group. Nothing is read.
+
+    Tensors that transformers does not save are left out. Raises: ValueError where a conversion has
+    no way back, or where the release of transformers cannot convert.
+    """
+    if not can_convert():
+        _refuse_conversions(model)
+        return module_parts(model, of, masters=masters)
+    likes: dict[str, torch.Tensor] = {}
+    readers: dict[str, Callable[[], torch.Tensor]] = {}
+    sizes: dict[str, int] = {}
+    read = functools.partial(read_value, of, masters=masters)
+    wholes = wholes_of(param for unit in of.units for param in unit.params)
+    check_written(of, wholes, persistent_buffers(model), masters=masters)
+    for whole in wholes:
+        name = _saved_name(model, whole)
+        likes[name] = torch.empty(whole.shape, dtype=whole.params[0].dtype, device="meta")
+        readers[name] = functools.partial(whole.merged, read)
+        sizes[name] = whole_bytes(of, whole, masters=masters)
+    for name, buffer in persistent_buffers(model).items():
+        likes[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+        readers[name] = functools.partial(copied, buffer)
+        sizes[name] = buffer.nbytes
+    for name in model._keys_to_ignore_on_save or ():
+        likes.pop(name, None)
+    parts = []
+    for group in plan_reverse(model, likes, saved_conversions(model)):
+        size = sum(sizes[name] for _, name in group.sources)
+        # What is converted is there twice: as it was read, and as it is written.
+        beside = 0 if group.renamed else size
+        parts.append(ExportPart(size, functools.partial(_converted, group, readers), beside))
+    return parts
+
+
+def _refuse_conversions(model: Any) -> None:
+    if has_conversions(model):
+        raise ValueError(f"{too_old()}, or export with names='modules'")
+
+
+def _converted(
+    group: ReverseGroup, readers: Mapping[str, Callable[[], torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    return group.convert(lambda name: readers[name]())
+
+
+def _saved_name(model: Any, whole: Whole) -> str:
+    """Return the name under which transformers saves a weight: of several, the one to which the
+    others are tied.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return next((name for name in whole.keys if name not in tied), whole.name)

@@ -1,5 +1,5 @@
-"""Loading values of other formats into an offloaded model: matched by name, checked as a whole,
-then written one by one.
+"""Loading values and optimizer states of other formats into an offloaded model: matched by name,
+checked as a whole, then written one by one.
 
 After a load the model holds what the file says: a parameter with optimizer states gets its fp32
 master from the value in the precision of the file (and computes with the master, rounded as every
@@ -10,8 +10,8 @@ to its own dtype. Moments, step counts and gradients stay.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -20,11 +20,13 @@ from infinity._src.base.progress import ProgressLine
 from infinity._src.base.wording import listed
 from infinity._src.distributed.communicator import Comm
 from infinity._src.memory.heap import Heap
-from infinity._src.optim.state_access import States
+from infinity._src.optim.state_access import OptimizerState, States
 from infinity._src.params.materialize import NamedTensors, find_buffers
 from infinity._src.params.unit import Param, Unit
 from infinity._src.params.unshard import Unsharder
 from infinity.aio import Format
+
+_Match = TypeVar("_Match", bound=tuple[Any, ...])
 
 
 class Receiver(Protocol):
@@ -100,25 +102,28 @@ def match(
         name = found(names, value)
         if name is not None:
             buffers.append((value, name))
-    unexpected = sorted(known - expected)
+    left_out = _checked(source.label, missing, known - expected, wrong, strict=strict)
+    return Matched(params, buffers, left_out)
+
+
+def _checked(
+    label: str, missing: Iterable[str], unexpected: Iterable[str], wrong: Iterable[str],
+    *, strict: bool,
+) -> Loaded:  # fmt: skip
+    """Return the names that are left out. Raises: ValueError for what is different, and with
+    `strict` for any of them.
+    """
     # Each once: the tiles of a weight say the same.
-    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))
-    if wrong or (strict and (missing or unexpected)):
+    missing, wrong = tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(wrong))
+    left_out = Loaded(missing, tuple(sorted(unexpected)))
+    named = zip(Loaded._fields, left_out, strict=True) if strict else ()
+    parts = [f"{kind}: {listed(names)}" for kind, names in (*named, ("different", wrong)) if names]
+    if parts:
+        way_out = "" if wrong else "; strict=False takes what fits and returns the names of the rest"
         raise ValueError(
-            explain(source.label, missing if strict else [], unexpected if strict else [], wrong)
+            f"{label} does not fit the model, and nothing was written. {'; '.join(parts)}{way_out}"
         )
-    return Matched(params, buffers, Loaded(tuple(missing), tuple(unexpected)))
-
-
-def explain(
-    label: str, missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]
-) -> str:
-    """Compose the message for names, shapes and dtypes that do not fit."""
-    parts = [f"missing: {listed(missing)}"] if missing else []
-    parts += [f"unexpected: {listed(unexpected)}"] if unexpected else []
-    parts += [f"different: {listed(wrong)}"] if wrong else []
-    way_out = "" if wrong else "; strict=False takes what fits and returns the names of the rest"
-    return f"{label} does not fit the model, and nothing was written. {'; '.join(parts)}{way_out}"
+    return left_out
 
 
 def check_idle(units: Iterable[Unit]) -> None:
@@ -167,6 +172,14 @@ class LastRead:
         return self._last[1]
 
 
+def _by_name(matches: Sequence[_Match]) -> list[_Match]:
+    """Order matches by the first place of their names, which are last in each: the tiles of a
+    weight take their parts of one tensor, which is read once.
+    """
+    order = {match[-1]: at for at, match in reversed(list(enumerate(matches)))}
+    return sorted(matches, key=lambda match: order[match[-1]])
+
+
 def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
     """Write what was matched, one tensor in memory at a time. Calls no collective. Blocks.
 
@@ -178,12 +191,110 @@ def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
     heap = Heap.for_stream()
     with torch.inference_mode(False), torch.no_grad(), line:
         read = LastRead(source.read)
-        # By names: the tiles of a weight take their parts of one tensor, which is read once.
-        order = {name: at for at, (_, name) in reversed(list(enumerate(matched.params)))}
-        for param, name in sorted(matched.params, key=lambda match: order[match[1]]):
+        for param, name in _by_name(matched.params):
             place, value = param.place, read(name)
             write_param(of, param, value if place is None else place.of(value))
             heap.freed()
             line.advance(sizes[param])
         for buffer, name in matched.buffers:
             copy_(buffer, source.read(name))
+
+
+MASTER = "master"
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A parameter with its optimizer states, and the names of those: tensors of its shape, and
+    numbers.
+    """
+
+    param: Param
+    state: OptimizerState
+    tensors: tuple[str, ...]
+    numbers: tuple[str, ...]
+
+
+class StateSource(Protocol):
+    """The optimizer states of a checkpoint, each with a name of its own."""
+
+    @property
+    def label(self) -> str:
+        """The checkpoint, in messages."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """All names."""
+
+    def name_of(self, param: str, state: str) -> str:
+        """Return the name that a state of a parameter has."""
+
+    def fault(self, name: str, shape: tuple[int, ...] | None) -> str:
+        """Say why a state is no tensor of this shape (None: no number); "" if it is one."""
+
+    def read(self, name: str) -> Any:
+        """Read one. Blocks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MatchedStates:
+    """The states that were found, in the order in which they are written."""
+
+    names: list[tuple[Held, str, str]]  # (parameter, state, name in the checkpoint)
+    left_out: Loaded
+
+
+def match_states(source: StateSource, every: Sequence[Held], *, strict: bool) -> MatchedStates:
+    """Find the states of every parameter that is held. Nothing is read or written.
+
+    A master is optional: without one the parameter's own value is it. Raises: ValueError naming
+    what is missing or unexpected (with `strict`), and what has another shape (always).
+    """
+    there = set(source.names)
+    found: list[tuple[Held, str, str]] = []
+    missing: list[str] = []
+    wrong: list[str] = []
+    for held in every:
+        wanted = (*held.tensors, *held.numbers)
+        keys = held.param.keys
+        # Any of a tied parameter's names may be the one that the file has.
+        key = next(
+            (key for key in keys if any(source.name_of(key, state) in there for state in wanted)),
+            keys[0],
+        )
+        for state in wanted:
+            name = source.name_of(key, state)
+            if name in there:
+                found.append((held, state, name))
+                fault = source.fault(
+                    name, held.param.whole_shape if state in held.tensors else None
+                )
+                wrong += [fault] if fault else []
+            # A checkpoint of a plain loop has none: the parameter's own value is the master then.
+            elif state != MASTER:
+                missing.append(name)
+    unexpected = there - {name for _, _, name in found}
+    return MatchedStates(found, _checked(source.label, missing, unexpected, wrong, strict=strict))
+
+
+def take_in_states(source: StateSource, matched: MatchedStates) -> None:
+    """Write the states that were matched, one tensor in memory at a time. Calls no collective.
+    Blocks.
+
+    Raises: any error of reading or writing, ValueError for an impossible number; then some states
+    have been written.
+    """
+    read = LastRead(source.read)
+    for held, state, name in _by_name(matched.names):
+        value: Any = read(name)
+        if state in held.numbers:
+            value = value.item() if hasattr(value, "item") else value
+            # torch.optim keeps it as a tensor of fp32; here it counts in whole numbers.
+            if state == "step" and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{name} of {source.label} is {value!r}, which is no number")
+        place = held.param.place
+        held.state[state] = (
+            place.of(value) if place is not None and state in held.tensors else value
+        )

@@ -25,22 +25,26 @@ from typing import IO, Protocol
 import torch
 
 from infinity._src.base.dtypes import bytes_of, check_kept, dtype_of, kind_of
-from infinity._src.base.new_file import write_new
+from infinity._src.base.new_file import (
+    fsync_directory,
+    fsync_file,
+    write_durably,
+    write_new,
+)
 from infinity._src.base.paths import check_link
 from infinity._src.base.progress import ProgressLine
 from infinity._src.base.sizes import format_size, parse_size
 from infinity._src.cabi.records import Master
-from infinity._src.checkpoint.directory import fsync_directory, fsync_file, publish
 from infinity._src.checkpoint.formats.load import has_master
-from infinity._src.checkpoint.metadata import buffers_of, persistent_buffers, read_buffers
-from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
-from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
-from infinity._src.checkpoint.safetensors_format import (
+from infinity._src.checkpoint.formats.safetensors_files import (
     FileTensor,
     check_dtypes,
     encode_header,
     file_order,
 )
+from infinity._src.checkpoint.metadata import buffers_of, persistent_buffers, read_buffers
+from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, Piece, SavedParam
+from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.kernels.state_codec import decode_master
@@ -220,11 +224,8 @@ class WeightFiles:
             self._partial(file).replace(self._target / file)
         fsync_directory(self._target)
         if len(self.files) > 1:
-            partial = self._partial(INDEX)
-            write_new(partial, text + "\n")
             # Last: an index on the drive says that all its files are there.
-            publish(partial, index)
-            fsync_directory(self._target)
+            write_durably(index, f"{text}\n".encode())
         # Only now: until the new files have names, the earlier export stays.
         _remove_stale(self._target, set(self.files))
         fsync_directory(self._target)
@@ -635,9 +636,15 @@ class ExportJob:
         reader: ChunkReader,
         progress: Callable[[int], object],
     ) -> Iterator[torch.Tensor]:
-        # The same order as below, LOOK_AHEAD chunks earlier.
-        ahead = self._ahead(tensors)
-        upcoming = list(itertools.islice(ahead, LOOK_AHEAD))
+        # The same order as below.
+        chunks = reader.read(
+            (
+                (saved, piece)
+                for saved in itertools.chain.from_iterable(tensor.parts for tensor in tensors)
+                for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel)
+            ),
+            LOOK_AHEAD,
+        )
         for tensor in tensors:
             if tensor.value is not None:
                 yield tensor.value
@@ -646,9 +653,7 @@ class ExportJob:
             for row in tensor.saved:
                 tiles = []
                 for saved in row:
-                    values = self._values(
-                        saved, tensor.dtype, reader, upcoming, ahead, progress
-                    )
+                    values = self._values(saved, tensor.dtype, chunks, progress)
                     if len(row) == 1:
                         yield from values
                     else:
@@ -661,23 +666,16 @@ class ExportJob:
         self,
         saved: SavedParam,
         dtype: torch.dtype,
-        reader: ChunkReader,
-        upcoming: list[ChunkRef],
-        ahead: Iterator[ChunkRef],
+        chunks: Iterator[tuple[Piece, list[Bytes]]],
         progress: Callable[[int], object],
     ) -> Iterator[torch.Tensor]:
-        for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
-            reader.start(upcoming)
-            arrays = reader.get(upcoming.pop(0))
-            upcoming += itertools.islice(ahead, 1)
+        remaining = saved.entry.numel
+        while remaining:
+            piece, arrays = next(chunks)
             value = self._value(saved, dtype, arrays, piece.start, piece.numel)
             yield value
             progress(value.nbytes)
-
-    def _ahead(self, tensors: Sequence[_SavedTensor]) -> Iterator[ChunkRef]:
-        for saved in itertools.chain.from_iterable(tensor.parts for tensor in tensors):
-            for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
-                yield ChunkRef(piece.rank, saved.flat_index, piece.chunk)
+            remaining -= piece.numel
 
     def _value(
         self, saved: SavedParam, dtype: torch.dtype, arrays: Sequence[Bytes], start: int, numel: int

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from infinity._src.checkpoint.durable.files import RunFiles
-from infinity._src.checkpoint.durable.fill_journal import FilledFlat
+from infinity._src.checkpoint.durable.initialization_journal import FilledFlat
 from infinity._src.params.source_files import SourceFiles, identity_of
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
