@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ STEPS = 5
 def made(
     place: Path, *more: Path, seam: Seam | None = None, model: Any = None, **values: Any
 ) -> tuple[Any, Any]:
-    place.mkdir(exist_ok=True)
+    """Make the run in these directories: its model and its optimizer, nothing restored."""
+    for each in (place, *more):
+        each.mkdir(exist_ok=True)
     torch.manual_seed(0)
     model = model or Net().bfloat16()
     tiers: dict[str, Any] = {
@@ -48,8 +52,9 @@ def run_files(place: Path) -> list[str]:
     return sorted(path.name for path in (place / "infinity-run").iterdir())
 
 
-def undisturbed() -> list[str]:
-    """Digests of a run that nothing disturbs, before its first step and after each."""
+@functools.cache
+def undisturbed() -> tuple[str, ...]:
+    """Return digests of a run that nothing disturbs, before its first step and after each."""
     torch.manual_seed(0)
     model: Any = offload(Net().bfloat16(), inf.Policy(unit_bytes_max=4096))
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
@@ -58,4 +63,35 @@ def undisturbed() -> list[str]:
         step(model, optimizer, index, 0)
         found.append(digest(model))
     close(model)
+    return tuple(found)
+
+
+def restored(model: Any, optimizer: Any, source: Path | Sequence[Path], **values: Any) -> int:
+    """Restore a run, and check that what it has is that of `undisturbed`. Returns the step."""
+    found = inf.restore(model, optimizer, source, **values)
+    assert found.extra == ({"next": found.step} if found.step else None)
+    assert digest(model) == undisturbed()[found.step]
+    return found.step
+
+
+def train(model: Any, optimizer: Any, first: int, until: int) -> None:
+    """Take steps [first, until), after which the model is that of `undisturbed`."""
+    for index in range(first, until):
+        step(model, optimizer, index, 0)
+    assert digest(model) == undisturbed()[until]
+
+
+def live(
+    *drives: Path,
+    until: int = 0,
+    source: Path | Sequence[Path] | None = None,
+    end: Callable[[Any], None] = close,
+    **values: Any,
+) -> int:
+    """Be one process of a run: restore what is there, train up to step `until`, and end. Returns
+    the step that was restored."""
+    model, optimizer = made(*drives, **values)
+    found = restored(model, optimizer, source or drives[0])
+    train(model, optimizer, found, max(found, until))
+    end(model)
     return found

@@ -23,7 +23,7 @@ from tests.test_durable_faults import close, die, made, run_files, wanted
 __all__ = ["wanted"]
 
 
-def test_a_run_restores_into_other_policies(tmp_path: Path, wanted: list[str]) -> None:
+def test_a_run_restores_into_other_policies(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     model, optimizer = made(tmp_path)
     for index in range(2):
         step(model, optimizer, index, 0)
@@ -40,7 +40,7 @@ def test_a_run_restores_into_other_policies(tmp_path: Path, wanted: list[str]) -
         close(model)
 
 
-def test_every_third_step_is_committed(tmp_path: Path, wanted: list[str]) -> None:
+def test_every_third_step_is_committed(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     for steps, kept in ((2, 0), (3, 0), (4, 3), (5, 3)):
         place = tmp_path / str(steps)
         model, optimizer = made(place, durable_every=3)
@@ -57,7 +57,7 @@ def test_every_third_step_is_committed(tmp_path: Path, wanted: list[str]) -> Non
 
 
 def test_a_run_that_is_given_up_stays_until_the_first_step(
-    tmp_path: Path, wanted: list[str]
+    tmp_path: Path, wanted: tuple[str, ...]
 ) -> None:
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
@@ -88,7 +88,7 @@ def test_a_run_that_is_given_up_stays_until_the_first_step(
     assert len(run_files(tmp_path)) == len(before)
 
 
-def test_no_step_at_all(tmp_path: Path, wanted: list[str]) -> None:
+def test_no_step_at_all(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     model, optimizer = made(tmp_path)
     close(model)
     model, optimizer = made(tmp_path)
@@ -201,7 +201,7 @@ def test_writes_between_steps_survive(tmp_path: Path) -> None:
     close(model)
 
 
-def test_checkpoints_of_a_run_and_into_one(tmp_path: Path, wanted: list[str]) -> None:
+def test_checkpoints_of_a_run_and_into_one(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     saved = tmp_path / "saved"
     model, optimizer = made(tmp_path / "run")
     step(model, optimizer, 0, 0)
@@ -228,7 +228,7 @@ def test_checkpoints_of_a_run_and_into_one(tmp_path: Path, wanted: list[str]) ->
     close(model)
 
 
-def test_extra_that_cannot_be_kept_holds_commits_back(tmp_path: Path, wanted: list[str]) -> None:
+def test_extra_that_cannot_be_kept_holds_commits_back(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
     with pytest.raises(ValueError, match="extra= cannot be kept"):
@@ -344,7 +344,7 @@ def test_a_scheduler_and_random_generators_go_on(tmp_path: Path) -> None:
     assert [each for index in range(5) for each in live(index, index + 1, **durable)] == expected
 
 
-def test_no_checkpoint_where_a_run_is(tmp_path: Path, wanted: list[str]) -> None:
+def test_no_checkpoint_where_a_run_is(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
     inf.handle(model).flush()
@@ -358,7 +358,7 @@ def test_no_checkpoint_where_a_run_is(tmp_path: Path, wanted: list[str]) -> None
     close(model)
 
 
-def test_a_run_does_not_go_on_without_its_optimizer(tmp_path: Path, wanted: list[str]) -> None:
+def test_a_run_does_not_go_on_without_its_optimizer(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
     close(model)

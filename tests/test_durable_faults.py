@@ -28,7 +28,7 @@ from tests.marks import alternating, mostly_slow
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[str]:
+def wanted() -> tuple[str, ...]:
     return undisturbed()
 
 
@@ -66,7 +66,7 @@ class Failing:
     ("name", "code"), [("write", errno.ENOSPC), ("replace", 5), ("fsync", 5), ("unlink", 5)]
 )
 def test_every_call_of_a_commit_fails_once(
-    tmp_path: Path, wanted: list[str], update: str, name: str, code: int
+    tmp_path: Path, wanted: tuple[str, ...], update: str, name: str, code: int
 ) -> None:
     """Whatever fails, a restore has the step before or the one that was being committed, and this
     process goes on."""
@@ -103,7 +103,7 @@ def test_every_call_of_a_commit_fails_once(
 
 @pytest.mark.parametrize("name", alternating(["write", "replace", "fsync", "unlink"]))
 def test_a_commit_that_is_interrupted_is_made_up_for(
-    tmp_path: Path, wanted: list[str], name: str
+    tmp_path: Path, wanted: tuple[str, ...], name: str
 ) -> None:
     """The next step writes nothing that an interrupted commit has named, also where none is due."""
     for nth in range(20):
@@ -130,7 +130,7 @@ def test_a_commit_that_is_interrupted_is_made_up_for(
 
 
 def test_states_stay_when_the_first_commit_is_interrupted(
-    tmp_path: Path, wanted: list[str]
+    tmp_path: Path, wanted: tuple[str, ...]
 ) -> None:
     """A process that ends leaves the files that a manifest names, once the manifest has its name,
     wherever `inf.restore` breaks off."""
@@ -157,7 +157,7 @@ def test_states_stay_when_the_first_commit_is_interrupted(
 
 
 def test_no_room_beside_a_checkpoint(
-    tmp_path: Path, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without room beside what a checkpoint has a part in no step writes there, whether a commit is
     due or not."""
@@ -228,7 +228,7 @@ def test_names_are_on_every_drive_before_a_manifest(
 @pytest.mark.parametrize(
     ("kind", "update"), alternating(["errno", "short", "bitflip"], ["deferred", "backward"])
 )
-def test_writes_of_states_fail(tmp_path: Path, wanted: list[str], update: str, kind: str) -> None:
+def test_writes_of_states_fail(tmp_path: Path, wanted: tuple[str, ...], update: str, kind: str) -> None:
     for nth in (24, 51, 78):
         place = tmp_path / str(nth)
         model, optimizer = made(
@@ -265,7 +265,7 @@ def test_writes_of_states_fail(tmp_path: Path, wanted: list[str], update: str, k
 
 
 def test_what_a_failed_write_left_in_memory_alone_is_not_committed(
-    tmp_path: Path, wanted: list[str]
+    tmp_path: Path, wanted: tuple[str, ...]
 ) -> None:
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
@@ -306,7 +306,7 @@ def test_what_a_failed_write_left_in_memory_is_written_before_it_is_committed(
     close(model)
 
 
-def test_damage_is_found_and_named(tmp_path: Path, wanted: list[str]) -> None:
+def test_damage_is_found_and_named(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     model, optimizer = made(tmp_path)
     for index in range(2):
         step(model, optimizer, index, 0)
@@ -350,7 +350,7 @@ def test_damage_is_found_and_named(tmp_path: Path, wanted: list[str]) -> None:
     assert len(run_files(tmp_path)) == 7, run_files(tmp_path)
 
 
-def test_nothing_leaks(tmp_path: Path, wanted: list[str]) -> None:
+def test_nothing_leaks(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     places = [tmp_path / "one", tmp_path / "two"]
     for place in places:
         place.mkdir()
@@ -383,7 +383,7 @@ def test_nothing_leaks(tmp_path: Path, wanted: list[str]) -> None:
         assert (places[0] / "infinity-run" / "drive1").readlink() == places[1] / "infinity-run"
 
 
-def test_a_full_disk_at_a_commit(tmp_path: Path, wanted: list[str]) -> None:
+def test_a_full_disk_at_a_commit(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     import resource
 
     model, optimizer = made(tmp_path)

@@ -26,7 +26,7 @@ from tests.unit.checkpoint.test_manifest import manifest
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[str]:
+def wanted() -> tuple[str, ...]:
     return undisturbed()
 
 
@@ -112,7 +112,7 @@ def places(tmp_path: Path) -> list[Path]:
 
 @pytest.mark.parametrize("amid", ["step", "commit"])
 def test_a_killed_run_is_restored_beside_its_committed_states_alone(
-    places: list[Path], wanted: list[str], amid: str
+    places: list[Path], wanted: tuple[str, ...], amid: str
 ) -> None:
     killed(train_and_die, amid, *places)
     before, kept = states(*places), named(places[0])
@@ -134,7 +134,7 @@ def test_a_killed_run_is_restored_beside_its_committed_states_alone(
     close(model)
 
 
-def test_a_kill_amid_the_removal_loses_nothing(tmp_path: Path, wanted: list[str]) -> None:
+def test_a_kill_amid_the_removal_loses_nothing(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     killed(train_and_die, "step", tmp_path)
     before, kept = states(tmp_path), named(tmp_path)
     for after in (0, 1):  # the word of its owner, and the file

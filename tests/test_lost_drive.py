@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[str]:
+def wanted() -> tuple[str, ...]:
     return undisturbed()
 
 
@@ -74,7 +74,7 @@ def meet(model: Any, optimizer: Any, when: str, lose: Callable[[], None], place:
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("when", ["forward", "backward", "step", "commit", "save", "close"])
 def test_a_drive_that_goes_ends_the_run_in_one_error(
-    tmp_path: Path, wanted: list[str], when: str, which: int
+    tmp_path: Path, wanted: tuple[str, ...], when: str, which: int
 ) -> None:
     threads = threading.active_count()
     with loop_ext4(tmp_path / "a", 32 * MIB) as a, loop_ext4(tmp_path / "b", 32 * MIB) as b:
@@ -125,7 +125,7 @@ def test_a_drive_that_goes_ends_the_run_in_one_error(
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_a_directory_that_vanishes_is_a_drive_that_goes(
-    tmp_path: Path, wanted: list[str], which: int
+    tmp_path: Path, wanted: tuple[str, ...], which: int
 ) -> None:
     drives = [tmp_path / "a", tmp_path / "b"]
     for drive in drives:

@@ -30,7 +30,7 @@ from tests.test_damaged_restore import states_of
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[str]:
+def wanted() -> tuple[str, ...]:
     return undisturbed()
 
 
@@ -59,7 +59,7 @@ def digest_at(place: Path, generation: int, room: Path) -> tuple[int, str]:
     return found
 
 
-def check_all(place: Path, wanted: list[str]) -> list[int]:
+def check_all(place: Path, wanted: tuple[str, ...]) -> list[int]:
     """Every commit that has a manifest is whole. Returns their steps, the newest first."""
     steps = []
     for generation in generations(home(place)):
@@ -81,7 +81,7 @@ def damage(directory: Path, manifest: Manifest, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_each_commit_that_is_kept_is_whole(tmp_path: Path, wanted: list[str], count: int) -> None:
+def test_each_commit_that_is_kept_is_whole(tmp_path: Path, wanted: tuple[str, ...], count: int) -> None:
     model, optimizer = made(tmp_path / "run", generations=count)
     for index in range(5):
         step(model, optimizer, index, 0)
@@ -92,7 +92,7 @@ def test_each_commit_that_is_kept_is_whole(tmp_path: Path, wanted: list[str], co
     die(model)
 
 
-def test_training_goes_on_from_the_older_commit(tmp_path: Path, wanted: list[str]) -> None:
+def test_training_goes_on_from_the_older_commit(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     place = tmp_path / "run"
     for kind in ("chunk", "table", "manifest", "buffers"):
         model, optimizer = made(place, generations=3)
@@ -225,7 +225,7 @@ def test_an_ordinary_save_has_no_older_one_and_says_so(tmp_path: Path) -> None:
 
 def test_without_room_fewer_commits_are_kept(
     tmp_path: Path,
-    wanted: list[str],
+    wanted: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -252,7 +252,7 @@ def test_without_room_fewer_commits_are_kept(
 
 def test_a_start_beside_full_drives_gives_up_the_older_commit(
     tmp_path: Path,
-    wanted: list[str],
+    wanted: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -288,7 +288,7 @@ def test_a_start_beside_full_drives_gives_up_the_older_commit(
 
 @pytest.mark.parametrize("full", [False, True])
 def test_linked_saves_stay_what_they_are(
-    tmp_path: Path, wanted: list[str], monkeypatch: pytest.MonkeyPatch, full: bool
+    tmp_path: Path, wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     place = tmp_path / "run"
     model, optimizer = made(place, generations=3)
@@ -383,7 +383,7 @@ def test_ranks_agree_on_the_commit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["manifest", "table", "buffers", "extra"])
 def test_a_file_that_is_damaged_in_the_home_is_taken_from_its_copy(
-    tmp_path: Path, wanted: list[str], kind: str
+    tmp_path: Path, wanted: tuple[str, ...], kind: str
 ) -> None:
     """The newest commit is whole as long as one drive has each small file of it."""
     drives = [tmp_path / "a", tmp_path / "b"]
@@ -429,7 +429,7 @@ def test_what_is_damaged_in_the_copy_too_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_older_commits_are_found_without_the_home(
-    tmp_path: Path, wanted: list[str], lost: bool
+    tmp_path: Path, wanted: tuple[str, ...], lost: bool
 ) -> None:
     """The manifests of the first drive are gone, with its states or without, and the newest copy is
     damaged."""
