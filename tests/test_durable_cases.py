@@ -18,16 +18,19 @@ from infinity._src.engine.handle import offload
 from infinity.errors import AioError
 from tests import forks, models
 from tests.crashes import Net, digest, step
-from tests.test_durable_faults import close, die, made, run_files, wanted
+from tests.durable_runs import close, die, live, made, restored, run_files, train, undisturbed
 
-__all__ = ["wanted"]
+
+@pytest.fixture(scope="module")
+def wanted() -> tuple[str, ...]:
+    return undisturbed()
+
+
+NVME: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}
 
 
 def test_a_run_restores_into_other_policies(tmp_path: Path, wanted: tuple[str, ...]) -> None:
-    model, optimizer = made(tmp_path)
-    for index in range(2):
-        step(model, optimizer, index, 0)
-    close(model)
+    live(tmp_path, until=2)
     for values in ({}, {"state": "compact"}, {"params": "nvme", "optim": "nvme", "nvme": tmp_path}):
         torch.manual_seed(1)
         model = offload(Net().bfloat16(), inf.Policy(**values))
@@ -40,28 +43,16 @@ def test_a_run_restores_into_other_policies(tmp_path: Path, wanted: tuple[str, .
         close(model)
 
 
-def test_every_third_step_is_committed(tmp_path: Path, wanted: tuple[str, ...]) -> None:
-    for steps, kept in ((2, 0), (3, 0), (4, 3), (5, 3)):
-        place = tmp_path / str(steps)
-        model, optimizer = made(place, durable_every=3)
-        for index in range(steps):
-            step(model, optimizer, index, 0)
-        die(model)
-        model, optimizer = made(place, durable_every=3)
-        found = inf.restore(model, optimizer, place)
-        assert found.step == kept
-        assert digest(model) == wanted[kept]
-        step(model, optimizer, kept, 0)
-        assert digest(model) == wanted[kept + 1]
-        close(model)
+@pytest.mark.parametrize(("steps", "kept"), [(2, 0), (3, 0), (4, 3), (5, 3)])
+def test_every_third_step_is_committed(tmp_path: Path, steps: int, kept: int) -> None:
+    assert live(tmp_path, until=steps, end=die, durable_every=3) == 0
+    assert live(tmp_path, until=kept + 1, durable_every=3) == kept
 
 
 def test_a_run_that_is_given_up_stays_until_the_first_step(
-    tmp_path: Path, wanted: tuple[str, ...]
+    tmp_path: Path
 ) -> None:
-    model, optimizer = made(tmp_path)
-    step(model, optimizer, 0, 0)
-    close(model)
+    live(tmp_path, until=1)
     before = run_files(tmp_path)
     model, optimizer = made(tmp_path, durable="new")
     inf.handle(model).flush()
@@ -72,16 +63,12 @@ def test_a_run_that_is_given_up_stays_until_the_first_step(
     assert run_files(tmp_path) == [
         name for name in before if kept in name or "states-" not in name
     ]
+    assert live(tmp_path, durable="new") == 1  # a change of mind
     model, optimizer = made(tmp_path, durable="new")
-    assert inf.restore(model, optimizer, tmp_path).step == 1  # a change of mind
-    close(model)
-    model, optimizer = made(tmp_path, durable="new")
-    step(model, optimizer, 0, 0)
-    step(model, optimizer, 1, 0)
+    train(model, optimizer, 0, 2)
     die(model)
     model, optimizer = made(tmp_path)
-    assert inf.restore(model, optimizer, tmp_path).step == 1
-    assert digest(model) == wanted[1]
+    assert restored(model, optimizer, tmp_path) == 1
     with pytest.raises(ValueError, match="goes on in this process"):
         inf.restore(model, optimizer, tmp_path)
     close(model)
@@ -89,11 +76,9 @@ def test_a_run_that_is_given_up_stays_until_the_first_step(
 
 
 def test_no_step_at_all(tmp_path: Path, wanted: tuple[str, ...]) -> None:
+    assert live(tmp_path) == 0
     model, optimizer = made(tmp_path)
-    close(model)
-    model, optimizer = made(tmp_path)
-    found = inf.restore(model, optimizer, tmp_path)
-    assert (found.step, found.extra) == (0, None)
+    assert restored(model, optimizer, tmp_path) == 0
     step(model, optimizer, 0, 0)
     with pytest.raises(ValueError, match="goes on in this process"):
         inf.restore(model, optimizer, tmp_path)
@@ -110,7 +95,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
     code = (
-        "from tests.test_durable_faults import made; from pathlib import Path; "
+        "from tests.durable_runs import made; from pathlib import Path; "
         f"made(Path({str(tmp_path)!r}))"
     )
     done = forks.run_code(code)
@@ -142,13 +127,7 @@ def test_frozen_parameters_and_late_groups(tmp_path: Path) -> None:
         model.zero_grad()
 
     plain, plain_optimizer = begin()
-    durable: Any = {
-        "params": "nvme",
-        "optim": "nvme",
-        "ram": "min",
-        "nvme": tmp_path,
-        "durable": True,
-    }
+    durable: Any = {**NVME, "nvme": tmp_path, "durable": True}
     for index in range(4):
         if index == 2:
             plain_optimizer.add_param_group({"params": group(plain, 1), "lr": 1e-3})
@@ -212,10 +191,7 @@ def test_checkpoints_of_a_run_and_into_one(tmp_path: Path, wanted: tuple[str, ..
     assert inf.restore(model, optimizer, saved).step == 1  # into the run that goes on
     assert digest(model) == wanted[1]
     die(model)
-    model, optimizer = made(tmp_path / "run")
-    found = inf.restore(model, optimizer, tmp_path / "run")
-    assert (found.step, found.extra) == (1, {"next": 1})
-    close(model)
+    assert live(tmp_path / "run") == 1
     model, optimizer = made(tmp_path / "new")
     assert inf.restore(model, optimizer, saved).step == 1
     step(model, optimizer, 1, 0)
@@ -223,12 +199,11 @@ def test_checkpoints_of_a_run_and_into_one(tmp_path: Path, wanted: tuple[str, ..
     model, optimizer = made(tmp_path / "new")
     with pytest.raises(ValueError, match="holds a durable run"):
         inf.restore(model, optimizer, saved)
-    assert inf.restore(model, optimizer, tmp_path / "new").step == 1
-    assert digest(model) == wanted[1]
+    assert restored(model, optimizer, tmp_path / "new") == 1
     close(model)
 
 
-def test_extra_that_cannot_be_kept_holds_commits_back(tmp_path: Path, wanted: tuple[str, ...]) -> None:
+def test_extra_that_cannot_be_kept_holds_commits_back(tmp_path: Path) -> None:
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
     with pytest.raises(ValueError, match="extra= cannot be kept"):
@@ -246,11 +221,7 @@ def test_extra_that_cannot_be_kept_holds_commits_back(tmp_path: Path, wanted: tu
     handle.extra = {"next": 2}
     handle.flush()
     die(model)
-    model, optimizer = made(tmp_path)
-    found = inf.restore(model, optimizer, tmp_path)
-    assert (found.step, found.extra) == (2, {"next": 2})
-    assert digest(model) == wanted[2]
-    close(model)
+    assert live(tmp_path) == 2
 
 
 def test_what_is_set_before_the_first_step_is_committed_with_it(tmp_path: Path) -> None:
@@ -258,22 +229,13 @@ def test_what_is_set_before_the_first_step_is_committed_with_it(tmp_path: Path) 
     inf.handle(model).extra = {"next": 1}
     step(model, optimizer, 0, 0)
     die(model)
-    model, optimizer = made(tmp_path)
-    found = inf.restore(model, optimizer, tmp_path)
-    assert (found.step, found.extra) == (0, None)
-    close(model)
+    assert live(tmp_path) == 0
 
 
 def test_a_group_that_is_added_after_restoring_keeps_extra(tmp_path: Path) -> None:
     def begin() -> tuple[Any, Any, list[Any]]:
-        durable: Any = {
-            "params": "nvme",
-            "optim": "nvme",
-            "ram": "min",
-            "nvme": tmp_path,
-            "durable": True,
-        }
-        model = offload(models.make(lambda: models.lora(2)), inf.Policy(**durable))
+        policy = inf.Policy(**NVME, nvme=tmp_path, durable=True)
+        model = offload(models.make(lambda: models.lora(2)), policy)
         trained = [param for param in model.parameters() if param.requires_grad]
         return model, inf.AdamW(trained[0::2], lr=1e-2), trained[1::2]
 
@@ -334,13 +296,7 @@ def test_a_scheduler_and_random_generators_go_on(tmp_path: Path) -> None:
         return told
 
     expected = live(0, 5)
-    durable: Any = {
-        "params": "nvme",
-        "optim": "nvme",
-        "ram": "min",
-        "nvme": tmp_path,
-        "durable": True,
-    }
+    durable: Any = {**NVME, "nvme": tmp_path, "durable": True}
     assert [each for index in range(5) for each in live(index, index + 1, **durable)] == expected
 
 
@@ -358,16 +314,13 @@ def test_no_checkpoint_where_a_run_is(tmp_path: Path, wanted: tuple[str, ...]) -
     close(model)
 
 
-def test_a_run_does_not_go_on_without_its_optimizer(tmp_path: Path, wanted: tuple[str, ...]) -> None:
-    model, optimizer = made(tmp_path)
-    step(model, optimizer, 0, 0)
-    close(model)
+def test_a_run_does_not_go_on_without_its_optimizer(tmp_path: Path) -> None:
+    live(tmp_path, until=1)
     model, optimizer = made(tmp_path)
     for given in (None, []):
         with pytest.raises(ValueError, match="would go on without its optimizer states"):
             inf.restore(model, given, tmp_path)
-    assert inf.restore(model, optimizer, tmp_path).step == 1
-    assert digest(model) == wanted[1]
+    assert restored(model, optimizer, tmp_path) == 1
     close(model)
     model, optimizer = made(tmp_path, durable="new")
     assert inf.restore(model, None, tmp_path).step == 1
