@@ -228,7 +228,9 @@ def test_names_are_on_every_drive_before_a_manifest(
 @pytest.mark.parametrize(
     ("kind", "update"), alternating(["errno", "short", "bitflip"], ["deferred", "backward"])
 )
-def test_writes_of_states_fail(tmp_path: Path, wanted: tuple[str, ...], update: str, kind: str) -> None:
+def test_writes_of_states_fail(
+    tmp_path: Path, wanted: tuple[str, ...], update: str, kind: str
+) -> None:
     for nth in (24, 51, 78):
         place = tmp_path / str(nth)
         model, optimizer = made(

@@ -81,7 +81,9 @@ def damage(directory: Path, manifest: Manifest, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 4])
-def test_each_commit_that_is_kept_is_whole(tmp_path: Path, wanted: tuple[str, ...], count: int) -> None:
+def test_each_commit_that_is_kept_is_whole(
+    tmp_path: Path, wanted: tuple[str, ...], count: int
+) -> None:
     model, optimizer = made(tmp_path / "run", generations=count)
     for index in range(5):
         step(model, optimizer, index, 0)

@@ -119,7 +119,8 @@ def _checked(
     named = zip(Loaded._fields, left_out, strict=True) if strict else ()
     parts = [f"{kind}: {listed(names)}" for kind, names in (*named, ("different", wrong)) if names]
     if parts:
-        way_out = "" if wrong else "; strict=False takes what fits and returns the names of the rest"
+        partly = "strict=False takes what fits and returns the names of the rest"
+        way_out = "" if wrong else f"; {partly}"
         raise ValueError(
             f"{label} does not fit the model, and nothing was written. {'; '.join(parts)}{way_out}"
         )
