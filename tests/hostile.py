@@ -53,7 +53,10 @@ import infinity as inf
 from infinity._src.checkpoint import manifest as manifests
 from infinity._src.checkpoint.durable import initialization_journal as journals
 from infinity._src.checkpoint.durable.files import RUN_DIRECTORY, RunFiles
-from infinity._src.checkpoint.durable.initialization_journal import FilledFlat, FillJournal
+from infinity._src.checkpoint.durable.initialization_journal import (
+    InitializationJournal,
+    InitializedFlat,
+)
 from infinity._src.checkpoint.formats.dcp import DCPFiles
 from infinity._src.checkpoint.formats.safe_pickle import extra_bytes, read_extra
 from infinity._src.checkpoint.formats.safetensors import ExportJob
@@ -261,7 +264,7 @@ def write_fill(place: Path) -> None:
     states = [list(each) for each in files.states()]
     files.fill.start({"source": "x", "shares": [0.5, 0.5], "states": states}, known=True)
     for index in range(3):
-        files.fill.add(index, FilledFlat(index + 7, bytes(range(64))))
+        files.fill.add(index, InitializedFlat(index + 7, bytes(range(64))))
     files.fill.flush()
     files.close()
 
@@ -279,7 +282,7 @@ def arrive_run(real: Path, place: Path) -> None:
     home = place / "a" / RUN_DIRECTORY
     if not (home / "fill.rank0").exists():
         return
-    journal = FillJournal(home / "fill.rank0")
+    journal = InitializationJournal(home / "fill.rank0")
     flats = [flat for index in range(3) if (flat := journal.take(index)) is not None]
     head, start = dict(journal.head or {}), dict(journal.started or {})
     begun = RunFiles(drives(place), 0, 1)
@@ -296,8 +299,8 @@ def arrive_run(real: Path, place: Path) -> None:
     assert head
 
 
-def begin_run(place: Path, *, goes_on: bool = False) -> None:
-    """Do with the files of a run as a process does, from its beginning to a commit. goes_on: the
+def begin_run(place: Path, *, resumes: bool = False) -> None:
+    """Do with the files of a run as a process does, from its beginning to a commit. resumes: the
     files of the run before stay.
     """
     files = RunFiles(drives(place), 0, 1)
@@ -307,7 +310,7 @@ def begin_run(place: Path, *, goes_on: bool = False) -> None:
         list(map(files.fill.take, range(4)))
         files.fill.start({"source": "x", "states": [list(e) for e in files.states()]}, known=True)
         files.check_place()
-        before = files.before if goes_on else None
+        before = files.before if resumes else None
         files.remove_strangers(each.name for head in before or () for each in head.files)
         files.committed()
     finally:
@@ -316,7 +319,7 @@ def begin_run(place: Path, *, goes_on: bool = False) -> None:
 
 def read_run(place: Path) -> None:
     """Do the same, after somebody who reads the run, and twice."""
-    begin_run(place, goes_on=True)
+    begin_run(place, resumes=True)
     with Checkpoint.open(place / "a" / RUN_DIRECTORY) as checkpoint:
         for _ in ExportJob(checkpoint, masters=True).tensors():
             pass

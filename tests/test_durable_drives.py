@@ -181,7 +181,7 @@ def test_a_run_without_its_first_drive_goes_by_the_copies_that_are_whole(
         found.write_bytes(bytes(found.stat().st_size))
     model, optimizer = made(*places[1:], generations=generations)
     if generations == 3:
-        assert inf.handle(model).durable.files.give_up_older(1)
+        assert inf.handle(model).durable.files.release_older(1)
         for place in places[1:]:
             assert len(list(place.glob("infinity-run/copy-*/manifest-*"))) == 1
     with reports(places[1]):

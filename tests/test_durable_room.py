@@ -16,7 +16,7 @@ import torch
 import infinity as inf
 from infinity._src.checkpoint.directory import newest_generation, read_head
 from infinity._src.checkpoint.durable.files import RunFiles
-from infinity._src.checkpoint.durable.initialization_journal import FilledFlat
+from infinity._src.checkpoint.durable.initialization_journal import InitializedFlat
 from infinity._src.checkpoint.manifest import FileEntry, Head
 from infinity.aio._swap_owner import lock
 from tests.crashes import digest, step
@@ -212,7 +212,7 @@ def test_the_first_commit_that_another_rank_may_end_keeps_its_states(tmp_path: P
     journal.write_bytes(data)
     (manifest_of_0,) = run.home.glob("manifest-*")
     manifest_of_0.write_bytes(manifest_of_0.read_bytes()[:-1])
-    RunFiles([tmp_path], 0, 1, give_up=True).close()
+    RunFiles([tmp_path], 0, 1, released=True).close()
     assert states(tmp_path).keys() == {named}
 
 
@@ -229,7 +229,7 @@ def test_states_of_a_run_to_which_the_home_is_a_further_drive_stay_while_it_is_t
     mine.remove_strangers([])
     assert states(places[1]).keys() == there
     theirs.fill.start({"states": [list(each) for each in theirs.states()]}, known=True)
-    theirs.fill.add(0, FilledFlat(1, b"sums"))
+    theirs.fill.add(0, InitializedFlat(1, b"sums"))
     theirs.fill.flush()
     theirs.close()
     mine.remove_strangers([])

@@ -15,7 +15,10 @@ from safetensors.torch import save_file
 
 import infinity as inf
 from infinity._src.checkpoint.durable import initialization
-from infinity._src.checkpoint.durable.initialization_journal import FilledFlat, FillJournal
+from infinity._src.checkpoint.durable.initialization_journal import (
+    InitializationJournal,
+    InitializedFlat,
+)
 from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, SwapFullError
@@ -378,24 +381,24 @@ def head(digit: str) -> dict[str, Any]:
 
 
 def test_a_journal_is_begun_anew_in_place_of_one_that_was_found(tmp_path: Path) -> None:
-    first = FillJournal(tmp_path / "fill")
+    first = InitializationJournal(tmp_path / "fill")
     first.begin({**head("a"), "more": "a longer one"})
     first.start({"source": "x", "states": []}, known=True)
-    first.add(0, FilledFlat(7, b"seven"))
+    first.add(0, InitializedFlat(7, b"seven"))
     first.flush()
     first.close()
-    second = FillJournal(tmp_path / "fill")
+    second = InitializationJournal(tmp_path / "fill")
     second.begin(head("b"))
     second.start({"source": "y", "states": []}, known=True)
-    second.add(1, FilledFlat(8, b"eight"))
+    second.add(1, InitializedFlat(8, b"eight"))
     second.flush()
     second.close()
-    third = FillJournal(tmp_path / "fill")
+    third = InitializationJournal(tmp_path / "fill")
     assert (third.head, third.started) == (head("b"), {"source": "y", "states": []})
     assert (third.take(0), third.take(1)) == (None, (8, b"eight"))
     third.forget()
     third.close()
-    fourth = FillJournal(tmp_path / "fill")
+    fourth = InitializationJournal(tmp_path / "fill")
     assert (fourth.head, fourth.started) == (head("b"), None)
     fourth.close()
 
@@ -440,17 +443,17 @@ def test_a_journal_without_room_ends_the_fill_which_goes_on_later(
 
 
 def test_a_torn_journal_is_read_up_to_its_tear(tmp_path: Path) -> None:
-    journal = FillJournal(tmp_path / "fill")
+    journal = InitializationJournal(tmp_path / "fill")
     journal.begin(head("a"))
     start = {"source": "x", "states": []}
     assert journal.start(start, known=True) == []
     for index in range(3):
-        journal.add(index, FilledFlat(index + 7, bytes(range(index, 99))))
+        journal.add(index, InitializedFlat(index + 7, bytes(range(index, 99))))
     journal.flush()
     data = (tmp_path / "fill").read_bytes()
     for size in range(0, len(data), 5):
         (tmp_path / "fill").write_bytes(data[:size])
-        with contextlib.closing(FillJournal(tmp_path / "fill")) as again:
+        with contextlib.closing(InitializationJournal(tmp_path / "fill")) as again:
             taken = [again.take(index) for index in range(3)]
             kept = [index for index in range(3) if taken[index] is not None]
             assert kept == list(range(len(kept)))
@@ -460,8 +463,8 @@ def test_a_torn_journal_is_read_up_to_its_tear(tmp_path: Path) -> None:
             assert [again.take(index) for index in kept] == [(index + 7, b"") for index in kept]
             if kept:
                 assert again.started == start
-                again.add(2, FilledFlat(9, b"nine"))
+                again.add(2, InitializedFlat(9, b"nine"))
                 again.flush()
-                with contextlib.closing(FillJournal(tmp_path / "fill")) as last:
+                with contextlib.closing(InitializationJournal(tmp_path / "fill")) as last:
                     assert last.take(2) == (9, b"nine")
     journal.close()

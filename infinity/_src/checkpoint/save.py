@@ -277,7 +277,7 @@ class Save:
         """
         self.told = self.left = True
 
-    def tell_of_error(self) -> None:
+    def report_error(self) -> None:
         """Warn of an error that was left to `wait` and was not raised, once. Does not
         block.
         """
@@ -372,7 +372,7 @@ class Saver:
         self.wait_for_last()
         # A save that failed in the background must not go unseen.
         self.raise_fault()
-        self.tell_of_last()
+        self.report_last()
         problem: BaseException | None = None
         mine = [0.0, 0.0, 0.0]
         # Closed when the save has ended.
@@ -567,12 +567,12 @@ class Saver:
             self._last.told = True
             self._last.wait()
 
-    def tell_of_last(self) -> None:
+    def report_last(self) -> None:
         """Warn of the error of the last save if `Save.wait`, which was to raise it, was not called.
         Does not block.
         """
         if self._last is not None:
-            self._last.tell_of_error()
+            self._last.report_error()
 
 
 def _try_link(

@@ -265,7 +265,7 @@ class VerifyJob:
             try:
                 world = read_manifest(self.directory / name).world
             except (AioError, ValueError):
-                # Verifying tells of it.
+                # Verifying reports it.
                 continue
             # Any readable manifest tells how many ranks there are.
             return all(manifest_name(generation, rank) in names for rank in range(world))
@@ -284,17 +284,18 @@ class VerifyJob:
                 reason = "is missing" if error.errno == errno.ENOENT else "is not what was written"
                 # Itself, or the table that it names.
                 where = Path(error.path) if error.path else path
-                self._tell(where, 0, error.length, f"the manifest of rank {rank}", reason)
+                self._report(where, 0, error.length, f"the manifest of rank {rank}", reason)
                 world = max(world, self._ranks())
             # A later version wrote it, or it is damaged just there.
             except ValueError as error:
-                self._tell(path, 0, path.stat().st_size, f"the manifest of rank {rank}", str(error))
+                what = f"the manifest of rank {rank}"
+                self._report(path, 0, path.stat().st_size, what, str(error))
                 world = max(world, self._ranks())
             else:
                 world = max(world, manifest.world)
                 # Ranks of two saves do not belong together; the first one decides.
                 if found and (manifest.save, manifest.world) != (found[0].save, found[0].world):
-                    self._tell(
+                    self._report(
                         path,
                         0,
                         0,
@@ -312,7 +313,7 @@ class VerifyJob:
         ranks = [path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*")]
         return 1 + max((int(rank) for rank in ranks if rank.isdigit()), default=0)
 
-    def _tell(self, path: Path, offset: int, length: int, what: str, reason: str) -> None:
+    def _report(self, path: Path, offset: int, length: int, what: str, reason: str) -> None:
         self.damage.append(Damage(str(path), offset, length, what, reason))
 
     def _attachment(self, file: FileEntry) -> None:
@@ -320,12 +321,12 @@ class VerifyJob:
         try:
             read_attachment(self.directory, file)
         except ChecksumError:
-            self._tell(
+            self._report(
                 self.directory / file.name, 0, file.size_bytes, kind, "is not what was written"
             )
         except AioError as error:
             reason = "is missing" if error.errno == errno.ENOENT else str(error)
-            self._tell(self.directory / file.name, 0, file.size_bytes, kind, reason)
+            self._report(self.directory / file.name, 0, file.size_bytes, kind, reason)
 
     # -- data files --------------------------------------------------------------------------------
 
@@ -343,13 +344,13 @@ class VerifyJob:
                     if error.errno == errno.ENOENT
                     else f"cannot be read: {error.strerror}"
                 )
-                self._tell(path, 0, file.size_bytes, f"states of rank {manifest.rank}", reason)
+                self._report(path, 0, file.size_bytes, f"states of rank {manifest.rank}", reason)
             return
         sizes = _row_bytes(manifest)
         # Rows before the cut can still be verified.
         ends = manifest.rows["file_offset"][mine] + manifest.rows["run_bytes"][mine]
         if size < file.size_bytes and len(mine) and int(ends.max()) > size:
-            self._tell(
+            self._report(
                 path,
                 size,
                 file.size_bytes - size,
@@ -407,7 +408,7 @@ class VerifyJob:
                 self._look_closer(manifest, item[1], path, error)
             else:
                 what = ", ".join(_places(manifest, item[1]))
-                self._tell(path, error.offset, error.length, what, f"cannot be read: {error}")
+                self._report(path, error.offset, error.length, what, f"cannot be read: {error}")
 
         with slab_buffers(size, AHEAD) as buffers:
             pipeline = ChunkPipeline(
@@ -433,11 +434,11 @@ class VerifyJob:
                 file.seek(piece.offset)
                 if not piece.matches(file.read(piece.length)):
                     what = ", ".join(_places(manifest, row, piece))
-                    self._tell(path, piece.offset, piece.length, what, "is not what was written")
+                    self._report(path, piece.offset, piece.length, what, "is not what was written")
         # Well this time: the drive gave other bytes before, and that is told, not forgotten.
         if len(self.damage) == before:
             what = ", ".join(_places(manifest, row))
-            self._tell(
+            self._report(
                 path,
                 error.offset,
                 error.length,

@@ -631,7 +631,7 @@ class _Run:
         """
         # One that waits for ranks that have gone is part of another error.
         if self.save is not None:
-            self.save.tell_of_error()
+            self.save.report_error()
 
     def _lacks_checkpoint(self) -> bool:
         """Return whether the checkpoint of a run that had ended is missing, or of an earlier step:

@@ -35,7 +35,7 @@ from infinity._src.base.dtypes import check_kept
 from infinity._src.base.progress import ProgressLine
 from infinity._src.base.telemetry import LoopWaits, Marks, PhaseClock, Timeline
 from infinity._src.cabi.records import VERIFY_STRIDE
-from infinity._src.checkpoint.durable.initialization import RunFill
+from infinity._src.checkpoint.durable.initialization import Initialization
 from infinity._src.checkpoint.durable.run import DurableRun
 from infinity._src.checkpoint.formats.hub_files import open_weights
 from infinity._src.checkpoint.metadata import persistent_buffers
@@ -556,7 +556,7 @@ class _Filling:
         # A durable run has files that outlive the process, in which a fill may go on.
         self._run = None
         if storage.run is not None:
-            self._run = RunFill(
+            self._run = Initialization(
                 storage.run,
                 tiers.store,
                 split.flats,
@@ -571,7 +571,7 @@ class _Filling:
 
     def is_filled(self, flat: Flat) -> bool:
         """Return whether a fill that broke off has written this rank's shard of a flat."""
-        found = self._run.filled_before(flat) if self._run is not None else None
+        found = self._run.resumed(flat) if self._run is not None else None
         if found is None:
             return False
         if self._compares:

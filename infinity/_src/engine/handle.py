@@ -510,7 +510,7 @@ class Handle:
             self.parts.tiers.executor.wait_all,
             self.unsharder.close,
             lambda: detach_params(self.parts.split.params),
-            self.saving.tell_of_last,
+            self.saving.report_last,
         )
         # All steps run, whatever fails: threads and files must not outlive the handle.
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):

@@ -85,7 +85,7 @@ def _open_space(
     space = SwapSpace(
         policy.directories,
         room=None if null else node_resources.check_room,
-        make_room=(lambda: run.give_up_older(world)) if run is not None else lambda: False,
+        make_room=(lambda: run.release_older(world)) if run is not None else lambda: False,
         make=SwapFile.sparse if null else SwapFile.create,
     )
     undo.callback(space.close)
@@ -98,7 +98,7 @@ def _open_run(
     """Open the files of a durable run, if the policy has one."""
     if not policy.durable:
         return None
-    run = RunFiles(policy.directories, rank, world, give_up=policy.durable == "new")
+    run = RunFiles(policy.directories, rank, world, released=policy.durable == "new")
     undo.callback(run.close)
     return run
 

@@ -12,12 +12,12 @@
         home-<sum> -> <nvme[0]>/infinity-run/    the home of the states here
         copy-<sum>/                              of the manifests (copies.py)
 
-A run's states lie in two files on each drive, named anew for each process, so one that has just
-begun overwrites nothing; but one goes on with those of a fill that broke off. Files that no
-manifest names are removed: a rank's own when it begins, since their room is wanted, with those of
-ranks that an earlier run had and this one has not, and all when a step was committed. An id begins
-with a sum of the run's first directory: the files of other runs may lie beside these, also of the
-run that this one is a copy of, and in the home those of runs to which it is a further drive.
+A run's states lie in two files on each drive. Each process names its files anew, and so overwrites
+none; a process that resumes an interrupted initialization uses the files of that one. Files that no
+manifest names are removed: when a rank begins, which needs their space, its own and those of ranks
+that only an earlier run had; and all when a step was committed. An id begins with a sum of the
+run's first directory. A directory may also hold files of other runs: of the run that this one is a
+copy of, and, in the home, of runs to which it is a further drive.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from infinity._src.checkpoint.durable.copies import (
     sum_of,
 )
 from infinity._src.checkpoint.durable.initialization_journal import (
-    FillJournal,
+    InitializationJournal,
     described,
-    ids_of_fills,
+    ids_of_journals,
     states_of,
 )
 from infinity._src.checkpoint.manifest import Head
@@ -93,7 +93,7 @@ class RunFiles:
     """One rank's files of a durable run in these directories.
 
     world: how many ranks the run has now; rank 0 alone removes files of others.
-    give_up: the run that lies there is given up, so its manifests may be damaged.
+    released: the run that lies there is released, so its manifests may be damaged.
 
     Raises: AioError (EWOULDBLOCK) while another process holds the run, ChecksumError for a damaged
     manifest, ValueError for directories that are not this user's, or of which another one than the
@@ -101,14 +101,14 @@ class RunFiles:
     """
 
     def __init__(
-        self, directories: Sequence[Path], rank: int, world: int, *, give_up: bool = False
+        self, directories: Sequence[Path], rank: int, world: int, *, released: bool = False
     ) -> None:
         self.rank = rank
         self.directories = [directory / RUN_DIRECTORY for directory in directories]
         self.layers: dict[int, list[SwapFile]] = {}
         """The states files, by layer of the swap space and drive. Set with the layers."""
         self._made: list[list[SwapFile]] = []
-        # Of all that were made, also of those that are given up: each has a name of its own.
+        # Of all that were made, also of those that are released: each has a name of its own.
         self._made_count = 0
         # By the first directory: on other drives several runs may share one infinity-run.
         self._sum = sum_of(self.home)
@@ -120,14 +120,14 @@ class RunFiles:
         with contextlib.ExitStack() as undo:
             # First: nothing below is read or changed while another process has the run.
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
-            self.fill = FillJournal(self.home / f"fill.rank{rank}")
+            self.fill = InitializationJournal(self.home / f"fill.rank{rank}")
             # Before the lock goes: another process may begin the moment it does.
             undo.callback(self._remove_states)
             for run, copy in zip(self.directories[1:], self.copies, strict=True):
                 _check_no_home(run, copy)
             self.source = self.home
             """The place of the manifests of `before`: the home, or a copy."""
-            self.before = self._newest(directories, give_up)
+            self.before = self._newest(directories, released)
             # As all ranks see it: none removes a manifest before all have come so far.
             newest = self.before[0].generation if self.before else 0
             self._older = any(number < newest for number in generations(self.source))
@@ -158,7 +158,7 @@ class RunFiles:
                 make_copy(self.copies[drive - 1], self.home, self._drives(), self.rank, here=here)
         return self._made[-1]
 
-    def give_up(self, files: Sequence[SwapFile]) -> None:
+    def release(self, files: Sequence[SwapFile]) -> None:
         # The run's names only: those that a checkpoint has keep the bytes.
         unlink_states(Path(file.path) for file in files)
         self._made = [made for made in self._made if made is not files]
@@ -253,12 +253,12 @@ class RunFiles:
         file = Path(self.layers[layer][drive].path).name
         return f"{self._links[drive - 1]}/{file}" if drive else file
 
-    def _newest(self, directories: Sequence[Path], give_up: bool) -> list[Head] | None:
+    def _newest(self, directories: Sequence[Path], released: bool) -> list[Head] | None:
         try:
             found = newest_run(directories)
         except (AioError, ValueError) as error:
-            # A damaged run is never passed over: only one that the user gives up is.
-            if give_up:
+            # A damaged run is never passed over: only one that the user releases is.
+            if released:
                 return None
             if isinstance(error, SeveralRunsError):
                 raise
@@ -348,7 +348,7 @@ class RunFiles:
         if self.fill.head is not None:
             self.fill.remove()
 
-    def give_up_older(self, world: int) -> bool:
+    def release_older(self, world: int) -> bool:
         """Remove this rank's part of the commits before the newest that an earlier process left:
         their room is wanted. Returns whether there were any, the same on all ranks. Blocks.
         """
@@ -526,7 +526,7 @@ class RunFiles:
                 # Only a run that is gone has none of them.
                 if home is None or not home.is_dir():
                     continue
-                kept, filling = _named_in(home), ids_of_fills(home)
+                kept, filling = _named_in(home), ids_of_journals(home)
             except (OSError, ValueError):
                 # A run that cannot be read may name them all.
                 found.update(paths)
@@ -537,7 +537,7 @@ class RunFiles:
     def _remove_states(self) -> None:
         # Closed in any case; a file that a manifest names stays for the next process, and so does
         # one of a fill that broke off.
-        stays = self._named or self.fill.goes_on
+        stays = self._named or self.fill.resumes
         if self._made and not self._named and stays:
             log.warning(
                 "%s: loading the model broke off; inf.offload of the same model from the same "

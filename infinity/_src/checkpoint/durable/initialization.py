@@ -1,7 +1,7 @@
-"""Filling a durable run with its first values, so that a fill that broke off goes on where it was.
+"""Initialization of a durable run with its first values, so that an interrupted one is resumed.
 
-Nothing is taken over from another source, conversion, layout, place or way of reading: all is
-filled anew then, and a warning says why.
+Nothing is resumed with another source, conversion, layout, place or way of reading: all values are
+loaded anew then, and a warning says why.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from infinity._src.checkpoint.durable.files import RunFiles
-from infinity._src.checkpoint.durable.initialization_journal import FilledFlat
+from infinity._src.checkpoint.durable.initialization_journal import InitializedFlat
 from infinity._src.params.source_files import SourceFiles, identity_of
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
@@ -33,10 +33,10 @@ _PLACE = (
 """Fields of a record that say where a chunk lies, and how its checksums are seeded."""
 
 
-class RunFill:
-    """One fill of a durable run. One thread uses it.
+class Initialization:
+    """One initialization of a durable run. One thread uses it.
 
-    sources: the files that say all values; empty where that is not known, and then nothing goes on.
+    sources: the files of all values; empty where they are not known, and then nothing is resumed.
     shares: of the drives. way: how values are read; digests depend on it.
     """
 
@@ -73,12 +73,12 @@ class RunFill:
                 files.home,
                 ", its ".join(different),
             )
-        elif self._journal.goes_on:
+        elif self._journal.resumes:
             log.info("%s: going on with a fill that broke off", files.home)
 
-    def filled_before(self, flat: Flat) -> int | None:
-        """Take over a flat that an earlier fill has written: its chunks get their checksums.
-        Returns the digest of its values; None for a flat that is still to be filled.
+    def resumed(self, flat: Flat) -> int | None:
+        """Resume with a flat that an earlier process has written: its chunks get their checksums.
+        Returns the digest of its values; None for a flat that is still to be written.
         """
         found = self._journal.take(self._index[flat])
         if found is None:
@@ -97,8 +97,8 @@ class RunFill:
             self._note()
 
     def end(self) -> None:
-        """Note that all flats were written: a process that is killed from now on until the first
-        commit fills nothing anew. Blocks. Raises: AioError."""
+        """Note that all flats were written: after a kill before the first commit nothing is loaded
+        anew. Blocks. Raises: AioError."""
         self._note()
         self._journal.end()
 
@@ -117,7 +117,7 @@ class RunFill:
                 if not self._store.in_its_places(flat):
                     continue
                 sums = self._store[flat].sums[0].tobytes()
-                self._journal.add(self._index[flat], FilledFlat(digest, sums))
+                self._journal.add(self._index[flat], InitializedFlat(digest, sums))
             self._written.clear()
         self._journal.flush()
         self._noted_s = time.monotonic()

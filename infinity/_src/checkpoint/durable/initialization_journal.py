@@ -1,14 +1,15 @@
-"""Journal of a fill: the flats of a durable run whose values are on the drives already. A fill that
-broke off, however it ended, goes on there in the next process.
+"""Journal of the initialization of a durable run: the flats whose first values are on the drives.
+An initialization that was interrupted, however that came, resumes there in the next process.
 
     <home>/fill.rank<r>     HEAD    the states files: their id and directories
-                            START   the fill: places of all chunks, source, shares, states files
+                            START   places of all chunks, source, shares, states files
                             FLAT    one that is on the drives, with the checksums of its chunks
                             FLAT    ...
 
 A flat is noted when the drives have it. The journal ends with the first commit, which names the
-states files; and with the first write after the fill, which changes what it says. Its head stays
-until a commit, so that the next process finds files that no manifest names, and frees their room.
+states files; and with the first write after the initialization, which changes the values that it
+describes. Its head stays until a commit: by it the next process finds the files that no manifest
+names, and releases their space.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _BYTES_MAX = (64 << 20, 64 << 20, 1 << 28)
 """Bytes of a record of each kind: more are no journal's, and would be read into memory."""
 
 
-class FilledFlat(NamedTuple):
+class InitializedFlat(NamedTuple):
     """A flat that is on the drives. digest: of its whole values, 0 where they were read in parts.
     sums: the checksums of this rank's chunks, as bytes."""
 
@@ -48,7 +49,7 @@ class FilledFlat(NamedTuple):
 
 
 @final
-class FillJournal:
+class InitializationJournal:
     """One rank's journal. One thread uses it."""
 
     def __init__(self, path: Path) -> None:
@@ -56,8 +57,8 @@ class FillJournal:
         self._fd = -1
         self._head: Mapping[str, Any] | None = None
         self._start: Mapping[str, Any] | None = None
-        self._filled: dict[int, FilledFlat] = {}
-        self._coming: list[bytes] = []
+        self._filled: dict[int, InitializedFlat] = {}
+        self._pending: list[bytes] = []
         # Bytes of the head, and of all that is whole.
         self._head_bytes = self._whole_bytes = 0
         self._ended = False
@@ -79,18 +80,18 @@ class FillJournal:
 
     @property
     def started(self) -> Mapping[str, Any] | None:
-        """The start of the fill, by this process or the one before; None if no fill may go on."""
+        """The start, by this process or the one before; None if nothing may be resumed."""
         return self._start
 
     @property
-    def goes_on(self) -> bool:
+    def resumes(self) -> bool:
         return self._start is not None and not self._ended and bool(self._filled)
 
     def begin(self, head: Mapping[str, Any]) -> None:
         """Write a new journal with this head alone. Blocks. Raises: AioError, SwapFullError."""
         self.close()
         self._head, self._start, self._filled = head, None, {}
-        self._coming.clear()
+        self._pending.clear()
         # Of the journal that was found: the new one begins where the file does.
         self._head_bytes = self._whole_bytes = 0
         record = _packed(_HEAD, json.dumps(head).encode())
@@ -105,8 +106,8 @@ class FillJournal:
         sync_directory(self._path.parent)
 
     def start(self, start: Mapping[str, Any], *, known: bool) -> list[str]:
-        """Begin a fill, or go on with the one that was found. Returns the names of what is
-        different from that one; nothing of it is taken over then. known: False notes nothing, as
+        """Begin an initialization, or resume the one that was found. Returns the names of the
+        fields that differ from that one, which is not resumed then. known: False notes nothing, as
         the source is not known. Blocks. Raises: AioError, SwapFullError.
         """
         before, self._ended = self._start, False
@@ -121,8 +122,8 @@ class FillJournal:
             self._start = start
         return different
 
-    def take(self, index: int) -> FilledFlat | None:
-        """Return what is known of a flat that was filled before; None for one that was not. Once:
+    def take(self, index: int) -> InitializedFlat | None:
+        """Return the notes on a flat that was initialized before; None for one that was not. Once:
         the caller keeps the checksums.
         """
         found = self._filled.get(index)
@@ -130,35 +131,35 @@ class FillJournal:
             self._filled[index] = found._replace(sums=b"")
         return found
 
-    def add(self, index: int, flat: FilledFlat) -> None:
+    def add(self, index: int, flat: InitializedFlat) -> None:
         """Note a flat that is on the drives; kept with the next `flush`."""
         if self._start is not None:
-            self._coming.append(_packed(_FILLED, _FLAT.pack(index, flat.digest) + flat.sums))
+            self._pending.append(_packed(_FILLED, _FLAT.pack(index, flat.digest) + flat.sums))
             self._filled[index] = flat._replace(sums=b"")
 
     def flush(self) -> None:
         """Bring what was added to the drive. Blocks. Raises: AioError, SwapFullError."""
-        if self._coming:
-            records = b"".join(self._coming)
+        if self._pending:
+            records = b"".join(self._pending)
             with typed_errors(self._path, "write", len(records)):
                 self._append(records)
             # Kept until then: the next call tries again.
-            self._coming.clear()
+            self._pending.clear()
 
     def end(self) -> None:
-        """Note that all flats are on the drives; what is written from now on is not the fill's."""
+        """Note that all flats are on the drives: later writes are not of the initialization."""
         self._ended = True
 
     def before_write(self) -> None:
-        """Forget the fill, if it has ended: states are about to be written. Blocks, once. Raises:
-        AioError."""
+        """Forget the flats, if the initialization has ended: states are about to be written.
+        Blocks, once. Raises: AioError."""
         if self._ended and self._start is not None:
             self.forget()
 
     def forget(self) -> None:
-        """Forget what was filled; the head stays. Blocks. Raises: AioError."""
+        """Forget the flats; the head stays. Blocks. Raises: AioError."""
         self._start, self._filled = None, {}
-        self._coming.clear()
+        self._pending.clear()
         self._cut(self._head_bytes)
 
     def remove(self) -> None:
@@ -203,7 +204,7 @@ class FillJournal:
                     raise ValueError(f"a flat has {len(payload)} bytes")
                 else:
                     index, digest = _FLAT.unpack_from(payload)
-                    self._filled[index] = FilledFlat(digest, payload[_FLAT.size :])
+                    self._filled[index] = InitializedFlat(digest, payload[_FLAT.size :])
                 self._whole_bytes = end
         if self._head is None and self._start is not None:
             raise ValueError("it has no head")
@@ -278,13 +279,13 @@ def _start_of(payload: bytes) -> dict[str, Any]:
     return start
 
 
-def ids_of_fills(home: Path) -> set[str]:
+def ids_of_journals(home: Path) -> set[str]:
     """Return the ids of the states files that journals in a run's home tell of. Raises: AioError,
     ValueError for one that no fill wrote.
     """
     found = set()
     for path in home.glob("fill.rank*"):
-        journal = FillJournal(path)
+        journal = InitializationJournal(path)
         journal.close()
         if journal.refused:
             raise ValueError(f"{path}: {journal.refused}")

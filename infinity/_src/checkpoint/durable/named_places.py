@@ -111,8 +111,8 @@ class PinnedLayers:
         """Give the files of `targets`, by layer and drive, these second names, and pin their
         layers. Returns False where no links can be made, or no further layer.
 
-        now: the chunks' records, all committed. spare: they have further places, which will do
-        where a drive has no room for more. Also makes room for the other places that these
+        now: the chunks' records, all committed. spare: they have further places, which suffice
+        where a drive has no capacity for more. Also makes room for the other places that these
         chunks will need. Blocks for the file system. Raises: SwapFullError, AioError; then nothing
         is pinned.
         """
@@ -163,7 +163,7 @@ class PinnedLayers:
                     np.flatnonzero(pinned & (now["file"] == live)),
                     self._layer_beside(int(live)),
                 )
-        self._give_up(flats, named)
+        self._release(flats, named)
         self._tell()
 
     def _tell(self) -> None:
@@ -220,7 +220,7 @@ class PinnedLayers:
         ]
         records.places[:] = kept + places
 
-    def _give_up(self, flats: Sequence[Flat], named: AbstractSet[int]) -> None:
+    def _release(self, flats: Sequence[Flat], named: AbstractSet[int]) -> None:
         """Close the pinned layers in which no chunk has a place any more, and no older commit, and
         take their names from the run.
         """
@@ -234,7 +234,7 @@ class PinnedLayers:
             for drive in range(len(files)):
                 self._executor.remove_file(drive, layer)
             self._space.remove_layer(layer)
-            self._files.give_up(files)
+            self._files.release(files)
             self._layers.discard(layer)
 
 
@@ -303,8 +303,8 @@ class OlderCommits:
         self._spares: list[list[_Places]] = [[] for _ in self._flats]
         self._wanted = count
         self._layer = 0
-        self.room = count
-        """The number of commits that this rank has room for beside the newest one."""
+        self.capacity = count
+        """The number of commits that this rank has capacity for beside the newest one."""
 
     @property
     def generations(self) -> set[int]:
@@ -324,20 +324,20 @@ class OlderCommits:
 
     def committed(self, generation: int, table: str, count: int) -> None:
         """Note a commit of all ranks, before its manifest is the only one. count: of older ones
-        that all ranks have room for; others are forgotten.
+        that all ranks have capacity for; others are forgotten.
         """
         shards = tuple(self._store[flat] for flat in self._flats)
         moved = not self._kept or any(
             mine is not other for mine, other in zip(shards, self._kept[0].shards, strict=True)
         )
         if moved:
-            # Their places were given up with the records, and others will have them.
+            # Their places were released with the records, and others will have them.
             before = self._kept[0].shards if self._kept else shards
             for index, (mine, other) in enumerate(zip(shards, before, strict=True)):
                 if mine is not other:
                     self._spares[index].clear()
             self._kept.clear()
-            self.room = self._wanted
+            self.capacity = self._wanted
         live = tuple(self._live(shard) for shard in shards) if self._wanted else ()
         self._kept.insert(0, _Commit(generation, table, shards, live))
         del self._kept[1 + count :]
@@ -357,16 +357,16 @@ class OlderCommits:
             return False
         for index, flat in enumerate(self._flats):
             self._forget_pinned(index, self._store[flat])
-        self._take_room()
-        cut = len(self._kept) > 1 + self.room
-        del self._kept[1 + self.room :]
+        self._reserve_capacity()
+        cut = len(self._kept) > 1 + self.capacity
+        del self._kept[1 + self.capacity :]
         while True:
             try:
                 for index, flat in enumerate(self._flats):
                     self._exchange(index, self._store[flat])
                 return cut
             except SwapFullError as error:
-                self._tell(min(self.room, len(self._kept) - 1) - 1, error)
+                self._tell(min(self.capacity, len(self._kept) - 1) - 1, error)
                 # With the newest alone a checkpoint may still name the other place, and
                 # `PinnedLayers` tells of that.
                 if len(self._kept) == 1:
@@ -374,13 +374,13 @@ class OlderCommits:
                 cut = True
                 self._kept.pop()
 
-    # -- room --------------------------------------------------------------------------------------
+    # -- capacity ----------------------------------------------------------------------------------
 
-    def _take_room(self) -> None:
+    def _reserve_capacity(self) -> None:
         """Reserve further places for all chunks with states that lack them, for one commit after
         the other.
         """
-        for row in range(self.room):
+        for row in range(self.capacity):
             wanted: list[tuple[int, npt.NDArray[np.void], npt.NDArray[np.intp]]] = []
             for index, flat in enumerate(self._flats):
                 shard = self._store[flat]
@@ -444,14 +444,14 @@ class OlderCommits:
         return self._layer
 
     def _tell(self, count: int, error: SwapFullError) -> None:
-        if count >= self.room:
+        if count >= self.capacity:
             return
-        self.room = max(count, 0)
+        self.capacity = max(count, 0)
         log.warning(
             "there is no room for %d commits of the durable run beside the step that is written: "
             "this process keeps %d. Free space before the next start, or give "
             "Policy(generations=%d) (%s)",
-            self._wanted + 1, self.room + 1, self.room + 2, error,
+            self._wanted + 1, self.capacity + 1, self.capacity + 2, error,
         )  # fmt: skip
 
     # -- turns -------------------------------------------------------------------------------------

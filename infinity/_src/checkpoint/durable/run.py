@@ -240,7 +240,7 @@ class DurableRun:
         before = files.before
         # Ranks agree on both when the first commit begins.
         self._generation = self._save = 0
-        # A run that is there is not overwritten before it was restored, or given up by the user.
+        # A run that is there is not overwritten before it was restored, or released by the user.
         self._waits_for = before[0].step if before is not None and policy.durable != "new" else None
         self._captured: _Small | None = None
         self._committed: _Small | None = None
@@ -286,7 +286,7 @@ class DurableRun:
         return [flat for unit in self._units for flat in unit.flats]
 
     def check(self) -> None:
-        """Raise ValueError while the directories hold a run that was not restored or given up."""
+        """Raise ValueError while the directories hold a run that was not restored or released."""
         if self._waits_for is not None:
             place, files = str(self.files.home.parent), self.files
             # Of a copy of another run the first drive is gone, and what it had with it.
@@ -321,11 +321,11 @@ class DurableRun:
 
     @property
     def waits(self) -> bool:
-        """Return whether the directories hold a run that was neither restored nor given up by
+        """Return whether the directories hold a run that was neither restored nor released by
         taking a step.
         """
-        given_up = self._stepped or self.begun or self.files.before is None
-        return self._waits_for is not None or not given_up
+        released = self._stepped or self.begun or self.files.before is None
+        return self._waits_for is not None or not released
 
     @property
     def begun(self) -> bool:
@@ -450,7 +450,7 @@ class DurableRun:
         targets = {each: directory / name for each, name in zip(used, names, strict=True)}
         now = np.concatenate([self._executor.look(self._store[flat].ids) for flat in self.flats])
         # Other file system, or too many layers: the save copies instead.
-        if not self._pinned.link(now, targets, spare=self._older.room > 0):
+        if not self._pinned.link(now, targets, spare=self._older.capacity > 0):
             return None
         entries = (
             FileEntry(name, self.files.layers[layer][drive].size_bytes)
@@ -496,7 +496,7 @@ class DurableRun:
             self._comm.report_failure(problem)
             self._drives.check()
         # Of older commits all keep as many as the rank with the least room: others are not whole.
-        lacks = [self._older.room <= count for count in range(self._policy.older_commits)]
+        lacks = [self._older.capacity <= count for count in range(self._policy.older_commits)]
         failed, *lacks = self._comm.all_reduce_any([problem is not None, *lacks])
         if failed:
             # Some rank has no manifest, so the generation is of no use; this rank's part goes.
