@@ -82,7 +82,7 @@ from infinity.errors import AioClosedError, AioError, DeviceCopyError, DeviceFai
 RING_BLOCK_BYTES = 1 << 20
 # A thread has one request in flight, so it sends whole runs to leave no gaps between requests.
 THREAD_BLOCK_BYTES = 16 << 20
-# Spans that C keeps in its ring: SPAN_COUNT of native/executor/executor.c.
+# Spans that C keeps in its ring: INF_SPAN_COUNT of native/executor/executor.h.
 _SPANS_MAX = 65_536
 # Spares and moves that one call of C hands over.
 _SPARES_AT_ONCE = 64

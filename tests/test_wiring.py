@@ -43,6 +43,33 @@ def test_imports_run_in_no_circles() -> None:
     assert wiring.cycles(wiring.imports(ROOT)) == []
 
 
+def test_calls_between_c_files_point_down() -> None:
+    """What ends, ends by being appended to a list that a file above pops: executor.h says how."""
+    floor, calls = wiring.c_floors(ROOT / "native"), wiring.c_calls(ROOT / "native")
+    files = {path.relative_to(ROOT / "native").as_posix() for path in ROOT.glob("native/*/*.c")}
+    assert floor.keys() == files, "executor.h lists the files of native/, and no others"
+    assert ("executor/jobs.c", "inf_drive_queue_run", "executor/drive.c") in calls
+    assert [call for call in sorted(calls) if floor[call[2]] >= floor[call[0]]] == []
+
+
+def test_kernels_and_memory_do_not_know_the_executor() -> None:
+    for path in (*ROOT.glob("native/kernels/*"), *ROOT.glob("native/memory/*")):
+        assert "executor.h\"" not in path.read_text(), path
+
+
+def test_a_call_up_between_c_files_is_found(tmp_path: Path) -> None:
+    (tmp_path / "executor").mkdir()
+    (tmp_path / "executor" / "low.c").write_text("void inf_low(int a) { use(inf_high); }\n")
+    (tmp_path / "executor" / "high.c").write_text(
+        "/* inf_low */ static int inf_own(void) {}\nint *inf_high(\n    int a) { inf_own(); }\n"
+    )
+    (tmp_path / "executor" / "executor.h").write_text(
+        "/* Floors:\n *\n *   executor/low.c   the lowest\n *   executor/high.c\n */\n"
+    )
+    assert wiring.c_floors(tmp_path) == {"executor/low.c": 0, "executor/high.c": 1}
+    assert wiring.c_calls(tmp_path) == {("executor/low.c", "inf_high", "executor/high.c")}
+
+
 def test_rooms_stand_on_few_floors() -> None:
     """A room stands above all that it imports; the numbers may only shrink."""
     rooms = wiring.rooms(wiring.imports(ROOT))

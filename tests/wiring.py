@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -604,6 +605,36 @@ def _circles(graph: dict[str, set[str]]) -> list[tuple[str, ...]]:
     finally:
         sys.setrecursionlimit(limit)
     return found
+
+
+C_TEXT = re.compile(r'/\*.*?\*/|"(?:\\.|[^"\\])*"', re.DOTALL)
+C_DEFINITION = re.compile(
+    r"^(?!static\b|typedef\b|extern\b|return\b)[a-zA-Z_][\w \*]*?\b(inf_\w+)\s*"
+    r"(?:\([^;{}]*\)\s*\{|=)",
+    re.MULTILINE,
+)
+C_FLOOR = re.compile(r"^ \*   ((?:[a-z]+/\w+\.c ?)+)", re.MULTILINE)
+
+
+def c_calls(native: Path) -> set[tuple[str, str, str]]:
+    """(file, function or object, file that defines it) for each that a C file of `native` names."""
+    paths = {path.relative_to(native).as_posix(): path for path in native.rglob("*.c")}
+    texts = {name: C_TEXT.sub("", path.read_text()) for name, path in paths.items()}
+    home = {
+        function: name for name, text in texts.items() for function in C_DEFINITION.findall(text)
+    }
+    return {
+        (name, word, home[word])
+        for name, text in texts.items()
+        for word in set(re.findall(r"\binf_\w+", text))
+        if home.get(word, name) != name
+    }
+
+
+def c_floors(native: Path) -> dict[str, int]:
+    """The floor of each C file, by the comment at the top of executor.h, lowest first."""
+    lines = C_FLOOR.findall((native / "executor" / "executor.h").read_text())
+    return {name: floor for floor, line in enumerate(lines) for name in line.split()}
 
 
 def main(root: Path) -> None:

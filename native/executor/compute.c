@@ -1,23 +1,10 @@
-/* Workers: verify, update, copy and checksum. They also keep the time after which a closed gate
- * escapes. */
+/* What workers do: verify, update, copy and checksum. */
 #include "executor.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
-
-/* Where a section is worked on: a resident one that has another version, there, once it was copied
- * (`bring`). */
-uint8_t *inf_section_address(const inf_run *run, int32_t section) {
-    const inf_slot *failed_write = &run->chunk->failed_write;
-    const inf_chunk *chunk = &run->chunk->plan;
-    if (run->slot.section_at[section] >= 0) return run->slot.memory + run->slot.section_at[section];
-    if (run->chunk->failed_write_mask >> section & 1u)
-        return failed_write->memory + failed_write->section_at[section];
-    bool other = run->moves && chunk->other_ptr[section] != 0;
-    return pointer(other ? chunk->other_ptr[section] : chunk->section_ptr[section]);
-}
 
 /* The new version of resident sections begins as the live one, but for what came from the
  * device. */
@@ -170,10 +157,6 @@ static int64_t compute_bytes(const inf_run *run) {
 }
 
 void inf_run_queue_compute(struct inf_executor *ex, inf_run *run) {
-    if (inf_device_brings(run)) {
-        inf_device_queue(ex, run, INF_FROM_DEVICE);
-        return;
-    }
     run->state = INF_COMPUTING;
     run->verify = ex->config.verify;
     if (run->verify >= INF_VERIFY_SAMPLE && run->reread) {
@@ -201,48 +184,20 @@ static inf_run *compute_next(struct inf_executor *ex) {
     return inf_queue_pop(next);
 }
 
-static void wait_for_work(struct inf_executor *ex) {
-    if (ex->gates == NULL || ex->active > 0 || ex->gates_held) {
-        pthread_cond_wait(&ex->work, &ex->lock);
-        return;
-    }
-    int64_t due_ns = ex->idle_since_ns + ex->config.hold_ns;
-    if (inf_now_ns() >= due_ns) {
-        ex->escaping = true;
-        inf_gate_escape_oldest(ex);
-        inf_pump(ex);
-        return;
-    }
-    struct timespec deadline;
-    inf_deadline(&deadline, due_ns);
-    pthread_cond_timedwait(&ex->work, &ex->lock, &deadline);
-}
-
-void *inf_worker_main(void *argument) {
-    inf_worker *worker = argument;
+bool inf_worker_step(inf_worker *worker) {
     struct inf_executor *ex = worker->ex;
-    pthread_mutex_lock(&ex->lock);
-    for (;;) {
-        inf_run *run = compute_next(ex);
-        if (run == NULL) {
-            if (ex->stopping) break;
-            wait_for_work(ex);
-            continue;
-        }
-        pthread_mutex_unlock(&ex->lock);
-        int64_t start_ns = inf_now_ns();
-        int64_t bad = compute(worker, run);
-        int64_t end_ns = inf_now_ns();
-        pthread_mutex_lock(&ex->lock);
-        ex->stats.compute_ns += (uint64_t)(end_ns - start_ns);
-        if (ex->spans_on) {
-            inf_span_add(ex, run,
-                         run->job.kind == INF_JOB_UPDATE ? INF_TRACK_UPDATE : INF_TRACK_COPY,
-                         start_ns, compute_bytes(run));
-        }
-        inf_run_computed(ex, run, bad);
-        inf_pump(ex);
-    }
+    inf_run *run = compute_next(ex);
+    if (run == NULL) return false;
     pthread_mutex_unlock(&ex->lock);
-    return NULL;
+    int64_t start_ns = inf_now_ns();
+    run->bad = compute(worker, run);
+    int64_t end_ns = inf_now_ns();
+    pthread_mutex_lock(&ex->lock);
+    ex->stats.compute_ns += (uint64_t)(end_ns - start_ns);
+    if (ex->spans_on) {
+        inf_span_add(ex, run, run->job.kind == INF_JOB_UPDATE ? INF_TRACK_UPDATE : INF_TRACK_COPY,
+                     start_ns, compute_bytes(run));
+    }
+    inf_queue_push(&ex->ended, run);
+    return true;
 }

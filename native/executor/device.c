@@ -30,7 +30,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define IN_FLIGHT_MAX 32
 /* A flight takes no more runs once it has so many bytes, or is of so many runs: the first ticket of
  * a flight is filled with its last one. 4 MiB are 76 us of the bus. */
 #define BATCH_BYTES ((int64_t)4 << 20)
@@ -199,26 +198,7 @@ void inf_device_queue(struct inf_executor *ex, inf_run *run, int32_t direction) 
     pthread_cond_signal(&copies->wake);
 }
 
-/* ---- the threads ----------------------------------------------------------------------------- */
-
-/* Runs whose copies have one event. */
-typedef struct {
-    inf_run *first; /* by `next`: they are on no queue */
-    inf_run *last;
-    void *event;
-    int64_t bytes;
-    int32_t count;
-    int32_t error; /* of the driver, for all of them */
-} flight;
-
-/* In the order of the stream. */
-typedef struct {
-    flight ring[IN_FLIGHT_MAX];
-    int32_t first;
-    int32_t count;
-    int64_t bytes;
-    int64_t busy_since_ns;
-} in_flight;
+/* ---- the copies ----------------------------------------------------------------------------- */
 
 static inf_queue *most_urgent(inf_copies *copies) {
     for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
@@ -241,7 +221,7 @@ static uint64_t target_of(const inf_run *run) {
 
 /* At the end; but runs of one submission by the address that they copy to: workers hand chunks on
  * as they are through with them, and those that touch should come one behind the other. */
-static void flight_add(flight *flown, inf_run *run) {
+static void flight_add(inf_flight *flown, inf_run *run) {
     inf_run **at = &flown->first;
     for (inf_run *other = flown->first; other != NULL; other = other->next) {
         bool behind = other->submission != run->submission || target_of(other) < target_of(run);
@@ -292,15 +272,15 @@ static void look_at_marks(inf_copies *copies, const inf_queue *queue) {
 }
 
 /* The next flight; NULL: nothing waits, or enough is under way. [locked] */
-static flight *take(inf_copies *copies, in_flight *flights) {
-    const flight *oldest = &flights->ring[flights->first];
-    if (most_urgent(copies) == NULL || flights->count == IN_FLIGHT_MAX) return NULL;
-    if (flights->count > 0 && flights->bytes - oldest->bytes >= BEHIND_BYTES) return NULL;
+static inf_flight *take(inf_copies *copies) {
+    const inf_flight *oldest = &copies->flights[copies->flight_first];
+    if (most_urgent(copies) == NULL || copies->flight_count == INF_FLIGHT_MAX) return NULL;
+    if (copies->flight_count > 0 && copies->flight_bytes - oldest->bytes >= BEHIND_BYTES) return NULL;
     look_at_marks(copies, most_urgent(copies));
     inf_queue *queue = most_urgent(copies); /* another one, if a demand has come meanwhile */
-    int32_t at = (flights->first + flights->count) % IN_FLIGHT_MAX;
-    flight *next = &flights->ring[at];
-    *next = (flight){.event = copies->events[at]};
+    int32_t at = (copies->flight_first + copies->flight_count) % INF_FLIGHT_MAX;
+    inf_flight *next = &copies->flights[at];
+    *next = (inf_flight){.event = next->event};
     const inf_run *before = NULL;
     while (queue->head != NULL && next->bytes < BATCH_BYTES && next->count < BATCH_RUNS &&
            (before == NULL || may_follow(copies, before, queue->head))) {
@@ -309,8 +289,8 @@ static flight *take(inf_copies *copies, in_flight *flights) {
         flight_add(next, run);
         before = run;
     }
-    if (flights->count++ == 0) flights->busy_since_ns = next->first->start_ns;
-    flights->bytes += next->bytes;
+    if (copies->flight_count++ == 0) copies->busy_since_ns = next->first->start_ns;
+    copies->flight_bytes += next->bytes;
     return next;
 }
 
@@ -340,7 +320,7 @@ static void copy(const inf_copies *copies, const piece *at, inf_run *first, cons
 
 /* Hands the copies of a flight to the stream. Whatever fails, the event comes behind all that the
  * stream was given. */
-static void issue(inf_copies *copies, flight *flown) {
+static void issue(inf_copies *copies, inf_flight *flown) {
     const inf_device_api *api = &copies->ex->device.api;
     piece whole = {0};                   /* adjacent pieces so far */
     inf_run *first = NULL, *last = NULL; /* whose they are */
@@ -375,24 +355,6 @@ static void issue(inf_copies *copies, flight *flown) {
     if (flown->error != 0) CALL(one_pointer, api->stream_wait)(copies->stream);
 }
 
-/* A COPY has no chunk, and so no FIFO and no slot. */
-static void copy_end(struct inf_executor *ex, inf_run *run) {
-    inf_submission *submission = run->submission;
-    run->state = INF_DONE;
-    ex->stats.jobs_done++;
-    if (run->faulted) ex->stats.jobs_failed++;
-    if (run->faulted) inf_submission_fail(ex, submission, &run->fault);
-    inf_run_filled(ex, run);
-    ex->active--;
-    ex->pending--;
-    if (ex->active == 0) {
-        ex->idle_since_ns = inf_now_ns();
-        if (ex->gates != NULL) pthread_cond_signal(&ex->work);
-    }
-    if (--submission->pending == 0) inf_submission_end(ex, submission);
-    if (inf_idle(ex)) pthread_cond_broadcast(&ex->done);
-}
-
 /* The copies of a run have ended on the device. [locked] */
 static void landed(inf_copies *copies, inf_run *run, int32_t error) {
     struct inf_executor *ex = copies->ex;
@@ -416,70 +378,52 @@ static void landed(inf_copies *copies, inf_run *run, int32_t error) {
     } else if (error != 0) {
         inf_run_fail(run, INF_FAULT_DEVICE, -1, error, 0, bytes);
     }
-    if (run->job.kind == INF_JOB_COPY) {
-        copy_end(ex, run);
-    } else if (copies->direction == INF_TO_DEVICE && !run->faulted) {
-        inf_run_settle(ex, run);
-    } else if (run->faulted) {
-        inf_run_finish(ex, run);
-    } else {
-        run->copied_in = true;
-        inf_run_queue_compute(ex, run);
-    }
+    inf_queue_push(&ex->ended, run);
 }
 
 /* The oldest flight has ended; `error`: what its event said. [locked] */
-static void land_oldest(inf_copies *copies, in_flight *flights, int32_t error) {
+static void land_oldest(inf_copies *copies, int32_t error) {
     struct inf_executor *ex = copies->ex;
-    const flight *flown = &flights->ring[flights->first];
+    const inf_flight *flown = &copies->flights[copies->flight_first];
     if (flown->error != 0) error = flown->error;
-    flights->first = (flights->first + 1) % IN_FLIGHT_MAX;
-    flights->bytes -= flown->bytes;
-    if (--flights->count == 0)
-        ex->stats.copied_ns[copies->direction] += (uint64_t)(inf_now_ns() - flights->busy_since_ns);
+    copies->flight_first = (copies->flight_first + 1) % INF_FLIGHT_MAX;
+    copies->flight_bytes -= flown->bytes;
+    if (--copies->flight_count == 0)
+        ex->stats.copied_ns[copies->direction] += (uint64_t)(inf_now_ns() - copies->busy_since_ns);
     for (inf_run *run = flown->first, *next; run != NULL; run = next) {
-        next = run->next; /* the run may be gone behind the call */
+        next = run->next;
         landed(copies, run, run->copy_error != 0 ? run->copy_error : error);
     }
-    inf_pump(ex);
 }
 
-static void *copies_main(void *argument) {
-    inf_copies *copies = argument;
-    struct inf_executor *ex = copies->ex;
-    const inf_device_api *api = &ex->device.api;
-    in_flight flights = {.first = 0};
-    bool asked = false; /* the oldest was, just now, and is under way */
+void inf_copies_enter(const inf_copies *copies) {
+    const inf_device_api *api = &copies->ex->device.api;
     CALL(one_pointer, api->set_current)((void *)(uintptr_t)api->context);
     /* Else a graph that any thread of the process captures would be broken by asking an event. */
     int mode = CAPTURE_RELAXED;
     CALL(exchange_mode, api->capture_mode)(&mode);
-    pthread_mutex_lock(&ex->lock);
-    for (;;) {
-        flight *next = take(copies, &flights);
-        if (flights.count == 0) {
-            if (ex->stopping) break;
-            pthread_cond_wait(&copies->wake, &ex->lock);
-            continue;
-        }
-        void *oldest = flights.ring[flights.first].event;
-        pthread_mutex_unlock(&ex->lock);
-        if (next != NULL) issue(copies, next);
-        /* Asked before it is slept on: of flights that ended during the last sleep none costs
-         * another one. And asked between issues, so that a long queue delays no ticket. */
-        int error = UNDER_WAY;
-        if (next != NULL || !asked) error = CALL(one_pointer, api->event_query)(oldest);
-        if (error == UNDER_WAY && next == NULL)
-            error = CALL(one_pointer, api->event_wait)(oldest);
-        /* The driver may refuse to tell though copies still run: their memory is free only when the
-         * stream is. */
-        if (error != 0 && error != UNDER_WAY) CALL(one_pointer, api->stream_wait)(copies->stream);
-        pthread_mutex_lock(&ex->lock);
-        asked = error == UNDER_WAY;
-        if (!asked) land_oldest(copies, &flights, error);
-    }
+}
+
+bool inf_copies_step(inf_copies *copies) {
+    struct inf_executor *ex = copies->ex;
+    const inf_device_api *api = &ex->device.api;
+    inf_flight *next = take(copies);
+    if (copies->flight_count == 0) return false;
+    void *oldest = copies->flights[copies->flight_first].event;
     pthread_mutex_unlock(&ex->lock);
-    return NULL;
+    if (next != NULL) issue(copies, next);
+    /* Asked before it is slept on: of flights that ended during the last sleep none costs another
+     * one. And asked between issues, so that a long queue delays no ticket. */
+    int error = UNDER_WAY;
+    if (next != NULL || !copies->asked) error = CALL(one_pointer, api->event_query)(oldest);
+    if (error == UNDER_WAY && next == NULL) error = CALL(one_pointer, api->event_wait)(oldest);
+    /* The driver may refuse to tell though copies still run: their memory is free only when the
+     * stream is. */
+    if (error != 0 && error != UNDER_WAY) CALL(one_pointer, api->stream_wait)(copies->stream);
+    pthread_mutex_lock(&ex->lock);
+    copies->asked = error == UNDER_WAY;
+    if (!copies->asked) land_oldest(copies, error);
+    return true;
 }
 
 /* ---- attaching ------------------------------------------------------------------------------- */
@@ -488,7 +432,8 @@ static int32_t slab_pin(const inf_device_api *api, uint8_t *slab, int64_t bytes)
     return CALL(host_register, api->host_register)(slab, (size_t)bytes, REGISTER_PORTABLE);
 }
 
-int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) {
+int32_t inf_device_attach(struct inf_executor *ex, const inf_device_api *api,
+                          void *(*run)(void *)) {
     struct inf_device *device = &ex->device;
     if (device->attached) return -EALREADY;
     device->api = *api;
@@ -509,13 +454,11 @@ int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) 
         copies->made = error == 0;
         if (error == 0)
             error = CALL(create, api->stream_create)(&copies->stream, STREAM_NON_BLOCKING);
-        copies->events = calloc(IN_FLIGHT_MAX, sizeof *copies->events);
-        if (copies->events == NULL) error = -ENOMEM;
-        for (int32_t e = 0; e < IN_FLIGHT_MAX && error == 0; e++) {
-            error = CALL(create, api->event_create)(&copies->events[e],
+        for (int32_t e = 0; e < INF_FLIGHT_MAX && error == 0; e++) {
+            error = CALL(create, api->event_create)(&copies->flights[e].event,
                                                     EVENT_DISABLE_TIMING | EVENT_BLOCKING_SYNC);
         }
-        if (error == 0) error = inf_thread_start(&copies->thread, copies_main, copies);
+        if (error == 0) error = inf_thread_start(&copies->thread, run, copies);
         copies->started = error == 0;
     }
     inf_numa_leave(ex, &cpus_before);
@@ -563,11 +506,11 @@ void inf_device_stop(struct inf_executor *ex) {
         pthread_cond_signal(&copies->wake);
         pthread_mutex_unlock(&ex->lock);
         if (copies->started) pthread_join(copies->thread, NULL);
-        for (int32_t e = 0; e < IN_FLIGHT_MAX && copies->events != NULL; e++) {
-            if (copies->events[e] != NULL) CALL(one_pointer, api->event_destroy)(copies->events[e]);
+        for (int32_t e = 0; e < INF_FLIGHT_MAX; e++) {
+            void *event = copies->flights[e].event;
+            if (event != NULL) CALL(one_pointer, api->event_destroy)(event);
         }
         if (copies->stream != NULL) CALL(one_pointer, api->stream_destroy)(copies->stream);
-        free(copies->events);
         pthread_cond_destroy(&copies->wake);
         *copies = (inf_copies){0};
     }

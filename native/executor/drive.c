@@ -228,7 +228,7 @@ static void request_end(inf_drive *drive, inf_request *request) {
     drive->free = request;
     run->blocks_in_flight--;
     if (run->blocks_in_flight == 0 && (run->faulted || issued_whole(run, request->op)))
-        inf_run_moved(drive->ex, run);
+        inf_queue_push(&drive->ex->ended, run);
 }
 
 static void request_result(inf_drive *drive, inf_request *request, int64_t result) {
@@ -251,40 +251,21 @@ void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result) {
     else request_result(drive, request, result);
 }
 
-void *inf_seam_main(void *argument) {
-    struct inf_executor *ex = argument;
-    pthread_mutex_lock(&ex->lock);
-    while (!ex->stopping || ex->held != NULL) {
-        inf_request *request = ex->held;
-        if (request == NULL) {
-            pthread_cond_wait(&ex->seam_wake, &ex->lock);
-        } else if (inf_now_ns() < request->due_ns) {
-            struct timespec deadline;
-            inf_deadline(&deadline, request->due_ns);
-            pthread_cond_timedwait(&ex->seam_wake, &ex->lock, &deadline);
-        } else {
-            ex->held = request->next;
-            request_result(request->drive, request, request->result);
-            inf_pump(ex);
-        }
-    }
-    pthread_mutex_unlock(&ex->lock);
-    return NULL;
+void inf_seam_release(struct inf_executor *ex) {
+    inf_request *request = ex->held;
+    ex->held = request->next;
+    request_result(request->drive, request, request->result);
 }
 
 /* ---- interface for backends and jobs --------------------------------------------------------- */
 
 void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op) {
     inf_drive *drive = &ex->drives[inf_run_drive(run, op)];
+    assert(drive->dead == 0);
+    run->state = op == INF_OP_READ ? INF_READING : INF_WRITING;
     run->cursor = 0;
     run->position = 0;
     run->start_ns = inf_now_ns();
-    if (drive->dead != 0) {
-        inf_run_fail(run, INF_FAULT_ERRNO, op, drive->dead, run->slot.ranges[op][0].file_at,
-                     run->slot.ranges[op][0].bytes);
-        inf_run_finish(ex, run);
-        return;
-    }
     inf_queue_push(&drive->queue.jobs[op][run->priority], run);
     ex->backend->wake(drive);
 }
@@ -335,7 +316,7 @@ static void queued_fail(inf_drive *drive, int32_t kind, int32_t error) {
             while ((run = inf_queue_pop(&drive->queue.jobs[op][p])) != NULL) {
                 const inf_range *range = &run->slot.ranges[op][0];
                 inf_run_fail(run, kind, op, error, range->file_at, range->bytes);
-                if (run->blocks_in_flight == 0) inf_run_moved(drive->ex, run);
+                if (run->blocks_in_flight == 0) inf_queue_push(&drive->ex->ended, run);
             }
         }
     }

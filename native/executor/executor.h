@@ -8,13 +8,40 @@
  * One mutex guards everything. At 1 MiB a block and 10 GB/s that is 20,000 short critical sections
  * a second, which is nothing beside what they order (bench/executor.py measures that); and there is
  * no lock order to get wrong.
+ *
+ * What works on runs (a drive, a worker, a copying thread) never decides what follows: it appends a
+ * run whose work has ended to `ended`, under the mutex, and returns. The thread that appended calls
+ * inf_pump before it unlocks; the pump pops `ended` and decides each run's next state, in jobs.c and
+ * nowhere else. So `ended` is empty whenever the mutex is free, a completion never recurses into the
+ * next one, and no other thread has to be woken for it. A run is on one queue at a time, `ended` is
+ * linked by the same `next`, and nothing is allocated.
+ *
+ * The files stand on floors: each names functions only of files in lines above its own (a backend
+ * calls no pump of its own either: wake() is reached by its table). tests/test_wiring.py compares.
+ *
+ *   kernels/crc32c.c kernels/format.c kernels/gradients.c
+ *   kernels/optimizer_kernels.c
+ *   kernels/chunk_pass.c kernels/comm_codec.c
+ *   memory/numa.c
+ *   memory/slab.c
+ *   executor/executor.c       clocks, threads, queues, spans
+ *   executor/meter.c executor/chunk_state.c executor/slot_plan.c executor/submission.c
+ *   executor/slots.c executor/drive.c executor/compute.c executor/device.c
+ *   executor/failed_writes.c
+ *   executor/prefetch.c
+ *   executor/gates.c
+ *   executor/jobs.c           the next state of a run, and the pump
+ *   executor/loops.c rings/threads.c rings/uring.c
+ *   rings/null.c
+ *   executor/open.c
+ *   executor/tickets.c executor/versions.c executor/submit.c
  * Threads: per drive one (io_uring) or several (threads) that move blocks, and workers that verify,
  * update, copy. None of them knows Python.
  *
  * A job is on at most one queue at a time (`next`), besides the FIFO of its chunk (`fifo_next`). A
  * job holds at most one slot and takes it before anything else, so there is no cycle of waiting. (A
  * write that failed may have it wait for a large slot while it holds a small one, and for nothing
- * else: partial_writes.c.)
+ * else: failed_writes.c.)
  *
  * Functions marked [locked] want the mutex held and keep it.
  */
@@ -32,6 +59,7 @@
 #include <sys/types.h>
 
 #include "infinity.h"
+#include "memory/memory.h"
 
 #pragma GCC visibility push(default) /* aio/_handles.py looks some of them up by name */
 #include "executor.cdef.h"
@@ -45,11 +73,12 @@
 /* Of the turns at slots, drives and workers one in so many goes to who waited longest, whatever its
  * priority: so that all progress. */
 #define INF_FAIR_TURN 8
+#define INF_SPAN_COUNT 65536
+#define INF_FLIGHT_MAX 32 /* flights of one direction, see device.c */
 #define INF_RANGE_MAX INF_SECTION_MAX
 #define INF_ALIGN 4096
 #define INF_SECTOR 512
 #define INF_FILE_MAX 8 /* files of one drive */
-#define INF_CPU_MAX 1024
 /* io_uring takes no registered buffer above 1 GiB, and no request that spans two. */
 #define INF_PIECE_BYTES ((int64_t)1 << 30)
 /* In a job's mask: move the slot as it is; no copy, no checksum. For measuring drives. */
@@ -205,6 +234,7 @@ struct inf_run {
     bool copied_in; /* what the device has of it is here */
     int32_t moved; /* how often its write failed and went to a spare range */
     int32_t direction; /* of its copy to or from the device */
+    int64_t bad; /* what its pass returned */
     int32_t copy_error; /* of the driver, when that copy was handed to it */
     bool prefetch_failed; /* its read ahead failed: it reads for itself */
     uint64_t order; /* of arrival, at the slots or the workers */
@@ -372,6 +402,16 @@ typedef struct {
     size_t scratch_words;
 } inf_worker;
 
+/* Runs whose copies have one event. */
+typedef struct {
+    inf_run *first; /* by `next`: they are on no queue */
+    inf_run *last;
+    void *event; /* of this place in the ring */
+    int64_t bytes;
+    int32_t count;
+    int32_t error; /* of the driver, for all of them */
+} inf_flight;
+
 /* One direction of copies. */
 typedef struct {
     struct inf_executor *ex;
@@ -379,11 +419,16 @@ typedef struct {
     pthread_cond_t wake;
     pthread_t thread;
     void *stream;
-    void **events;
+    inf_flight flights[INF_FLIGHT_MAX]; /* a ring, in the order of the stream */
+    int64_t flight_bytes;
+    int64_t busy_since_ns;
+    int32_t flight_first;
+    int32_t flight_count;
     /* the stream is behind all marks of this compute stream that had ended at this count */
     void *behind_stream;
     uint64_t behind; /* 0 = behind none */
     int32_t direction;
+    bool asked; /* the oldest flight was, just now, and is under way */
     bool made;
     bool started;
 } inf_copies;
@@ -418,6 +463,7 @@ struct inf_executor {
     uint32_t slab_number; /* counts the slabs: a ring knows whether it registered this one */
     int32_t numa_error; /* a negative errno */
     inf_drive *drives;
+    inf_queue ended; /* their work has ended; empty whenever the lock is free */
     inf_queue starting;
     inf_queue compute[INF_PRIORITY_COUNT];
     int32_t compute_count;
@@ -518,8 +564,6 @@ static inline int64_t inf_align_up(int64_t bytes) {
 }
 
 /* executor.c */
-/* one hold less; frees with the last. [locked], unlocks */
-void inf_executor_let_go(struct inf_executor *ex);
 int64_t inf_now_ns(void);
 void inf_deadline(struct timespec *deadline, int64_t at_ns);
 int32_t inf_cond_init(pthread_cond_t *cond); /* waits by CLOCK_MONOTONIC */
@@ -533,40 +577,56 @@ bool inf_idle(const struct inf_executor *ex);
 /* [locked] */
 void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns,
                   int64_t bytes);
-
-/* numa.c: around the making of threads, which inherit the caller's CPUs; these are the config's for
- * as long. */
+/* that it reads from, or writes to */
+int32_t inf_run_drive(const inf_run *run, int32_t op);
+/* around the making of threads: the config's CPUs are the caller's for as long; an error is noted */
 void inf_numa_enter(struct inf_executor *ex, cpu_set_t *before);
 void inf_numa_leave(struct inf_executor *ex, const cpu_set_t *before);
 
-/* jobs.c, all [locked] */
-void inf_run_consider(struct inf_executor *ex, inf_run *run); /* starts it if FIFO and gate allow */
-void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset,
-                  int64_t length);
-void inf_run_moved(struct inf_executor *ex, inf_run *run); /* its last block came back */
-void inf_run_finish(struct inf_executor *ex, inf_run *run);
-void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad);
-/* its pass has ended well, and its targets hold their data */
-void inf_run_settle(struct inf_executor *ex, inf_run *run);
-/* targets hold their data and sources are free again */
-void inf_run_filled(struct inf_executor *ex, inf_run *run);
-/* it goes on with the slot that it has */
-void inf_run_with_slot(struct inf_executor *ex, inf_run *run);
-void inf_run_want_slot(struct inf_executor *ex, inf_run *run);
+/* meter.c, all [locked] */
+void inf_meter_sent(inf_drive *drive, inf_request *request);
+void inf_meter_result(inf_drive *drive, const inf_request *request);
+void inf_meter_moved(inf_drive *drive, int32_t op, int64_t bytes);
+/* before the number in flight changes, and before it is looked at */
+void inf_meter_tick(inf_drive *drive, int64_t now_ns);
+
+/* chunk_state.c, all [locked] */
+/* whether it will write the other place */
+bool inf_run_moves(const inf_run *run);
+/* as it is at its other place, written next */
+inf_chunk inf_chunk_other(const inf_chunk *chunk);
+/* the two places, and all that is known of them, change their roles */
+void inf_chunk_swap_places(inf_chunk_record *chunk, uint64_t generation);
+/* the other place is the live one */
+void inf_chunk_flip(inf_chunk_record *chunk);
+/* these sections were written: zeros or not, they are read from now on */
+void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written);
+/* Notes whether what the run wrote, where it lies now, came from an UPDATE or a STORE. */
+void inf_chunk_note_write(inf_chunk_record *chunk, const inf_run *run);
+bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file);
+/* that it lies in */
+bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk);
+
+/* slot_plan.c, all [locked] */
+uint32_t inf_run_used(const inf_run *run);    /* sections that it has in its slot, or resident */
+uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
 void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
                    uint32_t written, bool moves);
 /* Lays out anew which ranges of the slot are written, and to where. */
 void inf_slot_plan_writes(inf_slot *slot, const inf_chunk *chunk, uint32_t written, bool other);
 void inf_slot_plan_reads(inf_slot *slot, const inf_chunk *chunk, uint32_t reads);
-/* that it reads from, or writes to */
-int32_t inf_run_drive(const inf_run *run, int32_t op);
-uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
-void inf_pump(struct inf_executor *ex); /* whoever changed something calls it before unlocking */
+void inf_run_plan_slot(inf_run *run);
+/* where a section is worked on */
+uint8_t *inf_section_address(const inf_run *run, int32_t section);
+
+/* submission.c, all [locked] */
+void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset,
+                  int64_t length);
+/* targets hold their data and sources are free again */
+void inf_run_filled(struct inf_executor *ex, inf_run *run);
 /* its first fault stays */
 void inf_submission_fail(struct inf_executor *ex, inf_submission *submission,
                          const inf_fault *fault);
-/* when no job of it is pending */
-void inf_submission_end(struct inf_executor *ex, inf_submission *submission);
 
 /* slots.c, all [locked] */
 int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, int64_t bytes,
@@ -581,11 +641,61 @@ inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count);
 void inf_slot_release(struct inf_executor *ex, inf_slot *slot);
 void inf_slot_put_by(struct inf_executor *ex, inf_slot *slot);   /* it goes round no more ... */
 void inf_slot_put_back(struct inf_executor *ex, inf_slot *slot); /* ... and again */
-
 /* the most slots that one drive may hold */
 int32_t inf_held_max(const struct inf_executor *ex, const inf_pool *pool);
-/* beside the queues; false: there is none */
+/* outside of the queues; false: none is free */
 bool inf_slot_take(struct inf_executor *ex, inf_slot *slot);
+
+/* drive.c, all [locked] */
+/* to a drive that is not dead */
+void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op);
+/* Taking may end runs, too, by injected faults: pump after it. */
+inf_request *inf_drive_take(inf_drive *drive);
+void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result);
+void inf_drive_cancel(inf_drive *drive);
+bool inf_drive_unqueue(inf_drive *drive, inf_run *run, int32_t op); /* false: it was issued whole */
+/* what is left of it, at another priority */
+void inf_drive_requeue(inf_drive *drive, inf_run *run, int32_t op);
+/* fails all that is in flight; the ring is gone */
+void inf_drive_break(inf_drive *drive, int32_t error);
+/* hands on the first result that the seam holds back */
+void inf_seam_release(struct inf_executor *ex);
+
+/* compute.c, [locked] */
+void inf_run_queue_compute(struct inf_executor *ex, inf_run *run);
+/* works one run off, unlocked meanwhile; false: none waits */
+bool inf_worker_step(inf_worker *worker);
+
+/* device.c; [locked] but for inf_device_mark, attach, stop, pin, unpin and inf_copies_enter */
+inf_mark *inf_device_mark(struct inf_executor *ex, int32_t *error);
+void inf_device_unmark(struct inf_executor *ex, inf_mark *mark);
+bool inf_device_brings(const inf_run *run);
+bool inf_device_takes(const inf_run *run);
+void inf_device_queue(struct inf_executor *ex, inf_run *run, int32_t direction);
+/* `run` is what a thread of each direction does, with its inf_copies */
+int32_t inf_device_attach(struct inf_executor *ex, const inf_device_api *api, void *(*run)(void *));
+void inf_device_stop(struct inf_executor *ex);
+/* Pins a slab, if the one in force is or would be; *pinned: whether it did. 0, or an error. */
+int32_t inf_device_pin(struct inf_executor *ex, uint8_t *slab, int64_t bytes, bool *pinned);
+void inf_device_unpin(struct inf_executor *ex, uint8_t *slab);
+/* the thread that will call the next one calls this first */
+void inf_copies_enter(const inf_copies *copies);
+/* issues copies or waits for some, unlocked meanwhile; false: there are none */
+bool inf_copies_step(inf_copies *copies);
+
+/* failed_writes.c, all [locked] */
+/* A write failed: it goes to a reserved extent. False: there is none, or the run may not move. */
+bool inf_run_move_failed_write(struct inf_executor *ex, inf_run *run);
+/* the rest of its place was read, or not; false: the run has ended */
+bool inf_run_rest_loaded(struct inf_executor *ex, inf_run *run, int64_t bad);
+/* it ends without the rest: its write has failed */
+void inf_run_give_up_rest(struct inf_executor *ex, inf_run *run);
+/* after a failed write; false: it was something else */
+bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run);
+void inf_run_take_failed_write(struct inf_executor *ex, inf_run *run);
+void inf_chunk_drop_failed_write(struct inf_executor *ex, inf_chunk_record *chunk);
+/* its drive is marked: it has failed */
+bool inf_run_refused(const struct inf_executor *ex, inf_run *run);
 
 /* prefetch.c, all [locked] */
 /* for so many slots, in place of those of before; none of them is in use */
@@ -597,10 +707,12 @@ bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t
                        bool param_in_memory);
 /* a job wants a slot: false, there is none to give up */
 bool inf_prefetch_yield(struct inf_executor *ex, int32_t pool);
-/* an UPDATE begins; true: it goes on with what was read */
-bool inf_prefetch_take(struct inf_executor *ex, inf_run *run);
-/* the last block of a read ahead came back */
-void inf_prefetch_moved(struct inf_executor *ex, inf_run *run);
+/* An UPDATE begins. HELD: it has the slot that was read into; READING: it waits for the read;
+ * WANTED: nothing was read. */
+inf_prefetch_state inf_prefetch_take(struct inf_executor *ex, inf_run *run);
+/* The last block of a read ahead came back. The UPDATE that waited for it, if one did: with the
+ * slot, without one, or faulted. */
+inf_run *inf_prefetch_moved(struct inf_executor *ex, inf_run *run);
 void inf_prefetch_promote(struct inf_executor *ex, inf_prefetch *prefetch, int32_t class);
 /* these will be others than were read */
 void inf_prefetch_written(struct inf_executor *ex, inf_chunk_record *chunk, uint32_t mask);
@@ -611,90 +723,27 @@ void inf_prefetch_drop_all(struct inf_executor *ex);
 void inf_prefetch_hint(struct inf_executor *ex, inf_run *run);
 void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run);
 
-/* spares.c */
-/* A write failed: it goes to a spare range. False: there is none, or the run may not move.
- * [locked] */
-bool inf_run_move_failed_write(struct inf_executor *ex, inf_run *run);
-
-/* partial_writes.c, all [locked] */
-/* `held` could not be written: reads `rest` of the place; false: there is no room for both */
-bool inf_run_load_rest(struct inf_executor *ex, inf_run *run, uint32_t held, uint32_t rest);
-void inf_run_rest_loaded(struct inf_executor *ex, inf_run *run, int64_t bad); /* and verified */
-/* all of the place is in the run's slot: the whole is written now ... */
-void inf_run_take_rest(struct inf_executor *ex, inf_run *run);
-/* ... or never: its write has failed */
-void inf_run_give_up_rest(struct inf_executor *ex, inf_run *run);
-
-/* failed_writes.c, all [locked] */
-/* after a failed write; false: it was something else */
-bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run);
-void inf_run_take_failed_write(struct inf_executor *ex, inf_run *run);
-void inf_chunk_drop_failed_write(struct inf_executor *ex, inf_chunk_record *chunk);
-/* its drive is marked: it has failed */
-bool inf_run_refused(const struct inf_executor *ex, inf_run *run);
-
-/* meter.c, all [locked] */
-void inf_meter_sent(inf_drive *drive, inf_request *request);
-void inf_meter_result(inf_drive *drive, const inf_request *request);
-void inf_meter_moved(inf_drive *drive, int32_t op, int64_t bytes);
-/* before the number in flight changes, and before it is looked at */
-void inf_meter_tick(inf_drive *drive, int64_t now_ns);
-
-/* versions.c */
-/* whether it will write the other place. [locked] */
-bool inf_run_moves(const inf_run *run);
-/* as it is at its other place, written next */
-inf_chunk inf_chunk_other(const inf_chunk *chunk);
-/* the other place is the live one. [locked] */
-void inf_chunk_flip(inf_chunk_record *chunk);
-/* these sections were written: zeros or not, they are read from now on. [locked] */
-void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written);
-/* Notes whether what the run wrote, where it lies now, came from an UPDATE or a STORE. */
-void inf_chunk_note_write(inf_chunk_record *chunk, const inf_run *run);
-bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file);
-/* that it lies in. [locked] */
-bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk);
-
-/* promote.c, [locked] */
-/* somebody waits for it: demand */
-void inf_promote(struct inf_executor *ex, inf_submission *submission);
-
-/* compute.c */
-void *inf_worker_main(void *worker);
-void inf_run_queue_compute(struct inf_executor *ex, inf_run *run); /* [locked] */
-/* where a section is worked on */
-uint8_t *inf_section_address(const inf_run *run, int32_t section);
-
-/* device.c; [locked] but for the first and the last */
-inf_mark *inf_device_mark(struct inf_executor *ex, int32_t *error);
-void inf_device_unmark(struct inf_executor *ex, inf_mark *mark);
-bool inf_device_brings(const inf_run *run);
-bool inf_device_takes(const inf_run *run);
-void inf_device_queue(struct inf_executor *ex, inf_run *run, int32_t direction);
-void inf_device_stop(struct inf_executor *ex);
-/* Pins a slab, if the one in force is or would be; *pinned: whether it did. 0, or an error. */
-int32_t inf_device_pin(struct inf_executor *ex, uint8_t *slab, int64_t bytes, bool *pinned);
-void inf_device_unpin(struct inf_executor *ex, uint8_t *slab);
-
-/* gates.c, [locked] */
+/* gates.c, all [locked] */
+void inf_run_consider(struct inf_executor *ex, inf_run *run); /* starts it if FIFO and gate allow */
 void inf_gate_attach(struct inf_executor *ex, inf_gate *gate, inf_submission *submission);
 void inf_gate_drop_user(struct inf_executor *ex, inf_gate *gate);
 /* it is done: its gate need not hold it */
 void inf_gate_detach(struct inf_executor *ex, inf_submission *submission);
+void inf_gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state);
 void inf_gates_escape(struct inf_executor *ex, uint64_t order_max);
 void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission);
 bool inf_gate_escape_oldest(struct inf_executor *ex);
 
-/* drive.c, [locked] */
-void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op);
-inf_request *inf_drive_take(inf_drive *drive);
-void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result);
-void inf_drive_cancel(inf_drive *drive);
-bool inf_drive_unqueue(inf_drive *drive, inf_run *run, int32_t op); /* false: it was issued whole */
-/* what is left of it, at another priority */
-void inf_drive_requeue(inf_drive *drive, inf_run *run, int32_t op);
-/* fails all that is in flight; the ring is gone */
-void inf_drive_break(inf_drive *drive, int32_t error);
+/* jobs.c, [locked]: whoever changed something calls it before unlocking */
+void inf_pump(struct inf_executor *ex);
+
+/* loops.c: what the threads run, with an inf_worker, an inf_copies and the executor */
+void *inf_worker_main(void *worker);
+void *inf_copies_main(void *copies);
 void *inf_seam_main(void *executor);
+
+/* open.c */
+/* one hold less; frees with the last. [locked], unlocks */
+void inf_executor_let_go(struct inf_executor *ex);
 
 #endif

@@ -1,12 +1,8 @@
-/* Gates and tickets: what holds work back, and what it is waited for with. */
+/* Gates: what holds work back. All [locked]. */
 #include "executor.h"
 
 #include <assert.h>
-#include <errno.h>
 #include <stdlib.h>
-#include <string.h>
-
-/* ---- gates ----------------------------------------------------------------------------------- */
 
 void inf_gate_drop_user(struct inf_executor *ex, inf_gate *gate) {
     assert(gate->users > 0);
@@ -71,8 +67,22 @@ void inf_gate_detach(struct inf_executor *ex, inf_submission *submission) {
     gate->order = 0;
 }
 
+void inf_run_consider(struct inf_executor *ex, inf_run *run) {
+    const inf_submission *submission = run->submission;
+    if (run->state != INF_WAITING || run->chunk->fifo_head != run) return;
+    if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED &&
+        !submission->escaped) {
+        if (run->job.kind == INF_JOB_UPDATE) inf_prefetch_hint(ex, run);
+        return;
+    }
+    inf_prefetch_unhint(ex, run);
+    run->state = INF_STARTING;
+    ex->active++;
+    inf_queue_push(&ex->starting, run);
+}
+
 /* The gate is closed no more: its submissions may start. */
-static void gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state) {
+void inf_gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state) {
     gate->state = state;
     gate_unlink(ex, gate);
     for (inf_submission *submission = gate->first; submission != NULL;
@@ -88,7 +98,7 @@ static void gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state) 
 
 bool inf_gate_escape_oldest(struct inf_executor *ex) {
     if (ex->gates == NULL) return false;
-    gate_let_go(ex, ex->gates, INF_GATE_ESCAPED);
+    inf_gate_let_go(ex, ex->gates, INF_GATE_ESCAPED);
     return true;
 }
 
@@ -111,136 +121,4 @@ void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission) {
         }
     }
     inf_gates_escape(ex, order);
-}
-
-inf_gate *inf_gate_new(inf_executor *ex) {
-    inf_gate *gate = calloc(1, sizeof *gate);
-    if (gate == NULL) return NULL;
-    gate->base_max = -1;
-    gate->users = 1;
-    pthread_mutex_lock(&ex->lock);
-    ex->holds++;
-    if (ex->shut) gate->state = INF_GATE_ESCAPED;
-    pthread_mutex_unlock(&ex->lock);
-    return gate;
-}
-
-int32_t inf_gate_open(inf_executor *ex, inf_gate *gate, const uint64_t *bases, int32_t count) {
-    uint64_t *copy = malloc((size_t)(count > 0 ? count : 1) * sizeof *copy);
-    if (copy == NULL) return -ENOMEM;
-    if (count > 0) memcpy(copy, bases, (size_t)count * sizeof *copy);
-    int32_t result = 1;
-    inf_mark *mark = NULL;
-    if (ex->device.attached) {
-        mark = inf_device_mark(ex, &result);
-        if (mark == NULL) {
-            free(copy);
-            return result == -ENOMEM ? result : -EREMOTEIO;
-        }
-        result = 1;
-    }
-    pthread_mutex_lock(&ex->lock);
-    ex->escaping = false;
-    if (gate->state == INF_GATE_ESCAPED) {
-        result = 0;
-    } else if (gate->state == INF_GATE_OPEN) {
-        result = -EALREADY;
-    } else if (gate->base_max >= count) {
-        result = -ERANGE;
-    } else {
-        gate->bases = copy;
-        gate->mark = mark;
-        mark = NULL;
-        gate->base_count = count;
-        copy = NULL;
-        ex->stats.gates_opened++;
-        gate_let_go(ex, gate, INF_GATE_OPEN);
-        inf_pump(ex);
-    }
-    inf_device_unmark(ex, mark);
-    pthread_mutex_unlock(&ex->lock);
-    free(copy);
-    return result;
-}
-
-int32_t inf_gate_escaped(inf_executor *ex, const inf_gate *gate) {
-    pthread_mutex_lock(&ex->lock);
-    int32_t escaped = gate->state == INF_GATE_ESCAPED;
-    pthread_mutex_unlock(&ex->lock);
-    return escaped;
-}
-
-/* A gate that can no longer be opened escapes. */
-void inf_gate_release(inf_executor *ex, inf_gate *gate) {
-    pthread_mutex_lock(&ex->lock);
-    if (gate->state == INF_GATE_CLOSED && gate->first != NULL) {
-        gate_let_go(ex, gate, INF_GATE_ESCAPED);
-        inf_pump(ex);
-    }
-    inf_gate_drop_user(ex, gate);
-    inf_executor_let_go(ex);
-}
-
-void inf_executor_hold_gates(inf_executor *ex, int32_t held) {
-    pthread_mutex_lock(&ex->lock);
-    ex->gates_held = held != 0;
-    ex->idle_since_ns = inf_now_ns();
-    pthread_cond_broadcast(&ex->work);
-    inf_pump(ex);
-    pthread_mutex_unlock(&ex->lock);
-}
-
-void inf_executor_release_gates(inf_executor *ex) {
-    pthread_mutex_lock(&ex->lock);
-    inf_gates_escape(ex, UINT64_MAX);
-    inf_pump(ex);
-    pthread_mutex_unlock(&ex->lock);
-}
-
-/* ---- tickets --------------------------------------------------------------------------------- */
-
-const uint32_t *inf_ticket_words(const inf_ticket *ticket) { return ticket->words; }
-
-static bool word_set(const inf_ticket *ticket, int32_t word) {
-    return __atomic_load_n(&ticket->words[word], __ATOMIC_ACQUIRE) != 0;
-}
-
-int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word) { return word_set(ticket, word); }
-
-int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns,
-                        int32_t escape) {
-    if (word_set(ticket, word)) return 1;
-    int64_t start_ns = inf_now_ns();
-    struct timespec deadline;
-    inf_deadline(&deadline, start_ns + timeout_ns);
-    pthread_mutex_lock(&ex->lock);
-    if (ticket->submission != NULL) ticket->submission->awaited = true;
-    if (escape && ticket->submission != NULL) {
-        inf_gates_escape_for(ex, ticket->submission);
-        inf_promote(ex, ticket->submission);
-        inf_pump(ex);
-    }
-    while (!word_set(ticket, word)) {
-        if (pthread_cond_timedwait(&ex->done, &ex->lock, &deadline) == ETIMEDOUT) break;
-    }
-    int32_t set = word_set(ticket, word);
-    ex->stats.wait_ns += (uint64_t)(inf_now_ns() - start_ns);
-    pthread_mutex_unlock(&ex->lock);
-    return set;
-}
-
-int32_t inf_ticket_fault(inf_executor *ex, const inf_ticket *ticket, inf_fault *fault) {
-    pthread_mutex_lock(&ex->lock);
-    int32_t failed = ticket->words[2] != 0;
-    if (failed) *fault = ticket->fault;
-    pthread_mutex_unlock(&ex->lock);
-    return failed;
-}
-
-void inf_ticket_release(inf_executor *ex, inf_ticket *ticket) {
-    pthread_mutex_lock(&ex->lock);
-    bool done = ticket->submission == NULL;
-    ticket->released = true;
-    if (done) free(ticket);
-    inf_executor_let_go(ex);
 }

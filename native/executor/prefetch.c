@@ -172,7 +172,6 @@ static void begin(struct inf_executor *ex, inf_prefetch *prefetch) {
     pool_of(ex, prefetch)->prefetch_count++;
     list_push(&ex->with_slot, prefetch, false);
     prefetch->state = INF_PREFETCH_READING;
-    run->state = INF_READING;
     run->priority = INF_CLASS_AHEAD;
     run->order = ++ex->arrivals;
     run->faulted = false;
@@ -302,15 +301,14 @@ static void give_over(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *
     slot->memory = NULL;
     pool_of(ex, prefetch)->prefetch_count--;
     prefetch_free(ex, prefetch);
-    inf_run_with_slot(ex, run);
 }
 
-bool inf_prefetch_take(struct inf_executor *ex, inf_run *run) {
+inf_prefetch_state inf_prefetch_take(struct inf_executor *ex, inf_run *run) {
     inf_prefetch *prefetch = run->chunk->prefetch;
-    if (prefetch == NULL) return false;
+    if (prefetch == NULL) return INF_PREFETCH_WANTED;
     if (prefetch->state == INF_PREFETCH_WANTED) {
         prefetch_free(ex, prefetch);
-        return false;
+        return INF_PREFETCH_WANTED;
     }
     if (unread(ex, prefetch)) {
         prefetch->have = 0;
@@ -322,12 +320,13 @@ bool inf_prefetch_take(struct inf_executor *ex, inf_run *run) {
         run->prefetch = prefetch;
         run->state = INF_READING;
         inf_prefetch_promote(ex, prefetch, run->priority);
+        return INF_PREFETCH_READING;
     }
-    return true;
+    return INF_PREFETCH_HELD;
 }
 
-/* Its UPDATE waits for the read that has ended. */
-static void taker_goes_on(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *taker,
+/* Its UPDATE waits for the read that has ended: it has the slot now, or has none. */
+static void taker_resumes(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *taker,
                           bool failed) {
     prefetch->taker = NULL;
     taker->prefetch = NULL;
@@ -338,16 +337,15 @@ static void taker_goes_on(struct inf_executor *ex, inf_prefetch *prefetch, inf_r
     }
     let_slot_go(ex, prefetch);
     prefetch_free(ex, prefetch);
-    if (taker->faulted) inf_run_finish(ex, taker);
-    else inf_run_want_slot(ex, taker);
 }
 
-void inf_prefetch_moved(struct inf_executor *ex, inf_run *run) {
+inf_run *inf_prefetch_moved(struct inf_executor *ex, inf_run *run) {
     inf_prefetch *prefetch = (inf_prefetch *)run; /* its first member */
+    inf_run *taker = prefetch->taker;
     bool failed = run->faulted;
     read_ended(ex);
-    if (prefetch->taker != NULL) {
-        taker_goes_on(ex, prefetch, prefetch->taker, failed);
+    if (taker != NULL) {
+        taker_resumes(ex, prefetch, taker, failed);
     } else if (failed || prefetch->chunk == NULL) {
         inf_run *head = prefetch->chunk == NULL ? NULL : prefetch->chunk->fifo_head;
         if (head != NULL && head->state == INF_WAITING) head->prefetch_failed = true;
@@ -357,6 +355,7 @@ void inf_prefetch_moved(struct inf_executor *ex, inf_run *run) {
         prefetch->state = INF_PREFETCH_HELD;
         run->state = INF_DONE;
     }
+    return taker;
 }
 
 void inf_prefetch_drop(struct inf_executor *ex, inf_chunk_record *chunk) {

@@ -5,19 +5,13 @@
  * which is slower; a strict binding would end the process instead. Threads that are made between
  * `enter` and `leave` inherit the CPUs.
  */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
+#include "memory.h"
 
 #include <errno.h>
 #include <linux/mempolicy.h>
 #include <pthread.h>
-#include <sched.h>
-#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include "executor/executor.h"
 
 #define NODE_MAX 1024
 #define WORD_BITS (8 * sizeof(unsigned long))
@@ -32,38 +26,24 @@ int32_t inf_numa_prefer(uint64_t address, uint64_t size_bytes, int32_t node) {
     return result == 0 ? 0 : -errno;
 }
 
-static void note(struct inf_executor *ex, int error) {
-    if (ex->numa_error == 0) ex->numa_error = -error;
-}
-
-void inf_numa_enter(struct inf_executor *ex, cpu_set_t *before) {
-    CPU_ZERO(before);
-    if (ex->config.numa == 0) return;
+int32_t inf_cpus_enter(const uint64_t *cpus, cpu_set_t *before) {
     cpu_set_t wanted, both;
     CPU_ZERO(&wanted);
     for (int cpu = 0; cpu < INF_CPU_MAX && cpu < CPU_SETSIZE; cpu++) {
-        if (ex->config.cpus[cpu / 64] >> (cpu % 64) & 1) CPU_SET(cpu, &wanted);
+        if (cpus[cpu / 64] >> (cpu % 64) & 1) CPU_SET(cpu, &wanted);
     }
     int error = pthread_getaffinity_np(pthread_self(), sizeof *before, before);
-    if (error != 0) {
-        CPU_ZERO(before);
-        note(ex, error);
-        return;
+    if (error == 0) {
+        /* Whoever started the process may have given it some of them only. */
+        CPU_AND(&both, &wanted, before);
+        error = CPU_COUNT(&both) == 0 ? ENODEV
+                                      : pthread_setaffinity_np(pthread_self(), sizeof both, &both);
     }
-    /* Whoever started the process may have given it some of them only. */
-    CPU_AND(&both, &wanted, before);
-    error =
-        CPU_COUNT(&both) == 0 ? ENODEV : pthread_setaffinity_np(pthread_self(), sizeof both, &both);
-    if (error != 0) {
-        CPU_ZERO(before);
-        note(ex, error);
-    }
+    if (error != 0) CPU_ZERO(before);
+    return -error;
 }
 
-void inf_numa_leave(struct inf_executor *ex, const cpu_set_t *before) {
-    if (CPU_COUNT(before) == 0) return;
-    int error = pthread_setaffinity_np(pthread_self(), sizeof *before, before);
-    if (error != 0) note(ex, error);
+int32_t inf_cpus_leave(const cpu_set_t *before) {
+    if (CPU_COUNT(before) == 0) return 0;
+    return -pthread_setaffinity_np(pthread_self(), sizeof *before, before);
 }
-
-int32_t inf_executor_numa_error(const inf_executor *ex) { return ex->numa_error; }

@@ -5,18 +5,15 @@
  * request of 4 KiB pages is 256 segments, which drives split. MADV_DONTFORK because a page under
  * DMA must not become copy-on-write.
  */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
+#include "memory.h"
 
 #include <errno.h>
-#include <stdint.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 
-#include "executor/executor.h"
-
+#define PAGE_BYTES 4096
 #define HUGE_BYTES ((uint64_t)2 << 20)
 
 #ifndef MADV_POPULATE_WRITE
@@ -53,7 +50,7 @@ int32_t inf_slab_map_on(uint64_t size_bytes, int32_t node, uint64_t *address, in
             munmap(base, size);
             return -error;
         }
-        for (uint64_t at = 0; at < size; at += INF_ALIGN) ((volatile uint8_t *)base)[at] = 0;
+        for (uint64_t at = 0; at < size; at += PAGE_BYTES) ((volatile uint8_t *)base)[at] = 0;
     }
     *address = aligned;
     return 0;

@@ -5,7 +5,7 @@
                one warning says so, and other spare ranges take their place
     rehome     a checkpoint has links to the files that they are in: others, in new files
 
-The executor moves by itself (native/executor/spares.c), amid a step. Its moves are settled between
+The executor moves by itself (native/executor/failed_writes.c), amid a step. Its moves are settled between
 steps.
 """
 

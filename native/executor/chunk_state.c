@@ -1,0 +1,98 @@
+/* What is known of a chunk's places: which is live, which run writes which, and in which files they
+ * lie. Pure state; versions.c has the reasons. All [locked]. */
+#include "executor.h"
+
+#include <string.h>
+
+bool inf_run_moves(const inf_run *run) {
+    const inf_chunk_record *chunk = run->chunk;
+    if (chunk->place != INF_PLACE_COMMITTED || !inf_chunk_versioned(&chunk->plan)) return false;
+    if (run->job.kind == INF_JOB_UPDATE) return true;
+    uint32_t states = inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan);
+    return run->job.kind == INF_JOB_STORE && (run->job.mask & states) != 0;
+}
+
+inf_chunk inf_chunk_other(const inf_chunk *chunk) {
+    inf_chunk other = *chunk;
+    uint64_t newest =
+        chunk->generation > chunk->other_generation ? chunk->generation : chunk->other_generation;
+    /* never one that was written before, so that what is stale does not pass */
+    other.generation = newest + 1;
+    if (chunk->other_bytes > 0) other.drive = chunk->other_drive;
+    other.file_offset = chunk->other_offset;
+    other.file = chunk->other_file;
+    other.sums_ptr = chunk->other_sums_ptr;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+        if (chunk->other_ptr[s] != 0) other.section_ptr[s] = chunk->other_ptr[s];
+    }
+    return other;
+}
+
+/* The two places change their roles. */
+static void swap(inf_chunk *chunk, uint64_t generation) {
+    inf_chunk was = *chunk;
+    chunk->generation = generation;
+    chunk->other_generation = was.generation;
+    chunk->file_offset = was.other_offset;
+    chunk->other_offset = was.file_offset;
+    if (was.other_bytes > 0) {
+        chunk->drive = was.other_drive;
+        chunk->other_drive = was.drive;
+    }
+    chunk->file = was.other_file;
+    chunk->other_file = was.file;
+    chunk->sums_ptr = was.other_sums_ptr;
+    chunk->other_sums_ptr = was.sums_ptr;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+        if (was.other_ptr[s] == 0) continue;
+        chunk->section_ptr[s] = was.other_ptr[s];
+        chunk->other_ptr[s] = was.section_ptr[s];
+    }
+    const uint16_t grad = (uint16_t)inf_grad_mask(chunk);
+    chunk->zeros = (uint16_t)((was.other_zeros & ~grad) | (was.zeros & grad));
+    chunk->other_zeros = (uint16_t)(was.zeros & ~grad);
+    if (inf_grad_mask(chunk) == 0 || was.sums_ptr == 0) return;
+    /* Gradients have no versions, and so neither have their checksums. */
+    size_t at = (size_t)((chunk->section_count - 1) * inf_piece_count(chunk));
+    const uint32_t *before = (const uint32_t *)(uintptr_t)was.sums_ptr;
+    memcpy((uint32_t *)(uintptr_t)chunk->sums_ptr + at, before + at,
+           (size_t)inf_piece_count(chunk) * sizeof *before);
+}
+
+/* The same, with all that is known of them. */
+void inf_chunk_swap_places(inf_chunk_record *chunk, uint64_t generation) {
+    swap(&chunk->plan, generation);
+    bool updated = chunk->updated;
+    chunk->updated = chunk->other_updated;
+    chunk->other_updated = updated;
+}
+
+void inf_chunk_flip(inf_chunk_record *chunk) {
+    inf_chunk_swap_places(chunk, inf_chunk_other(&chunk->plan).generation);
+    chunk->exchanged = false;
+    chunk->place = INF_PLACE_MOVED;
+    /* A new version is written whole. Of what lay there before nothing counts. */
+    chunk->plan.zeros &= (uint16_t)inf_grad_mask(&chunk->plan);
+}
+
+void inf_chunk_note_write(inf_chunk_record *chunk, const inf_run *run) {
+    uint32_t states = inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan);
+    if (run->job.kind == INF_JOB_STORE && (run->job.mask & states) != 0) chunk->updated = false;
+    else if (run->job.kind == INF_JOB_UPDATE && run->moves) chunk->updated = true;
+}
+
+void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written) {
+    chunk->plan.zeros &= (uint16_t)~written;
+}
+
+bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file) {
+    return file >= 0 && file < INF_FILE_MAX && ex->drives[drive].fds[file] >= 0;
+}
+
+bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk) {
+    if (chunk->drive < 0) return true;
+    if (!inf_file_known(ex, chunk->drive, chunk->file)) return false;
+    if (!inf_chunk_versioned(chunk)) return true;
+    return (chunk->other_bytes == 0 || inf_file_known(ex, chunk->other_drive, chunk->other_file)) &&
+           inf_file_known(ex, chunk->drive, chunk->grad_file);
+}

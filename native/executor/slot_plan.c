@@ -1,0 +1,94 @@
+/* Where the sections of a chunk lie in a slot, and which ranges of the file they are read from and
+ * written to. Pure state. All [locked]. */
+#include "executor.h"
+
+static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
+
+/* Sections that the job has in its slot, unless they are resident. */
+uint32_t inf_run_used(const inf_run *run) {
+    uint32_t all = inf_sections_all(&run->chunk->plan);
+    if (run->job.kind == INF_JOB_UPDATE) return all;
+    return (run->job.mask & all) | inf_run_written(run); /* none of a REWRITE */
+}
+
+uint32_t inf_run_written(const inf_run *run) {
+    uint32_t all = inf_sections_all(&run->chunk->plan);
+    uint32_t states = all & ~inf_grad_mask(&run->chunk->plan);
+    if (run->job.kind == INF_JOB_UPDATE) return states;
+    if (run->job.kind != INF_JOB_STORE) return 0;
+    return (run->job.mask & all) | (run->moves ? states : 0); /* a new version is whole */
+}
+
+static void range_add(inf_slot *slot, int32_t op, inf_range range) {
+    inf_range *last =
+        slot->range_count[op] > 0 ? &slot->ranges[op][slot->range_count[op] - 1] : NULL;
+    bool follows = last != NULL && last->file == range.file &&
+                   last->file_at + last->bytes == range.file_at &&
+                   last->slot_at + last->bytes == range.slot_at;
+    if (follows) last->bytes += range.bytes;
+    else slot->ranges[op][slot->range_count[op]++] = range;
+}
+
+static inf_range range_of(const inf_chunk *chunk, int32_t s, bool other, int64_t slot_at) {
+    return (inf_range){.file_at = inf_section_file_at(chunk, s, other),
+                       .slot_at = slot_at,
+                       .bytes = inf_align_up(inf_section_bytes(chunk, s)),
+                       .file = inf_section_file(chunk, s, other)};
+}
+
+/* Lays `used` out in the slot, in the order of sections. What is read and what is written of it are
+ * ranges of their own; in each of the two, sections that lie together in the file and in the slot
+ * are one. */
+void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
+                   uint32_t written, bool moves) {
+    slot->range_count[INF_OP_READ] = slot->range_count[INF_OP_WRITE] = 0;
+    slot->bytes = 0;
+    slot->written = 0;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+        slot->section_at[s] = -1;
+        if (s >= chunk->section_count || !(used >> s & 1u) || inf_section_resident(chunk, s))
+            continue;
+        slot->section_at[s] = slot->bytes;
+        if (reads >> s & 1u) range_add(slot, INF_OP_READ, range_of(chunk, s, false, slot->bytes));
+        if (written >> s & 1u)
+            range_add(slot, INF_OP_WRITE, range_of(chunk, s, moves, slot->bytes));
+        slot->written |= written & 1u << s;
+        slot->bytes += inf_align_up(inf_section_bytes(chunk, s));
+    }
+}
+
+void inf_slot_plan_writes(inf_slot *slot, const inf_chunk *chunk, uint32_t written, bool other) {
+    slot->range_count[INF_OP_WRITE] = 0;
+    slot->written = written;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (written >> s & 1u)
+            range_add(slot, INF_OP_WRITE, range_of(chunk, s, other, slot->section_at[s]));
+    }
+}
+
+void inf_slot_plan_reads(inf_slot *slot, const inf_chunk *chunk, uint32_t reads) {
+    slot->range_count[INF_OP_READ] = 0;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (reads >> s & 1u)
+            range_add(slot, INF_OP_READ, range_of(chunk, s, false, slot->section_at[s]));
+    }
+}
+
+/* What the chunk keeps in memory is not read from the drive. */
+void inf_run_plan_slot(inf_run *run) {
+    inf_slot_plan(&run->slot, &run->chunk->plan,
+                  inf_run_used(run) & ~run->chunk->failed_write_mask, run->reads,
+                  inf_run_written(run), run->moves);
+}
+
+/* Where a section is worked on: a resident one that has another version, there, once it was copied
+ * (`bring`). */
+uint8_t *inf_section_address(const inf_run *run, int32_t section) {
+    const inf_slot *failed_write = &run->chunk->failed_write;
+    const inf_chunk *chunk = &run->chunk->plan;
+    if (run->slot.section_at[section] >= 0) return run->slot.memory + run->slot.section_at[section];
+    if (run->chunk->failed_write_mask >> section & 1u)
+        return failed_write->memory + failed_write->section_at[section];
+    bool other = run->moves && chunk->other_ptr[section] != 0;
+    return pointer(other ? chunk->other_ptr[section] : chunk->section_ptr[section]);
+}
