@@ -1,8 +1,8 @@
 """Spare ranges, and the record of a write that went to one because its own range refused it.
 
 An executor that has spare ranges writes a chunk there whose own place fails, of its drive first,
-then of another (native/executor/failed_writes.c). The caller gives ranges ahead of their time, takes the
-moves afterwards, and never uses a range that failed again.
+then of another (native/executor/failed_writes.c). The caller gives ranges ahead of their time,
+takes the moves afterwards, and never uses a range that failed again.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def test_imports_run_in_no_circles() -> None:
 
 
 def test_calls_between_c_files_point_down() -> None:
-    """What ends, ends by being appended to a list that a file above pops: executor.h says how."""
+    """Workers append what has ended to a list that a file above pops: executor.h says how."""
     floor, calls = wiring.c_floors(ROOT / "native"), wiring.c_calls(ROOT / "native")
     files = {path.relative_to(ROOT / "native").as_posix() for path in ROOT.glob("native/*/*.c")}
     assert floor.keys() == files, "executor.h lists the files of native/, and no others"

@@ -275,7 +275,8 @@ static void look_at_marks(inf_copies *copies, const inf_queue *queue) {
 static inf_flight *take(inf_copies *copies) {
     const inf_flight *oldest = &copies->flights[copies->flight_first];
     if (most_urgent(copies) == NULL || copies->flight_count == INF_FLIGHT_MAX) return NULL;
-    if (copies->flight_count > 0 && copies->flight_bytes - oldest->bytes >= BEHIND_BYTES) return NULL;
+    int64_t behind = copies->flight_bytes - oldest->bytes;
+    if (copies->flight_count > 0 && behind >= BEHIND_BYTES) return NULL;
     look_at_marks(copies, most_urgent(copies));
     inf_queue *queue = most_urgent(copies); /* another one, if a demand has come meanwhile */
     int32_t at = (copies->flight_first + copies->flight_count) % INF_FLIGHT_MAX;

@@ -8,6 +8,7 @@
 
 /* EAGAIN, EINTR and transfers that make no progress are tried this often. */
 #define TRIES_MAX 256
+#define SECTOR 512
 
 /* ---- choosing -------------------------------------------------------------------------------- */
 
@@ -132,8 +133,8 @@ static void seam_inject(struct inf_executor *ex, inf_request *request) {
     if (nth != fault->nth && !lasts && !(fault->persistent && nth > fault->nth)) return;
     ex->seam_met++;
     request->inject = fault->kind;
-    if (fault->kind == INF_SEAM_SHORT && request->bytes >= 2 * INF_SECTOR) {
-        request->ask = request->bytes / 2 & ~(int64_t)(INF_SECTOR - 1);
+    if (fault->kind == INF_SEAM_SHORT && request->bytes >= 2 * SECTOR) {
+        request->ask = request->bytes / 2 & ~(int64_t)(SECTOR - 1);
     }
     if (fault->kind == INF_SEAM_BITFLIP && request->op == INF_OP_WRITE) flip(request);
     request->offset += request->astray;
@@ -200,7 +201,7 @@ static bool result_again(inf_drive *drive, inf_request *request, int64_t result)
     /* O_DIRECT wants the rest aligned, to 4096 where drives have such sectors: a part of one is
      * moved again. */
     int64_t aligned = result & ~(int64_t)(INF_ALIGN - 1);
-    if (aligned == 0) aligned = result & ~(int64_t)(INF_SECTOR - 1);
+    if (aligned == 0) aligned = result & ~(int64_t)(SECTOR - 1);
     int64_t moved = whole ? request->bytes : aligned;
     inf_meter_moved(drive, request->op, moved);
     if (whole) {

@@ -9,15 +9,12 @@
  * a second, which is nothing beside what they order (bench/executor.py measures that); and there is
  * no lock order to get wrong.
  *
- * What works on runs (a drive, a worker, a copying thread) never decides what follows: it appends a
- * run whose work has ended to `ended`, under the mutex, and returns. The thread that appended calls
- * inf_pump before it unlocks; the pump pops `ended` and decides each run's next state, in jobs.c and
- * nowhere else. So `ended` is empty whenever the mutex is free, a completion never recurses into the
- * next one, and no other thread has to be woken for it. A run is on one queue at a time, `ended` is
- * linked by the same `next`, and nothing is allocated.
+ * What works on runs (a drive, a worker, a copying thread) never decides what follows. It appends
+ * a run whose work has ended to `ended`, under the mutex, and its thread calls inf_pump before it
+ * unlocks. The pump pops `ended` and decides each run's next state, in jobs.c and nowhere else. So
+ * `ended` is empty whenever the mutex is free, no completion recurses, no thread is woken for it.
  *
- * The files stand on floors: each names functions only of files in lines above its own (a backend
- * calls no pump of its own either: wake() is reached by its table). tests/test_wiring.py compares.
+ * Each file names functions only of files in lines above its own (tests/test_wiring.py compares).
  *
  *   kernels/crc32c.c kernels/format.c kernels/gradients.c
  *   kernels/optimizer_kernels.c
@@ -77,7 +74,6 @@
 #define INF_FLIGHT_MAX 32 /* flights of one direction, see device.c */
 #define INF_RANGE_MAX INF_SECTION_MAX
 #define INF_ALIGN 4096
-#define INF_SECTOR 512
 #define INF_FILE_MAX 8 /* files of one drive */
 /* io_uring takes no registered buffer above 1 GiB, and no request that spans two. */
 #define INF_PIECE_BYTES ((int64_t)1 << 30)
@@ -105,12 +101,6 @@ enum {
     INF_FAULT_DEVICE
 };
 enum { INF_EARLIER_JOB = 1, INF_EARLIER_MARK = 2 };
-enum {
-    INF_REGISTERED_NOT = 0,
-    INF_REGISTERED = 1,
-    INF_REGISTERED_NOT_HUGE = 2,
-    INF_REGISTERED_TOO_LARGE = 3
-};
 enum {
     INF_SEAM_NONE = 0,
     INF_SEAM_ERRNO,
@@ -378,14 +368,6 @@ typedef struct {
     int32_t asked_count; /* reads ahead that inf_executor_prefetch asked for */
 } inf_pool;
 
-/* Both pools, and the memory of their slots. */
-typedef struct {
-    inf_pool pool[2];
-    uint8_t *slab;
-    int64_t slab_bytes;
-    int64_t huge_bytes;
-} inf_pools;
-
 /* A backend moves blocks: it takes requests with inf_drive_take and gives them back with
  * inf_drive_done. */
 typedef struct {
@@ -541,22 +523,11 @@ static inline inf_chunk_record *inf_chunk_of(const struct inf_executor *ex, int3
     return id >= 0 && id < ex->chunk_count ? ex->chunks[id] : NULL;
 }
 
-/* Slots that reads ahead leave to others. */
-static inline int32_t inf_prefetch_spared(const inf_pool *pool) {
-    return pool->count < 4 ? 1 : (pool->count + 3) / 4;
-}
-
 /* Where a section lies on the drive, at the live place or the other one. */
 static inline int64_t inf_section_file_at(const inf_chunk *chunk, int32_t section, bool other) {
     if (inf_chunk_versioned(chunk) && (inf_grad_mask(chunk) >> section & 1u))
         return chunk->grad_offset;
     return (other ? chunk->other_offset : chunk->file_offset) + chunk->section_at[section];
-}
-
-static inline int32_t inf_section_file(const inf_chunk *chunk, int32_t section, bool other) {
-    if (inf_chunk_versioned(chunk) && (inf_grad_mask(chunk) >> section & 1u))
-        return chunk->grad_file;
-    return other ? chunk->other_file : chunk->file;
 }
 
 static inline int64_t inf_align_up(int64_t bytes) {
@@ -579,7 +550,7 @@ void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, in
                   int64_t bytes);
 /* that it reads from, or writes to */
 int32_t inf_run_drive(const inf_run *run, int32_t op);
-/* around the making of threads: the config's CPUs are the caller's for as long; an error is noted */
+/* around the making of threads: the config's CPUs are the caller's meanwhile; errors are noted */
 void inf_numa_enter(struct inf_executor *ex, cpu_set_t *before);
 void inf_numa_leave(struct inf_executor *ex, const cpu_set_t *before);
 

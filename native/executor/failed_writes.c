@@ -12,10 +12,10 @@
  * The block refuses writes, not reads: what the job does not hold is still in the old place. It
  * comes into the job's own slot where that is large enough, and else into a large slot, next to the
  * job's sections. Until then the small slot has the only copy of them, and is put aside. So a job
- * may hold a small slot while it waits for a large one. No job waits for a small slot while it holds
- * a large one, so there is no cycle of waiting. The record of the chunk changes when the rest is in
- * memory, and not before. If the rest cannot be read, or is not what was written, or no slot comes,
- * the job is where it was: its write has failed.
+ * may hold a small slot while it waits for a large one. No job waits for a small slot while it
+ * holds a large one, so there is no cycle of waiting. The record of the chunk changes when the rest
+ * is in memory, and not before. If the rest cannot be read, or is not what was written, or no slot
+ * comes, the job is where it was: its write has failed.
  *
  * What finds no extent, or failed twice on its drive and finds none on another, is kept in memory:
  * the slot holds the only copy of what should have been written. An update has no way back, and the
@@ -37,7 +37,7 @@
 /* One of a chunk's places on the drive. */
 typedef enum { PLACE_NONE, PLACE_LIVE, PLACE_OTHER, PLACE_GRADIENTS } place_kind;
 
-/* ---- the rest of a place ---------------------------------------------------------------------- */
+/* ---- the rest of a place --------------------------------------------------------------------- */
 
 static int64_t sections_bytes(const inf_chunk *chunk, uint32_t mask) {
     int64_t bytes = 0;

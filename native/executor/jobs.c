@@ -1,8 +1,8 @@
 /* The life of a job: from the chunk's FIFO through slot, read, compute and write to its ticket. All
  * [locked].
  *
- * This file alone decides the next state of a run. What works on runs below only appends those whose
- * work has ended to `ended`; inf_pump pops them here.
+ * This file alone decides the next state of a run. What works on runs only appends those whose work
+ * has ended to `ended`; inf_pump pops them here.
  */
 #include "executor.h"
 
@@ -319,7 +319,7 @@ static void run_computed(struct inf_executor *ex, inf_run *run) {
     run_finish(ex, run);
 }
 
-/* What it copied to or from the device is there. A COPY has no chunk, and so no FIFO and no slot. */
+/* What it copied to or from the device is there. A COPY has no chunk: neither FIFO nor slot. */
 static void run_copied(struct inf_executor *ex, inf_run *run) {
     if (run->job.kind == INF_JOB_COPY) {
         run_leave(ex, run);

@@ -6,6 +6,14 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* Both pools, and the memory of their slots. */
+typedef struct {
+    inf_pool pool[2];
+    uint8_t *slab;
+    int64_t slab_bytes;
+    int64_t huge_bytes;
+} inf_pools;
+
 /* ---- opening --------------------------------------------------------------------------------- */
 
 /* Memory for pools of these sizes: 0 bytes, no memory. */

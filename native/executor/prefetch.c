@@ -23,6 +23,11 @@
 #include <errno.h>
 #include <stdlib.h>
 
+/* Slots that reads ahead leave to others. */
+static int32_t spared(const inf_pool *pool) {
+    return pool->count < 4 ? 1 : (pool->count + 3) / 4;
+}
+
 /* ---- lists ----------------------------------------------------------------------------------- */
 
 static void list_push(inf_prefetch_list *list, inf_prefetch *prefetch, bool first) {
@@ -144,7 +149,7 @@ bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t
     have = on_drive(&chunk->plan, have);
     if (chunk->prefetch != NULL || gated || have == 0) return true;
     if (pool < 0 || ex->pools[pool].asked_count >=
-                        ex->pools[pool].count - inf_prefetch_spared(&ex->pools[pool]))
+                        ex->pools[pool].count - spared(&ex->pools[pool]))
         return false;
     inf_prefetch *prefetch = prefetch_new(ex, chunk, pool, have, true);
     if (prefetch == NULL) return false;
@@ -155,7 +160,7 @@ bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t
 /* ---- reading --------------------------------------------------------------------------------- */
 
 static bool may_begin(const struct inf_executor *ex, const inf_pool *pool, int32_t drive) {
-    if (pool->waiting_count > 0 || pool->free_count <= inf_prefetch_spared(pool)) return false;
+    if (pool->waiting_count > 0 || pool->free_count <= spared(pool)) return false;
     return pool->held[drive] < inf_held_max(ex, pool) && ex->prefetches_free != NULL &&
            ex->drives[drive].dead == 0;
 }
@@ -256,7 +261,7 @@ static bool jobs_go_on(struct inf_executor *ex, const inf_pool *pool, int32_t dr
          prefetch = prefetch->next) {
         held -= pool_of(ex, prefetch) == pool && prefetch->record.plan.drive == drive;
     }
-    return held >= inf_prefetch_spared(pool);
+    return held >= spared(pool);
 }
 
 bool inf_prefetch_yield(struct inf_executor *ex, int32_t index) {

@@ -29,11 +29,17 @@ static void range_add(inf_slot *slot, int32_t op, inf_range range) {
     else slot->ranges[op][slot->range_count[op]++] = range;
 }
 
+static int32_t file_of(const inf_chunk *chunk, int32_t section, bool other) {
+    if (inf_chunk_versioned(chunk) && (inf_grad_mask(chunk) >> section & 1u))
+        return chunk->grad_file;
+    return other ? chunk->other_file : chunk->file;
+}
+
 static inf_range range_of(const inf_chunk *chunk, int32_t s, bool other, int64_t slot_at) {
     return (inf_range){.file_at = inf_section_file_at(chunk, s, other),
                        .slot_at = slot_at,
                        .bytes = inf_align_up(inf_section_bytes(chunk, s)),
-                       .file = inf_section_file(chunk, s, other)};
+                       .file = file_of(chunk, s, other)};
 }
 
 /* Lays `used` out in the slot, in the order of sections. What is read and what is written of it are

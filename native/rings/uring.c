@@ -54,6 +54,12 @@ typedef struct {
 _Static_assert(sizeof(uring_sqe) == 64 && sizeof(uring_cqe) == 16 && sizeof(uring_params) == 120,
                "kernel ABI");
 
+enum {
+    INF_REGISTERED_NOT = 0,
+    INF_REGISTERED = 1,
+    INF_REGISTERED_NOT_HUGE = 2,
+    INF_REGISTERED_TOO_LARGE = 3
+};
 enum { OP_READ_FIXED = 4, OP_WRITE_FIXED = 5, OP_READ = 22, OP_WRITE = 23 };
 enum { SQE_FIXED_FILE = 1, SETUP_SINGLE_ISSUER = 1 << 12, SETUP_DEFER_TASKRUN = 1 << 13 };
 

@@ -5,8 +5,8 @@
                one warning says so, and other spare ranges take their place
     rehome     a checkpoint has links to the files that they are in: others, in new files
 
-The executor moves by itself (native/executor/failed_writes.c), amid a step. Its moves are settled between
-steps.
+The executor moves by itself (native/executor/failed_writes.c), amid a step. Its moves are settled
+between steps.
 """
 
 from __future__ import annotations
