@@ -69,11 +69,9 @@ class MetricsFile:
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def add(self, kind: str, record: dict[str, Any]) -> None:
-        """Append one line."""
         self._file.write(json.dumps({"kind": kind, **record}) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

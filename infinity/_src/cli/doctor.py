@@ -176,7 +176,6 @@ def _memlock(engine: EngineProbe, executor: ExecutorProbe | None) -> Finding:
 
 
 def _pools(engine: EngineProbe, executor: ExecutorProbe) -> Finding:
-    """Report what the executor that training would open is really given."""
     if executor.error:
         return Finding("executor", "none", f"it cannot be opened: {executor.error}")
     value = (
@@ -214,7 +213,6 @@ def _memory() -> Finding:
 
 
 def _numa() -> Finding:
-    """Report the node on which the pools and threads of a training on each device would be."""
     try:
         import torch
     except ImportError:
@@ -288,7 +286,6 @@ def _directory(probe: DirectoryProbe) -> Finding:
 
 
 def _model(model: Path, drives: Sequence[DirectoryProbe]) -> Finding:
-    """Report if training a model fits this machine, and the update that is recommended."""
     try:
         # Here, and not above: it imports torch, without which doctor still says all the rest.
         from infinity._src.cli.model_here import describe_model

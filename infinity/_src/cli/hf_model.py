@@ -165,19 +165,15 @@ class _Unread(FileTensors):
 
     @property
     def label(self) -> str:
-        """The name that they have."""
         return self._tensors.label
 
     def names(self) -> Iterable[str]:
-        """Return all names."""
         return self._tensors.names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of one tensor."""
         return self._tensors.shape(name)
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Return the dtype of one tensor."""
         return self._tensors.dtype(name)
 
     @property
@@ -187,19 +183,15 @@ class _Unread(FileTensors):
         return dataclasses.replace(self._tensors.files, conversion="unread")
 
     def read(self, name: str) -> torch.Tensor:
-        """Return zeros, which take no memory."""
         return torch.zeros((), dtype=self.dtype(name)).expand(self.shape(name))
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:  # noqa: ARG002
-        """Fill `out` with zeros."""
         out.zero_()
 
     def origin(self, name: str) -> str:
-        """Say where one tensor lies."""
         return self._tensors.origin(name)
 
     def explain(self, name: str) -> Faults:
-        """Say what is wrong with the tensors that one is made of."""
         return self._tensors.explain(name)
 
 
@@ -265,7 +257,6 @@ def save_pretrained(model: Any, tokenizer: Any, directory: Path, *, first: bool 
 
 
 def _save_beside(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Write the files beside the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     # Training has switched the cache off. Whoever loads the result generates with it.
     use_cache = model.config.use_cache

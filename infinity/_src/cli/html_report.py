@@ -514,7 +514,6 @@ def _thinned(runs: Sequence[RunHistory]) -> str:
 
 
 def _facts(runs: Sequence[RunHistory]) -> tuple[tuple[str, ...], ...]:
-    """Return the table of the runs, a column for each."""
     rows: list[tuple[str, Callable[[RunHistory], str]]] = [
         ("steps", _steps_text),
         ("time per step", _time_text),

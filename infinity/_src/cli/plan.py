@@ -192,7 +192,6 @@ def read_ds_config(options: argparse.Namespace, machine: Machine) -> DeepSpeedRu
 
 
 def _dtype(options: argparse.Namespace, run: DeepSpeedRun | None) -> torch.dtype:
-    """The dtype that computes: given, of the DeepSpeed configuration, or bfloat16."""
     name = options.dtype or (run.dtype if run is not None else None) or DTYPES[0]
     dtype: torch.dtype = getattr(torch, name)
     return dtype
@@ -312,7 +311,6 @@ def _size(text: str | None, option: str) -> float | None:
 
 
 def _rate(text: str | None, option: str) -> float | None:
-    """Read a rate: GB/s as a plain number, or a size per second."""
     if text is None:
         return None
     try:
@@ -437,7 +435,6 @@ def deepspeed_record(run: DeepSpeedRun) -> dict[str, Any]:
 
 
 def _head(shape: ModelShape, found: Prediction) -> str:
-    """Format the plan's subject in a sentence."""
     job, policy, machine = found.job, found.job.policy, found.machine
     kept = ", two generations" if policy.generations > 1 else ""
     # Durable runs always keep two generations.
@@ -471,7 +468,6 @@ def _experts(shape: ModelShape) -> str:
 
 
 def _who(machine: Machine) -> str:
-    """Format the devices that compute: "8 GPUs of each of 2 nodes"."""
     if machine.gpus:
         text = f"{machine.gpus} GPU{'s' if machine.ranks > 1 else ''}"
     else:
@@ -575,7 +571,6 @@ def _step(found: Prediction) -> Table:
 
 
 def _outside(shape: ModelShape, found: Prediction) -> Table:
-    """Format what no budget has."""
     costs, ranks = outside(shape, found), found.machine.ranks
     table = _table("Besides", "", "")
     table.show_header = False
@@ -638,7 +633,6 @@ def _days(days: float) -> str:
 
 
 def _sides(sides: Sequence[Prediction]) -> Table:
-    """Format a step with updates on the CPU beside one with updates on the GPUs."""
     table = _table(
         "Where updates run", "update_on", *(repr(side.job.policy.update_on) for side in sides)
     )
@@ -694,7 +688,6 @@ def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
 
 
 def _stays(found: Prediction) -> str:
-    """Say which units stay gathered while the micro-batches pass their block."""
     if not found.again:
         return (
             "Units stay gathered until all micro-batches have passed their block: each is gathered "

@@ -77,7 +77,6 @@ class StepRecord:
     activations_written: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """For metrics.jsonl."""
         record = dataclasses.asdict(self)
         record["tokens_per_s"] = self.tokens / self.step_s if self.step_s else 0.0
         return record
@@ -198,7 +197,6 @@ class Summary:
     state_bytes: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For metrics.jsonl."""
         record = dataclasses.asdict(self)
         # Comparable between models, and with the table of `perf.roofline`.
         record["read_bytes_per_param"] = self.mean.bytes_read / self.params

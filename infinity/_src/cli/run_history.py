@@ -45,7 +45,6 @@ class Point:
 
     @property
     def at(self) -> float:
-        """The step at which it is drawn."""
         return (self.first + self.last) / 2
 
     def get(self, name: str) -> float | None:
@@ -131,7 +130,6 @@ class RunHistory:
 
     @property
     def steps(self) -> int:
-        """Steps that were recorded."""
         return sum(point.steps for point in self.series.points)
 
     def mean(self, name: str) -> float | None:

@@ -75,7 +75,6 @@ class Joined:
         return self.signals.number if self.world == 1 else self._heard[0]
 
     def together(self) -> None:
-        """Wait for all ranks."""
         if self.world > 1:
             dist.barrier()
 

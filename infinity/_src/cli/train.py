@@ -214,7 +214,6 @@ def _is_foreseen(error: BaseException) -> bool:
 
 
 def _out_of_memory(error: BaseException, text: str, options: argparse.Namespace | None) -> str:
-    """Say what to change where memory ran out."""
     # torch may add where in its code that was.
     text = text.partition("\n")[0].removesuffix(".")
     if isinstance(error, torch.OutOfMemoryError):
@@ -269,12 +268,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _slices(options: argparse.Namespace) -> int:
-    """Count the micro-batches that share a pass."""
     return int(options.accumulate) if options.schedule == "vertical" else 1
 
 
 def _one_by_one(error: SlicesError) -> str:
-    """Say what a model that cannot run in slices trains with."""
     return f"{error}. With --schedule horizontal micro-batches pass the model one by one"
 
 
@@ -442,7 +439,6 @@ class _Run:
         stack.callback(self._leave_page)
 
     def run(self) -> int:
-        """Measure, train, measure, save, report."""
         options = self.options
         self.ranks.signals.defer()
         self.metrics.add("run", self._description())
@@ -494,7 +490,6 @@ class _Run:
         self._say(f"{name_of(self.ranks.signal)}: stopped after step {step}; {kept}")
 
     def _make_model(self) -> Any:
-        """Make the model without values. Raises: ValueError for one that cannot train so."""
         options = self.options
         try:
             model = hf_model.model_on_meta(
@@ -770,7 +765,6 @@ class _Run:
         )
 
     def _turn(self) -> _Turn:
-        """Return the state of the loop, in which a step begins."""
         cuda = self.device.type == "cuda"
         return _Turn(
             self.scheduler.state_dict(),

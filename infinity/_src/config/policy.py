@@ -522,7 +522,6 @@ class Policy:
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """The NVMe directories, in order."""
         assert isinstance(self.nvme, tuple)
         return self.nvme
 

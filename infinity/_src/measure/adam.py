@@ -85,7 +85,6 @@ class AdamFigures:
     isa: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
         return {
             "threads": self.threads,
             "isa": self.isa,
@@ -149,7 +148,6 @@ class _States:
 
     @property
     def traffic(self) -> float:
-        """Bytes that an update reads and writes per parameter."""
         states = sum(section.itemsize / section.group_numel for section in self.state.sections)
         # States are read and written, the gradient is only read.
         return 2 * states + self.grad.itemsize
@@ -384,7 +382,6 @@ def _repeats(pool: ThreadPoolExecutor, arm: Arm) -> int:
 
 
 def _seconds(pool: ThreadPoolExecutor, arm: Arm, repeats: int) -> float:
-    """Return the wall time of one run of all parts at once."""
     # In every run: the arm before had another instruction set.
     if arm.isa:
         native.select_isa(arm.isa)

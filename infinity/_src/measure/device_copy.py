@@ -47,7 +47,6 @@ class CopyFigures:
     rows: tuple[Row, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
         return {
             "device": self.device or None,
             "reason": self.reason,

@@ -98,7 +98,6 @@ class Chunks:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the chunks in use on all drives."""
         return self.count * len(self.drives) * CHUNK_BYTES
 
 
@@ -287,13 +286,11 @@ class Content:
         words ^= self._random.integers(1, 2**64, dtype=np.uint64)
 
     def addresses(self, half: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Return the addresses of the chunks of a half."""
         first = self._slab.address + half * self.half * CHUNK_BYTES
         return np.arange(first, first + self.half * CHUNK_BYTES, CHUNK_BYTES, dtype=np.uint64)
 
     @property
     def memory(self) -> memoryview:
-        """The bytes of both halves."""
         return self._slab.memory
 
     def close(self) -> None:

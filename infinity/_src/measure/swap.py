@@ -55,12 +55,10 @@ class Spread:
 
     @property
     def gbps(self) -> float:
-        """The median in GB/s (10^9 bytes)."""
         return self.median / 1e9
 
     @property
     def rounds_gbps(self) -> list[float]:
-        """Every round in GB/s."""
         return [value / 1e9 for value in self.rounds]
 
 
@@ -75,12 +73,10 @@ class PhaseFigures:
 
     @property
     def spread(self) -> Spread:
-        """Bandwidths of all drives together."""
         return Spread(tuple(sample.rate for sample in self.samples))
 
     @property
     def limit(self) -> Spread | None:
-        """Bandwidths of the limit, all drives together."""
         return (
             Spread(tuple(sample.rate for sample in self.limit_samples))
             if self.limit_samples
@@ -106,7 +102,6 @@ class PhaseFigures:
 
     @property
     def limit_cpu_s_per_gb(self) -> float | None:
-        """Median CPU seconds per 10^9 bytes of the limit."""
         return (
             statistics.median(one.cpu_s_per_gb for one in self.limit_samples)
             if self.limit_samples
@@ -118,7 +113,6 @@ class PhaseFigures:
         return Spread(tuple(sample.drive_rates[number] for sample in self.samples))
 
     def as_dict(self, directories: Sequence[str]) -> dict[str, Any]:
-        """Ready for JSON."""
         total = self.spread.median
         drives = {
             directory: {"gbps": self.drive(number).gbps, "share": self.drive(number).median / total,
@@ -176,12 +170,10 @@ class SwapFigures:
 
     @property
     def phases(self) -> dict[str, PhaseFigures]:
-        """The phases by name, in order."""
         return {"read": self.read, "write": self.write, "mixed": self.mixed}
 
     @property
     def directories(self) -> list[str]:
-        """The drives' directories, absolute."""
         return [str(Path(drive.path).absolute()) for drive in self.drives]
 
     @property
@@ -302,7 +294,6 @@ class SwapTask:
 
     @property
     def chunks_per_drive(self) -> int:
-        """Chunks on each drive."""
         # Two at least: a mixed phase reads one half and writes the other.
         return max(self.size_bytes // CHUNK_BYTES // len(self.directories), 2)
 
@@ -460,7 +451,6 @@ class Bench:
                         )
 
     def limit(self, name: str, *, block_bytes: int, depth: int) -> Reference | None:
-        """Open the reference over files of its own, as large as the chunks."""
         if name == "off":
             return None
         files = self._files()
@@ -472,7 +462,6 @@ class Bench:
     def phases(
         self, streams: Streams, checksums: str
     ) -> dict[str, list[np.ndarray[tuple[int], np.dtype[np.void]]]]:
-        """Make the jobs of each kind and drive."""
         if checksums == "off":
             reads = streams.jobs(aio.JobKind.FETCH, 1 | aio.MASK_MOVE_ONLY)
             writes = streams.jobs(aio.JobKind.STORE, 1 | aio.MASK_MOVE_ONLY)

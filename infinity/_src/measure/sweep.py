@@ -42,7 +42,6 @@ class Point:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes in flight per drive."""
         return self.block_bytes * self.depth
 
     def rate(self, kind: str) -> float:
@@ -50,7 +49,6 @@ class Point:
         return statistics.median(self.rates[kind])
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
         return {
             "block_bytes": self.block_bytes,
             "depth": self.depth,
@@ -68,7 +66,6 @@ class SweepFigures:
     best: Point
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
         return {
             "points": [point.as_dict() for point in self.points],
             "best": {"block_bytes": self.best.block_bytes, "depth": self.best.depth},

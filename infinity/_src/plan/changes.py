@@ -137,7 +137,6 @@ def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
 
 
 def _other_steps(job: Job) -> list[tuple[str, Job]]:
-    """List jobs with another update mode or another number of generations."""
     found = []
     # Updates on the device are deferred ones (`Policy` refuses others), so any other mode is tried
     # with updates on the CPU.

@@ -254,7 +254,6 @@ class Machine:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return dataclasses.asdict(self)
 
 

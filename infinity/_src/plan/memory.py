@@ -494,7 +494,6 @@ def _units(shape: JobShape, machine: Machine, job: Job) -> list[UnitBytes]:
 
 
 def _blocks(shape: ModelShape, machine: Machine, job: Job) -> list[UnitBytes]:
-    """Bytes of whole blocks, with gradients as their sums wait."""
     return [
         UnitBytes(
             block.gathered_bytes(machine.world),
@@ -513,7 +512,6 @@ def _blocks(shape: ModelShape, machine: Machine, job: Job) -> list[UnitBytes]:
 def _gradients(
     shape: ModelShape, machine: Machine, job: Job, units: Sequence[UnitBytes]
 ) -> dict[str, float]:
-    """Count the gradients that backward makes, and those that it adds them to."""
     passes = _passes(machine, job)
     if not job.vertical:
         return {"fresh gradients": float(fresh_room(units, passes))}

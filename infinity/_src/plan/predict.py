@@ -98,12 +98,10 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if everything fits."""
         return not self.why_not
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second."""
         return self.job.tokens / self.step_s
 
     @property
@@ -118,12 +116,10 @@ class Prediction:
 
     @property
     def written_per_day(self) -> float:
-        """Bytes written per day."""
         return self.moved.total.written / self.step_s * 86_400
 
     @property
     def days(self) -> float:
-        """Days of the drives' life at this rate."""
         rated = self.machine.tbw_per_drive / 1e12
         return days_of_life(self.moved.total.written, self.step_s, rated, self.machine.worn_drives)
 
@@ -400,7 +396,6 @@ def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
 
 
 def _of_node(rank: AtRest, ranks: int) -> AtRest:
-    """Multiply the bytes of one rank by the ranks of a node."""
     return rank.scaled(params=ranks, optim=ranks, grads=ranks)
 
 
@@ -620,7 +615,6 @@ def _lacks(need: Need, where: str = "") -> str:
 
 
 def _join(less: list[str]) -> str:
-    """Format the changes that would need less, with their verb."""
     if not less:
         return ""
     *others, last = less

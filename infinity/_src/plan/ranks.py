@@ -224,7 +224,6 @@ class RankBytes:
 
     @property
     def total(self) -> TierBytes:
-        """Sum over all states."""
         return sum(self.states.values(), TierBytes())
 
 

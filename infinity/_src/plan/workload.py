@@ -49,7 +49,6 @@ class FlatShape:
 
     @property
     def numel(self) -> int:
-        """Elements of all its parameters."""
         return sum(self.numels)
 
     def gathered_bytes(self, world: int = 1) -> int:
@@ -157,12 +156,10 @@ class ModelShape:
 
     @property
     def flats(self) -> list[FlatShape]:
-        """Flats of all units, in order."""
         return [flat for unit in self.units for flat in unit.flats]
 
     @property
     def params(self) -> int:
-        """Elements of all parameters."""
         return sum(flat.numel for flat in self.flats)
 
     @property
@@ -172,7 +169,6 @@ class ModelShape:
 
     @property
     def largest_unit_bytes(self) -> int:
-        """Bytes of the largest unit, gathered."""
         return max((unit.gathered_bytes() for unit in self.units), default=0)
 
     def in_blocks(self) -> ModelShape:
@@ -333,7 +329,6 @@ def _mlp(config: Any, width: int) -> tuple[int, int, int, int]:
 
 
 def _layers(config: Any) -> int:
-    """Count the blocks, of an encoder and a decoder together."""
     # T5 counts the encoder alone in num_layers.
     if getattr(config, "is_encoder_decoder", False):
         decoder = _number(config, "num_decoder_layers", "decoder_layers")
@@ -373,7 +368,6 @@ def _unit(
 
 
 def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: float) -> int:
-    """Count the elements that a token computes with."""
     # By identity: a tied weight is one parameter.
     lookups = {
         id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
@@ -482,7 +476,6 @@ class Job:
         return self.policy.whole_params(several=world > 1)
 
     def micro_batch_tokens(self, ranks: int) -> int:
-        """Tokens of one micro-batch on one device."""
         return -(-self.tokens // (self.micro_batches * ranks))
 
     def pass_tokens(self, ranks: int) -> int:
