@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 from infinity._src.base.paths import argument
+from infinity._src.config.choices import CHOICES
 
-TIERS = ("device", "cpu", "nvme")
 SCHEDULES = ("horizontal", "vertical")
 """Orders of micro-batches, as `perf.plan.workload` has them."""
 
@@ -19,6 +20,18 @@ TRAIN = (
     "from_pretrained loads, to --out. The last part of the text (--holdout, 5 %) is never trained "
     "on; the held-out loss is measured on it."
 )
+
+
+def _add_field(group: argparse._ActionsContainer, field: str, text: str, **more: Any) -> None:
+    """Add the option of a field of the policy: --update-on for `update_on`, with the choices that
+    the policy has. A field that is False or True is a switch. more: as `add_argument` has it.
+    """
+    choices = [choice for choice in CHOICES[field] if choice is not None]
+    if choices[0] is False:
+        more["action"] = "store_true"
+    else:
+        more = {"type": type(choices[0]), "choices": choices, **more}
+    group.add_argument(f"--{field.replace('_', '-')}", help=text, **more)
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +56,10 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 def _add_resume(parser: argparse.ArgumentParser) -> None:
     kept = parser.add_argument_group("going on after a crash")
-    kept.add_argument(
-        "--durable",
-        action="store_true",
-        help="keep the run in the --nvme directories, to go on from the last committed step; needs "
+    _add_field(
+        kept,
+        "durable",
+        "keep the run in the --nvme directories, to go on from the last committed step; needs "
         "--params nvme and --optim nvme, and twice the room",
     )
     kept.add_argument(
@@ -117,17 +130,9 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
 
 def _add_placement(parser: argparse.ArgumentParser) -> None:
     place = parser.add_argument_group("placement (never changes the numbers)")
-    place.add_argument(
-        "--params",
-        choices=TIERS,
-        default="cpu",
-        help="the lowest tier where parameters may rest (cpu)",
-    )
-    place.add_argument(
-        "--optim",
-        choices=TIERS,
-        default="cpu",
-        help="the lowest tier where optimizer states may rest (cpu)",
+    _add_field(place, "params", "the lowest tier where parameters may rest (cpu)", default="cpu")
+    _add_field(
+        place, "optim", "the lowest tier where optimizer states may rest (cpu)", default="cpu"
     )
     place.add_argument(
         "--nvme",
@@ -143,25 +148,19 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
         "(a share of what the machine leaves)",
     )
     _add_waiting(place)
-    place.add_argument("--io-backend", choices=("auto", "io_uring", "threads"), default="auto")
+    _add_field(place, "io_backend", "the system's interface to the drives (auto)", default="auto")
 
 
 def _add_waiting(group: argparse._ArgumentGroup) -> None:
     """Add the tiers of gradients and activations, and states that stay in memory, for `infinity
     train` and `infinity plan`.
     """
-    group.add_argument(
-        "--grads",
-        # Gradients wait for the step in CPU memory, or on drives.
-        choices=TIERS[1:],
-        default="cpu",
-        help="nvme: gradients that RAM does not hold spill (cpu)",
-    )
-    group.add_argument(
-        "--activations",
-        choices=TIERS,
+    _add_field(group, "grads", "nvme: gradients that RAM does not hold spill (cpu)", default="cpu")
+    _add_field(
+        group,
+        "activations",
+        "where inputs of checkpointed blocks wait (device)",
         default="device",
-        help="where inputs of checkpointed blocks wait (device)",
     )
     group.add_argument(
         "--resident",
@@ -207,35 +206,33 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
 def _add_updates(group: argparse._ArgumentGroup) -> None:
     """Add the format of states and the mode of updates, for `infinity train` and `infinity plan`.
     """
-    group.add_argument(
-        "--state",
-        choices=("exact", "bf16", "compact"),
+    _add_field(
+        group,
+        "state",
+        "encoding of states at rest: 12, 8 or 5.1 bytes per bf16 parameter with AdamW (exact)",
         default="exact",
-        help="encoding of states at rest: 12, 8 or 5.1 bytes per bf16 parameter with AdamW (exact)",
     )
-    group.add_argument(
-        "--update",
-        choices=("deferred", "backward", "delayed"),
-        default="deferred",
-        help="deferred: beside the next forward; backward: beside backward, clips with "
+    _add_field(
+        group,
+        "update",
+        "deferred: beside the next forward; backward: beside backward, clips with "
         "--generations 2 only; delayed: beside the whole next step, which computes with the "
         "parameters before it (deferred)",
+        default="deferred",
     )
-    group.add_argument(
-        "--generations",
-        type=int,
-        choices=(1, 2, 3, 4, 5),
+    _add_field(
+        group,
+        "generations",
+        "2 keeps the step before beside the one that is made: twice the room on the drives, and a "
+        "step that fails is undone; more, with --durable, keep further commits (1)",
         default=1,
-        help="2 keeps the step before beside the one that "
-        "is made: twice the room on the drives, and a step that fails is undone; more, with "
-        "--durable, keep further commits (1)",
     )
-    group.add_argument(
-        "--update-on",
-        choices=("cpu", "device"),
+    _add_field(
+        group,
+        "update_on",
+        "device: states stream through the GPU that computes, with --update deferred; the same "
+        "bits (cpu)",
         default="cpu",
-        help="device: states stream through the GPU that "
-        "computes, with --update deferred; the same bits (cpu)",
     )
 
 
@@ -522,11 +519,11 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         "each key became; options that are given replace it",
     )
     _add_updates(job)
-    job.add_argument(
-        "--durable",
-        action="store_true",
-        help="after a crash the run goes on from the last step: two generations "
-        "of everything on the drives, nothing resident",
+    _add_field(
+        job,
+        "durable",
+        "after a crash the run goes on from the last step: two generations of everything on the "
+        "drives, nothing resident",
     )
     _add_tiers(job)
     job.add_argument(
@@ -554,17 +551,10 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_tiers(job: argparse._ArgumentGroup) -> None:
-    """Add the tiers of states of `infinity plan`."""
-    job.add_argument(
-        "--params",
-        # None by default: the stage decides.
-        choices=TIERS,
-        help="the lowest tier of parameters (nvme; device with --zero 1 and 2)",
-    )
-    job.add_argument(
-        "--optim",
-        choices=TIERS[1:],
-        help="the lowest tier of optimizer states (nvme)",
+    """Add the tiers of states of `infinity plan`. None by default: the stage decides."""
+    _add_field(job, "params", "the lowest tier of parameters (nvme; device with --zero 1 and 2)")
+    _add_field(
+        job, "optim", "the lowest tier of optimizer states (nvme)", choices=CHOICES["optim"][1:]
     )
     _add_waiting(job)
 
@@ -572,34 +562,23 @@ def _add_tiers(job: argparse._ArgumentGroup) -> None:
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of several ranks, for `infinity train` and `infinity plan`."""
     ranks = parser.add_argument_group("several ranks (part of the numerics)")
-    ranks.add_argument(
-        "--zero",
-        type=int,
-        choices=(1, 2, 3),
+    _add_field(
+        ranks,
+        "zero",
+        "what they split: optimizer states (1), gradients too (2), parameters too (3)",
         default=3,
-        help="what they split: optimizer states (1), gradients too (2), parameters too (3)",
     )
     ranks.add_argument(
         "--accumulate-in",
-        choices=("shard", "local"),
+        choices=CHOICES["accumulate"][1:],
         help="micro-batches but the last: each reduced into the "
         "shard, or added up whole on each rank and reduced once (local with --zero 1, else shard)",
     )
-    ranks.add_argument("--qwz", action="store_true", help="ZeRO++: gather weights as int8 groups")
-    ranks.add_argument(
-        "--hpz",
-        choices=("device", "cpu"),
-        help="ZeRO++: where each node keeps a copy of gathered weights",
-    )
-    ranks.add_argument(
-        "--qgz",
-        action="store_true",
-        help="ZeRO++: reduce gradients as int4 groups, first inside the node",
-    )
-    ranks.add_argument(
-        "--error-feedback",
-        action="store_true",
-        help="with --qgz: what rounding took goes into the next gradient",
+    _add_field(ranks, "qwz", "ZeRO++: gather weights as int8 groups")
+    _add_field(ranks, "hpz", "ZeRO++: where each node keeps a copy of gathered weights")
+    _add_field(ranks, "qgz", "ZeRO++: reduce gradients as int4 groups, first inside the node")
+    _add_field(
+        ranks, "error_feedback", "with --qgz: what rounding took goes into the next gradient"
     )
 
 
@@ -649,7 +628,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     )
     reshard.add_argument("--world", type=int, required=True, metavar="N", help="ranks")
     reshard.add_argument(
-        "--state", choices=("exact", "bf16", "compact"), help="encoding of the states (as it is)"
+        "--state", choices=CHOICES["state"], help="encoding of the states (as it is)"
     )
     # ls lists all generations, so there is none to choose.
     for action in (verify, export, reshard):

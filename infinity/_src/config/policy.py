@@ -13,13 +13,13 @@ import torch
 
 from infinity._src.base.paths import absolute
 from infinity._src.base.sizes import parse_size
+from infinity._src.config.choices import CHOICES
 from infinity._src.config.deepspeed import DeepSpeedRun, read_deepspeed
 from infinity.aio import IoSettings
 from infinity.aio._swap_file import check_directory_pattern, is_directory_pattern
 
 log = logging.getLogger("infinity")
 
-TIERS = ("device", "cpu", "nvme")
 _OF_ALL_RANKS = (
     "params", "state", "zero", "accumulate", "find_unused_parameters", "sync_module_states",
     "broadcast_buffers", "qwz", "hpz", "qgz", "error_feedback", "update",
@@ -27,9 +27,6 @@ _OF_ALL_RANKS = (
     "update_on", "generations", "damaged", "durable", "durable_every", "mesh",
 )  # fmt: skip
 THREADS_MAX = 512
-GENERATIONS_MAX = 5
-"""A drive has at most 8 swap files, and checkpoints by links want some of them."""
-NONFINITE = ("raise", "skip", "ignore")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,22 +184,9 @@ class Policy:
     durable_every: int = 1
 
     def __post_init__(self) -> None:
-        self._check_choice("params", TIERS)
-        self._check_choice("optim", TIERS)
-        self._check_choice("grads", ("cpu", "nvme"))
-        self._check_choice("activations", TIERS)
-        self._check_choice("state", ("exact", "bf16", "compact"))
-        self._check_choice("zero", (1, 2, 3))
-        self._check_choice("accumulate", (None, "shard", "local"))
-        self._check_choice("hpz", (None, "device", "cpu"))
+        for field in CHOICES:
+            self._check_choice(field)
         self._check_ranks()
-        self._check_choice("update", ("deferred", "backward", "delayed"))
-        self._check_choice("on_nonfinite", NONFINITE)
-        self._check_choice("verify", ("full", "sample", "off"))
-        self._check_choice("io_backend", ("auto", "io_uring", "threads"))
-        self._check_choice("update_on", ("cpu", "device"))
-        self._check_choice("generations", tuple(range(1, GENERATIONS_MAX + 1)))
-        self._check_choice("durable", (False, True, "new"))
         for field in ("grad_dtype", "reduce_dtype"):
             value = getattr(self, field)
             if value not in (None, torch.bfloat16, torch.float16, torch.float32):
@@ -314,11 +298,6 @@ class Policy:
 
     def _check_ranks(self) -> None:
         """Check the settings of ranks: their split, and their exchange."""
-        for field in (
-            "find_unused_parameters", "sync_module_states", "broadcast_buffers",
-            "qwz", "qgz", "error_feedback",
-        ):  # fmt: skip
-            self._check_choice(field, (False, True))
         if self.zero < 3 and self.params != "device":
             raise ValueError(
                 f"zero={self.zero} keeps whole parameters on every rank's device, and "
@@ -403,7 +382,6 @@ class Policy:
                 )
 
     def _check_damaged(self) -> None:
-        self._check_choice("damaged", ("raise", "from-older"))
         if self.damaged == "raise":
             return
         if self.generations < 2:
@@ -616,8 +594,8 @@ class Policy:
         except (ValueError, TypeError) as error:
             raise ValueError(f"{field}={value!r}: {error}") from None
 
-    def _check_choice(self, field: str, choices: tuple[Any, ...]) -> None:
-        value = getattr(self, field)
+    def _check_choice(self, field: str) -> None:
+        value, choices = getattr(self, field), CHOICES[field]
         # `True == 1`: the type must agree too, or durable=0 would pass for False.
         if any(value == choice and type(value) is type(choice) for choice in choices):
             return

@@ -23,6 +23,7 @@ from infinity._src.cli import hf_model  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.train import learning_rate, run_train  # noqa: E402
+from infinity._src.config.choices import CHOICES  # noqa: E402
 from infinity._src.measure.swap import measure_swap  # noqa: E402
 from infinity.aio import _memory_limits as memory_limits  # noqa: E402
 from infinity.aio._memory_limits import CgroupLimit  # noqa: E402
@@ -549,6 +550,47 @@ def test_code_that_comes_with_a_model_is_not_run(
     status, shown = train(directory, "--text", text, "--out", tmp_path / "out", *SMALL)
     assert status == 2, shown
     assert not (tmp_path / "ran").exists()
+
+
+def test_options_that_are_left_out_are_the_defaults_of_the_policy() -> None:
+    options = build_parser().parse_args(["train", "model", "--out", "out", "--text", "text"])
+    assert command.policy_of(options, "cpu") == command.inf.Policy(device="cpu")
+
+
+FIELD_OPTIONS = ("params", "optim", "grads", "activations", "state", "zero", "accumulate", "hpz",
+                 "qwz", "qgz", "error_feedback", "update", "update_on", "generations",
+                 "io_backend")  # fmt: skip
+
+
+# A plan has no I/O backend.
+FIELD_CASES = [("train", field) for field in FIELD_OPTIONS] + [
+    ("plan", field) for field in FIELD_OPTIONS if field != "io_backend"
+]
+
+
+@pytest.mark.parametrize(("subcommand", "field"), FIELD_CASES)
+def test_every_choice_of_a_field_is_one_of_its_option(subcommand: str, field: str) -> None:
+    """And no other is. --optim of `infinity plan` has no device tier."""
+    required = {
+        "train": ["model", "--out", "out", "--text", "text"],
+        "plan": ["model", "--tokens-per-step", "8", "--ram", "1GiB"],
+    }
+    choices = CHOICES[field]
+    if (subcommand, field) == ("plan", "optim"):
+        choices = choices[1:]
+    name = {"accumulate": "accumulate_in"}.get(field, field)
+    flag = f"--{name.replace('_', '-')}"
+    parse = build_parser().parse_args
+    if choices == (False, True):
+        found = parse([subcommand, *required[subcommand], flag])
+        assert getattr(found, name) is True
+        return
+    for choice in filter(None, choices):
+        found = parse([subcommand, *required[subcommand], flag, str(choice)])
+        assert getattr(found, name) == choice
+        assert type(getattr(found, name)) is type(choice)
+    with pytest.raises(SystemExit):
+        parse([subcommand, *required[subcommand], flag, "7"])
 
 
 def test_the_learning_rate_rises_linearly_and_falls_to_a_tenth() -> None:
