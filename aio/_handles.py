@@ -55,10 +55,6 @@ class Core:
         examine: Callable[[AioError], AioError] | None = None,
         alarm: Alarm | None = None,
     ) -> None:
-        if alarm is not None:
-            # Kept: native threads write to its word.
-            self._alarm = alarm
-            lib.inf_executor_alarm(pointer, ffi.cast("uint32_t *", alarm.address))
         self.check_waits = check_waits
         self.examine = examine
         self.ffi = ffi
@@ -78,6 +74,10 @@ class Core:
         self.stopped = False
         self.leaked = False
         self.forked = False
+        if alarm is not None:
+            # Kept: native threads write to its word.
+            self._alarm = alarm
+            lib.inf_executor_alarm(pointer, ffi.cast("uint32_t *", alarm.address))
         # Weak: an executor without a reference is freed, and exit and fork find the others.
         _CORES.add(self)
 
@@ -129,6 +129,8 @@ class Core:
             # The drive still holds requests that point into the slab: freeing it would let them
             # write anywhere.
             self.leaked = True
+            # Its threads outlive this object, and so the alarm.
+            self.lib.inf_executor_alarm(self.pointer, self.ffi.NULL)
             for drive in self.drives:
                 drive.keep_open()  # their descriptors' numbers must not become other files either
             log.error("closing: %s; its buffers are left alone", why)

@@ -11,6 +11,7 @@ import pytest
 
 from infinity import aio
 from infinity._src.base.alarm import Alarm
+from infinity.aio import _handles
 from infinity.errors import (
     AioClosedError,
     AioError,
@@ -61,6 +62,26 @@ def test_a_ticket_that_fails_sounds_the_alarm_after_its_own_word(make_rig, rng):
     while not alarm.word.value:
         time.sleep(0.001)
     assert ticket.failed
+
+
+def test_an_executor_that_is_abandoned_writes_to_no_alarm(make_rig, rng, monkeypatch):
+    """Its threads live on, and the memory of the alarm may be another's by then."""
+    alarm = Alarm()
+    rig = make_rig(alarm=alarm)
+    assert stored_and_read(rig, rng) is None
+    seam = aio.Seam(read_bytes_per_s=RUN_BYTES / 2, fault=aio.Fault("read", 0, lasting=True))
+    rig.executor.set_seam(seam)
+    busy_s = rig.executor.stats().drives[0].busy_s
+    ticket, _ = rig.fetch([0])
+    while rig.executor.stats().drives[0].busy_s == busy_s:
+        time.sleep(0.001)  # closing would cancel a read that has not begun
+    monkeypatch.setattr(_handles, "CANCEL_S", 0.0)
+    rig.executor.close(wait=False)
+    assert not ticket.done, "the read ended before the executor was abandoned"
+    while not ticket.done:
+        time.sleep(0.001)
+    assert ticket.failed
+    assert not alarm.word.value
 
 
 @pytest.mark.parametrize("delay_us", [0, 100])
