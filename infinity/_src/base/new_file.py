@@ -27,8 +27,8 @@ def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
         if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
             raise FileExistsError(errno.EEXIST, "a device has this name", str(path))
         path.unlink()
-    # O_EXCL: made here, or not opened.
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb")
+    # "x": made here, or not opened. By path and not by descriptor: writers ask the file its name.
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
 
 
 def write_all(file: BinaryIO, *parts: bytes | memoryview) -> None:
