@@ -36,8 +36,8 @@ from infinity._src.kernels import tile_matmul as tiles
 from infinity._src.kernels.comm_codec import decode_sum, encode, sum_in_order
 from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.kernels.quantize import Quantized, dequantize, quantize
+from infinity._src.kernels.quantized import wire_bytes
 from infinity._src.kernels.update import UpdatePlan
-from infinity._src.kernels.wire_layout import wire_bytes
 
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 1 << 10}
 """Written before each measurement: more than the L2 cache of any GPU there is."""

@@ -30,7 +30,7 @@ import torch
 
 from infinity._src.cabi import native
 from infinity._src.kernels import comm_codec as wire
-from infinity._src.kernels.wire_layout import wire_bytes
+from infinity._src.kernels.quantized import wire_bytes
 
 BITS = {8: 256, 4: 128}
 """Elements per group: of weights (qwZ), of gradients (qgZ)."""

@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, Traine
 from trl import SFTConfig, SFTTrainer
 
 import infinity as inf
+from infinity._src.base.rss import peak_rss_bytes, reset_peak_rss
 from infinity._src.base.sizes import format_size
-from infinity._src.cli.train import peak_rss_bytes, reset_peak_rss
 from infinity.integrations.transformers import DriveFigures, embed, from_pretrained
 
 STEPS, PLAIN_STEPS = 16, 5

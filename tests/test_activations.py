@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
+from infinity._src.base.rss import peak_rss_bytes
 from infinity._src.engine.handle import offload
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.hooks import activation_store as shelf
@@ -23,7 +24,6 @@ from infinity.errors import AioError
 from tests import forks, harness, models
 from tests.distributed.test_two_ranks import on_two_ranks
 from tests.marks import alternating, every_second
-from tests.test_memory import peak_rss_bytes
 
 MIB = 1 << 20
 LAYERS = 32

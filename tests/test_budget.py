@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.base.rss import peak_rss_bytes, reset_peak_rss
 from infinity._src.params.unit import Unit
 from infinity.aio import Format
 from infinity.errors import BudgetError, DeviceFailedError
 from tests import forks, harness, models
-from tests.test_memory import fill, peak_rss_bytes
+from tests.test_memory import fill
 from tests.unit.params.test_state_store import fetched, make_flat, make_store
 
 MIB = 1 << 20
@@ -102,7 +103,7 @@ def records_of(directory: str, cases: list[dict[str, Any]]) -> list[dict[str, An
             case |= {"ram": least["least"] - least["grads"] // 3, "grads": "nvme"}
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
+        assert reset_peak_rss()
         found = {"baseline": rss_bytes(), "given": case.get("ram", 0)} | train(
             directory, LAYERS, HIDDEN, case
         )

@@ -28,7 +28,7 @@ from infinity._src.kernels.tiling import tiled_experts
 from infinity._src.kernels.tiling.tiled_experts import TiledExperts, route
 from infinity._src.kernels.tiling.tiled_module import TilePlace
 from infinity._src.memory.constants import AHEAD, UNITS_AHEAD
-from infinity._src.memory.device_room import Passes
+from infinity._src.memory.device_capacity import Passes
 from infinity._src.params import deferred_init
 from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import build, check_gatherable, find_units
@@ -851,10 +851,10 @@ def test_stacks_of_biases_are_cut_beside_those_of_weights() -> None:
 
 
 def test_a_stack_too_large_for_the_device_is_told_how_many_experts_have_room() -> None:
-    def needed(model: nn.Module, room_bytes: int) -> str:
+    def needed(model: nn.Module, capacity_bytes: int) -> str:
         specs = find_units(model, unit_bytes_max=1 << 20)
         with pytest.raises(ValueError, match="gathered at once") as caught:
-            check_gatherable(model, specs, 1 << 20, torch.device("cpu"), room_bytes, Passes())
+            check_gatherable(model, specs, 1 << 20, torch.device("cpu"), capacity_bytes, Passes())
         return str(caught.value)
 
     with torch.device("meta"):

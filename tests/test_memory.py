@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.base.rss import peak_rss_bytes
 from infinity._src.hooks import activation_offload as activations
 from infinity.aio import Slab
 from infinity.errors import BudgetError
@@ -30,14 +31,6 @@ def measure(directory: Path, layers: int) -> dict[str, float]:
     output = forks.in_a_fork("tests.test_memory", str(directory), str(layers))
     found: dict[str, float] = json.loads(output.strip().splitlines()[-1])
     return found
-
-
-def peak_rss_bytes() -> int:
-    """The most that this process held in RAM so far."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError("no VmHWM in /proc/self/status")
 
 
 def fill(name: str, out: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.engine import build
 from infinity._src.hooks import activation_offload as activations
-from infinity._src.memory.device_room import Passes, gathered_room
+from infinity._src.memory.device_capacity import Passes, gathered_capacity
 from infinity._src.microbatch.microbatched import Slices, slice_grads
 from infinity._src.microbatch.random_streams import SEEDS
 from infinity._src.microbatch.sliced_logits import SlicedLogits
@@ -673,7 +673,7 @@ def test_the_plan_and_the_engine_count_the_same_sums_of_slices(
     found = slice_grads(inf.microbatched(model, 4), grad_dtype)
     assert found is not None
     passes = Passes(in_backward=update == "backward")
-    assert parts["fresh gradients"] + parts["sums of gradients"] == found.room_bytes(passes)
+    assert parts["fresh gradients"] + parts["sums of gradients"] == found.capacity_bytes(passes)
     block = sum(param.numel() for param in model.model.layers[0].parameters())
     largest = max(param.numel() for param in model.parameters())
     wide = 2 if grad_dtype is None else 4
@@ -690,7 +690,7 @@ def test_a_device_without_room_for_wide_sums_is_refused(
         sizes = [unit.size for unit in find_units(model, unit_bytes_max=1 << 20)]
         found = slice_grads(model, grad_dtype)
         assert found is not None
-        return gathered_room(sizes, Passes()) + found.room_bytes(Passes())
+        return gathered_capacity(sizes, Passes()) + found.capacity_bytes(Passes())
 
     def offloaded(grad_dtype: torch.dtype | None) -> None:
         model = inf.microbatched(models.make(models.llama), 2)

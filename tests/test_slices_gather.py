@@ -17,8 +17,8 @@ import infinity as inf
 from infinity._src.engine import build
 from infinity._src.engine.handle import offload
 from infinity._src.hooks import activation_offload as activations
-from infinity._src.memory import device_room
-from infinity._src.memory.device_room import again_bytes, fresh_room, gathered_room
+from infinity._src.memory import device_capacity
+from infinity._src.memory.device_capacity import fresh_capacity, gathered_capacity, regathered_bytes
 from infinity._src.params.unit import SHARDED
 from infinity._src.plan.machine import describe_machine
 from infinity._src.plan.predict import predict
@@ -46,7 +46,7 @@ from tests.test_microbatched import (
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hardly anything stays gathered by chance, and small activations go to their tier."""
-    monkeypatch.setattr(device_room, "BESIDE_BYTES", 1000)
+    monkeypatch.setattr(device_capacity, "OVERLAP_BYTES_MAX", 1000)
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 256)
 
 
@@ -244,14 +244,16 @@ def with_spare(
     handle = inf.handle(model)
     sizes, passes = [unit.on_device for unit in handle.units], handle.parts.split.passes
     handle.close()
-    alone = gathered_room([dataclasses.replace(size, block=None) for size in sizes], passes)
-    block = max(size.gathered for size in device_room.blocks_of(sizes) if size.block is not None)
+    alone = gathered_capacity([dataclasses.replace(size, block=None) for size in sizes], passes)
+    block = max(
+        size.gathered for size in device_capacity.blocks_of(sizes) if size.block is not None
+    )
     spare = block // of
-    whole_bytes = alone + fresh_room(sizes, passes) + 2 * spare
+    whole_bytes = alone + fresh_capacity(sizes, passes) + 2 * spare
     monkeypatch.setattr(build, "device_memory_bytes", lambda _device: whole_bytes)
     little = dataclasses.replace(passes, device_bytes=whole_bytes)
-    assert gathered_room(sizes, little) == alone + spare
-    return whole_bytes, again_bytes(sizes, little)
+    assert gathered_capacity(sizes, little) == alone + spare
+    return whole_bytes, regathered_bytes(sizes, little)
 
 
 def test_of_a_block_that_has_no_room_those_units_stay_that_fit(

@@ -24,7 +24,7 @@ from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.kernels.tiling.tiled_module import TiledModule
 from infinity._src.memory.constants import AHEAD
-from infinity._src.memory.device_room import Passes
+from infinity._src.memory.device_capacity import Passes
 from infinity._src.params.discover import (
     check_gatherable,
     find_units,

@@ -25,7 +25,7 @@ from infinity._src.base.version import __version__
 from infinity._src.cabi import native
 from infinity._src.cabi.records import CHUNK_NUMEL
 from infinity._src.measure import hardware
-from infinity._src.memory.placement import LARGE_COUNT, SMALL_COUNT
+from infinity._src.memory.ram_budget import LARGE_COUNT, SMALL_COUNT
 from infinity.aio import PoolSpec
 from infinity.aio._memory_limits import cgroup_limit_bytes, memory_left_bytes
 from infinity.aio._probe import (

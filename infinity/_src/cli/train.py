@@ -45,6 +45,7 @@ from rich.markup import escape
 
 import infinity as inf
 from infinity._src.base.metrics_file import FILE_NAME, SCHEMA, MetricsFile, read_rows
+from infinity._src.base.rss import peak_rss_bytes, reset_peak_rss
 from infinity._src.base.sizes import MIB
 from infinity._src.base.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.base.telemetry import configure_logging
@@ -77,8 +78,8 @@ from infinity._src.engine.step_log import StepMeter
 from infinity._src.engine.step_report import micro_batches_text
 from infinity._src.measure import hardware
 from infinity._src.measure.swap import SwapTask, measure_swap
+from infinity._src.memory.layout import state_format
 from infinity._src.memory.roofline import AtRest, Drives
-from infinity._src.memory.state_formats import state_format
 from infinity._src.microbatch.random_streams import RandomStreams
 from infinity._src.params.discover import find_parameters
 from infinity.aio._swap_file import resolve_directories
@@ -1055,26 +1056,3 @@ def _recorded_losses(out: Path) -> set[int]:
     """Return the steps whose held-out loss a run has recorded."""
     rows = [row for _, row in read_rows(out / FILE_NAME) if row["kind"] == "held_out"]
     return {row["step"] for row in rows}
-
-
-def peak_rss_bytes() -> int:
-    """Return the peak of resident memory since the process began, or since `reset_peak_rss`
-    (VmHWM).
-    """
-    for line in (
-        Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    ):
-        if line.startswith("VmHWM:"):
-            # proc(5) gives kB, and means 1024 bytes.
-            return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)
-
-
-def reset_peak_rss() -> bool:
-    """Reset VmHWM to the memory that is resident now; False where the kernel does not allow it."""
-    try:
-        # proc(5): 5 resets the peak, and touches no page.
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True

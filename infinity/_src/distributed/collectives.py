@@ -29,7 +29,7 @@ import torch
 from infinity._src.distributed.topology import Topology
 from infinity._src.distributed.transport import Message, Transport
 from infinity._src.kernels import comm_codec as wire
-from infinity._src.kernels.wire_layout import wire_bytes
+from infinity._src.kernels.quantized import wire_bytes
 
 SCALE_GROUP_NUMEL = 64
 """Elements that share a scale. Parameters start at multiples of it: no group spans two of them."""

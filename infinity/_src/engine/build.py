@@ -46,18 +46,18 @@ from infinity._src.distributed.transport import Transport
 from infinity._src.engine.access import Background, EngineAccess
 from infinity._src.engine.node_resources import NodeResources, open_node_resources
 from infinity._src.engine.optimizer_registry import OptimizerRegistry
-from infinity._src.engine.planner import PlacementPlanner
+from infinity._src.engine.ram_planner import PlacementPlanner
 from infinity._src.engine.rank_setup import RankSetup
 from infinity._src.engine.storage import Storage, check_activations
 from infinity._src.hooks.forward import FrameStack, Lifecycle
 from infinity._src.hooks.whole_params import WholeParams
-from infinity._src.memory import footprint
+from infinity._src.memory import host_overhead
 from infinity._src.memory.constants import OFFLOAD_UNITS
 from infinity._src.memory.device import Device, GradOffload, check_current, open_device
-from infinity._src.memory.device_room import Passes, beside_bytes
+from infinity._src.memory.device_capacity import Passes, overlap_bytes
 from infinity._src.memory.heap import Heap
-from infinity._src.memory.placement import PlacementPlan
-from infinity._src.memory.state_formats import chunk_numel_of
+from infinity._src.memory.layout import chunk_numel_of
+from infinity._src.memory.ram_budget import PlacementPlan
 from infinity._src.memory.swap_space import NoRoomError
 from infinity._src.microbatch.microbatched import is_microbatched, slice_grads
 from infinity._src.optim.backward_update import BackwardUpdate
@@ -362,7 +362,7 @@ def open_tiers(
     """
     policy = split.policy
     # Room for the gradients of a few units on their way.
-    leaving = beside_bytes([unit.size_bytes for unit in split.units], OFFLOAD_UNITS)
+    leaving = overlap_bytes([unit.size_bytes for unit in split.units], OFFLOAD_UNITS)
     offload = GradOffload(split.device, leaving) if split.device.copies else None
     buffers = GradBuffers(split.comm.rank, policy.grad_dtype, split.device)
     planner = PlacementPlanner(
@@ -426,13 +426,13 @@ def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[
     layouts = [flat.layout for flat in split.flats]
     chunks = sum(len(layout.chunks) for layout in layouts)
     sizes = [(each.size_bytes, each.shard_bytes) for each in layouts]
-    held = footprint.held_bytes(chunks, len(split.units), policy.generations)
-    passing = footprint.passing_bytes(
+    held = host_overhead.held_bytes(chunks, len(split.units), policy.generations)
+    passing = host_overhead.passing_bytes(
         chunks,
         all_at_once=not policy.consumes_grads,
         durable=bool(policy.durable),
         drives=len(policy.directories),
-        fill=footprint.fill_bytes(
+        fill=host_overhead.fill_bytes(
             sizes, in_parts=in_parts, converting=source.converting_bytes
         ),
     )

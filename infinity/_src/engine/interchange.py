@@ -52,7 +52,7 @@ from infinity._src.checkpoint.metadata import buffers_of, persistent_buffers
 from infinity._src.checkpoint.reshard import rounding
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.engine.handle import Handle, handle
-from infinity._src.memory.state_formats import state_format
+from infinity._src.memory.layout import state_format
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.materialize import NamedTensors
 

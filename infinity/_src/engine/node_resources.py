@@ -38,7 +38,7 @@ from infinity._src.memory.ledger import (
     machine,
     memory_seen,
 )
-from infinity._src.memory.placement import PlacementPlan
+from infinity._src.memory.ram_budget import PlacementPlan
 from infinity._src.memory.swap_space import NoRoomError
 from infinity.aio import SwapFile
 from infinity.aio._file_system import limits_of

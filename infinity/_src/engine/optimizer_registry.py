@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from infinity._src.config.policy import Policy
-from infinity._src.engine.planner import PlacementPlanner
+from infinity._src.engine.ram_planner import PlacementPlanner
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.step_consensus import describe_registration

@@ -47,9 +47,8 @@ import torch
 from infinity._src.cabi import native
 from infinity._src.kernels import choice
 from infinity._src.kernels.quantize import dequantize_torch, quantize_torch
-from infinity._src.kernels.quantized import DTYPES, Quantized, check_groups
+from infinity._src.kernels.quantized import DTYPES, Quantized, check_groups, codes_bytes, wire_bytes
 from infinity._src.kernels.trial import Trial, sample
-from infinity._src.kernels.wire_layout import codes_bytes, wire_bytes
 from infinity.aio import GradDtype
 
 DIVISOR_MOST = 1 << 24

@@ -10,6 +10,8 @@ GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST = 64, 1024
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VALUE_MOST = float.fromhex("0x1.fep127")
 """The largest bf16: no dequantized value is larger."""
+ALIGN_BYTES = 64
+"""Codes and scales are padded to whole multiples of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +58,23 @@ def check_groups(bits: int, group_numel: int) -> None:
             f"group_numel={group_numel}: use a power of two from {GROUP_NUMEL_LEAST} to "
             f"{GROUP_NUMEL_MOST}"
         )
+
+
+def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
+    """Bytes of a wire of `numel` values.
+
+    Raises: ValueError for bits or groups that are not known.
+    """
+    check_groups(bits, group_numel)
+    if numel < 0:
+        raise ValueError(f"numel={numel}: a number of values is not negative")
+    return codes_bytes(numel, bits) + _aligned(-(-numel // group_numel) * 2)
+
+
+def codes_bytes(numel: int, bits: int) -> int:
+    """Bytes of the codes with their padding: the offset of the scales."""
+    return _aligned(numel if bits == 8 else -(-numel // 2))
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,7 +1,7 @@
 """Constants of the engine's memory: how many units, chunks and calls it holds at once.
 
-The engine keeps these bounds, and a plan (`perf.plan.memory`) counts with them, so each has one
-definition. Bytes follow from the model: from its units (`memory.device_room`), its chunks, its
+The engine keeps these bounds, and a plan (`plan.memory`) counts with them, so each has one
+definition. Bytes follow from the model: from its units (`memory.device_capacity`), its chunks, its
 checkpointed calls.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 # `params.unshard` bounds gathered bytes, prefetches included.
 AHEAD = 2
-"""Units, of the size of the largest, that have room besides the one in use; `device_room` limits
+"""Units, of the size of the largest, gathered besides the one in use; `device_capacity` limits
 their bytes, as it does with the units below."""
 
 # A device's gradients go to CPU memory while backward goes on (`GradOffload`).

@@ -20,7 +20,7 @@ the GPU. "device" with "backward" is not built; there the last micro-batch's gra
 leave the GPU, and the parameters go up once: 14 and 12.
 
 Several GPUs: each copies its share over its own link, and has the others' from them
-(`perf.plan.ranks`). GPUs without links of their own do that through the CPU's memory, over the
+(`plan.ranks`). GPUs without links of their own do that through the CPU's memory, over the
 same PCIe links: then it counts here too.
 """
 

@@ -12,7 +12,7 @@ from torch import nn
 from infinity._src.base.torch_compat import is_compiled
 from infinity._src.kernels.tiling.deferred_logits import find_head
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
-from infinity._src.memory.device_room import SliceGrads, UnitBytes, slice_grad_bytes
+from infinity._src.memory.device_capacity import SliceGrads, UnitBytes, slice_grad_bytes
 from infinity._src.microbatch.row_rules import numbers_of
 from infinity._src.microbatch.sliced_module import (
     Role,

@@ -27,7 +27,7 @@ from infinity._src.base.torch_compat import NO_TASK, graph_task_id
 from infinity._src.kernels.update import all_finite
 from infinity._src.memory.constants import LAG_UNITS, UNITS_AHEAD
 from infinity._src.memory.device import Device
-from infinity._src.memory.device_room import beside_bytes
+from infinity._src.memory.device_capacity import overlap_bytes
 from infinity._src.optim.grad_windows import GradWindows
 from infinity._src.optim.step import guard
 from infinity._src.optim.step_consensus import Grouped, values_of
@@ -75,7 +75,7 @@ class BackwardUpdate(DeferredUpdate):
         # Bytes of gradients outside of accumulators and windows, waiting or in flight.
         self._fresh_bytes = 0
         # Backward may run this far ahead of the updates before it waits for them.
-        self._bytes_max = beside_bytes([unit.size_bytes for unit in units], UNITS_AHEAD)
+        self._bytes_max = overlap_bytes([unit.size_bytes for unit in units], UNITS_AHEAD)
         self._flights: deque[_Flight] = deque()
         self._updated: set[Param] = set()  # updated since the last step
         self._captured: weakref.WeakKeyDictionary[Grouped, list[dict[str, Any]]] = (

@@ -22,7 +22,7 @@ from infinity._src.base.sizes import round_up
 from infinity._src.config.policy import Policy
 from infinity._src.memory.constants import OFFLOAD_UNITS, WINDOW_UNITS
 from infinity._src.memory.device import Device, GradOffload
-from infinity._src.memory.device_room import beside_bytes, room_bytes
+from infinity._src.memory.device_capacity import capacity_bytes, overlap_bytes
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Slab, Ticket
 from infinity.errors import AioError
@@ -57,7 +57,7 @@ def windows_bytes(policy: Policy, unit_sizes: Iterable[Iterable[int]], *, copies
 
 def ring_bytes(unit_sizes: Iterable[Iterable[int]]) -> int:
     """Return the bytes of a ring of windows for units with gradients of these sizes."""
-    return room_bytes([window_bytes(sizes) for sizes in unit_sizes], WINDOW_UNITS - 1)
+    return capacity_bytes([window_bytes(sizes) for sizes in unit_sizes], WINDOW_UNITS - 1)
 
 
 def grad_sizes(
@@ -109,7 +109,7 @@ class GradWindows:
 
     def _make_offload(self) -> GradOffload:
         sizes = [window_bytes(sizes) for sizes in grad_sizes(self._units, self._dtype_of)]
-        return GradOffload(self._device, beside_bytes(sizes, OFFLOAD_UNITS))
+        return GradOffload(self._device, overlap_bytes(sizes, OFFLOAD_UNITS))
 
     def grow(self) -> None:
         """Make the windows fit all parameters that learn by now. Nothing may be pending."""

@@ -22,8 +22,8 @@ each of them. The module tree is read, never changed.
 
 The module tree cannot split a parameter that is too large for one unit; `inf.tile_linears` and
 `inf.tile_experts` can. `check_gatherable` refuses a model whose units exceed the memory of the
-device (`memory/device_room.py`), and names the function that helps, with its number of tiles or of
-experts. Linears larger than `unit_bytes_max` that fit all the same are logged.
+device (`memory/device_capacity.py`), and names the function that helps, with its number of tiles
+or of experts. Linears larger than `unit_bytes_max` that fit all the same are logged.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from infinity._src.kernels.tiling.tile_experts import is_stack
 from infinity._src.kernels.tiling.tiled_experts import ExpertsTile
 from infinity._src.kernels.tiling.tiled_module import Grid, Tile, tile_modules, whole_name
 from infinity._src.memory.constants import AHEAD
-from infinity._src.memory.device_room import (
+from infinity._src.memory.device_capacity import (
     Passes,
     SliceGrads,
     UnitBytes,
-    fresh_room,
-    gathered_room,
+    fresh_capacity,
+    gathered_capacity,
 )
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.blocks import (
@@ -570,16 +570,16 @@ def _check_room(
     slices: SliceGrads | None,
 ) -> None:
     sizes = [spec.size for spec in specs]
-    gathered, fresh = gathered_room(sizes, passes), fresh_room(sizes, passes)
+    gathered, fresh = gathered_capacity(sizes, passes), fresh_capacity(sizes, passes)
     # Of slices one gradient at a time is fresh, and their sums stay.
-    made = fresh if slices is None else slices.room_bytes(passes)
+    made = fresh if slices is None else slices.capacity_bytes(passes)
     if gathered + made <= device_bytes:
         return
     largest = max(specs, key=lambda spec: spec.size.gathered)
     one_pass = [dataclasses.replace(size, block=None) for size in sizes]
     if passes.whole:
         fix = f"all parameters stay gathered, {format_size(gathered)}: use zero=3"
-    elif gathered_room(one_pass, passes) + fresh_room(one_pass, passes) <= device_bytes:
+    elif gathered_capacity(one_pass, passes) + fresh_capacity(one_pass, passes) <= device_bytes:
         fix = (
             f"inf.microbatched adds up the gradients of a block there, {format_size(made)} as they "
             "wait, until its last slice: name smaller modules in inf.microbatched(blocks=...), use "
@@ -598,7 +598,7 @@ def _check_room(
 def times_at_once(passes: Passes) -> int:
     """Return for how many tiles of one size there must be room, with their gradients."""
     one = UnitBytes(1, (1,))
-    return GATHERED_AT_ONCE + fresh_room([one] * 8, passes)
+    return GATHERED_AT_ONCE + fresh_capacity([one] * 8, passes)
 
 
 def device_memory_bytes(device: torch.device) -> int:

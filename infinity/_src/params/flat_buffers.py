@@ -15,8 +15,7 @@ import torch
 
 from infinity._src.base.sizes import round_up
 from infinity._src.memory import constants
-from infinity._src.memory.device import Device
-from infinity._src.memory.slabs import make_slabs, split_by_size
+from infinity._src.memory.device import Device, make_slabs, split_by_size
 from infinity._src.params.unit import Flat
 from infinity.aio import Slab
 

@@ -41,7 +41,7 @@ from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.lanes import PendingCollective
 from infinity._src.memory.constants import REDUCING_UNITS
 from infinity._src.memory.device import Device, GradOffload
-from infinity._src.memory.device_room import beside_bytes
+from infinity._src.memory.device_capacity import overlap_bytes
 from infinity._src.params.accumulator import GradAccumulator, GradRegistry
 from infinity._src.params.buffers import DevicePrefetch, GradBuffers, UnreducedGrads
 from infinity._src.params.cleanup import cancel_and_wait
@@ -496,7 +496,7 @@ class GradReducer:
             [flat.layout.numel * buffers.dtype(flat).itemsize for flat in unit.flats]
             for unit in units
         )
-        self._reducing_bytes_max = beside_bytes([sum(each) for each in sizes], REDUCING_UNITS)
+        self._reducing_bytes_max = overlap_bytes([sum(each) for each in sizes], REDUCING_UNITS)
         self._mode = mode
         self._on_gradient = mode.on_gradient or self.accumulate
         self._buffers = buffers

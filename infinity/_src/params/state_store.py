@@ -6,7 +6,7 @@ Before an optimizer exists a flat has one section, the parameter (`Format.RAW`).
 for the states to come. Building an optimizer gives the flats that it holds their state sections
 (`convert`): parameters stay where they are, and states that begin as zeros are not written, the
 executor knows of them. The placement plan decides where each section lies
-(infinity._src.memory.placement); the store carries that out.
+(infinity._src.memory.ram_budget); the store carries that out.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from infinity._src.base.dtypes import as_integers
 from infinity._src.cabi.records import PIECE_NUMEL, GradSection, Master, NumelT, piece_count
 from infinity._src.kernels.state_codec import clear_signs
 from infinity._src.memory import constants
-from infinity._src.memory.device import Device
+from infinity._src.memory.device import Device, make_slabs, split_by_size
 from infinity._src.memory.heap import give_back
 from infinity._src.memory.layout import Section, aligned_section_bytes, sections_of
-from infinity._src.memory.slabs import make_slabs, split_by_size
 from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.spare_ranges import SpareRanges
 from infinity._src.params.unit import Flat

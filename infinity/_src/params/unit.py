@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from infinity._src.kernels.tiling.tiled_module import Tile, TilePlace, whole_name
-from infinity._src.memory.device_room import UnitBytes
+from infinity._src.memory.device_capacity import UnitBytes
 from infinity._src.memory.layout import FlatLayout
 
 if TYPE_CHECKING:

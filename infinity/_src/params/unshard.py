@@ -49,7 +49,12 @@ from infinity._src.distributed.lanes import CollectiveRefused, PendingCollective
 from infinity._src.kernels.quantized import DTYPES
 from infinity._src.memory.constants import SUMS_UNITS
 from infinity._src.memory.device import Device
-from infinity._src.memory.device_room import Passes, gathered_room, kept_room, room_bytes
+from infinity._src.memory.device_capacity import (
+    Passes,
+    capacity_bytes,
+    gathered_capacity,
+    retained_capacity,
+)
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
 from infinity._src.params.cleanup import cancel_and_wait
@@ -102,8 +107,8 @@ AT_REST = ParamVersion()
 class Unsharder:
     """The unsharded units of one model. One thread uses it at a time.
 
-    gathered_bytes_max bounds the memory of units, prefetches included, as far as units in use
-    allow (`memory.device_room`). passes: the use of the device; where whole parameters are on it,
+    gathered_bytes_max bounds the memory of units, prefetches included, as far as units in use allow
+    (`memory.device_capacity`). passes: the use of the device; where whole parameters are on it,
     all units stay once they were unsharded. in_any_order: each rank may use other units than the
     others, which needs whole parameters. access: checks the engine before values are read; a gather
     calls it only where `alarm` was sounded, or after CHECK_S. qwz: weights travel as int8 groups,
@@ -153,10 +158,10 @@ class Unsharder:
         self._versions: dict[Unit, ParamVersion] = {}
         self._gathered_bytes = 0
         sizes = [unit.on_device for unit in units]
-        self.gathered_bytes_max = gathered_room(sizes, passes)
-        self._kept = KeptUnits(kept_room(sizes, passes))
+        self.gathered_bytes_max = gathered_capacity(sizes, passes)
+        self._kept = KeptUnits(retained_capacity(sizes, passes))
         # Of the units whose sums of gradients are prefetched to the device together.
-        self._sums_bytes_max = room_bytes([unit.size_bytes for unit in units], SUMS_UNITS - 1)
+        self._sums_bytes_max = capacity_bytes([unit.size_bytes for unit in units], SUMS_UNITS - 1)
         self._updates: dict[Unit, PendingUpdate] = {}
         # The unit that is being unsharded has no reference yet, and must not be evicted for the
         # prefetches that follow it.
@@ -1065,7 +1070,7 @@ class PendingUnshards:
 
 class KeptUnits:
     """The units that stay gathered from slice to slice of their block (`inf.microbatched`), of one
-    block at a time. bytes_max: for each block (`memory.device_room.kept_room`).
+    block at a time. bytes_max: for each block (`memory.device_capacity.retained_capacity`).
 
     A block runs its forward once for each slice, and backward takes it slice by slice. The first
     demand of a unit gathers it. It is not evicted until a unit of another block is demanded, so the

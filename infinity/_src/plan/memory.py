@@ -1,6 +1,6 @@
 """Memory that a plan takes: placement of the states of each rank, and device memory, part by part.
 
-Placement is the engine's own (`memory.placement`). A model of 400 billion parameters has a million
+Placement is the engine's own (`memory.ram_budget`). A model of 400 billion parameters has a million
 chunks; a plan has coarser pieces, at most `PIECES_MAX` in all, which moves the border between
 resident and not by about one part in a thousand. Slots of pieces are larger than those of chunks;
 they are counted as chunks want them.
@@ -8,7 +8,7 @@ they are counted as chunks want them.
 Device memory is that of one GPU or, where the CPU computes, of the process; the most of a step:
 
     gathered units       one in use and others ahead of it, within the bound that the engine keeps
-                         (`memory.device_room`); all, where whole parameters stay on the device
+                         (`memory.device_capacity`); all, where whole parameters stay on the device
     shards on the device of several ranks: this one's share of its node's copy (hpZ), or of
                          parameters that stay under stage 3
     exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
@@ -35,7 +35,7 @@ Device memory is that of one GPU or, where the CPU computes, of the process; the
 
 In the vertical schedule a block stays gathered, with all its units and tiles, until the last
 micro-batch has passed it, and so do its gradients. On a device without room for all of them, as
-many units stay as fit (`memory.device_room.kept_room`).
+many units stay as fit (`memory.device_capacity.retained_capacity`).
 
 Activations are estimates (`perf.plan.workload`). Memory that the allocator leaves unused between
 its blocks is not counted.
@@ -59,18 +59,18 @@ from infinity._src.memory.constants import (
     STORING_BYTES_MAX,
     SUMS_UNITS,
 )
-from infinity._src.memory.device_room import (
+from infinity._src.memory.device_capacity import (
     Passes,
     UnitBytes,
-    again_bytes,
-    fresh_room,
-    gathered_room,
-    gradients_room,
+    fresh_capacity,
+    gathered_capacity,
+    gradients_capacity,
+    regathered_bytes,
     slice_grad_bytes,
-    sums_room,
+    sums_capacity,
 )
-from infinity._src.memory.layout import FlatLayout, plan_flat
-from infinity._src.memory.placement import (
+from infinity._src.memory.layout import FlatLayout, plan_flat, state_format
+from infinity._src.memory.ram_budget import (
     FlatNeed,
     PlacementPlan,
     StepLoad,
@@ -78,7 +78,6 @@ from infinity._src.memory.placement import (
     plan_placement,
 )
 from infinity._src.memory.roofline import AtRest
-from infinity._src.memory.state_formats import state_format
 from infinity._src.optim.grad_windows import windows_bytes
 from infinity._src.params.accumulator import NORM_PIECE_NUMEL
 from infinity._src.plan.experts import shape_in
@@ -514,8 +513,8 @@ def _gradients(
 ) -> dict[str, float]:
     passes = _passes(machine, job)
     if not job.vertical:
-        return {"fresh gradients": float(fresh_room(units, passes))}
-    sums = sums_room(_blocks(shape, machine, job), passes)
+        return {"fresh gradients": float(fresh_capacity(units, passes))}
+    sums = sums_capacity(_blocks(shape, machine, job), passes)
     largest = max((size for unit in units for size in unit.grads), default=0)
     # Parameters of a model have one dtype, or nearly all have.
     trained = [flat.dtype for flat in shape.flats if flat.trainable]
@@ -528,10 +527,10 @@ def _returning_bytes(machine: Machine, job: Job, units: Sequence[UnitBytes]) -> 
     """Count what comes back from CPU memory to a GPU in backward: sums, and error feedback."""
     found = {}
     # One more than may be under way when the next starts.
-    reducing = gradients_room(units, REDUCING_UNITS)
+    reducing = gradients_capacity(units, REDUCING_UNITS)
     if job.passes > 1:
         if machine.world == 1 or job.policy.accumulates_locally:
-            found["sums of gradients"] = float(gradients_room(units, SUMS_UNITS - 1))
+            found["sums of gradients"] = float(gradients_capacity(units, SUMS_UNITS - 1))
         else:
             found["sums of gradients"] = reducing / machine.world
     if job.policy.qgz and job.policy.error_feedback and machine.world > 1:
@@ -558,7 +557,7 @@ def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
 
 def gathered_bytes(shape: JobShape, machine: Machine, job: Job) -> float:
     """Count the bytes of gathered parameters on the device of a rank, at most."""
-    return float(gathered_room(_units(shape, machine, job), _passes(machine, job)))
+    return float(gathered_capacity(_units(shape, machine, job), _passes(machine, job)))
 
 
 def again_share(shape: JobShape, machine: Machine, job: Job) -> float:
@@ -569,7 +568,7 @@ def again_share(shape: JobShape, machine: Machine, job: Job) -> float:
         return 0.0
     units = _units(shape, machine, job)
     whole = sum(unit.gathered * unit.repeat for unit in units)
-    return again_bytes(units, _passes(machine, job)) / max(whole, 1)
+    return regathered_bytes(units, _passes(machine, job)) / max(whole, 1)
 
 
 def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, float]:

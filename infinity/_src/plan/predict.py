@@ -19,7 +19,7 @@ from infinity._src.memory.pcie import (
     copies,
     dram_s,
 )
-from infinity._src.memory.placement import PlacementPlan
+from infinity._src.memory.ram_budget import PlacementPlan
 from infinity._src.memory.roofline import (
     AtRest,
     Compute,

@@ -1,5 +1,5 @@
 """RAM that the ranks of a node take beside their budgets, `Policy.ram`: records of chunks and
-units, and more in each phase (`memory.footprint`).
+units, and more in each phase (`memory.host_overhead`).
 
 A node needs room for whole budgets and the peak of this. That is conservative for a fill, which
 comes before gradients. Not counted: the interpreter, torch, CUDA's host memory, what a loop
@@ -13,9 +13,8 @@ import dataclasses
 import functools
 
 from infinity._src.cabi.records import chunk_numel
-from infinity._src.memory.footprint import fill_bytes, held_bytes, passing_bytes
-from infinity._src.memory.layout import plan_flat
-from infinity._src.memory.state_formats import state_format
+from infinity._src.memory.host_overhead import fill_bytes, held_bytes, passing_bytes
+from infinity._src.memory.layout import plan_flat, state_format
 from infinity._src.plan.machine import Machine
 from infinity._src.plan.workload import Job, JobShape
 from infinity.aio import Format

@@ -82,7 +82,7 @@ def test_the_arms_of_the_link_are_those_that_a_rank_knows_and_scales_weigh_what_
     bench: Any,
 ) -> None:
     from infinity._src.distributed.collectives import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
-    from infinity._src.kernels.wire_layout import wire_bytes
+    from infinity._src.kernels.quantized import wire_bytes
 
     hosts, many = bench("hosts"), 1 << 20
     assert tuple(bench("arm_hosts").SWITCHES) == hosts.ARMS == tuple(hosts.FORMULA)

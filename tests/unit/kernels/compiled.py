@@ -263,8 +263,8 @@ def dequantize_forms() -> Iterator[Form]:
 
 
 def encode_forms() -> Iterator[Form]:
+    from infinity._src.kernels.quantized import wire_bytes
     from infinity._src.kernels.triton.comm_codec import encode_triton
-    from infinity._src.kernels.wire_layout import wire_bytes
 
     for numel, *case in sized(turning(GROUPS, FLOATS, (8, 4), (None, 7), (None, BF16, FP32))):
         group, dtype, bits, key, error = case
@@ -276,8 +276,8 @@ def encode_forms() -> Iterator[Form]:
 
 
 def decode_forms() -> Iterator[Form]:
+    from infinity._src.kernels.quantized import wire_bytes
     from infinity._src.kernels.triton.comm_codec import decode_sum_triton
-    from infinity._src.kernels.wire_layout import wire_bytes
 
     for numel, *case in sized(turning(GROUPS, FLOATS, (8, 4), (1, 3), (empty, odd))):
         group, dtype, bits, divisor, make = case

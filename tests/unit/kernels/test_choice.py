@@ -29,10 +29,10 @@ from infinity._src.kernels.comm_codec import (
 )
 from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.kernels.quantize import dequantize, quantize, quantize_torch
+from infinity._src.kernels.quantized import wire_bytes
 from infinity._src.kernels.trial import CPU, Trial, difference, sample
 from infinity._src.kernels.update import UpdatePlan
 from infinity._src.kernels.usual_trials import trials_of_usual_forms
-from infinity._src.kernels.wire_layout import wire_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from infinity._src.memory.constants import LAG_UNITS, WINDOW_UNITS
 from infinity._src.memory.device import Device
-from infinity._src.memory.device_room import BESIDE_BYTES
+from infinity._src.memory.device_capacity import OVERLAP_BYTES_MAX
 from infinity._src.optim.grad_windows import GradWindows, ring_bytes
 
 
@@ -53,7 +53,7 @@ class OneUnit:
 
 def test_a_ring_holds_four_small_units_and_no_multiple_of_a_huge_one() -> None:
     assert ring_bytes([[64 * 1000]] * 9) == WINDOW_UNITS * 64 * 1000
-    assert ring_bytes([[64], [20 * BESIDE_BYTES], [64]]) == 20 * BESIDE_BYTES + 128
+    assert ring_bytes([[64], [20 * OVERLAP_BYTES_MAX], [64]]) == 20 * OVERLAP_BYTES_MAX + 128
 
 
 @settings(deadline=None, max_examples=60)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src.memory import constants, slabs
+from infinity._src.memory import constants
+from infinity._src.memory import device as memory_device
 from infinity._src.params.flat_buffers import ALIGN_BYTES, FlatBuffers, flat_bytes
 from infinity.aio import Slab
 
@@ -141,7 +142,7 @@ def test_memory_that_there_is_not_for_all_slabs_is_taken_for_none(
         made.append(Slab(size_bytes, progress=progress))
         return made[-1]
 
-    monkeypatch.setattr(slabs, "Slab", slab)
+    monkeypatch.setattr(memory_device, "Slab", slab)
     pool = buffers()
     flats: list[Any] = [FakeFlat(16, torch.float32) for _ in range(2)]
     with pytest.raises(MemoryError):

@@ -15,8 +15,8 @@ import torch
 import infinity as inf
 from infinity._src.base.sizes import GIB
 from infinity._src.checkpoint.directory import files_of
-from infinity._src.memory import footprint
-from infinity._src.memory.footprint import held_bytes, passing_bytes
+from infinity._src.memory import host_overhead
+from infinity._src.memory.host_overhead import held_bytes, passing_bytes
 from infinity._src.plan.machine import describe_machine
 from infinity._src.plan.outside import DRAW_S, Outside, outside
 from infinity._src.plan.predict import Prediction, predict
@@ -191,7 +191,7 @@ def test_a_save_reads_ahead_on_every_drive() -> None:
             planned(shape_of_large(), gpus=gpus, drives=drives)[0].ram.passing["save"]
             for drives in (1, 4)
         )
-        assert four - one == gpus * 3 * footprint.SAVE_DRIVE_BYTES
+        assert four - one == gpus * 3 * host_overhead.SAVE_DRIVE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_step_has_the_jobs_of_all_chunks_where_it_submits_them_at_once(
     update: str, generations: int, all_at_once: bool
 ) -> None:
     ram = planned(shape_of_large(), update=update, generations=generations)[0].ram
-    assert ram.passing["step"] == all_at_once * ram.chunks * footprint.STEP_CHUNK_BYTES
+    assert ram.passing["step"] == all_at_once * ram.chunks * host_overhead.STEP_CHUNK_BYTES
 
 
 def test_a_fill_has_two_flats_on_their_way() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.base.sizes import GIB
-from infinity._src.kernels.wire_layout import wire_bytes
+from infinity._src.kernels.quantized import wire_bytes
 from infinity._src.memory.layout import plan_flat
 from infinity._src.plan.changes import one_change
 from infinity._src.plan.machine import Machine, describe_machine

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from infinity._src.base.torch_device import on_device, table_on
+from infinity._src.kernels.quantized import codes_bytes
 from infinity._src.kernels.triton.quantize import (
     BLOCK_NUMEL,
     SCALE_LEAST_BITS,
@@ -35,7 +36,6 @@ from infinity._src.kernels.triton.random import (
     random_bits,
     store_float,
 )
-from infinity._src.kernels.wire_layout import codes_bytes
 
 BF16, FP16, FP32 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}

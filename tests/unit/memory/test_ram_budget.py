@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from infinity._src.cabi.records import GradSection, Master, Moments
 from infinity._src.memory.layout import plan_flat
-from infinity._src.memory.placement import (
+from infinity._src.memory.ram_budget import (
     WINDOW_COUNT,
     FlatNeed,
     PlacementPlan,

@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from infinity._src.base.sizes import format_size, round_size, round_up
 from infinity._src.cabi.records import piece_count
-from infinity._src.memory.device_room import beside_bytes
+from infinity._src.memory.device_capacity import overlap_bytes
 from infinity._src.memory.layout import FlatLayout, Section, aligned_section_bytes, sections_of
 from infinity._src.memory.roofline import move_counts
 from infinity.aio import Format
@@ -176,7 +176,7 @@ written, one is prefetched or written late."""
 
 def staging_bytes(largest: int, count: int) -> int:
     """Bytes of the windows for `count` flats that spill; the largest takes so much."""
-    return min(largest + beside_bytes([largest], WINDOW_COUNT - 1), largest * count)
+    return min(largest + overlap_bytes([largest], WINDOW_COUNT - 1), largest * count)
 
 
 def van_der_corput_order(count: int) -> list[int]:

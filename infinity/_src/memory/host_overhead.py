@@ -1,10 +1,10 @@
-"""RAM that the engine takes beside the budget `Policy.ram`: bytes for each chunk and each unit.
+"""Host overhead: RAM of the engine that the budget `Policy.ram` does not count, for each chunk and
+each unit.
 
-A chunk is 4.5 MiB of states, so these are one part in a thousand or two of them; of a model of 400
-billion parameters, with a million chunks, they are gigabytes. Checksums are in the budget
-(`memory.placement`), and not here. All were measured on 64-bit Linux with CPython and glibc, and
-tests/unit/memory/test_footprint.py holds them against the engine. Values on their way while a model
-is filled are no records: they have the size of its flats.
+A chunk has 4.5 MiB of states, and its overhead is one or two thousandths of that. A model of 400
+billion parameters has a million chunks, so gigabytes of overhead. The budget counts checksums
+(`memory.ram_budget`); this file does not. All figures were measured on 64-bit Linux with CPython
+and glibc; tests/unit/memory/test_host_overhead.py compares them with the engine.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ COMMIT_CHUNK_BYTES = 65
 """A chunk while a durable step is committed: its marks."""
 
 RESTORE_CHUNK_BYTES = 480
-"""A chunk of the checkpoint while `inf.restore` reads it; beside manifests of all ranks."""
+"""A chunk of the checkpoint while `inf.restore` reads it; the manifests of all ranks add to it."""
 
 
 def held_bytes(chunks: int, units: int, generations: int = 1) -> int:
-    """Compute the bytes of a rank beside its budget from set-up on. chunks: of its shards."""
+    """Compute the overhead of a rank from set-up on, in bytes. chunks: of its shards."""
     return chunks * (CHUNK_BYTES + SECOND_PLACE_BYTES * (generations - 1)) + units * UNIT_BYTES
 
 
@@ -51,11 +51,11 @@ def fill_bytes(
     flats: Iterable[tuple[int, int]], *, in_parts: bool, converting: int = 0
 ) -> int:
     """Compute the most bytes of values on their way to their tiers while a rank is filled: one flat
-    is read while the shard of the one before is written.
+    is read while the shard of the previous flat is written.
 
-    flats: bytes of each and of its shard, in order. in_parts: no more than the shard is read; else
-    the shard is copied from the whole, unless it is that. converting: bytes that the source holds
-    beside what it fills.
+    flats: bytes of each and of its shard, in order. in_parts: only the shard is read; otherwise the
+    shard is copied from the whole flat, unless the two are one. converting: bytes that the source
+    needs to convert values.
     """
     most = before = 0
     for whole, shard in flats:
@@ -70,8 +70,8 @@ def fill_bytes(
 def passing_bytes(
     chunks: int, *, all_at_once: bool, durable: bool, drives: int, fill: int
 ) -> dict[str, int]:
-    """Compute the most bytes beside those of `held_bytes` in each phase: fill, step, save, commit,
-    restore. Phases do not overlap, but for a save that goes on beside steps.
+    """Compute the most bytes that each phase adds to `held_bytes`: fill, step, save, commit,
+    restore. Phases do not overlap, except that steps run during a save.
 
     all_at_once: a step may have the updates of all units on their way. drives: that states are read
     from. fill: bytes of `fill_bytes`.

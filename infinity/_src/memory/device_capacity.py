@@ -4,7 +4,7 @@ One unit is worked on, and others have room beside it: those that are gathered a
 gradients are leaving. All these bounds have one shape:
 
     room     the unit that is worked on, with the units around it, and others beside it
-    others   `count` of the largest unit, BESIDE_BYTES at most; and always the neighbour in the
+    others   `count` of the largest unit, OVERLAP_BYTES_MAX at most; and always the neighbour in the
              model, of any size
 
 So small units go several at a time. A huge one goes beside its neighbours, which in a model are
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 from infinity._src.memory.constants import AHEAD, OFFLOAD_UNITS, REDUCING_UNITS, UNITS_AHEAD
 
-BESIDE_BYTES = 1 << 30
+OVERLAP_BYTES_MAX = 1 << 30
 """Bytes of other units beside the one that is worked on; a neighbour that is larger has room, too.
 
 A drive or link of 25 GB/s fills them in 40 ms, which is longer than any of its latencies.
@@ -81,17 +81,17 @@ class SliceGrads:
     blocks: tuple[UnitBytes, ...]
     one_bytes: int
 
-    def room_bytes(self, passes: Passes) -> int:
+    def capacity_bytes(self, passes: Passes) -> int:
         """Bytes on the device at most."""
-        return self.one_bytes + sums_room(self.blocks, passes)
+        return self.one_bytes + sums_capacity(self.blocks, passes)
 
 
-def beside_bytes(sizes: Sequence[int], count: int) -> int:
+def overlap_bytes(sizes: Sequence[int], count: int) -> int:
     """Bytes of others beside the one that is worked on: `count` of the largest, within limits."""
-    return min(count * max(sizes, default=0), BESIDE_BYTES)
+    return min(count * max(sizes, default=0), OVERLAP_BYTES_MAX)
 
 
-def room_bytes(
+def capacity_bytes(
     sizes: Sequence[int],
     count: int,
     around: Sequence[Sequence[int]] | None = None,
@@ -105,7 +105,7 @@ def room_bytes(
     outer = around or [()] * len(sizes)
     times = repeats or [1] * len(sizes)
     held = [size + sum(sizes[i] for i in inside) for size, inside in zip(sizes, outer, strict=True)]
-    room = max(held, default=0) + beside_bytes(sizes, count)
+    room = max(held, default=0) + overlap_bytes(sizes, count)
     # Backward meets neighbours in the other order.
     for here, there in itertools.pairwise(range(len(sizes))):
         room = max(room, held[here] + sizes[there], held[there] + sizes[here])
@@ -114,7 +114,7 @@ def room_bytes(
     return min(room, sum(size * repeat for size, repeat in zip(sizes, times, strict=True)))
 
 
-def gathered_room(units: Sequence[UnitBytes], passes: Passes) -> int:
+def gathered_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
     """Bytes of gathered parameters at most, as far as units in use allow."""
     if passes.whole:
         return sum(unit.gathered * unit.repeat for unit in units)
@@ -124,9 +124,9 @@ def gathered_room(units: Sequence[UnitBytes], passes: Passes) -> int:
     return min(max(alone, _room_of(blocks_of(units))), alone + _spare_bytes(units, passes))
 
 
-def kept_room(units: Sequence[UnitBytes], passes: Passes) -> dict[int, int]:
+def retained_capacity(units: Sequence[UnitBytes], passes: Passes) -> dict[int, int]:
     """For each block bytes of its units, at most, that stay gathered from slice to slice."""
-    blocks, room = blocks_of(units), gathered_room(units, passes)
+    blocks, room = blocks_of(units), gathered_capacity(units, passes)
     spare = room - _room_of(units)
     found = {}
     for block in blocks:
@@ -136,9 +136,9 @@ def kept_room(units: Sequence[UnitBytes], passes: Passes) -> dict[int, int]:
     return found
 
 
-def again_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
+def regathered_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
     """Bytes of units that do not stay, and are gathered anew for each slice."""
-    left, again = kept_room(units, passes), 0
+    left, again = retained_capacity(units, passes), 0
     # Each stays that fits, in the order of their use.
     for unit in units:
         if unit.block is not None and unit.gathered:
@@ -176,7 +176,7 @@ def _in_slices(units: Sequence[UnitBytes]) -> bool:
 
 
 def _room_of(units: Sequence[UnitBytes]) -> int:
-    return room_bytes(
+    return capacity_bytes(
         [unit.gathered for unit in units],
         AHEAD,
         [unit.around for unit in units],
@@ -188,43 +188,43 @@ def _spare_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
     """Bytes that units may take because they stay from slice to slice."""
     if passes.device_bytes is None:
         return sum(unit.gathered * unit.repeat for unit in units)
-    return max(passes.device_bytes - _room_of(units) - fresh_room(units, passes), 0) // 2
+    return max(passes.device_bytes - _room_of(units) - fresh_capacity(units, passes), 0) // 2
 
 
-def fresh_room(units: Sequence[UnitBytes], passes: Passes) -> int:
+def fresh_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
     """Bytes of fresh gradients at most: those that backward makes, and those that are leaving."""
     if _in_slices(units):
         largest = max((size for unit in units for size in unit.grads), default=0)
-        return largest + sums_room(blocks_of(units), passes)
+        return largest + sums_capacity(blocks_of(units), passes)
     if passes.in_backward and not passes.copies:
-        return gradients_room(units, UNITS_AHEAD)
+        return gradients_capacity(units, UNITS_AHEAD)
     if passes.several:
-        return gradients_room(units, REDUCING_UNITS)
+        return gradients_capacity(units, REDUCING_UNITS)
     if passes.in_backward:
-        return gradients_room(units, OFFLOAD_UNITS)
+        return gradients_capacity(units, OFFLOAD_UNITS)
     # One by one, as they come. Where they are accumulated in place, none is leaving.
     ones = [(size, unit.repeat) for unit in units for size in unit.grads]
     sizes, repeats = [size for size, _ in ones], [repeat for _, repeat in ones]
     largest = max(sizes, default=0)
     if not passes.copies:
         return largest
-    leaving = beside_bytes([unit.gathered for unit in units], OFFLOAD_UNITS)
-    room = max(largest + leaving, room_bytes(sizes, 0, repeats=repeats))
+    leaving = overlap_bytes([unit.gathered for unit in units], OFFLOAD_UNITS)
+    room = max(largest + leaving, capacity_bytes(sizes, 0, repeats=repeats))
     return min(room, sum(size * repeat for size, repeat in ones))
 
 
-def sums_room(blocks: Sequence[UnitBytes], passes: Passes) -> int:
+def sums_capacity(blocks: Sequence[UnitBytes], passes: Passes) -> int:
     """Bytes of the gradients that slices have added up, at most: of the block in backward, and of
     those that are leaving.
 
     blocks: what all slices pass before the next, with the bytes of its gradients as they wait.
     """
     if passes.in_backward and not passes.copies:
-        return gradients_room(blocks, UNITS_AHEAD)
+        return gradients_capacity(blocks, UNITS_AHEAD)
     if passes.several:
-        return gradients_room(blocks, REDUCING_UNITS)
+        return gradients_capacity(blocks, REDUCING_UNITS)
     if passes.copies:
-        return gradients_room(blocks, OFFLOAD_UNITS)
+        return gradients_capacity(blocks, OFFLOAD_UNITS)
     # Autograd hands each sum over when it is complete, and none is leaving.
     return max((sum(block.grads) for block in blocks), default=0)
 
@@ -237,8 +237,8 @@ def slice_grad_bytes(size_bytes: int, itemsize: int, sum_itemsize: int) -> int:
     return size_bytes + cast
 
 
-def gradients_room(units: Sequence[UnitBytes], count: int) -> int:
+def gradients_capacity(units: Sequence[UnitBytes], count: int) -> int:
     """Bytes of the gradients of a unit, and of `count` others beside it."""
-    return room_bytes(
+    return capacity_bytes(
         [sum(unit.grads) for unit in units], count, repeats=[unit.repeat for unit in units]
     )

@@ -16,17 +16,17 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine.handle import offload
-from infinity._src.memory import device_room
-from infinity._src.memory.device_room import (
-    BESIDE_BYTES,
+from infinity._src.memory import device_capacity
+from infinity._src.memory.device_capacity import (
+    OVERLAP_BYTES_MAX,
     Passes,
     UnitBytes,
-    again_bytes,
     blocks_of,
-    fresh_room,
-    gathered_room,
-    kept_room,
-    room_bytes,
+    capacity_bytes,
+    fresh_capacity,
+    gathered_capacity,
+    regathered_bytes,
+    retained_capacity,
 )
 from infinity._src.params.discover import check_gatherable, find_units
 from infinity._src.params.unit import UNSHARDED
@@ -45,33 +45,33 @@ CPU, MIB, GIB = torch.device("cpu"), 1 << 20, 1 << 30
 
 def test_of_small_units_there_is_room_for_two_ahead() -> None:
     units = [UnitBytes(400 * MIB, (300 * MIB, 100 * MIB))] * 32
-    assert gathered_room(units, Passes()) == 3 * 400 * MIB
-    assert fresh_room(units, Passes()) == 300 * MIB
-    assert fresh_room(units, Passes(copies=True)) == (300 + 2 * 400) * MIB
-    assert fresh_room(units, Passes(copies=True, several=True)) == 3 * 400 * MIB
+    assert gathered_capacity(units, Passes()) == 3 * 400 * MIB
+    assert fresh_capacity(units, Passes()) == 300 * MIB
+    assert fresh_capacity(units, Passes(copies=True)) == (300 + 2 * 400) * MIB
+    assert fresh_capacity(units, Passes(copies=True, several=True)) == 3 * 400 * MIB
     # Three beside the one in backward would be more than 1 GiB.
-    assert fresh_room(units, Passes(in_backward=True)) == (400 + 1024) * MIB
-    assert gathered_room(units, Passes(whole=True)) == 32 * 400 * MIB
+    assert fresh_capacity(units, Passes(in_backward=True)) == (400 + 1024) * MIB
+    assert gathered_capacity(units, Passes(whole=True)) == 32 * 400 * MIB
 
 
 def test_a_huge_unit_has_its_neighbours_beside_it_and_no_multiple_of_itself() -> None:
     # As a mixture of experts has them: attention, a router, all experts of a layer.
     layer = [UnitBytes(356 * MIB), UnitBytes(4 * MIB), UnitBytes(21 * GIB, (14 * GIB, 7 * GIB))]
     units = [*layer * 58, UnitBytes(2 * GIB)]
-    assert gathered_room(units, Passes()) == 23 * GIB  # the head is a neighbour, too
-    assert gathered_room(units[:-1], Passes()) == 22 * GIB
+    assert gathered_capacity(units, Passes()) == 23 * GIB  # the head is a neighbour, too
+    assert gathered_capacity(units[:-1], Passes()) == 22 * GIB
     # A gradient of a tensor leaves while the next one is made.
-    assert fresh_room(units, Passes(copies=True)) == 21 * GIB
+    assert fresh_capacity(units, Passes(copies=True)) == 21 * GIB
 
 
 def test_units_that_are_in_use_together_have_room_together() -> None:
     # A block keeps a part of itself, and has three experts inside of it.
     units = [UnitBytes(100), *[UnitBytes(50, around=(0,))] * 3]
-    assert gathered_room(units, Passes()) == 250  # everything
-    assert gathered_room([*units, *[UnitBytes(60)] * 9], Passes()) == 100 + 50 + 2 * 100
+    assert gathered_capacity(units, Passes()) == 250  # everything
+    assert gathered_capacity([*units, *[UnitBytes(60)] * 9], Passes()) == 100 + 50 + 2 * 100
 
 
-SIZES = st.lists(st.integers(1, 3 * BESIDE_BYTES), min_size=1, max_size=12)
+SIZES = st.lists(st.integers(1, 3 * OVERLAP_BYTES_MAX), min_size=1, max_size=12)
 
 
 @settings(max_examples=50)
@@ -79,14 +79,14 @@ SIZES = st.lists(st.integers(1, 3 * BESIDE_BYTES), min_size=1, max_size=12)
 def test_the_room_holds_neighbours_and_is_no_more_than_it_must(
     sizes: list[int], count: int
 ) -> None:
-    room, largest = room_bytes(sizes, count), max(sizes)
+    room, largest = capacity_bytes(sizes, count), max(sizes)
     assert largest <= room <= sum(sizes)
     for here, there in itertools.pairwise(sizes):
         assert here + there <= room
-    assert room <= max(2 * largest, largest + min(count * largest, BESIDE_BYTES))
-    assert room_bytes(sizes[::-1], count) == room
+    assert room <= max(2 * largest, largest + min(count * largest, OVERLAP_BYTES_MAX))
+    assert capacity_bytes(sizes[::-1], count) == room
     # So many alike are as many units.
-    assert room_bytes(sizes[:1], count, repeats=[5]) == room_bytes(sizes[:1] * 5, count)
+    assert capacity_bytes(sizes[:1], count, repeats=[5]) == capacity_bytes(sizes[:1] * 5, count)
 
 
 def test_a_block_in_slices_counts_as_one_unit_where_the_device_has_room() -> None:
@@ -98,27 +98,27 @@ def test_a_block_in_slices_counts_as_one_unit_where_the_device_has_room() -> Non
     assert [each.gathered for each in blocks_of(units)] == [50, 1000, 1000]
     assert [sum(each.grads) for each in blocks_of(units)] == [50, 1000, 1000]
     assert [each.around for each in blocks_of(units)] == [(), (), ()]
-    assert gathered_room(units, Passes()) == 2050  # everything: two more have room beside one
-    assert fresh_room(units, Passes()) == 300 + 1000
-    assert again_bytes(units, Passes()) == 0
+    assert gathered_capacity(units, Passes()) == 2050  # everything: two more have room beside one
+    assert fresh_capacity(units, Passes()) == 300 + 1000
+    assert regathered_bytes(units, Passes()) == 0
     # One by one: 300 beside 100, and two of 300.
-    alone, fresh = 1000, fresh_room(units, Passes())
+    alone, fresh = 1000, fresh_capacity(units, Passes())
     none, some = (Passes(device_bytes=alone + fresh + 2 * spare) for spare in (0, 450))
-    assert gathered_room(units, none) == alone
-    assert kept_room(units, none) == {0: 50, 1: 1000, 2: 1000}, "one block fits all the same"
-    assert gathered_room(units, some) == alone + 450
+    assert gathered_capacity(units, none) == alone
+    assert retained_capacity(units, none) == {0: 50, 1: 1000, 2: 1000}, "one block fits"
+    assert gathered_capacity(units, some) == alone + 450
     # Of a block of 2,000 one of 100 and one of 300 stay.
     large = [dataclasses.replace(unit, block=min(unit.block or 0, 1)) for unit in units]
-    some = Passes(device_bytes=alone + fresh_room(large, Passes()) + 2 * 450)
-    assert kept_room(large, some) == {0: 50, 1: 450}
-    assert again_bytes(large, some) == 2000 - 400
+    some = Passes(device_bytes=alone + fresh_capacity(large, Passes()) + 2 * 450)
+    assert retained_capacity(large, some) == {0: 50, 1: 450}
+    assert regathered_bytes(large, some) == 2000 - 400
 
 
 @settings(max_examples=60)
 @given(
-    sizes=st.lists(st.integers(1, 3 * BESIDE_BYTES), min_size=1, max_size=12),
+    sizes=st.lists(st.integers(1, 3 * OVERLAP_BYTES_MAX), min_size=1, max_size=12),
     per_block=st.integers(1, 5),
-    device=st.one_of(st.none(), st.integers(0, 60 * BESIDE_BYTES)),
+    device=st.one_of(st.none(), st.integers(0, 60 * OVERLAP_BYTES_MAX)),
     passes=st.builds(Passes, st.booleans(), st.booleans(), st.booleans()),
 )
 def test_what_stays_from_slice_to_slice_refuses_no_device_and_has_room(
@@ -126,12 +126,12 @@ def test_what_stays_from_slice_to_slice_refuses_no_device_and_has_room(
 ) -> None:
     passes = dataclasses.replace(passes, device_bytes=device)
     units = [UnitBytes(size, (size,), block=i // per_block) for i, size in enumerate(sizes)]
-    alone = gathered_room([dataclasses.replace(unit, block=None) for unit in units], passes)
-    room, fresh = gathered_room(units, passes), fresh_room(units, passes)
+    alone = gathered_capacity([dataclasses.replace(unit, block=None) for unit in units], passes)
+    room, fresh = gathered_capacity(units, passes), fresh_capacity(units, passes)
     assert alone <= room <= sum(sizes)
     if device is not None and alone + fresh <= device:
         assert room + fresh <= device
-    kept, again = kept_room(units, passes), again_bytes(units, passes)
+    kept, again = retained_capacity(units, passes), regathered_bytes(units, passes)
     for block in blocks_of(units):
         assert block.block is not None
         inside = [unit.gathered for unit in units if unit.block == block.block]
@@ -246,7 +246,7 @@ def test_what_is_gathered_never_exceeds_the_bound_and_every_unit_is_gathered(
 @pytest.fixture
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every unit is huge: hardly anything goes beside the one that is worked on."""
-    monkeypatch.setattr(device_room, "BESIDE_BYTES", 1000)
+    monkeypatch.setattr(device_capacity, "OVERLAP_BYTES_MAX", 1000)
 
 
 ONE = Training(models.llama, accumulation=1, max_norm=None, steps=3)
@@ -281,10 +281,10 @@ class Rooms:
     policy: dict[str, Any]
 
     def __call__(self, rank: int, directory: Path) -> list[harness.Result]:
-        found, much = [], device_room.BESIDE_BYTES
+        found, much = [], device_capacity.OVERLAP_BYTES_MAX
         try:
-            for device_room.BESIDE_BYTES in (1000, much):
-                drive = directory / f"{rank}-{device_room.BESIDE_BYTES}"
+            for device_capacity.OVERLAP_BYTES_MAX in (1000, much):
+                drive = directory / f"{rank}-{device_capacity.OVERLAP_BYTES_MAX}"
                 drive.mkdir()
                 policy = inf.Policy(
                     params="nvme",
@@ -296,7 +296,7 @@ class Rooms:
                 )
                 found.append(harness.offloaded(ONE, policy))
         finally:
-            device_room.BESIDE_BYTES = much
+            device_capacity.OVERLAP_BYTES_MAX = much
         return found
 
 

@@ -9,7 +9,7 @@ the model is offloaded. An optimizer that holds fewer leaves budget, which goes 
 sections. One that holds more (parameters that were unfrozen) may want larger pools. Their gradients
 spill where the budget does not hold them.
 
-The budget itself is `memory.ledger`; the plan that fits into it is computed by `memory.placement`.
+`memory.ledger` has the budget itself; `memory.ram_budget` computes the plan that fits into it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from infinity._src.cabi.records import GradSection
 from infinity._src.config.policy import Policy
 from infinity._src.hooks.activation_store import CHUNK_BYTES
+from infinity._src.memory.layout import state_format
 from infinity._src.memory.ledger import LEDGER, budget_bytes, describe_budget, describe_others
-from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
-from infinity._src.memory.state_formats import state_format
+from infinity._src.memory.ram_budget import FlatNeed, PlacementPlan, StepLoad, plan_placement
 from infinity._src.params.accumulator import NORM_PIECE_NUMEL
 from infinity._src.params.buffers import GradBuffers
 from infinity._src.params.delayed_params import DelayedParams

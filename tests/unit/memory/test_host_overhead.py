@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.memory import footprint, ledger
+from infinity._src.memory import host_overhead, ledger
 from infinity.aio import CHUNK, JOB, SEG, Executor, JobKind, PoolSpec, Priority
 from infinity.aio._memory_limits import CgroupLimit
 from infinity.errors import MemoryLimitError
@@ -69,7 +69,7 @@ def test_records_and_jobs_of_the_executor() -> None:
         taken = (_malloced() - before) / count
         gate.open([])
         ticket.wait()
-    assert taken + SEG.itemsize == pytest.approx(footprint.STEP_CHUNK_BYTES, rel=0.02)
+    assert taken + SEG.itemsize == pytest.approx(host_overhead.STEP_CHUNK_BYTES, rel=0.02)
 
 
 @pytest.mark.parametrize("chunks", mostly_slow([400, 5000], 400))
@@ -83,32 +83,36 @@ def test_a_model_beside_its_budget(chunks: int, tmp_path: Path) -> None:
     by_chunk = {name: (many[name] - few[name]) / (chunks - chunks // 5) for name in few}
     by_unit = {name: (wide[name] - many[name]) / (9 * FLATS) for name in few}
     sums = 2 * 4 * 4  # in the budget: of two places, four sections
-    held = footprint.CHUNK_BYTES + footprint.SECOND_PLACE_BYTES - RECORD_BYTES
+    held = host_overhead.CHUNK_BYTES + host_overhead.SECOND_PLACE_BYTES - RECORD_BYTES
     assert by_chunk["held"] - sums == pytest.approx(held, rel=TOLERANCE)
-    assert by_unit["held"] == pytest.approx(footprint.UNIT_BYTES, rel=TOLERANCE)
+    assert by_unit["held"] == pytest.approx(host_overhead.UNIT_BYTES, rel=TOLERANCE)
     # Flats of 100 chunks are less than a block of them, which is looked at as a whole.
-    assert by_chunk["commit"] == pytest.approx(footprint.COMMIT_CHUNK_BYTES, rel=0.5)
+    assert by_chunk["commit"] == pytest.approx(host_overhead.COMMIT_CHUNK_BYTES, rel=0.5)
     if chunks > 400:  # below, the executors' records of what is copied are more
-        assert by_chunk["save"] == pytest.approx(footprint.SAVE_CHUNK_BYTES, rel=TOLERANCE)
-        assert by_chunk["restore"] == pytest.approx(footprint.RESTORE_CHUNK_BYTES, rel=TOLERANCE)
+        assert by_chunk["save"] == pytest.approx(host_overhead.SAVE_CHUNK_BYTES, rel=TOLERANCE)
+        assert by_chunk["restore"] == pytest.approx(
+            host_overhead.RESTORE_CHUNK_BYTES, rel=TOLERANCE
+        )
     # The sums of it all, as a plan adds them up.
-    assert footprint.held_bytes(10, 2, 2) == 10 * (held + RECORD_BYTES) + 2 * footprint.UNIT_BYTES
-    passing = footprint.passing_bytes(10, all_at_once=True, durable=True, drives=1, fill=7)
-    assert passing["commit"] == 10 * footprint.COMMIT_CHUNK_BYTES
+    assert host_overhead.held_bytes(10, 2, 2) == (
+        10 * (held + RECORD_BYTES) + 2 * host_overhead.UNIT_BYTES
+    )
+    passing = host_overhead.passing_bytes(10, all_at_once=True, durable=True, drives=1, fill=7)
+    assert passing["commit"] == 10 * host_overhead.COMMIT_CHUNK_BYTES
 
 
 def test_two_flats_are_on_their_way_at_most() -> None:
-    assert footprint.fill_bytes([], in_parts=False) == 0
+    assert host_overhead.fill_bytes([], in_parts=False) == 0
     # One rank: the shard is the whole, and is not copied.
     alone = [(100, 100), (300, 300), (200, 200), (10, 10), (400, 400)]
-    assert footprint.fill_bytes(alone, in_parts=False) == 500
-    assert footprint.fill_bytes(alone[-1:], in_parts=False) == 400
+    assert host_overhead.fill_bytes(alone, in_parts=False) == 500
+    assert host_overhead.fill_bytes(alone[-1:], in_parts=False) == 400
     ranks = [(100, 50), (300, 150), (200, 100), (10, 5), (400, 200)]
-    assert footprint.fill_bytes(ranks, in_parts=True) == 250
+    assert host_overhead.fill_bytes(ranks, in_parts=True) == 250
     # A shard is copied from the whole, when the one before is written.
-    assert footprint.fill_bytes(ranks, in_parts=False) == 600
+    assert host_overhead.fill_bytes(ranks, in_parts=False) == 600
     # A source that converts holds more, whichever flat it is for.
-    assert footprint.fill_bytes(alone, in_parts=True, converting=7) == 507
+    assert host_overhead.fill_bytes(alone, in_parts=True, converting=7) == 507
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -134,8 +138,8 @@ def test_memory_beside_the_plan_is_refused_before_anything_is_taken(
         return found
 
     plan, chunks, units = offloaded(4 << 30)
-    held = footprint.held_bytes(chunks, units)
-    running = held + footprint.STEP_CHUNK_BYTES * chunks
+    held = host_overhead.held_bytes(chunks, units)
+    running = held + host_overhead.STEP_CHUNK_BYTES * chunks
     # Two flats of 8 MiB are on their way. With gradients the plan has room for them then.
     need = plan + running if learns else plan + held + (16 << 20)
     with pytest.raises(MemoryLimitError, match="of it beside Policy") as caught:
