@@ -17,8 +17,11 @@ PATH = re.compile(r"`((?:[\w.]+/)*[\w]+\.(?:py|c|h))`")
 FOLDER = re.compile(r"`((?:[\w.]+/)+)`")
 NAME = re.compile(r"`([A-Z]\w+(?:\.\w+)?|[a-z_]\w+)`")
 METHOD = re.compile(r"`([A-Z]\w+)\.(\w+)`")
-ARROW = re.compile(r"\((\d+)\) (\S.*?) {2,}(\S+/\S+\.(?:py|c|h)) +(\w+(?:\.\w+)?)(?: *\|)?")
-ARROWS = 19
+ARROW = re.compile(
+    r"\(([frs]?\d+)\) (\S.*?) {2,}(\S+/\S+\.(?:py|c|h)) +(\w+(?:\.\w+)?)(?: *\|)?"
+)
+ARROWS = {"": 19, "f": 7, "r": 7, "s": 8}
+"""Arrows of the life of a parameter, of a fault, of `ram=`, and of a save."""
 TOPS = {"aio", "native", "tests", "docs", "infinity", "setup.cfg"}
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -99,15 +102,17 @@ def arrows() -> dict[int, list[tuple[str, str]]]:
     return found
 
 
-def drawn() -> list[tuple[int, str, str]]:
-    """(number, file, name) of each arrow of the picture."""
+def drawn() -> list[tuple[str, str, str]]:
+    """(number, file, name) of each arrow of the pictures: the large one, and the three that letter
+    their arrows."""
     found = []
-    for line in text_of_page().split("```")[1].splitlines():
-        if "(" not in line:
-            continue
-        match = ARROW.fullmatch(line.lstrip(" |v"))
-        assert match, f"an arrow has its number, a file and a name: {line}"
-        found.append((int(match[1]), match[3], match[4]))
+    for picture in text_of_page().split("```")[1::2]:
+        for line in picture.splitlines():
+            if not re.search(r"\([frs]?\d+\)", line):
+                continue
+            match = ARROW.fullmatch(line.lstrip(" |v"))
+            assert match, f"an arrow has its number, a file and a name: {line}"
+            found.append((match[1], match[3], match[4]))
     return found
 
 
@@ -139,14 +144,17 @@ def test_a_row_names_what_its_file_defines(file: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "file", "name"), drawn(), ids=lambda text: str(text))
-def test_an_arrow_names_what_its_file_defines(number: int, file: str, name: str) -> None:
+def test_an_arrow_names_what_its_file_defines(number: str, file: str, name: str) -> None:
     assert_defines(file, name)
-    assert (file, name) in arrows()[number], "the table of arrows has it, too"
+    if number.isdecimal():
+        assert (file, name) in arrows()[int(number)], "the table of arrows has it, too"
 
 
-def test_the_picture_has_all_of_its_arrows() -> None:
-    assert [number for number, _, _ in drawn()] == list(range(1, ARROWS + 1))
-    assert list(arrows()) == list(range(1, ARROWS + 1))
+def test_the_pictures_have_all_of_their_arrows() -> None:
+    assert [number for number, _, _ in drawn()] == [
+        f"{letter}{number + 1}" for letter, count in ARROWS.items() for number in range(count)
+    ]
+    assert list(arrows()) == list(range(1, ARROWS[""] + 1))
     assert len(rows()) > 40, "the tables are read"
 
 

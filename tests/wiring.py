@@ -102,6 +102,13 @@ def sources(root: Path) -> dict[str, ast.Module]:
     }
 
 
+# Each function is walked several times in a row, and walking is most of the time.
+@functools.lru_cache(maxsize=64)
+def _nodes(function: ast.AST) -> tuple[ast.AST, ...]:
+    """A function and all that is inside of it."""
+    return tuple(ast.walk(function))
+
+
 def _called(node: ast.expr) -> str:
     """The last part of the name that a decorator or a call names."""
     if isinstance(node, ast.Call):
@@ -238,7 +245,7 @@ def _assigned(
 ) -> Iterator[tuple[ast.Attribute, ast.expr | None, ast.expr | None]]:
     """(target, value, annotation) of every assignment to an attribute in a function, nested
     functions included."""
-    for node in ast.walk(function):
+    for node in _nodes(function):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
             yield node.target, node.value, node.annotation
         elif isinstance(node, ast.Assign):
@@ -259,7 +266,7 @@ def _assigned(
 def _made_here(function: ast.AST) -> set[str]:
     """Locals that hold what this function has made: by a class, or by `cls`."""
     found = set()
-    for node in ast.walk(function):
+    for node in _nodes(function):
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Call):
             name = _called(node.value.func)
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -283,7 +290,7 @@ def _local_containers(function: ast.AST) -> set[str]:
     """Locals that begin as an empty container, or as a display of one."""
     displays = (ast.Dict, ast.List, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
     found = set()
-    for node in ast.walk(function):
+    for node in _nodes(function):
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             made = isinstance(node.value, displays) or (
                 isinstance(node.value, ast.Call)
@@ -304,7 +311,7 @@ class Scope:
         self.owner = owner
         self.nested = {
             each.name
-            for each in ast.walk(function)
+            for each in _nodes(function)
             if isinstance(each, FUNCTIONS) and each is not function
         }
         # A container that is a local dies with the function.
@@ -394,7 +401,7 @@ def _bindings(function: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None, as
     `+=`, `setattr`, and calls that put something into a container."""
     for target, value, _ in _assigned(function):
         yield target, value, target
-    for node in ast.walk(function):
+    for node in _nodes(function):
         if isinstance(node, ast.AugAssign) and not isinstance(node.target, ast.Name):
             yield node.target, node.value, node
         elif isinstance(node, ast.Assign):
@@ -420,7 +427,7 @@ def _making(node: ast.ClassDef) -> set[str]:
     found = set(MAKING)
     callers: dict[str, set[str]] = {}
     for method in (each for each in node.body if isinstance(each, FUNCTIONS)):
-        for each in ast.walk(method):
+        for each in _nodes(method):
             if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self":
                 callers.setdefault(each.attr, set()).add(method.name)
     while True:

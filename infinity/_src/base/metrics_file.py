@@ -120,7 +120,6 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _row(line: str | bytes) -> dict[str, Any] | None:
-    """Decode a line; None for one that is no record."""
     try:
         row = json.loads(line)
     # ValueError: no JSON, no UTF-8, or a number of thousands of digits.

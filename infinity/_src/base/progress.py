@@ -50,7 +50,6 @@ class ProgressLine:
         self._width = 0
 
     def advance(self, size_bytes: int) -> None:
-        """Add bytes that are done."""
         self._done += size_bytes
         now = time.monotonic()
         if not self._shown or now < self._next_s:

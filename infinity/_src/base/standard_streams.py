@@ -37,7 +37,6 @@ class SafeStream:
         return self._stream is None or bool(getattr(self._stream, "closed", False))
 
     def isatty(self) -> bool:
-        """Return whether the stream is a terminal."""
         return not self.closed and bool(self._stream.isatty())
 
     def write(self, text: str) -> int:
@@ -55,7 +54,6 @@ class SafeStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write texts one after the other."""
         for line in lines:
             self.write(line)
 

@@ -245,7 +245,6 @@ class Timeline:
         return sorted(found, key=lambda span: (span.start_ns, span.end_ns))
 
     def clear(self) -> None:
-        """Forget every span."""
         with self._lock:
             self._count = 0
             # Names may be of a model that is gone.
@@ -374,7 +373,6 @@ class LoopWaits:
 
     @property
     def total_s(self) -> float:
-        """Seconds of both."""
         return self.units_s + self.updates_s
 
 

@@ -591,7 +591,6 @@ class CheckpointCall:
         self._saved = saved
 
     def inputs(self) -> list[torch.Tensor]:
-        """The inputs that live."""
         return [tensor for ref in self._inputs if (tensor := ref()) is not None]
 
     def pairs(self) -> list[tuple[torch.Tensor, Any]]:

@@ -164,27 +164,22 @@ class Format(int):
 
     @property
     def code(self) -> int:
-        """Return the plain number."""
         return int(self)
 
     @property
     def master(self) -> Master:
-        """Encoding of the parameter and its master."""
         return Master(self & 255)
 
     @property
     def moments(self) -> Moments:
-        """Encoding of the moments."""
         return Moments(self >> 8 & 255)
 
     @property
     def count(self) -> int:
-        """Number of moments."""
         return self >> 16 & 255
 
     @property
     def grad(self) -> GradSection:
-        """Encoding of the section of spilled gradients."""
         return GradSection(self >> 24)
 
     def with_grad(self, grad: int) -> Format:

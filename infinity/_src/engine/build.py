@@ -123,17 +123,14 @@ class Split:
 
     @property
     def comm(self) -> Comm:
-        """The engine's collectives."""
         return self.ranks.comm
 
     @property
     def flats(self) -> list[Flat]:
-        """All flats, in order."""
         return [flat for unit in self.units for flat in unit.flats]
 
     @property
     def params(self) -> list[Param]:
-        """All parameters, in order."""
         return [param for unit in self.units for param in unit.params]
 
 
@@ -148,12 +145,10 @@ class Tiers:
 
     @property
     def executor(self) -> Executor:
-        """Reads, writes and updates chunks."""
         return self.storage.executor
 
     @property
     def store(self) -> StateStore:
-        """The states at rest."""
         return self.storage.store
 
 

@@ -273,7 +273,6 @@ class NodeResources:
         return topology.local_rank if topology.nodes > 1 else self.number
 
     def _with_part_of_bandwidths(self, policy: Policy) -> Policy:
-        """Divide the policy's bandwidths by the ranks that share each drive."""
         given = policy.io_settings.bandwidths
         parts = {
             name: (read / n, write / n)

@@ -80,7 +80,6 @@ class OptimizerRegistry:
         self._has_gradient_memory = False
 
     def optimizer_of(self, param: Param) -> Optimizer | None:
-        """Return the optimizer of a parameter, or None."""
         found = self._optimizers.get(param)
         return found() if found is not None else None
 
@@ -264,7 +263,6 @@ class OptimizerRegistry:
 
     @property
     def _registered(self) -> list[Flat]:
-        """Flats that rest with optimizer states."""
         return [flat for flat in self._flats if flat in self._formats]
 
     @property

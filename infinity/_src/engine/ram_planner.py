@@ -93,7 +93,6 @@ class PlacementPlanner:
 
     @property
     def plan(self) -> PlacementPlan:
-        """Plan in force."""
         assert self._plan is not None
         return self._plan
 
@@ -104,7 +103,6 @@ class PlacementPlanner:
 
     @property
     def spilled(self) -> list[Flat]:
-        """Flats whose gradients spill under the plan in force."""
         return [flat for flat, gone in zip(self._flats, self.plan.spilled, strict=True) if gone]
 
     def state_format(self, flat: Flat, moments: int = 2) -> Format:
@@ -233,7 +231,6 @@ class PlacementPlanner:
         self._plan = plan
 
     def close(self) -> None:
-        """Give the budget back."""
         LEDGER.release(self._owner)
 
     def _enforce(self, plan: PlacementPlan) -> PlacementPlan:

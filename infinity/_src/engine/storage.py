@@ -77,7 +77,6 @@ def _open_space(
     world: int,
     undo: contextlib.ExitStack,
 ) -> SwapSpace | None:
-    """Open the swap space of the policy; None if it names no drives."""
     if not policy.directories:
         return None
     # Null drives write nothing, so their files take no room.
@@ -95,7 +94,6 @@ def _open_space(
 def _open_run(
     policy: Policy, rank: int, world: int, undo: contextlib.ExitStack
 ) -> RunFiles | None:
-    """Open the files of a durable run, if the policy has one."""
     if not policy.durable:
         return None
     run = RunFiles(policy.directories, rank, world, released=policy.durable == "new")
@@ -124,7 +122,6 @@ def _executor_options(
     *,
     on_gpu: bool,
 ) -> dict[str, Any]:
-    """Return the options of the executor that policy, plan and node decide."""
     settings = policy.io_settings
     return {
         "small": PoolSpec(plan.small_count, plan.small_bytes),
@@ -254,7 +251,6 @@ class Storage:
         return self._activations
 
     def activation_figures(self) -> ActivationFigures:
-        """Return the figures of boundary activations so far."""
         return self._activations.figures() if self._activations is not None else ActivationFigures()
 
     def activations_moved(self) -> tuple[int, int]:

@@ -140,7 +140,6 @@ def may_be_triton(name: str) -> bool:
 
 
 def _choose(name: str, device: torch.device, trial: Trial | None) -> tuple[str, str]:
-    """Choose an implementation, and say why."""
     chosen = _chosen(name)
     if chosen == "torch":
         return "torch", "forced"

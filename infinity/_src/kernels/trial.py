@@ -115,7 +115,6 @@ def _denormals_kept() -> Iterator[None]:
 
 
 def _on_device(trial: Trial, device: torch.device) -> dict[str, torch.Tensor]:
-    """Run Triton on `device`, and return what it wrote, on the CPU."""
     with on_device(device), torch.cuda.stream(_stream(device)):
         outputs = trial.outputs("triton", device, *trial.form)
         return {name: values.cpu() for name, values in outputs.items()}

@@ -265,7 +265,6 @@ def _check_sections(
 def _parts(
     states: Format, sections: Sequence[torch.Tensor], start: int, numel: int
 ) -> list[torch.Tensor]:
-    """Slice each section to the bytes of the elements [start, start + numel)."""
     parts = []
     # Not strict: a section `grad` is left out.
     for section, what in zip(sections, states.sections, strict=False):
@@ -283,7 +282,6 @@ class _Memory:
 
 
 def _gradient(seg: Any, base: int, device: torch.device) -> torch.Tensor:
-    """The segment's gradient, a view of where it lies."""
     dtype = GRAD_DTYPES[GradDtype(int(seg["grad_dtype"]))]
     address, size = (
         int(seg["grad"]) + base * int(seg["relative"]),
@@ -370,7 +368,6 @@ def _updated_sample(
 
 
 def _sample_row(algorithm: Algorithm, moments: int) -> npt.NDArray[np.void]:
-    """Make a HYPER record of a step whose gradient was scaled and clipped."""
     log = (("mul", 0.75), ("div", 3.0))
     if algorithm is Algorithm.ADAMW:
         return hyper_row_adamw(

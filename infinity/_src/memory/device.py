@@ -89,7 +89,6 @@ class Device:
 
     @property
     def mask(self) -> int:
-        """Bit in the mask of jobs whose addresses are in device memory."""
         return MASK_DEVICE if self.copies else 0
 
     def attach(self, executor: Executor) -> None:
@@ -186,7 +185,6 @@ class Device:
                 line.advance(slab.size_bytes)
 
     def unpin(self, slab: Slab) -> None:
-        """Unpin a slab that `pin` has pinned."""
         if self.driver is not None:
             self.driver.unpin(slab.address)
 
@@ -257,7 +255,6 @@ class GradOffload:
 
     @property
     def leaving_bytes(self) -> int:
-        """Bytes of gradients under way."""
         return self._bytes
 
     def _make_room(self, size_bytes: int) -> None:

@@ -55,11 +55,9 @@ class Drives:
 
     @property
     def lost(self) -> DriveLostError | None:
-        """The error of the first drive that was lost."""
         return self._lost
 
     def check(self) -> None:
-        """Raise if a drive is known to be lost."""
         if self._lost is not None:
             # One exception is raised many times: its traceback would grow, and hold frames.
             raise self._lost.with_traceback(None)

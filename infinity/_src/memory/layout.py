@@ -119,17 +119,14 @@ class ChunkSpans(Sequence[ChunkSpan]):
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Element of the shard at which each chunk starts."""
         return np.arange(0, self.shard_numel, self.chunk_numel, dtype=np.int64)
 
     @property
     def numels(self) -> npt.NDArray[np.int64]:
-        """Elements of each chunk."""
         return np.minimum(self.chunk_numel, self.shard_numel - self.starts)
 
     @property
     def numel_max(self) -> int:
-        """Elements of the largest."""
         return min(self.chunk_numel, self.shard_numel)
 
     def touched(self, start: int, numel: int) -> range:
@@ -154,7 +151,6 @@ class Segments(NamedTuple):
     element: npt.NDArray[np.int64]
 
     def nothing(self) -> Segments:
-        """Return no segment."""
         return Segments(*(column[:0] for column in self))
 
 
@@ -175,7 +171,6 @@ class FlatLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole flat, padding included."""
         return self.shard_numel * self.world
 
     @functools.cached_property
@@ -190,7 +185,6 @@ class FlatLayout:
 
     @property
     def chunks(self) -> ChunkSpans:
-        """Chunks of one shard, in order."""
         return ChunkSpans(self.shard_numel, self.chunk_numel)
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int, int]:

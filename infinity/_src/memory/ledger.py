@@ -44,11 +44,9 @@ class RamLedger:
         )
 
     def release(self, owner: int) -> None:
-        """Remove the entry of `owner`."""
         self._reserved.pop(owner, None)
 
     def others_bytes(self, owner: int) -> int:
-        """Add up the bytes that other owners hold."""
         return sum(size for key, (size, _) in self._reserved.items() if key != owner)
 
     def others_spare_bytes(self, owner: int) -> int:

@@ -41,14 +41,12 @@ class Copied:
 
     @property
     def total(self) -> float:
-        """Both directions."""
         return self.h2d + self.d2h
 
     def __add__(self, other: Copied) -> Copied:
         return Copied(self.h2d + other.h2d, self.d2h + other.d2h)
 
     def scaled(self, factor: float) -> Copied:
-        """Multiply by a factor."""
         return Copied(self.h2d * factor, self.d2h * factor)
 
 
@@ -63,14 +61,12 @@ class Copies:
 
     @property
     def total(self) -> Copied:
-        """Sum of the two parts."""
         return self.beside_states + self.rest
 
     def __add__(self, other: Copies) -> Copies:
         return Copies(self.beside_states + other.beside_states, self.rest + other.rest)
 
     def scaled(self, factor: float) -> Copies:
-        """Multiply by a factor."""
         return Copies(self.beside_states.scaled(factor), self.rest.scaled(factor))
 
 

@@ -75,12 +75,10 @@ class FlatNeed:
     # Cached, since a plan asks for them once per chunk, and a large model has a million chunks.
     @functools.cached_property
     def numels(self) -> tuple[int, ...]:
-        """Elements of each chunk."""
         return tuple(self.layout.chunks.numels.tolist())
 
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:
-        """Sections of its format."""
         return sections_of(self.format, self.layout.itemsize)
 
     @property
@@ -268,12 +266,10 @@ class PlacementPlan:
 
     @property
     def pools(self) -> tuple[int, int]:
-        """Sizes of the slots in the two pools, small and large."""
         return self.small_bytes, self.large_bytes
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pinned slots."""
         return self.small_count * self.small_bytes + self.large_count * self.large_bytes
 
     @property
@@ -288,7 +284,6 @@ class PlacementPlan:
 
     @property
     def spilled(self) -> tuple[bool, ...]:
-        """Flags of the flats whose gradients spill."""
         return tuple(bool(each.grad) for each in self.formats)
 
 
@@ -552,7 +547,6 @@ class _SpillChoice:
         return (reads / read + writes / write) / need.versions
 
     def _grad_worth(self) -> float:
-        """Time per step that a byte of gradients in RAM saves."""
         count = move_counts(self._given.load.update, self._given.load.micro_batches)
         read, write = self._given.load.bandwidths
         # Not divided by versions: gradients have one.

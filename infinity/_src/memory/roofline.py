@@ -103,7 +103,6 @@ class AtRest:
 
     @property
     def total(self) -> float:
-        """Sum of all kinds."""
         return self.states + self.grads + self.frozen
 
     def __add__(self, other: AtRest) -> AtRest:
@@ -194,7 +193,6 @@ class Traffic:
 
     @property
     def total(self) -> Moved:
-        """Sum of all kinds."""
         return Moved(self.params_read) + self.states + self.grads + self.activations
 
     @property

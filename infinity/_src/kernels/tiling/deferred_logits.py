@@ -122,7 +122,6 @@ class UncomputedLogits(torch.Tensor):
         return self._materialized or written
 
     def materialize(self, what: str) -> torch.Tensor:
-        """Make these ordinary logits."""
         if not self._materialized:
             with torch.set_grad_enabled(self._graph):
                 self._become_ordinary(what)
@@ -343,7 +342,6 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _versions(head: TiledHead, hidden: torch.Tensor) -> tuple[int, ...]:
-    """Return version counters that change when the logits do."""
     params = [
         *head.tile_parameters(),
         *(param for param in head._parameters.values() if param is not None),
@@ -356,7 +354,6 @@ def _versions(head: TiledHead, hidden: torch.Tensor) -> tuple[int, ...]:
 
 
 def _compute(value: Any, what: str) -> Any:
-    """Replace deferred logits in `value` by ordinary tensors."""
     if isinstance(value, DeferredLogits):
         return value.compute(what)
     if type(value) in (list, tuple):

@@ -85,7 +85,6 @@ def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = 
 
 
 def _chosen(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Module]:
-    """Choose the modules to tile, by name."""
     stacks = {
         name: module for name, module in model.named_modules() if name and is_stack(module)
     }
@@ -109,7 +108,6 @@ def is_stack(module: nn.Module) -> bool:
 
 
 def _check(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Raise ValueError unless the stack can be replaced by tiles."""
     stacks = {attr: value for attr, value in module._parameters.items() if value is not None}
     others = [attr for attr in stacks if attr not in EXPERT_STACKS]
     others += [f"{inner}.{attr}" for inner, child in module.named_children()
@@ -201,7 +199,6 @@ def _gate(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _tiled(module: nn.Module, experts: int) -> TiledExperts:
-    """Make tiles of copies of the module's stacks."""
     stacks = {attr: value for attr, value in module._parameters.items() if value is not None}
     count = len(stacks["down_proj"])
     ends = [*range(0, count, experts), count]

@@ -132,15 +132,12 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """Weight and the modules that hold it, with their names."""
-
     weight: torch.Tensor
     grid: Grid
     modules: list[tuple[str, nn.Module]]
 
 
 def _chosen(model: nn.Module, tiles: Tiles, names: Iterable[str] | None) -> dict[str, nn.Linear]:
-    """Choose the linears to tile, by name."""
     modules = dict(model.named_modules())
     # Exactly torch's own: subclasses are left out.
     linears = {name: module for name, module in modules.items() if type(module) is nn.Linear}
@@ -236,7 +233,6 @@ def _declared_ties(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _check(name: str, module: nn.Module, attr: str, wanted: str) -> None:
-    """Raise unless the module can be replaced by a tiled one."""
     shared = f"{wanted}.weight is shared with {name}.{attr}, " if name != wanted else ""
     leave = f"; leave {wanted} out of inf.tile_linears(names=...)"
     is_embedding = type(module) is nn.Embedding

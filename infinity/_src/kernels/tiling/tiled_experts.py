@@ -186,7 +186,6 @@ class TiledExperts(TiledModule):
         return total
 
     def extra_repr(self) -> str:
-        """Sizes, for people."""
         return f"num_experts={self.num_experts}, tiles={len(self._tile_names)}"
 
 
@@ -198,7 +197,6 @@ class ChosenTiles(nn.Module):
     """
 
     def forward(self, used: list[bool]) -> list[bool]:
-        """Return `used`."""
         return used
 
 
@@ -280,7 +278,6 @@ class ExpertsTile(Tile):
 
 
 def _changed(weight: torch.Tensor, changes: Sequence[LowRank]) -> torch.Tensor:
-    """Add changes to one expert's weight, as PEFT adds them to a whole stack."""
     dtype = weight.dtype
     if len(changes) == 1:
         (one,) = changes

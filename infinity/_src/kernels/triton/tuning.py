@@ -75,7 +75,6 @@ class MatrixUnit(enum.Enum):
 
     @classmethod
     def current(cls) -> MatrixUnit:
-        """Return the unit of the thread's current device."""
         return {9: cls.WARPGROUP, 10: cls.TENSOR_MEMORY, 11: cls.TENSOR_MEMORY}.get(
             architecture() // 10, cls.WARP
         )
@@ -237,7 +236,6 @@ def using(index: int) -> Iterator[None]:
 
 
 def _constants(config: Any) -> dict[str, Any]:
-    """Make the keyword arguments of a launch with a configuration."""
     if choice.interpreted():
         return dict(config.kwargs)
     return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
