@@ -34,10 +34,8 @@ if TYPE_CHECKING:
     from infinity._src.kernels.tiling.tile_experts import tile_experts
     from infinity._src.kernels.tiling.tile_model import tile_linears, tile_loss
     from infinity._src.microbatch.microbatched import microbatched, slices_of
-    from infinity._src.optim.adamw import AdamW
     from infinity._src.optim.elementwise import Elementwise
-    from infinity._src.optim.lion import Lion
-    from infinity._src.optim.sgd import SGD
+    from infinity._src.optim.kernel_optimizers import SGD, AdamW, Lion
     from infinity._src.params.materialize import TensorSource
 
 _HOMES = {
@@ -50,9 +48,9 @@ _HOMES = {
     "handle": "infinity._src.engine.handle",
     "is_offloaded": "infinity._src.engine.handle",
     "Handle": "infinity._src.engine.handle",
-    "AdamW": "infinity._src.optim.adamw",
-    "SGD": "infinity._src.optim.sgd",
-    "Lion": "infinity._src.optim.lion",
+    "AdamW": "infinity._src.optim.kernel_optimizers",
+    "SGD": "infinity._src.optim.kernel_optimizers",
+    "Lion": "infinity._src.optim.kernel_optimizers",
     "Elementwise": "infinity._src.optim.elementwise",
     "export_dcp": "infinity._src.engine.interchange",
     "export_safetensors": "infinity._src.engine.interchange",

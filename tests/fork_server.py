@@ -14,7 +14,7 @@ NAMES = (
     "encodings.ascii",
     "liburing",
     "infinity._src.kernels.hyper",
-    "infinity._src.optim.adamw",
+    "infinity._src.optim.kernel_optimizers",
     "infinity._src.engine.save_restore",
     "infinity._src.checkpoint.restore",
     "infinity._src.checkpoint.reader",
