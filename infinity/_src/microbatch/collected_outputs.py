@@ -42,7 +42,6 @@ def can_be_told_apart() -> bool:
 
 
 def _collector() -> Any:
-    """Return the variable of transformers with the lists of the call that runs, or None."""
     # Private, and loaded with the first model that collects outputs.
     module = sys.modules.get("transformers.utils.output_capturing")
     return getattr(module, "_active_collector", None)

@@ -96,7 +96,6 @@ def microbatched(
 
 
 def _check(model: nn.Module, n: int, shared: Sequence[str], checkpoint: bool) -> None:
-    """Raise ValueError for arguments of `microbatched` that are none."""
     # `type`, not isinstance: True is an int.
     if type(n) is not int or n < 1:
         raise ValueError(f"n={n!r} is not a positive whole number: the number of slices of a batch")
@@ -189,7 +188,6 @@ def slice_grads(model: nn.Module, grad_dtype: torch.dtype | None) -> SliceGrads 
 
 
 def _roles(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, Role]:
-    """Choose the modules that run in slices, and those around them."""
     if not blocks:
         raise SlicesError(
             "inf.microbatched found no blocks: the model has neither _no_split_modules nor a "

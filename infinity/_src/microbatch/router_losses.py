@@ -81,7 +81,6 @@ def with_router_losses(
 def _flagged(
     names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any], *, on: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with `FLAG` on or off."""
     place = names.index(FLAG)
     if place < len(args):
         return (*args[:place], on, *args[place + 1 :]), kwargs
@@ -89,7 +88,6 @@ def _flagged(
 
 
 def _check(losses: Sequence[Any], owner: str, name: str) -> None:
-    """Raise SlicesError for losses that are not those of slices."""
     for loss in losses:
         if isinstance(loss, Unneeded):
             raise _refusal(

@@ -161,14 +161,12 @@ def _aligned(whole: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 
 def _copied(whole: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Copy rows of a tensor."""
     part = whole[first:last]
     strides = None if whole.is_contiguous() else _strides_with(whole, last - first)
     return part.clone() if strides is None else _empty(part, last - first, strides).copy_(part)
 
 
 def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate along the rows."""
     first, rows = parts[0], sum(map(len, parts))
     strides = None if first.is_contiguous() else _strides_with(first, rows)
     if strides is None:

@@ -140,7 +140,6 @@ def _mark(value: Any) -> object:
 
 
 def _is_generator(value: Any) -> bool:
-    """True for generators of random numbers, of torch, Python or NumPy."""
     ours = isinstance(value, (torch.Generator, random.Random))
     return ours or type(value).__module__.startswith("numpy.random")
 

@@ -95,7 +95,6 @@ class SlicedLogits(UncomputedLogits):
         return torch.autocast(self.infinity_inputs[0].device.type, dtype, enabled)
 
     def _compute_anew(self, what: str) -> torch.Tensor:
-        """Compute the logits of all rows, slice by slice."""
         run, hidden = self._run, self.infinity_inputs[0]
 
         def compute(forward: Callable[..., Any]) -> Any:

@@ -241,7 +241,6 @@ class BackwardUpdate(DeferredUpdate):
             self._update(due)
 
     def _update(self, unit: Unit) -> None:
-        """Submit the update of a unit, and mark its gradients as consumed."""
         ready = self._ready[unit]
         for param in ready:
             assert param.grad is not None
@@ -296,7 +295,6 @@ class BackwardUpdate(DeferredUpdate):
                 self._captured[holder] = values_of(holder)
 
     def _work(self, params: list[Param]) -> list[Work]:
-        """Return the work of these parameters, each from its own optimizer."""
         by_holder: dict[UpdatingOptimizer, list[Param]] = {}
         for param in params:
             holder = self._optimizer_of(param)

@@ -432,7 +432,6 @@ def engine_of(param: Param) -> StepEngine:
 
 
 def _by_engine(params: Iterable[Param]) -> dict[StepEngine, list[Param]]:
-    """Sort parameters by the engine that owns them."""
     found: dict[StepEngine, list[Param]] = {}
     for param in params:
         found.setdefault(engine_of(param), []).append(param)

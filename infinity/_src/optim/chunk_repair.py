@@ -213,7 +213,6 @@ class ChunkRepair:
         )
 
     def _unreadable(self, flats: Iterable[Flat]) -> list[tuple[ChunkAt, AioError]]:
-        """Read all states of these flats. Returns the chunks that cannot be read. Blocks."""
         chunks = [at for flat in dict.fromkeys(flats) for at in self._store.chunks_of(flat)]
         return self._store.verify(chunks, reads=self._reads)
 

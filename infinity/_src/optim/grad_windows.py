@@ -36,7 +36,6 @@ def window_bytes(sizes: Iterable[int]) -> int:
 
 
 def _place_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes that a window takes in the ring."""
     # Never none: a full ring with a window of no bytes at its wrap looks as if it had not wrapped,
     # and windows behind it would be given out again.
     return max(window_bytes(sizes), _ALIGNMENT_BYTES)
@@ -248,7 +247,6 @@ class GradWindows:
         return 0 if size_bytes <= first else None
 
     def _wait_read(self, ticket: Ticket) -> None:
-        """Block until an update has read its window."""
         while not ticket.filled:
             try:
                 # Of the memory that it writes, some is on the device.

@@ -124,7 +124,6 @@ def jobs_of_unit(
 
 
 def _grad_of(gradient: torch.Tensor | None) -> tuple[int, int, int]:
-    """Return a record of _GRAD."""
     # The executor reads it from the chunk itself.
     if gradient is None:
         return (0, 0, GradDtype.SECTION)
