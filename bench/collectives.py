@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from infinity._src.base.torch_compat import all_gather_single
 from infinity._src.distributed.collectives import Collectives
-from infinity._src.distributed.names import NAME_BYTES, NameExchange
+from infinity._src.distributed.order_agreement import NAME_BYTES, OrderAgreement
 from infinity._src.distributed.topology import Topology
 from infinity._src.distributed.transport import GlooTransport, NcclTransport
 from infinity._src.kernels import comm_codec
@@ -60,7 +60,7 @@ class Cases:
         gloo = GlooTransport(self.group, cpu)
         topology = Topology.of(self.rank, self.world, self.world)
         self.collectives = Collectives(topology, gloo, cpu)
-        self.names = NameExchange(topology, self.group)
+        self.names = OrderAgreement(topology, self.group)
         # The same calls as over NCCL.
         self.whole_calls = NcclTransport(self.group, cpu)
         numel = size_bytes // 2 // self.world // 3 * 3

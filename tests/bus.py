@@ -53,20 +53,21 @@ class Crossing:
 
     where: file and function of the engine. what: "copy", "read" or "kernel", and torch's function.
     pinned: the host's side of it. waits: the thread waits until the device has come to it.
-    in_lane: not on the thread that trains.
+    in_comm_stream: not on the thread that trains.
     """
 
     where: str
     what: str
     pinned: bool
     waits: bool
-    in_lane: bool
+    in_comm_stream: bool
 
     @property
     def smooth(self) -> bool:
-        """True if it holds nothing up: an asynchronous copy of pinned memory, on a lane's
-        stream."""
-        return self.what.startswith("copy") and self.pinned and not self.waits and self.in_lane
+        """True if it holds nothing up: an asynchronous copy of pinned memory, on a communication
+        stream's stream."""
+        copies = self.what.startswith("copy") and self.pinned
+        return copies and not self.waits and self.in_comm_stream
 
 
 class Bus:
@@ -114,9 +115,9 @@ class Bus:
         """Note a crossing."""
         pinned = bool(host) and all(_inside(self._pinned, one.data_ptr()) for one in host)
         if self.training:
-            in_lane = threading.get_ident() != self._main
+            in_comm_stream = threading.get_ident() != self._main
             with self._lock:
-                self.found[Crossing(where, name, pinned, waits, in_lane)] += 1
+                self.found[Crossing(where, name, pinned, waits, in_comm_stream)] += 1
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Look at a call of torch that has returned."""

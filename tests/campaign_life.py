@@ -220,7 +220,7 @@ class Held:
         threads = [each.name for each in threading.enumerate()]
         if ranks > 1:
             threads = [name for name in threads if name.startswith("infinity")
-                       and not name.startswith("infinity-lane-")]  # fmt: skip
+                       and not name.startswith("infinity-comm-")]  # fmt: skip
         else:
             # Native threads, too.
             threads = [name.name for name in Path("/proc/self/task").iterdir()]

@@ -20,8 +20,8 @@ LATE_BOUND = {
     "pipeline counts",
     "Device._executor": "the executor is opened with sizes that depend on the device, and the "
     "device copies by the executor",
-    "on_failure": "the watchdog watches before a lane is made, since making one waits for all "
-    "ranks; groups are then aborted, and a lane that waits is woken, at the first failure",
+    "on_failure": "the watchdog watches before a communication stream is made, since making one "
+    "waits for all ranks; at the first failure groups are aborted, and streams that wait are woken",
 }
 """Fields that may be bound late, and why. At most 5."""
 FLOORS_MAX, ARROWS_MAX = 10, 107

@@ -2,11 +2,11 @@
 pinned left behind, and nothing on the bus that holds the device up.
 
 What this covers: copies of the executor (fetches into gathered units, gradients on their way out)
-against what the lanes read and write. A lane's work is announced as done by the host on the lane's
-thread, which is what it is here: gloo, ordinary memory. What it does not: with CUDA a lane launches
-kernels and NCCL on a stream of its own (infinity/_src/distributed/lanes.py), which the simulation
-does not know, nor does it tell one thread of the host from another: order between streams, and
-between threads, needs a GPU.
+against what the communication streams read and write. The simulation counts a communication
+stream's work as done by the host, on that stream's thread, which is true here: gloo, ordinary
+memory. What this does not cover: with CUDA a communication stream launches kernels and NCCL on a
+CUDA stream (infinity/_src/distributed/comm_streams.py), which the simulation does not know. Nor
+does it distinguish threads of the host. Order between streams, and between threads, needs a GPU.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def shards(secondary: SecondaryShards, unit: Unit) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def lanes_announced(device: Simulated) -> Iterator[None]:
-    """Announce to the simulation each read and write by lanes of gathered units."""
+def streams_announced(device: Simulated) -> Iterator[None]:
+    """Announce to the simulation each read and write by communication streams of gathered units."""
     patch = pytest.MonkeyPatch()
 
     def touch(tensor: torch.Tensor, writes: bool, what: str) -> None:
@@ -124,17 +124,17 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
 
     def spreads(self: Collectives, wholes: Sequence[Parts], *, across: bool = True) -> None:
         for parts in wholes:
-            touch(parts[self.topology.rank], False, "a lane sends this rank's shard")
+            touch(parts[self.topology.rank], False, "a stream sends this rank's shard")
             for rank in range(self.topology.world):
                 if rank != self.topology.rank and (across or rank in self.topology.node_ranks):
-                    touch(parts[rank], True, "a lane receives a shard")
+                    touch(parts[rank], True, "a communication stream receives a shard")
         spread(self, wholes, across=across)
 
     def spreads_coded(self: Collectives, wholes: Sequence[Parts]) -> None:
         coded(self, wholes)
         for parts in wholes:
             for part in parts:
-                touch(part, True, "a lane decodes a shard")
+                touch(part, True, "a communication stream decodes a shard")
 
     def puts(self: SecondaryShards, unit: Unit) -> Any:
         work = put(self, unit)
@@ -142,7 +142,7 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
         def announced() -> None:
             work()
             for shard in shards(self, unit):
-                touch(shard, True, "a lane loads a secondary shard")
+                touch(shard, True, "a communication stream loads a secondary shard")
 
         return announced
 
@@ -151,7 +151,7 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
 
         def announced() -> None:
             for shard in shards(self, unit):
-                touch(shard, False, "a lane stores a secondary shard")
+                touch(shard, False, "a communication stream stores a secondary shard")
             work()
 
         return announced
@@ -180,7 +180,7 @@ class OnBoth:
                 with (
                     watched() as bus,
                     simulated(pytest.MonkeyPatch(), seed=7 * index + rank) as device,
-                    lanes_announced(device),
+                    streams_announced(device),
                 ):
                     there = self.trained(index, chosen, training, rank, place)
                     to_device, from_device = device.copied()

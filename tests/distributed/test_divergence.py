@@ -61,8 +61,8 @@ def weights(model: Any) -> list[torch.Tensor]:
 
 
 def norm_alone(rank: int, place: Path) -> str:
-    """Rank 0 takes a norm that rank 1 does not: one waits in the control lane, the other in that of
-    gathers."""
+    """Rank 0 takes a norm that rank 1 does not: one waits in the control stream, the other in that
+    of gathers."""
     model, handle, optimizer = build(place)
     with raising(handle) as told:
         backward(model, rank, 0)
@@ -97,8 +97,8 @@ class Beside(torch.nn.Module):
 
 def gathers_alone(rank: int, place: Path) -> tuple[str, bool]:
     """Rank 0 gathers a unit, and rank 1 goes on with backward, whose units are in memory still: one
-    waits in the lane of gathers, the other in that of reductions, and neither has come as far as
-    the other."""
+    waits in the communication stream of gathers, the other in that of reductions, and neither has
+    come as far as the other."""
     torch.manual_seed(0)
     model: Any = inf.offload(
         Beside(), inf.Policy(params="cpu", optim="cpu", unit_bytes_max=20_000, rank_timeout_s=60.0)
@@ -116,7 +116,7 @@ def gathers_alone(rank: int, place: Path) -> tuple[str, bool]:
     return str(caught.value), isinstance(caught.value, RanksDiverged)
 
 
-def test_ranks_that_wait_in_two_lanes_for_each_other_are_told_both_names(tmp_path: Path) -> None:
+def test_ranks_that_wait_in_two_streams_for_each_other_are_told_both_names(tmp_path: Path) -> None:
     told = on_ranks(gathers_alone, tmp_path / "run", 2)
     assert any(diverged for _, diverged in told), told
     assert all("gather of" in text and "gradients of" in text for text, _ in told), told
@@ -274,7 +274,8 @@ def test_values_of_one_rank_alone_are_told_to_both_before_they_are_used(tmp_path
 
 
 def writes_alone(rank: int, place: Path) -> list[str]:
-    """Rank 0 writes through a window, rank 1 only looks; then both go on, in other lanes."""
+    """Rank 0 writes through a window, rank 1 only looks; then both go on, in other communication
+    streams."""
     found = []
     for values in ({}, {"params": "device", "zero": 2}):
         model, handle, optimizer = build(place, **values)

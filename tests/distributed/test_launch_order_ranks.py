@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 import infinity as inf
-from infinity._src.distributed.lanes import Lane, OrderedLane, PendingCollective
-from infinity._src.distributed.names import NameExchange
+from infinity._src.distributed.comm_streams import CommStream, OrderedCommStream, PendingCollective
+from infinity._src.distributed.order_agreement import OrderAgreement
 from infinity.aio import Seam
 from tests import harness, models
 from tests.distributed.ranks import on_ranks, shard_of
@@ -23,7 +23,7 @@ from tests.harness import Training
 from tests.launch_logs import Launch, objection
 
 LLAMA = Training(models.llama, steps=3, rows=6, lr=2e-3)
-CONTROL = ("infinity-lane-control", "infinity-lane-fork")
+CONTROL = ("infinity-comm-control", "infinity-comm-fork")
 QUEUES = {0: "gather", 1: "reduce"}
 POLICIES: list[dict[str, Any]] = [
     {"params": "nvme", "optim": "nvme", "ram": "min"},
@@ -42,20 +42,20 @@ class Logged:
         patch = pytest.MonkeyPatch()
         chance = random.Random(rank)
         log: list[Launch] = []
-        agree, run_one = NameExchange.agree, Lane._run_one
+        agree, run_one = OrderAgreement.agree, CommStream._run_one
         ready = PendingCollective.ready.fget
         assert ready is not None
         named: deque[tuple[int, str]] = deque()
         late: dict[int, float] = {}
 
-        def agreed(self: NameExchange, queue: int, what: str, **values: Any) -> bool:
-            # Control lanes have no queues, and names of their own.
+        def agreed(self: OrderAgreement, queue: int, what: str, **values: Any) -> bool:
+            # Control communication streams have no queues, and names of their own.
             if threading.current_thread().name not in CONTROL:
                 named.append((queue, what))
             return agree(self, queue, what, **values)
 
-        def launched(self: Lane, op: PendingCollective, *rest: Any) -> None:
-            if isinstance(self, OrderedLane):
+        def launched(self: CommStream, op: PendingCollective, *rest: Any) -> None:
+            if isinstance(self, OrderedCommStream):
                 queue, what = named.popleft()
                 assert what == op.what, (what, op.what)
                 log.append(Launch(queue, what, threading.get_ident()))
@@ -68,10 +68,10 @@ class Logged:
             )
             return ready(self) and time.monotonic() >= wait_s
 
-        patch.setattr(NameExchange, "agree", agreed)
-        patch.setattr(Lane, "_run_one", launched)
+        patch.setattr(OrderAgreement, "agree", agreed)
+        patch.setattr(CommStream, "_run_one", launched)
         patch.setattr(PendingCollective, "ready", property(is_ready))
-        patch.setattr("infinity._src.distributed.lanes._POLL_S", 0.001)
+        patch.setattr("infinity._src.distributed.comm_streams._POLL_S", 0.001)
         found = []
         try:
             for index, chosen in enumerate(POLICIES):

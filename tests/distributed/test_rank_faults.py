@@ -147,13 +147,13 @@ def open_in(directory: Path) -> tuple[str, ...]:
 
 
 def ours() -> tuple[str, ...]:
-    """Threads of ours. A lane may be stuck in gloo when a connection closed amid a send
-    (infinity/_src/distributed/process_groups.py)."""
+    """Threads of ours. A communication stream may be stuck in gloo when a connection closed amid
+    a send (infinity/_src/distributed/process_groups.py)."""
     names = (thread.name for thread in threading.enumerate())
     return tuple(
         name
         for name in names
-        if name.startswith("infinity") and not name.startswith("infinity-lane-")
+        if name.startswith("infinity") and not name.startswith("infinity-comm-")
     )
 
 
@@ -362,7 +362,8 @@ def test_a_failure_at_the_end_of_backward_leaves_nothing(
 
 
 def cannot_make_groups(rank: int, place: Path) -> tuple[str, str, list[str]]:
-    """Rank 0 has no descriptors for the second lane, when the others are about to meet it there."""
+    """Rank 0 has no descriptors for the second communication stream, when the others are about to
+    meet it there."""
     if rank == 0:
         before, calls = communicator.make_group, itertools.count()
 
@@ -391,7 +392,7 @@ def test_a_rank_that_fails_amid_opening_ends_the_others_and_leaves_no_thread(
     kind, text, threads = outcomes[1].result
     assert (kind, text) == ("RankFailed", "rank 0 failed: OSError: too many open files")
     # given up: torch knows no way to break off new_group()
-    assert set(threads) <= {"infinity-lane-exchange-maker"}
+    assert set(threads) <= {"infinity-comm-exchange-maker"}
 
 
 def test_a_rank_that_does_not_offload_is_named_after_rank_timeout_s(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def reads_badly(ranks: Ranks) -> Any:
     def work(group: Any) -> None:
         raise AioError("no such luck", path="/swap", op="read", length=4096)
 
-    op = ranks.lane.submit("sum", work)  # of the same name: it is the same collective
+    op = ranks.stream.submit("sum", work)  # of the same name: it is the same collective
     with pytest.raises(AioError, match="no such luck"):
         op.wait()
     with pytest.raises(AioError, match="no such luck"):
@@ -114,7 +114,7 @@ def wrong_call(ranks: Ranks) -> Any:
         raise RuntimeError("sizes differ")
 
     with pytest.raises(RuntimeError, match="sizes differ"):
-        ranks.lane.submit("sum", work).wait()
+        ranks.stream.submit("sum", work).wait()
     return ranks.watchdog.failure
 
 
@@ -209,7 +209,7 @@ def topologies(ranks: Ranks) -> Any:
 
 
 def many_work(ranks: Ranks) -> Any:
-    """Two lanes, each in its order; work of one does not wait for the other's."""
+    """Two communication streams, each in its order; work of one does not wait for the other's."""
     with watched.engine(ranks.rank, ranks.world, ranks.place, "other") as other:
         seen: list[int] = []
 
@@ -222,7 +222,7 @@ def many_work(ranks: Ranks) -> Any:
             return run
 
         turn = [ranks, other] if ranks.rank == 0 else [other, ranks]
-        ops = [lanes.lane.submit("sum", work(index)) for index in range(20) for lanes in turn]
+        ops = [streams.stream.submit("sum", work(index)) for index in range(20) for streams in turn]
         for op in ops:
             op.wait()
         assert all(op.done and op.finished() for op in ops)
@@ -270,7 +270,7 @@ def test_a_node_is_a_host_unless_a_mesh_says_otherwise(alive: dict[str, list[Any
         assert found == [Topology.of(rank, 3, local_world) for local_world in (3, 3, 3, 1)]
 
 
-def test_lanes_keep_their_order_whatever_the_order_among_them(alive: dict[str, list[Any]]) -> None:
+def test_streams_keep_order_whatever_the_order_among_them(alive: dict[str, list[Any]]) -> None:
     for seen in alive["many_work"]:
         assert seen == sorted(3 * index for index in range(20) for _ in range(2))
 
@@ -513,7 +513,7 @@ SCRIPT = """
 import sys
 import torch, torch.distributed as dist
 from infinity._src.distributed.process_groups import abort_groups, make_group
-from infinity._src.distributed.lanes import Lane
+from infinity._src.distributed.comm_streams import CommStream
 from infinity._src.distributed.topology import Topology, default_store
 from infinity._src.distributed.watchdog import Watchdog
 rank, init, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -521,12 +521,12 @@ dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
 watch = Watchdog(Topology.find(timeout_s=60.0), default_store(), timeout_s=60.0, name="engine")
 group = make_group(timeout_s=60.0) if how == "broken off" else dist.new_group()
 watch.on_failure.append(lambda: abort_groups([group]))
-lane = Lane("lane", group=group, watchdog=watch)
+stream = CommStream("stream", group=group, watchdog=watch)
 ones = torch.ones(1000)
-lane.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()
+stream.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()
 if rank == 1:
     sys.exit(0)
-lane.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()
+stream.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()
 """
 
 
@@ -534,7 +534,8 @@ lane.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()
     "how", ["broken off", pytest.param("not broken off", marks=pytest.mark.slow)]
 )
 def test_interpreters_end_without_close_and_say_so(tmp_path: Path, how: str) -> None:
-    """Rank 1 leaves without a word; rank 0 ends with RankFailed and a lane that nobody closed."""
+    """Rank 1 leaves without a word; rank 0 ends with RankFailed and a communication stream that
+    nobody closed."""
     command = [sys.executable, "-c", SCRIPT]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     processes = [

@@ -1,5 +1,5 @@
-"""Ranks that may die: processes of their own, each with a topology, a watch and a lane, and what
-became of every one."""
+"""Ranks that may die: processes of their own, each with a topology, a watch and a communication
+stream, and what became of every one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from infinity._src.distributed.lanes import Lane, PendingCollective
+from infinity._src.distributed.comm_streams import CommStream, PendingCollective
 from infinity._src.distributed.process_groups import abort_groups, make_group
 from infinity._src.distributed.topology import Topology, default_store
 from infinity._src.distributed.watchdog import Watchdog
@@ -46,25 +46,25 @@ class End:
 
 @dataclasses.dataclass
 class Ranks:
-    """Argument of a job: the rank, the world, a directory, and the rank's watchdog, lane and
-    group."""
+    """Argument of a job: the rank, the world, a directory, and the rank's watchdog, communication
+    stream and group."""
 
     rank: int
     world: int
     place: Path
     watchdog: Watchdog
-    lane: Lane
+    stream: CommStream
     group: Any
 
     def sum(self) -> PendingCollective:
-        """An all-reduce of ones in the lane."""
+        """An all-reduce of ones in the communication stream."""
 
         def work(group: Any) -> None:
             values = torch.ones(5000)
             dist.all_reduce(values, group=group)
             assert values[0] == self.world
 
-        return self.lane.submit("sum", work)
+        return self.stream.submit("sum", work)
 
     def until_failure(self, sums: int = 1_000_000) -> RankFailed | None:
         """The failure that sums after sums end with."""
@@ -95,7 +95,7 @@ def await_file(path: Path) -> None:
 def engine(
     rank: int, world: int, place: Path, name: str = "engine", **options: Any
 ) -> Iterator[Ranks]:
-    """A watch and a lane, closed at the end."""
+    """A watch and a communication stream, closed at the end."""
     options = {"timeout_s": 60.0, **options}
     watchdog = Watchdog(Topology.find(timeout_s=60.0), default_store(), name=name, **options)
     group = make_group(timeout_s=options["timeout_s"])
@@ -105,11 +105,11 @@ def engine(
         abort_groups([group])
 
     watchdog.on_failure.append(abort)
-    lane = Lane(name, group=group, watchdog=watchdog)
+    stream = CommStream(name, group=group, watchdog=watchdog)
     try:
-        yield Ranks(rank, world, place, watchdog, lane, group)
+        yield Ranks(rank, world, place, watchdog, stream, group)
     finally:
-        lane.close()
+        stream.close()
         watchdog.close()
         # A watchdog is in circles of references, and would keep the group until they are collected.
         watchdog.on_failure.remove(abort)

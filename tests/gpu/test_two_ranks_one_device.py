@@ -1,5 +1,5 @@
-"""Two processes on one device, whose tensors go over gloo through host memory: lanes, streams,
-events and allocators of two ranks, where NCCL would refuse the second rank.
+"""Two processes on one device, whose tensors go over gloo through host memory: communication
+streams, streams, events and allocators of two ranks, where NCCL would refuse the second rank.
 
 The bits are those of a plain loop that plays both ranks on the same device.
 """
@@ -24,7 +24,7 @@ from tests import harness, models
 from tests.device import simulated
 from tests.distributed.plain_ranks import Rules, assert_modelled
 from tests.distributed.ranks import assert_ranks_agree, named, on_ranks, shard_of
-from tests.distributed.test_device_ranks import lanes_announced
+from tests.distributed.test_device_ranks import streams_announced
 from tests.harness import Result, Training
 from tests.marks import mostly_slow
 
@@ -99,7 +99,7 @@ class Staged:
     def on_device(self, seed: int) -> Iterator[None]:
         """Sums in one order on a GPU; on a simulated device, every access announced."""
         if self.device == "simulated":
-            with simulated(pytest.MonkeyPatch(), seed=seed) as device, lanes_announced(device):
+            with simulated(pytest.MonkeyPatch(), seed=seed) as device, streams_announced(device):
                 yield
             return
         torch.use_deterministic_algorithms(self.device == "cuda", warn_only=True)

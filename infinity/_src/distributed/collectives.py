@@ -1,4 +1,4 @@
-"""Hierarchical collectives over a transport, without a thread (that is `lanes`).
+"""Hierarchical collectives over a transport, without a thread (that is `comm_streams`).
 
     all_gather            every rank has one part of a whole, and gets the others       (weights)
     reduce_scatter_mean   every rank has a whole, and gets the mean of one part of it   (gradients)

@@ -1,13 +1,14 @@
 """Collectives of one model's ranks: agreements, all_gather of weights, reduce_scatter of gradients.
 
-    control lane    flags, small sums, messages   the caller waits
-    exchange lane   shards of weights ("gather")  after this rank's shard was read, ahead of compute
-                    gradients ("reduce")          while backward goes on
+    control stream    flags, small sums, messages   the caller waits
+    exchange stream   shards of weights ("gather")  once this rank's shard is read, ahead of compute
+                      gradients ("reduce")          while backward runs
 
-Each lane is a thread with a process group of its own. The control lane runs what it gets in the
-order of submission, which is the order of the program, and so the same on every rank. The exchange
-lane has a queue for each kind, so that a gather that waits for a drive holds no reduction up. It
-launches from both in one order, which rank 0 names (`launch_order`). One rank alone calls nothing.
+Each communication stream is a thread with a process group of its own. The control stream runs what
+it gets in the order of submission, which is the order of the program, and so the same on every
+rank. The exchange stream has a queue for each kind, so that a gather that waits for a
+drive holds no reduction up. It launches from both in one order, which rank 0 names
+(`order_agreement`). One rank alone calls nothing.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import Tensor, uint8
 
 from infinity._src.base.torch_compat import all_gather_single
 from infinity._src.distributed.collectives import Collectives, Volume
-from infinity._src.distributed.lanes import Lane, OrderedLane, PendingCollective
-from infinity._src.distributed.names import NameExchange
+from infinity._src.distributed.comm_streams import CommStream, OrderedCommStream, PendingCollective
+from infinity._src.distributed.order_agreement import OrderAgreement
 from infinity._src.distributed.process_groups import abort_groups, make_group
 from infinity._src.distributed.topology import (
     Topology,
@@ -43,10 +44,11 @@ _ROUNDING_NEAR_ZERO = 1e-15
 
 
 class Comm:
-    """Communicator of this rank: its topology, and the lanes to the other ranks of the model.
+    """Communicator of this rank: its topology, and the communication streams to the other ranks of
+    the model.
 
-    The constructor alone makes a communicator without lanes, as one rank needs it. `open` adds
-    them.
+    The constructor alone makes a communicator without communication streams, as one rank needs it.
+    `open` adds them.
     """
 
     def __init__(self, topology: Topology | None = None) -> None:
@@ -54,14 +56,14 @@ class Comm:
         self.world, self.rank = self.topology.world, self.topology.rank
         self._group_world = group_world()
         self.watchdog: Watchdog | None = None
-        self._control: Lane | None = None
-        self._control_names: NameExchange | None = None
-        self._exchange: OrderedLane | None = None
-        # Of the exchange lane, by queue: the bytes of each are counted by themselves.
+        self._control: CommStream | None = None
+        self._control_agreement: OrderAgreement | None = None
+        self._exchange: OrderedCommStream | None = None
+        # Of the exchange stream, by queue: the bytes of each are counted by themselves.
         self._collectives: dict[str, Collectives] = {}
         self._timeout_s = 0.0
         self._groups: list[dist.ProcessGroup] = []
-        self._forks: list[Lane] = []
+        self._forks: list[CommStream] = []
         self._owns_watchdog = True
         # The error of everything once the device is stuck. Kept: it is raised after `close`, too.
         self._stuck: RankFailed | None = None
@@ -76,8 +78,8 @@ class Comm:
         name: str,
         transport: type[Transport] | None = None,
     ) -> Comm:
-        """Make a communicator with lanes, for a model that computes on `device`. Collective;
-        blocks.
+        """Make a communicator with communication streams, for a model that computes on `device`.
+        Collective; blocks.
 
         name: the engine's, the same on all ranks and used once: the records of its heartbeat stay
         in the store under it. transport: of tensors of the device; None: the device's own.
@@ -86,8 +88,8 @@ class Comm:
         if comm.world == 1:
             return comm
         comm._timeout_s = timeout_s
-        # Before the lanes: making a group waits for all ranks, and only the watchdog names a dead
-        # one.
+        # Before the communication streams: making a group waits for all ranks, and only the
+        # watchdog names a dead one.
         comm.watchdog = Watchdog(comm.topology, default_store(), timeout_s=timeout_s, name=name)
         # The failure must reach threads that are stuck in a backend, and cannot look at it.
         comm.watchdog.on_failure.append(comm._abort)
@@ -97,32 +99,33 @@ class Comm:
             comm._open_control("control")
             comm._open_exchange(device, transport or transport_for(device))
         except BaseException as error:
-            # Before close(): the others may wait for this rank in the making of a lane.
+            # Before close(): the others may wait for this rank in the making of a communication
+            # stream.
             comm.report_failure(error)
             comm.close()
             raise
         return comm
 
     def _open_control(self, name: str) -> None:
-        """Make a control lane with its process group. Collective; blocks."""
+        """Make a control stream with its process group. Collective; blocks."""
         assert self.watchdog is not None
         # Small values that the caller reads at once: on the CPU whatever the model computes on.
         (group,) = self._make_groups(name, ["gloo"])
-        self._control_names = NameExchange(self.topology, group)
-        self._control = Lane(name, group=group, watchdog=self.watchdog)
+        self._control_agreement = OrderAgreement(self.topology, group)
+        self._control = CommStream(name, group=group, watchdog=self.watchdog)
 
     def _open_exchange(self, device: torch.device, transport: type[Transport]) -> None:
-        """Make the exchange lane with its process groups. Collective; blocks."""
+        """Make the exchange stream with its process groups. Collective; blocks."""
         assert self.watchdog is not None
         # Names have a group of their own: they travel beside the data, and on the CPU.
         group, for_names = self._make_groups("exchange", [transport.backend, "gloo"])
-        names = NameExchange(self.topology, for_names)
+        names = OrderAgreement(self.topology, for_names)
         # One for both queues, whose work one thread launches.
         moved = transport(group, device)
         self._collectives = {
             queue: Collectives(self.topology, moved, device) for queue in ("gather", "reduce")
         }
-        self._exchange = OrderedLane(
+        self._exchange = OrderedCommStream(
             "exchange",
             list(self._collectives),
             group=group,
@@ -132,7 +135,9 @@ class Comm:
         )
         self._warm_up(self._exchange, moved, device)
 
-    def _warm_up(self, lane: OrderedLane, transport: Transport, device: torch.device) -> None:
+    def _warm_up(
+        self, stream: OrderedCommStream, transport: Transport, device: torch.device
+    ) -> None:
         """Exchange a little in every way that training does. Blocks.
 
         A backend connects ranks when they first exchange something, and CUDA loads kernels when
@@ -153,18 +158,18 @@ class Comm:
             collectives.reduce_scatter_mean([list(reduced)], [mean])
             collectives.all_reduce_or(flags)
 
-        op = lane.submit_to("gather", "the first exchange", work, numbered=False)
+        op = stream.submit_to("gather", "the first exchange", work, numbered=False)
         op.wait()
         if not op.finished():
             raise RankFailed("the first exchange between the ranks does not end on the device")
 
     def _make_groups(self, name: str, backends: Sequence[str]) -> list[dist.ProcessGroup]:
-        """Make the process groups of a lane, in a thread that can be given up.
+        """Make the process groups of a communication stream, in a thread that can be given up.
 
         new_group() waits for all ranks with no way to stop it, also for one that has failed.
         """
         assert self.watchdog is not None
-        maker = Lane(f"{name}-maker", group=None, watchdog=self.watchdog)
+        maker = CommStream(f"{name}-maker", group=None, watchdog=self.watchdog)
 
         def make(_group: Any) -> None:
             for backend in backends:
@@ -173,7 +178,7 @@ class Comm:
                 self._groups.append(group)
 
         try:
-            maker.submit(f"the making of the {name} lane", make, numbered=False).wait()
+            maker.submit(f"the making of the {name} stream", make, numbered=False).wait()
         except BaseException as error:
             # Before close(), which would wait for the rank that does not come.
             self.report_failure(error)
@@ -183,14 +188,15 @@ class Comm:
         return self._groups[-len(backends) :]
 
     def fork(self) -> Comm:
-        """Make a communicator of the same ranks with a control lane of its own, for another thread.
+        """Make a communicator of the same ranks with a control stream of its own, for another
+        thread.
 
         Collective; blocks.
         """
         other = Comm(self.topology)
         if self.world > 1:
             assert self.watchdog is not None
-            # One watchdog for both: a rank that fails has failed for every lane.
+            # One watchdog for both: a rank that fails has failed for every communication stream.
             other.watchdog, other._timeout_s, other._owns_watchdog = (
                 self.watchdog,
                 self._timeout_s,
@@ -247,15 +253,15 @@ class Comm:
     # -- control -----------------------------------------------------------------------------------
 
     def _run_control(self, what: str, work: Callable[[Any], object]) -> None:
-        """Run a collective in the control lane, once all ranks have come to the same. Blocks.
+        """Run a collective in the control stream, once all ranks have come to the same. Blocks.
 
         Raises: EngineClosed; RanksDiverged.
         """
-        if self._control is None or self._control_names is None:
+        if self._control is None or self._control_agreement is None:
             raise EngineClosed(
                 f"{what}: the engine of this model was closed, and its ranks exchange nothing more"
             )
-        names = self._control_names
+        names = self._control_agreement
 
         def checked(group: Any) -> None:
             # First: without it, ranks that differ would take each other's data for what they
@@ -446,8 +452,8 @@ class Comm:
         """
         # A call that is stuck on the CPU holds the memory of its own tensors, and nothing else
         # waits behind it.
-        lane, watchdog = self._exchange, self.watchdog
-        if lane is not None and watchdog is not None and not lane.drain() and lane.on_device:
+        stream, watchdog = self._exchange, self.watchdog
+        if stream is not None and watchdog is not None and not stream.drain() and stream.on_device:
             self._stuck = device_stuck(watchdog.failure)
         self.check_stuck()
 
@@ -461,20 +467,21 @@ class Comm:
             self._stuck = device_stuck(watchdog.failure)
 
     def close(self, *, ok: bool = True) -> None:
-        """Close the lanes, and publish that this rank leaves. Idempotent.
+        """Close the communication streams, and publish that this rank leaves. Idempotent.
 
         Blocks until what was submitted has ended, if all ranks live.
         """
-        lanes = [self._control, self._exchange, *self._forks]
-        for lane in lanes:
-            if lane is not None:
-                lane.close()
-        self._control = self._exchange = self._control_names = None
+        streams = [self._control, self._exchange, *self._forks]
+        for stream in streams:
+            if stream is not None:
+                stream.close()
+        self._control = self._exchange = self._control_agreement = None
         self._forks.clear()
         self._collectives.clear()
         if self.watchdog is not None and self._owns_watchdog:
             failed = self.watchdog.failure is not None
-            # After the lanes, which still need its verdict on ranks that do not come.
+            # After the communication streams, which still need its verdict on ranks that do not
+            # come.
             self.watchdog.close(ok)
             if self._abort in self.watchdog.on_failure:
                 self.watchdog.on_failure.remove(self._abort)

@@ -1,4 +1,4 @@
-"""Process groups of lanes, and aborting the collectives that are stuck in them.
+"""Process groups of communication streams, and aborting the collectives that are stuck in them.
 
 `ProcessGroupGloo.abort` does nothing in torch 2.13: a stuck collective stays so until its timeout
 (a test would notice the change). But gloo fails at once when a connection closes. So aborting shuts
@@ -150,7 +150,6 @@ def _without_teardown() -> Iterator[None]:
 
 
 def _epolls() -> set[int]:
-    """Find the epoll sets among this process's descriptors."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
@@ -166,7 +165,6 @@ def _watched(epoll: int) -> list[int]:
 
 
 def _shut_down(fd: int) -> None:
-    """Shut down both directions of a descriptor if it is a connection."""
     with contextlib.suppress(OSError):  # not a socket, not connected, or closed meanwhile
         # A duplicate, so that closing it leaves gloo's descriptor open.
         with socket.socket(fileno=os.dup(fd)) as connection:

@@ -47,8 +47,8 @@ _ALIGN_BYTES = 64
 class Transport(abc.ABC):
     """Base of the transports. Methods block; one thread calls at a time.
 
-    With tensors of a GPU, that thread is on the stream of a lane, and what was moved is complete
-    for work behind it on this stream.
+    With tensors of a GPU, that thread is on the stream of a communication stream, and what was
+    moved is complete for work behind it on this stream.
     """
 
     backend: ClassVar[str]
@@ -117,9 +117,9 @@ class NcclTransport(GlooTransport):
 class StagedTransport(Transport):
     """Messages of a device's tensors through host memory, over a transport of the CPU's.
 
-    A test seam: with it the lanes, streams, events and allocators of two ranks run on one GPU,
-    where NCCL refuses the second. Nothing else asks for it, since it is slow: each exchange waits
-    for the device. over: the transport of the copies.
+    A test seam: with it the communication streams, streams, events and allocators of two ranks run
+    on one GPU, where NCCL refuses the second. Nothing else asks for it, since it is slow: each
+    exchange waits for the device. over: the transport of the copies.
     """
 
     backend = "gloo"
@@ -169,7 +169,8 @@ class StagedTransport(Transport):
             # The smaller one goes first, so that both are never held. torch frees pinned memory
             # only behind the copies that use it.
             self._host = None
-            # Pinned: a copy from pageable memory would block, and not go by the lane's stream.
+            # Pinned: a copy from pageable memory would block, and not go by the CUDA stream of the
+            # communication stream.
             self._host = torch.empty(end, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         host = self._host
         return [

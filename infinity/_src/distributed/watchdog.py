@@ -166,7 +166,8 @@ class Watchdog:
         if self._unconfirmed:
             self._confirm_exception()
             self._unconfirmed = False
-        # Before it is submitted: the order of the program gives the number, not the lane's thread.
+        # Before it is submitted: the order of the program gives the number, not the communication
+        # stream's thread.
         self._number += 1
         what = what[-_NAME_MAX:]
         self._recent = (*self._recent[1 - _RECENT_MAX :], (self._number, what))
@@ -435,13 +436,11 @@ class Watchdog:
         )
 
     def _find_failure(self, what: str, number: int | None) -> RankFailed | None:
-        """Find a rank that will not come to this collective, as far as is known now."""
         return find_failure(
             self.topology.rank, self._others(), self._raised, what, number, dict(self._recent)
         )
 
     def _others(self) -> dict[int, RankRecord]:
-        """Records of the other ranks that have been read."""
         records = self._heartbeat.records if self._heartbeat is not None else []
         return {
             rank: record
@@ -616,17 +615,17 @@ def find_failure(
     raised: the numbers after which this rank itself broke off.
     names: this rank's own last few collectives, by number.
 
-    Two names under one number mean that programs have diverged, whichever lanes they are in: the
-    main thread gives each number once, in the order of the program, and what it published under a
-    number stays. A rank that is merely late is never accused: it has published nothing yet under
-    the numbers to come, and under those before the same as this rank.
+    Two names under one number mean that programs have diverged, whichever communication streams
+    they are in: the main thread gives each number once, in the order of the program, and what it
+    published under a number stays. A rank that is merely late is never accused: it has published
+    nothing yet under the numbers to come, and under those before the same as this rank.
 
     Ranks that wait for each other are found. Take two that have come to numbers `a` and `b`, a <=
-    b. Were all names up to `a` the same, each lane of both would begin with the same collectives.
-    Then the one that the first waits for would complete, since the other has submitted it. So some
-    name up to `a` differs. The differing name is among the last few, since a rank that has
-    submitted a stuck one soon waits; or names after it differ, too, being shifted. Other cases end
-    with the timeout.
+    b. Were all names up to `a` the same, each communication stream of both would begin with the
+    same collectives. Then the one that the first waits for would complete, since the other has
+    submitted it. So some name up to `a` differs. The differing name is among the last few, since a
+    rank that has submitted a stuck one soon waits; or names after it differ, too, being shifted.
+    Other cases end with the timeout.
     """
     if relayed := relayed_failure(me, others):
         return relayed

@@ -69,7 +69,8 @@ class RankSetup:
         self._secondary_bytes = 0
         self._unreduced: UnreducedGrads | None = None
         self._reduces: ReduceScatter | None = None
-        # Registered before anything else is made: later parts are closed before the lanes.
+        # Registered before anything else is made: later parts are closed before the communication
+        # streams.
         undo.callback(self.comm.close)
 
     def note(self, flat: Flat, values: torch.Tensor) -> int:

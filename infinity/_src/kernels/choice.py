@@ -210,7 +210,8 @@ def _fault(name: str, device: torch.device, trial: Trial | None, *, warn: bool) 
 def _tried(name: str, device: torch.device, trial: Trial) -> str:
     """Make a trial, if its form had none. Returns the fault that it, or the first failed trial of
     the operation, has found."""
-    # Threads of lanes and of backward may come at once: one of them compiles and compares.
+    # Threads of communication streams and of backward may come at once: one of them compiles and
+    # compares.
     with _trying:
         # Other forms are not tried after one has failed.
         if (name, device) in _failed or (name, device, trial.form) in _passed:

@@ -16,7 +16,7 @@ their bytes, as it does with the units below."""
 OFFLOAD_UNITS = 2
 """Units, of the largest, whose fresh gradients may leave the device; then backward waits."""
 
-# On several ranks; the lane of reductions is that far behind backward.
+# On several ranks; the communication stream of reductions is that far behind backward.
 REDUCING_UNITS = 2
 """Units whose gradients may be under way between the ranks at once, of the largest if one is huge;
 beyond that backward waits."""

@@ -37,7 +37,7 @@ which one is updated and another is not; a loss is of whole parameters, of a ste
 one that a later call says is undone.
 
 **No deadlock.** A flag is sent when this rank's updates have ended, which depends on no other rank.
-A shard that is lacking counts as ready in the order of gathers (`distributed.launch_order`). A
+A shard that is lacking counts as ready in the order of gathers (`distributed.order_agreement`). A
 refused gather ends in its place, so ranks go on with the same collectives behind it.
 
 **Cost.** One all_gather of a flag for each rank and step, besides the exchange of its name. Flags
@@ -334,7 +334,6 @@ class StepPipeline:
         raise AssertionError("a ticket has failed without an error")
 
     def _faults_of_updates(self) -> list[AioError]:
-        """Return the faults of all updates that have failed."""
         found = []
         for ticket in self._pending:
             if ticket.failed:

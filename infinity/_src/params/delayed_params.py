@@ -6,7 +6,7 @@
     step t+1         gathers from the delayed parameters, in RAM
 
 On a device with memory of its own they are pinned, and only a gather of the unit waits for their
-copy: on one rank the executor copies, on several the gather lane, on its stream.
+copy: on one rank the executor copies, on several the gather stream, on its stream.
 
 Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 5.2, one-step delayed parameter
 update (update="delayed").
@@ -32,7 +32,8 @@ class DelayedCopy:
     one rank.
 
     parts: for each flat the read that fills its delayed shard, the place in the gathered flat, and
-    the shard. One thread uses it at a time. In a lane `run` does it all; the rest is not called.
+    the shard. One thread uses it at a time. In a communication stream `run` does it all; the rest
+    is not called.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class DelayedCopy:
         return [read for read, _, _ in self._parts]
 
     def run(self) -> None:
-        """Copy on the current stream. Blocks for reads that are under way: a lane has them ended
-        before it launches. Raises: the AioError of a read.
+        """Copy on the current stream. Blocks for reads that are under way: a communication stream
+        has them ended before it launches. Raises: the AioError of a read.
         """
         for read, target, shard in self._parts:
             read.wait_filled()
-            # Behind the lane's stream, as the all_gather that follows is. The shard is pinned.
+            # Behind the CUDA stream of the communication stream, as the all_gather that follows is.
+            # The shard is pinned.
             target.copy_(shard, non_blocking=True)
 
     def advance(self) -> None:

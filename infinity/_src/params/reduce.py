@@ -9,10 +9,10 @@
 With update="backward" the mode takes complete gradients in place of `accumulate`
 (`UpdateHooks.on_gradient`).
 
-A unit is reduced by one exchange, in a lane of its own. Flags of the parameters that have a
-gradient go along, and are united over the ranks: a parameter that only some ranks used gets the
-mean with zeros of the others, as with DDP(find_unused_parameters=True). One that no rank used gets
-none.
+A unit is reduced by one exchange, in a communication stream of its own. Flags of the parameters
+that have a gradient go along, and are united over the ranks: a parameter that only some ranks used
+gets the mean with zeros of the others, as with DDP(find_unused_parameters=True). One that no rank
+used gets none.
 
 Units are reduced as backward is done with them, which is in one order on all ranks. If each rank
 may use other units, all units are reduced in a fixed order instead (`ReduceOrder`).
@@ -37,8 +37,8 @@ from infinity._src.base.sizes import round_up
 from infinity._src.base.telemetry import SHORT_NS, Timeline
 from infinity._src.base.torch_compat import profiled
 from infinity._src.distributed.collectives import Collectives, Parts
+from infinity._src.distributed.comm_streams import PendingCollective
 from infinity._src.distributed.communicator import Comm
-from infinity._src.distributed.lanes import PendingCollective
 from infinity._src.memory.constants import REDUCING_UNITS
 from infinity._src.memory.device import Device, GradOffload
 from infinity._src.memory.device_capacity import overlap_bytes
@@ -65,10 +65,11 @@ class PendingReduce:
     flats: list[Flat]  # those that learn
     means: list[torch.Tensor]  # [shard] each, in the dtype in which gradients wait
     size_bytes: int  # of fresh gradients that it holds
-    # Kept alive until the computing stream waits for the lane's, which reads them.
+    # Kept alive until the computing stream waits for the communication stream's, which reads them.
     held: dict[Param, Sequence[torch.Tensor]]
     present: torch.Tensor  # uint8, a flag for each parameter of these flats
-    # Copies of unreduced sums and of error feedback to the device; the lane waits for them.
+    # Copies of unreduced sums and of error feedback to the device; the communication stream waits
+    # for them.
     tickets: list[Ticket]
     # Error feedback on a device with memory of its own, which goes back to RAM afterwards.
     errors: dict[Flat, torch.Tensor]
@@ -82,12 +83,12 @@ class PendingReduce:
     def shards(self, rank: int) -> list[tuple[Param, torch.Tensor]]:
         """Return this rank's part of each gradient that some rank has. Blocks until they are
         reduced. Raises: RankFailed."""
-        # The host reads the flags, so it waits for the lane's kernels.
+        # The host reads the flags, so it waits for the communication stream's kernels.
         self.op.finished()
         # Second: raises where a rank has failed meanwhile, before flags of an aborted collective
-        # are read. It orders this stream behind the lane's, too.
+        # are read. It orders this stream behind the communication stream's, too.
         self.op.wait()
-        # Not earlier: the lane reads these gradients until the op is done.
+        # Not earlier: the communication stream reads these gradients until the op is done.
         self.held.clear()
         found = []
         flags = iter(self.present.tolist())
@@ -101,14 +102,15 @@ class PendingReduce:
     def finished(self) -> None:
         """Block until nothing of it is under way, after a backward that broke off."""
         self.op.finished()
-        # The lane may have ended before it waited for them.
+        # The communication stream may have ended before it waited for them.
         interrupt = cancel_and_wait(self.tickets)
         if interrupt is not None:
             raise interrupt
 
 
 class FlagBuffers:
-    """Pinned memory in which flags come from the device: the lane that copies them is not held up.
+    """Pinned memory in which flags come from the device: the communication stream that copies them
+    is not held up.
 
     The buffers are a ring of more than can be under way at once. One thread uses it at a time.
     """
@@ -250,13 +252,14 @@ class ReduceScatter:
             present = torch.tensor(flags, dtype=torch.uint8)
             there = present
         else:
-            # Made by kernels: a copy from the host would hold the lane up.
+            # Made by kernels: a copy from the host would hold the communication stream up.
             present, there = self._flags.next(len(flags)), _flags_on(device, flags)
         means = [
             torch.empty(flat.layout.shard_numel, dtype=self._dtype_of(flat), device=device)
             for flat in flats
         ]
-        # A copy: `PendingReduce.shards` clears it once the lane has read the gradients.
+        # A copy: `PendingReduce.shards` clears it once the communication stream has read the
+        # gradients.
         held = dict(gradients)
         errors, tickets = self._fetch_errors(flats)
         tickets += after
@@ -269,7 +272,8 @@ class ReduceScatter:
             with torch.no_grad():
                 collectives.all_reduce_or(there)
                 if present is not there:
-                    # `PendingReduce.shards` reads it behind `op`. The lane does not wait for it.
+                    # `PendingReduce.shards` reads it behind `op`. The communication stream does not
+                    # wait for it.
                     present.copy_(there, non_blocking=True)
                 self._reduce(collectives, flats, held, means, errors)
 
@@ -285,7 +289,8 @@ class ReduceScatter:
         """Return this rank's part of each gradient that some rank has. Blocks until they are
         reduced. Raises: RankFailed."""
         shards = pending.shards(self._comm.rank)
-        # Behind `op`: the compute stream is behind the lane's now, and copies are behind that.
+        # Behind `op`: the compute stream is behind the communication stream's now, and copies are
+        # behind that.
         self._store_errors(pending)
         return shards
 

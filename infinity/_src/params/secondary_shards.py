@@ -23,20 +23,21 @@ class SecondaryShards:
     """The secondary shards of one model, on the device or in RAM (where: "device" or "cpu").
 
     ranks: the ranks whose shards this one stores. One thread uses it at a time, except that the
-    gather lane calls the functions that `store` and `load` return, in its order. On a device with
+    gather stream calls the functions that `store` and `load` return, in its order. On a device with
     memory of its own these wait for nothing: copies of pinned memory follow each other on the
-    lane's stream, and the lane's next collective is launched meanwhile.
+    communication stream's stream, and the communication stream's next collective is launched
+    meanwhile.
     """
 
     def __init__(
         self, units: Sequence[Unit], ranks: Sequence[int], where: str, device: Device
     ) -> None:
         self.ranks = tuple(ranks)
-        # Pinned memory, since the gather lane copies from it to the device.
+        # Pinned memory, since the gather stream copies from it to the device.
         self._buffers = FlatBuffers(
             lambda flat: len(self.ranks) * flat.layout.shard_numel, lambda flat: flat.dtype, device
         )
-        self._stored: dict[Unit, Hashable] = {}  # version; the lane may still have to copy it
+        self._stored: dict[Unit, Hashable] = {}  # version; `store` may not have run
         self._parts: dict[Flat, torch.Tensor] = {}  # [ranks, shard]
         flats = [flat for unit in units for flat in unit.flats]
         if where == "device":
@@ -61,7 +62,8 @@ class SecondaryShards:
 
     def store(self, unit: Unit, version: Hashable) -> Callable[[], None]:
         """Return the function that stores the unit's weights once they are gathered."""
-        # Noted before the lane has copied: `load` runs behind `store` in the same lane.
+        # Noted before the communication stream has copied: `load` runs behind `store` in the same
+        # communication stream.
         self._stored[unit] = version
 
         def work() -> None:
@@ -84,7 +86,8 @@ class SecondaryShards:
     def _both(self, flat: Flat) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For each of the ranks the stored shard, and the one in the gathered flat."""
         shards = flat.tensor.view(-1, flat.layout.shard_numel)
-        # One by one: a list of indices would travel to the device, and the lane wait for it.
+        # One by one: a list of indices would travel to the device, and the communication stream
+        # wait for it.
         return [(self._parts[flat][place], shards[rank]) for place, rank in enumerate(self.ranks)]
 
     def forget(self, unit: Unit) -> None:
@@ -92,8 +95,8 @@ class SecondaryShards:
         self._stored.pop(unit, None)
 
     def close(self) -> None:
-        """Free the memory. Nothing may be under way: the last collective of the lane that uses it
-        has finished."""
+        """Free the memory. Nothing may be under way: the last collective of the communication
+        stream that uses it has finished."""
         self._stored.clear()
         # Views go before the memory: a slab is unmapped only once no view of it is left.
         self._parts.clear()

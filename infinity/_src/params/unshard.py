@@ -12,12 +12,12 @@ that is needed sooner than the prefetched one.
 A unit is filled by reads of this rank's shards, then by an all_gather of the others:
 
     one rank        tickets                                           ready when they are filled
-    several ranks   tickets -> a lane: all_gather, store              ready when the lane is done
+    several ranks   tickets -> gather stream: all_gather, store       ready when these are done
 
 On several ranks all of this follows the program alone, never the times at which reads end. Every
 rank unshards and evicts the same units in the same order, and no rank cancels a collective that has
 begun, since the others wait for it. A rank whose update failed lacks its shard of the unit. Then no
-rank gathers the unit (`distributed.lanes`), and all ranks, which wait for it, undo the step
+rank gathers the unit (`distributed.comm_streams`), and all ranks, which wait for it, undo the step
 (`optim.step`).
 
 Between `opt.step()` and the next forward the new values of a unit are still being computed: its
@@ -44,8 +44,8 @@ from infinity._src.base.sizes import format_size
 from infinity._src.base.telemetry import SHORT_NS, Timeline
 from infinity._src.base.torch_compat import graph_is_kept, profiled
 from infinity._src.distributed.collectives import Collectives
+from infinity._src.distributed.comm_streams import CollectiveRefused, PendingCollective
 from infinity._src.distributed.communicator import Comm, digest, fingerprinted
-from infinity._src.distributed.lanes import CollectiveRefused, PendingCollective
 from infinity._src.kernels.quantized import DTYPES
 from infinity._src.memory.constants import SUMS_UNITS
 from infinity._src.memory.device import Device
@@ -635,7 +635,7 @@ class Unsharder:
     def backward_start(self) -> None:
         if self._in_any_order:
             # Rank 0 may have skipped a gather for which another rank still waits. Once rank 0 has
-            # begun a reduction, that gather cannot be launched any more (`launch_order`).
+            # begun a reduction, that gather cannot be launched any more (`order_agreement`).
             for unit in self.units:
                 self._finish_pending(unit)
         self._passes.backward_start(retain_graph=graph_is_kept())
@@ -858,7 +858,7 @@ class Unsharder:
 class PendingUnshard:
     """The fill of one unit, on its way.
 
-    op: of the gather lane; None on one rank. delayed: one of the tickets, of a copy that begins
+    op: of the gather stream; None on one rank. delayed: one of the tickets, of a copy that begins
     when somebody asks it to.
     """
 
@@ -878,7 +878,7 @@ class PendingUnshard:
     def wait(self) -> None:
         """Block until the unit's memory holds its values. Raises: AioError, RankFailed."""
         if self.op is not None:
-            self.op.wait()  # the lane waits for the tickets
+            self.op.wait()  # the communication stream waits for the tickets
             return
         for ticket in self.tickets:
             ticket.wait_filled()
@@ -945,7 +945,8 @@ class PendingUnshards:
 
         version: under which secondary shards are stored; None: store none. quantized: weights
         travel as int8 groups, and are rounded to these on this rank, too. delayed: fills the flats
-        that have delayed parameters, on one rank as one of the tickets, on several in the lane.
+        that have delayed parameters, on one rank as one of the tickets, on several in the
+        communication stream.
         """
         # Before the collective, which cannot be undone.
         assert unit.state is STALE, f"{unit.name} is {unit.state}, and was to be filled"
@@ -1034,7 +1035,8 @@ class PendingUnshards:
         delayed: DelayedCopy | None,
     ) -> PendingCollective:
         secondary = self.secondary if version is not None else None
-        # Noted now, in the order of the program, so that all ranks note the same. The lane stores.
+        # Noted now, in the order of the program, so that all ranks note the same. The communication
+        # stream stores.
         store = secondary.store(unit, version) if secondary is not None else None
         coded = [flat for flat in unit.flats if quantized and flat.dtype in DTYPES]
         plain = [flat for flat in unit.flats if flat not in coded]

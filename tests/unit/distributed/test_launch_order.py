@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.distributed.launch_order import LaunchOrder
-from infinity._src.distributed.names import NameExchange
+from infinity._src.distributed.order_agreement import LaunchOrder, OrderAgreement
 from infinity._src.distributed.topology import Topology
 from tests.launch_logs import Launch, objection
 
@@ -182,7 +181,7 @@ def test_of_several_that_are_ready_the_first_of_the_program_is_chosen() -> None:
 def test_rank_0s_name_reaches_all_along_ranks_that_exchange_data(
     world: int, local_world: int
 ) -> None:
-    ranks = [NameExchange(Topology.of(rank, world, local_world), None) for rank in range(world)]
+    ranks = [OrderAgreement(Topology.of(rank, world, local_world), None) for rank in range(world)]
     assert ranks[0].parent is None
     for rank in range(1, world):
         hops = 0

@@ -16,7 +16,7 @@ from infinity.errors import RankFailed
 
 
 class Exchange:
-    """An exchange lane."""
+    """An exchange stream."""
 
     def __init__(self, *, on_device: bool, drains: bool) -> None:
         self.on_device, self._drains = on_device, drains
@@ -30,7 +30,7 @@ class Exchange:
 
 @pytest.fixture
 def comm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Comm]:
-    """A communicator of two ranks without lanes, whose watchdog watches nobody."""
+    """A communicator of two ranks without communication streams, whose watchdog watches nobody."""
     found = Comm(Topology.of(0, 2, 2))
     found.watchdog = Watchdog(Topology.alone(), None, timeout_s=1.0, name="stuck")
     yield found
@@ -82,7 +82,7 @@ def test_an_abort_that_ends_after_closing_changes_nothing(
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_a_lane_that_does_not_drain_is_a_stuck_device_where_it_works_on_one(
+def test_a_comm_stream_that_does_not_drain_is_a_stuck_device_where_it_works_on_one(
     comm: Comm, on_device: bool
 ) -> None:
     comm._exchange = Exchange(on_device=on_device, drains=False)  # type: ignore[assignment]

@@ -124,7 +124,8 @@ def test_the_backend_gets_copies_that_have_landed_and_the_device_its_answers(
     # Not waited for: what was sent is what the device had, since the transport waited itself.
     assert [rank for rank, _ in over.sent[0]] == [1, 2]
     assert all(torch.equal(tensor, part) for _, tensor in over.sent[0])
-    # The answers are on their way, behind which the lane's event is recorded: nothing waits twice.
+    # The answers are on their way, behind which the communication stream's event is recorded:
+    # nothing waits twice.
     assert STREAM.waits == 1
     assert len(STREAM.pending) == 2
     assert [at_rest(answer).tolist() for answer in answers] == [

@@ -83,7 +83,7 @@ def program(*names: str, first: int = 1) -> tuple[tuple[int, str], ...]:
 @pytest.mark.parametrize(
     ("mine", "theirs", "text"),
     [
-        # it waits in another lane, and was there first
+        # it waits in another communication stream, and was there first
         ("abcd", "abx", "as collective 3 this rank has come to c, and rank 1 to x"),
         ("abcd", "abcx", "rank 1 has come to x instead"),
         ("abcd", "abxcd", "as collective 3 this rank has come to c, and rank 1 to x"),
@@ -251,7 +251,7 @@ def test_rank_0_that_ends_after_a_failure_stays_until_a_late_rank_has_read_it(fa
     watchdog.wait_for_all_ranks()
     if failed:
         watchdog.report_failure(RankFailed("rank 1 has broken off", rank=1))
-    # As each lane does first.
+    # As each communication stream does first.
     watchdog.report_exit()
     exits = threading.Thread(target=watchdog._exits)
     exits.start()

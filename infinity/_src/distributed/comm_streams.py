@@ -1,21 +1,23 @@
-"""Lanes: collectives that run beside the main thread, in an order that is the same on all ranks.
+"""Communication streams: collectives that run beside the main thread, in an order that is the same
+on all ranks.
 
-    Lane          submit ──► queue ──► the lane's thread: work(group), one by one ──► Pending...
-    OrderedLane   submit ──► several queues ──► one thread: the head that rank 0 names ──► one
-                  thread: work(group), one by one ──► Pending...
+    CommStream          submit ──► queue ──► its thread: work(group), one by one ──► Pending...
+    OrderedCommStream   submit ──► several queues ──► one thread: the head that rank 0 names ──► one
+                        thread: work(group), one by one ──► Pending...
 
-Each lane has a thread and a process group of its own, so that one lane that waits holds no other
-up. Every rank must submit the same to the same queue in the same order. After a failure nothing
-more runs, groups are aborted (`process_groups.abort_groups`), and everything raises the first
-failure.
+Each communication stream has its own thread and process group, so a stream that waits holds no
+other stream up. Every rank must submit the same collectives to the same queue in the same order.
+After a failure nothing more runs, groups are aborted (`process_groups.abort_groups`), and every
+call raises the first failure.
 
 A gather may be *excused* on a rank whose update failed: the shard that it needs is not there. The
-ranks' names say so (`names`), and no rank runs it: on all of them it ends with
-`CollectiveRefused`, in its place, and the lane goes on.
+ranks tell each other so (`order_agreement`), and no rank runs the gather. On all ranks it ends with
+`CollectiveRefused` in its turn, and the stream continues with the next collective.
 
-Two lanes must not both launch on a GPU: collectives of several NCCL communicators have to be
-launched in one order on all ranks, and threads know none. So all that moves tensors of the device
-goes through one `OrderedLane`, on one communicator, and so does everything over gloo.
+Two communication streams must not both launch on a GPU: NCCL requires that all ranks launch the
+collectives of all communicators in one order, and independent threads have no common order. So
+every collective on tensors of the device goes through one `OrderedCommStream` and one communicator,
+over gloo as well.
 """
 
 from __future__ import annotations
@@ -29,13 +31,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from infinity._src.distributed.launch_order import LaunchOrder
-from infinity._src.distributed.names import NameExchange
+from infinity._src.distributed.order_agreement import LaunchOrder, OrderAgreement
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.aio import Ticket
 from infinity.aio._cuda_driver import relax_capture_mode
@@ -56,17 +57,7 @@ CPU = torch.device("cpu")
 
 class CollectiveRefused(InfinityError, RuntimeError):
     """A collective that no rank has run, since one of them lacks what it needs; raised by
-    `PendingCollective.wait` on all ranks. Lane and ranks go on."""
-
-
-class LaneStream(Protocol):
-    """CUDA stream of a lane."""
-
-    def wait_event(self, event: Any, /) -> None:
-        """Put what is launched from here on behind the event."""
-
-    def record_event(self) -> Any:
-        """Return an event behind all that was launched."""
+    `PendingCollective.wait` on all ranks. The ranks continue."""
 
 
 class DeviceEvent:
@@ -102,7 +93,8 @@ class DeviceEvent:
 
 
 class PendingCollective:
-    """One collective in a lane: a handle to wait for it, as `Work` is in torch.distributed.
+    """One collective in a communication stream: a handle to wait for it, as `Work` is in
+    torch.distributed.
 
     needs: tickets that must be filled before it is launched. excuses: whether a fault of theirs
     lets all ranks leave the collective out, asked in another thread; None: it ends the engine.
@@ -215,7 +207,7 @@ class PendingCollective:
         with contextlib.suppress(RankFailed):
             self._watchdog.wait(self._done, self.what, self.number)
         if not self._begun:
-            # After a failure it will not begin, either: the lane runs nothing more.
+            # After a failure it will not begin, either: the communication stream runs nothing more.
             return True
         if not self._done.wait(limit_s):
             return self._give_up()
@@ -251,12 +243,12 @@ class PendingCollective:
         self._done.set()
 
 
-class Lane:
+class CommStream:
     """A daemon thread that runs collectives in a process group of its own.
 
-    group: of this lane alone; who makes it aborts it at a failure. device: of the tensors. On CUDA,
-    work runs on a stream of the lane, behind what the submitting thread's stream held at
-    submission.
+    group: of this communication stream alone; who makes it aborts it at a failure. device: of the
+    tensors. On CUDA, work runs on a CUDA stream that belongs to it, behind what the submitting
+    thread's stream held at submission.
     """
 
     def __init__(
@@ -282,7 +274,7 @@ class Lane:
         self._pid = os.getpid()
         atexit.register(self._exits)
         # A daemon: the interpreter must be able to end while a call is stuck in the backend.
-        self._thread = threading.Thread(target=self._run, name=f"infinity-lane-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"infinity-comm-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, what: str, work: Work, *, numbered: bool = True) -> PendingCollective:
@@ -306,12 +298,12 @@ class Lane:
     ) -> PendingCollective:
         # Nothing is queued after a failure: the other ranks would never come to it.
         self._watchdog.check()
-        assert not self._closed, f"lane {self.name} is closed"
-        # Numbered at submission, in the main thread: lanes run beside each other.
+        assert not self._closed, f"communication stream {self.name} is closed"
+        # Numbered at submission, in the main thread: communication streams run beside each other.
         number = self._watchdog.next_number(what) if numbered else None
         behind = (
-            # The submitting stream's work up to here makes the input of `work`: the lane waits for
-            # no more.
+            # The submitting stream's work up to here makes the input of `work`: the communication
+            # stream waits for no more.
             torch.cuda.current_stream(self._device).record_event()
             if self._device.type == "cuda"
             else None
@@ -335,7 +327,7 @@ class Lane:
         if self._closed:
             return
         self._closed = True
-        # The exit callback would keep the lane alive.
+        # The exit callback would keep the communication stream alive.
         atexit.unregister(self._exits)
         # The thread ends after everything that was submitted before.
         self._no_more()
@@ -369,7 +361,6 @@ class Lane:
         return drained
 
     def _no_more(self) -> None:
-        """Let the thread end after everything that was submitted."""
         self._queue.put(None)
 
     def _keep_groups(self) -> None:
@@ -400,11 +391,15 @@ class Lane:
             raise
 
     def _take(self) -> PendingCollective | None:
-        """Return what runs next, and None at the end. Blocks. Called by the lane's thread."""
+        """Return what runs next, and None at the end. Blocks. Called by the communication stream's
+        thread."""
         return self._queue.get()
 
     def _run_one(
-        self, op: PendingCollective, group: dist.ProcessGroup | None, stream: LaneStream | None
+        self,
+        op: PendingCollective,
+        group: dist.ProcessGroup | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         op._begun = True
         while self._launched and self._launched[0].landed:
@@ -424,7 +419,8 @@ class Lane:
         assert work is not None, "only a failure ends what has not run"
         try:
             if stream is not None:
-                # The lane's stream, not its thread, waits: the thread can launch the next one.
+                # The CUDA stream waits, not the thread: the thread can launch
+                # the next one.
                 stream.wait_event(op._behind)
             work(group)
             if stream is not None:
@@ -460,7 +456,7 @@ class Lane:
         op._end(failure or error)
 
     @contextlib.contextmanager
-    def _stream(self) -> Iterator[LaneStream | None]:
+    def _stream(self) -> Iterator[torch.cuda.Stream | None]:
         if self._device.type != "cuda":
             yield None
             return
@@ -468,18 +464,19 @@ class Lane:
         torch.cuda.set_device(self._device)
         # It asks events, which would break a graph that another thread captures.
         relax_capture_mode()
-        # A stream of the lane: on the compute stream a collective would wait for all of the
-        # compute.
+        # A CUDA stream apart: on the compute stream a collective would wait for
+        # all of the compute.
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
             yield stream
 
 
-class OrderedLane(Lane):
-    """Lane with several queues, whose collectives one thread launches in one order on all ranks.
+class OrderedCommStream(CommStream):
+    """CommStream with several queues, whose collectives one thread launches in one order on all
+    ranks.
 
     queues: their names. A collective is named when it is the head of its queue, what it needs on
-    this rank is there, and rank 0 names its queue; `launch_order` says why that never ends in a
+    this rank is there, and rank 0 names its queue; `order_agreement` says why that never ends in a
     deadlock. The names of collectives are compared on the way (`names.agree`), so that all ranks
     are ready when the first one launches: no kernel waits on a device for a drive of another rank.
 
@@ -494,7 +491,7 @@ class OrderedLane(Lane):
         queues: Sequence[str],
         *,
         group: dist.ProcessGroup | None,
-        names: NameExchange,
+        names: OrderAgreement,
         watchdog: Watchdog,
         device: torch.device = CPU,
     ) -> None:
@@ -508,12 +505,12 @@ class OrderedLane(Lane):
         self._agreed: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         # Agrees beside the launches: the ranks' names travel while a collective runs.
         self._namer = threading.Thread(
-            target=self._agree_on_all, name=f"infinity-lane-{name}-names", daemon=True
+            target=self._agree_on_all, name=f"infinity-comm-{name}-names", daemon=True
         )
         # Waits for reads, so that the thread that launches never waits for one alone.
         self._reads: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         self._reader = threading.Thread(
-            target=self._await_reads, name=f"infinity-lane-{name}-reads", daemon=True
+            target=self._await_reads, name=f"infinity-comm-{name}-reads", daemon=True
         )
         # It may wait for a change that no rank will make.
         watchdog.on_failure.append(self._notify)

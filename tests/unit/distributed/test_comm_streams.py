@@ -1,5 +1,5 @@
-"""Lanes in a world of one rank: order, errors, ends. tests/distributed/test_watch.py has them among
-many."""
+"""Communication streams in a world of one rank: order, errors, ends.
+tests/distributed/test_watch.py has them among many."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src.distributed import lanes
-from infinity._src.distributed.lanes import (
+from infinity._src.distributed import comm_streams
+from infinity._src.distributed.comm_streams import (
     CollectiveRefused,
+    CommStream,
     DeviceEvent,
-    Lane,
-    OrderedLane,
+    OrderedCommStream,
     PendingCollective,
 )
 from infinity._src.distributed.topology import Topology
@@ -38,19 +38,19 @@ def watchdog() -> Iterator[Watchdog]:
 
 
 @pytest.fixture
-def lane(watchdog: Watchdog) -> Iterator[Lane]:
+def stream(watchdog: Watchdog) -> Iterator[CommStream]:
     before = threading.active_count()
-    found = Lane("alone", group=None, watchdog=watchdog)
+    found = CommStream("alone", group=None, watchdog=watchdog)
     yield found
     found.close()
     found.close()
     assert threading.active_count() == before
 
 
-def test_work_runs_in_order_and_is_numbered(lane: Lane) -> None:
+def test_work_runs_in_order_and_is_numbered(stream: CommStream) -> None:
     seen: list[int] = []
     ops = [
-        lane.submit("note", lambda group, i=i: seen.append(i), numbered=i % 2 == 0)
+        stream.submit("note", lambda group, i=i: seen.append(i), numbered=i % 2 == 0)
         for i in range(6)
     ]
     for op in ops:
@@ -61,28 +61,28 @@ def test_work_runs_in_order_and_is_numbered(lane: Lane) -> None:
 
 
 def test_close_waits_for_what_was_submitted(watchdog: Watchdog) -> None:
-    lane = Lane("closing", group=None, watchdog=watchdog)
+    stream = CommStream("closing", group=None, watchdog=watchdog)
     go, seen = threading.Event(), []
-    lane.submit("wait", lambda group: go.wait())
-    last = lane.submit("note", lambda group: seen.append(1))
+    stream.submit("wait", lambda group: go.wait())
+    last = stream.submit("note", lambda group: seen.append(1))
     threading.Timer(0.1, go.set).start()
-    lane.close()
+    stream.close()
     assert seen == [1]
     last.wait()
     with pytest.raises(AssertionError, match="closed"):
-        lane.submit("more", lambda group: None)
+        stream.submit("more", lambda group: None)
 
 
 def test_an_error_of_the_work_is_its_own_and_the_end_of_everything(
-    lane: Lane, watchdog: Watchdog
+    stream: CommStream, watchdog: Watchdog
 ) -> None:
     def fails(group: Any) -> None:
         raise MemoryError("no room")
 
     go, seen = threading.Event(), []
-    first = lane.submit("wait", lambda group: go.wait())
-    bad = lane.submit("gather", fails)
-    after = lane.submit("after", lambda group: seen.append(1))
+    first = stream.submit("wait", lambda group: go.wait())
+    bad = stream.submit("gather", fails)
+    after = stream.submit("after", lambda group: seen.append(1))
     go.set()
     for _ in range(2):
         with pytest.raises(MemoryError, match="no room"):
@@ -91,7 +91,7 @@ def test_an_error_of_the_work_is_its_own_and_the_end_of_everything(
         after.wait()
     assert isinstance(caught.value.__cause__, MemoryError)
     assert not seen
-    for call in (watchdog.check, first.wait, lambda: lane.submit("more", lambda group: None)):
+    for call in (watchdog.check, first.wait, lambda: stream.submit("more", lambda group: None)):
         with pytest.raises(RankFailed) as again:
             call()
         assert again.value is watchdog.failure
@@ -100,12 +100,12 @@ def test_an_error_of_the_work_is_its_own_and_the_end_of_everything(
 
 
 def test_work_that_takes_too_long_is_named_and_its_memory_kept_if_it_does_not_end(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stream: CommStream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.1)
+    monkeypatch.setattr("infinity._src.distributed.comm_streams.GIVE_UP_S", 0.1)
     go, memory = threading.Event(), torch.zeros(3)
     kept = weakref.ref(memory)
-    op = lane.submit("gather of layers.3", lambda group, memory=memory: go.wait())
+    op = stream.submit("gather of layers.3", lambda group, memory=memory: go.wait())
     del memory
     with pytest.raises(
         RankFailed, match=r"gather of layers\.3, collective 1 has not completed within 0\.3 s"
@@ -120,13 +120,13 @@ def test_work_that_takes_too_long_is_named_and_its_memory_kept_if_it_does_not_en
     assert kept() is not None
 
 
-def test_what_has_run_holds_no_memory(lane: Lane) -> None:
+def test_what_has_run_holds_no_memory(stream: CommStream) -> None:
     memory = torch.zeros(3)
     gone = weakref.ref(memory)
-    op = lane.submit("note", lambda group, memory=memory: None)
+    op = stream.submit("note", lambda group, memory=memory: None)
     del memory
     op.wait()
-    lane.submit("next", lambda group: None).wait()
+    stream.submit("next", lambda group: None).wait()
     gc.collect()
     assert gone() is None
 
@@ -147,40 +147,42 @@ def test_the_stream_that_waits_is_that_of_the_collectives_device(
     assert not cuda.streams[0][0].waited
 
 
-def test_a_lane_works_on_a_stream_of_the_models_device_behind_the_submitters(
+def test_a_comm_stream_works_on_a_stream_of_the_models_device_behind_the_submitters(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda, second = FakeCuda(monkeypatch), torch.device("cuda", 1)
     own = FakeStream(second, 99)
     inside: list[FakeStream] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(lanes, "relax_capture_mode", lambda: None)
+    monkeypatch.setattr(comm_streams, "relax_capture_mode", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: own if device == second else None)
     monkeypatch.setattr(
         torch.cuda, "stream", lambda stream: contextlib.nullcontext(inside.append(stream))
     )
-    lane = Lane("second", group=None, watchdog=watchdog, device=second)
+    stream = CommStream("second", group=None, watchdog=watchdog, device=second)
     cuda.chosen[1] = 1
-    op = lane.submit("gather", lambda group: None)
+    op = stream.submit("gather", lambda group: None)
     op.wait()
-    lane.close()
+    stream.close()
     assert inside == [own]
-    # Each event knows its stream's device: the first is the submitter's, the second the lane's.
+    # Each event knows its stream's device: the first is the submitter's, the second the
+    # communication stream's.
     assert [event.device for event in own.waited] == [second]
     assert [event.device for event in cuda.streams[1][1].waited] == [second]
 
 
-def test_a_lane_that_is_stuck_keeps_its_group(
+def test_a_comm_stream_that_is_stuck_keeps_its_group(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.05)
-    monkeypatch.setattr("infinity._src.distributed.lanes._GIVEN_UP", kept)
-    lane, go = Lane("stuck", group="nccl", watchdog=watchdog), threading.Event()  # type: ignore[arg-type]
-    lane.submit("wait", lambda group: go.wait())
-    lane.close()
+    monkeypatch.setattr("infinity._src.distributed.comm_streams.GIVE_UP_S", 0.05)
+    monkeypatch.setattr("infinity._src.distributed.comm_streams._GIVEN_UP", kept)
+    stream = CommStream("stuck", group="nccl", watchdog=watchdog)  # type: ignore[arg-type]
+    go = threading.Event()
+    stream.submit("wait", lambda group: go.wait())
+    stream.close()
     go.set()
-    lane._thread.join()
+    stream._thread.join()
     assert "nccl" in [each for each in kept if isinstance(each, str)]
 
 
@@ -227,9 +229,9 @@ class Read:
 
 
 @contextlib.contextmanager
-def ordered(watchdog: Watchdog, names: Names) -> Iterator[OrderedLane]:
+def ordered(watchdog: Watchdog, names: Names) -> Iterator[OrderedCommStream]:
     before = threading.active_count()
-    lane = OrderedLane(
+    stream = OrderedCommStream(
         "ordered",
         ("gather", "reduce"),
         group=None,
@@ -237,22 +239,22 @@ def ordered(watchdog: Watchdog, names: Names) -> Iterator[OrderedLane]:
         watchdog=watchdog,
     )
     try:
-        yield lane
+        yield stream
     finally:
-        lane.close()
-        lane.close()
+        stream.close()
+        stream.close()
     assert threading.active_count() == before
 
 
 def submitted(
-    lane: OrderedLane,
+    stream: OrderedCommStream,
     seen: list[str],
     queue_name: str,
     what: str,
     *needs: Read,
     excuses: Callable[[AioError], bool] | None = None,
 ) -> PendingCollective:
-    return lane.submit_to(
+    return stream.submit_to(
         queue_name,
         what,
         lambda group: seen.append(what),
@@ -263,10 +265,10 @@ def submitted(
 
 def test_on_rank_0_a_reduction_passes_a_gather_that_waits_for_its_read(watchdog: Watchdog) -> None:
     names, seen, read = Names(None), [], Read()
-    with ordered(watchdog, names) as lane:
-        first = submitted(lane, seen, "gather", "g0", read)
-        second = submitted(lane, seen, "gather", "g1")
-        submitted(lane, seen, "reduce", "r0").wait()
+    with ordered(watchdog, names) as stream:
+        first = submitted(stream, seen, "gather", "g0", read)
+        second = submitted(stream, seen, "gather", "g1")
+        submitted(stream, seen, "reduce", "r0").wait()
         assert not first.done
         read.ended.set()
         first.wait()
@@ -278,12 +280,12 @@ def test_on_rank_0_a_reduction_passes_a_gather_that_waits_for_its_read(watchdog:
 
 def test_other_ranks_launch_what_is_named_once_it_is_there_and_ready(watchdog: Watchdog) -> None:
     names, seen, read = Names(0), [], Read()
-    with ordered(watchdog, names) as lane:
-        reduction = submitted(lane, seen, "reduce", "r0")
+    with ordered(watchdog, names) as stream:
+        reduction = submitted(stream, seen, "reduce", "r0")
         # Rank 0 has chosen a gather that this rank has yet to submit, and then to read.
         names.named.put(0)
         time.sleep(0.05)
-        gather = submitted(lane, seen, "gather", "g0", read)
+        gather = submitted(stream, seen, "gather", "g0", read)
         time.sleep(0.05)
         assert not reduction.done
         assert not seen
@@ -299,9 +301,9 @@ def test_other_ranks_launch_what_is_named_once_it_is_there_and_ready(watchdog: W
 def test_a_read_that_fails_ends_the_engine_before_anybody_names_it(watchdog: Watchdog) -> None:
     error = AioError("no such luck", path="/swap", op="read", length=4096)
     names, seen, read = Names(0), [], Read(error)
-    with ordered(watchdog, names) as lane:
-        gather = submitted(lane, seen, "gather", "g0", read)
-        reduction = submitted(lane, seen, "reduce", "r0")
+    with ordered(watchdog, names) as stream:
+        gather = submitted(stream, seen, "gather", "g0", read)
+        reduction = submitted(stream, seen, "reduce", "r0")
         read.ended.set()
         with pytest.raises(AioError, match="no such luck"):
             gather.wait()
@@ -319,11 +321,11 @@ def test_a_shard_that_is_lacking_refuses_its_gather_alone(watchdog: Watchdog, he
     error = AioError("no such luck", path="/swap", op="read", length=4096) if here else None
     names, seen, read = Names(None, () if here else ("g0",)), [], Read(error)
     running, go = threading.Event(), threading.Event()
-    with ordered(watchdog, names) as lane:
-        before = lane.submit_to("reduce", "r0", lambda group: (running.set(), go.wait())[1])
+    with ordered(watchdog, names) as stream:
+        before = stream.submit_to("reduce", "r0", lambda group: (running.set(), go.wait())[1])
         assert running.wait(5)
-        gather = submitted(lane, seen, "gather", "g0", read, excuses=lambda _: True)
-        behind = submitted(lane, seen, "gather", "g1")
+        gather = submitted(stream, seen, "gather", "g0", read, excuses=lambda _: True)
+        behind = submitted(stream, seen, "gather", "g1")
         read.ended.set()
         # It is known, and ends in its turn: whoever waits for the last one has waited for all.
         while not gather.refused:
@@ -345,8 +347,8 @@ def test_a_shard_that_is_lacking_refuses_its_gather_alone(watchdog: Watchdog, he
 def test_a_read_that_fails_where_no_update_did_is_not_excused(watchdog: Watchdog) -> None:
     error = AioError("no such luck", path="/swap", op="read", length=4096)
     names, seen, read = Names(None), [], Read(error)
-    with ordered(watchdog, names) as lane:
-        gather = submitted(lane, seen, "gather", "g0", read, excuses=lambda _: False)
+    with ordered(watchdog, names) as stream:
+        gather = submitted(stream, seen, "gather", "g0", read, excuses=lambda _: False)
         read.ended.set()
         with pytest.raises(AioError, match="no such luck"):
             gather.wait()
@@ -356,8 +358,8 @@ def test_a_read_that_fails_where_no_update_did_is_not_excused(watchdog: Watchdog
 
 def test_a_failure_ends_what_waits_for_a_read_that_never_ends(watchdog: Watchdog) -> None:
     names, seen = Names(None), []
-    with ordered(watchdog, names) as lane:
-        gather = submitted(lane, seen, "gather", "g0", Read())
+    with ordered(watchdog, names) as stream:
+        gather = submitted(stream, seen, "gather", "g0", Read())
         watchdog.report_failure(RankFailed("rank 1 has ended", rank=1))
         with pytest.raises(RankFailed, match="rank 1 has ended"):
             gather.wait()
@@ -398,7 +400,8 @@ def test_a_device_that_has_failed_runs_nothing_any_more() -> None:
 
 
 class Streams:
-    """Fakes of torch.cuda for a lane, and a log of the devices that it names. after: of events."""
+    """Fakes of torch.cuda for a communication stream, and a log of the devices that it names.
+    after: of events."""
 
     def __init__(self, patch: pytest.MonkeyPatch, after: int = 0) -> None:
         self.after = after
@@ -407,7 +410,7 @@ class Streams:
         patch.setattr(torch.cuda, "Stream", self.of)
         patch.setattr(torch.cuda, "set_device", lambda device: self.log.append(("set", device)))
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-        patch.setattr(lanes, "relax_capture_mode", self.relax)
+        patch.setattr(comm_streams, "relax_capture_mode", self.relax)
 
     def relax(self) -> None:
         self.log.append(("relaxed", SECOND))
@@ -426,67 +429,67 @@ class Streams:
 SECOND = torch.device("cuda", 1)
 
 
-def test_a_lane_uses_streams_of_its_models_device_only(
+def test_a_comm_stream_uses_streams_of_its_models_device_only(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams = Streams(monkeypatch)
-    lane = Lane("there", group=None, watchdog=watchdog, device=SECOND)
-    op = lane.submit("note", lambda group: None)
+    stream = CommStream("there", group=None, watchdog=watchdog, device=SECOND)
+    op = stream.submit("note", lambda group: None)
     op.wait()
     assert op.finished()
-    lane.close()
+    stream.close()
     assert {device for _, device in streams.log} == {SECOND}
     assert ("set", SECOND) in streams.log
     # It asks events beside graphs that other threads capture.
     assert ("relaxed", SECOND) in streams.log
 
 
-def test_a_lane_is_drained_only_when_each_that_it_has_launched_has_ended(
+def test_a_comm_stream_is_drained_only_when_each_that_it_has_launched_has_ended(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a failure the last one never begins, while kernels of those before it still run."""
-    monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.1)
-    monkeypatch.setattr("infinity._src.distributed.lanes._GIVEN_UP", [])
+    monkeypatch.setattr("infinity._src.distributed.comm_streams.GIVE_UP_S", 0.1)
+    monkeypatch.setattr("infinity._src.distributed.comm_streams._GIVEN_UP", [])
     streams = Streams(monkeypatch, after=1 << 60)
-    lane = Lane("there", group=None, watchdog=watchdog, device=SECOND)
+    stream = CommStream("there", group=None, watchdog=watchdog, device=SECOND)
     go = threading.Event()
-    lane.submit("gather of layers.3", lambda group: None)._done.wait()
-    lane.submit("gather of layers.4", lambda group: go.wait())
-    last = lane.submit("gather of layers.5", lambda group: None)
+    stream.submit("gather of layers.3", lambda group: None)._done.wait()
+    stream.submit("gather of layers.4", lambda group: go.wait())
+    last = stream.submit("gather of layers.5", lambda group: None)
     watchdog.report_failure(RankFailed("rank 1 has ended", rank=1))
     streams.after = 0
     go.set()
     last._done.wait()
     assert last.finished(), "it has never begun"
-    assert not lane.drain()
-    lane.close()
+    assert not stream.drain()
+    stream.close()
 
 
-def test_a_lane_is_not_drained_while_one_runs_that_began_during_the_wait(
+def test_a_comm_stream_is_not_drained_while_one_runs_that_began_during_the_wait(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The middle one is launched while `drain` waits for the last, and its rank dies in it."""
-    monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.1)
-    monkeypatch.setattr("infinity._src.distributed.lanes._GIVEN_UP", [])
+    monkeypatch.setattr("infinity._src.distributed.comm_streams.GIVE_UP_S", 0.1)
+    monkeypatch.setattr("infinity._src.distributed.comm_streams._GIVEN_UP", [])
     streams = Streams(monkeypatch)
-    lane = Lane("there", group=None, watchdog=watchdog, device=SECOND)
+    stream = CommStream("there", group=None, watchdog=watchdog, device=SECOND)
     go = threading.Event()
 
     def dies(_group: Any) -> None:
         streams.after = 1 << 60  # its kernel waits for the rank
         watchdog.report_failure(RankFailed("rank 1 has ended", rank=1))
 
-    lane.submit("gather of layers.3", lambda group: go.wait())
-    lane.submit("gather of layers.4", dies)
-    lane.submit("gather of layers.5", lambda group: None)
+    stream.submit("gather of layers.3", lambda group: go.wait())
+    stream.submit("gather of layers.4", dies)
+    stream.submit("gather of layers.5", lambda group: None)
     threading.Timer(0.1, go.set).start()
     monkeypatch.setattr(watchdog, "timeout_s", 30.0)
-    assert not lane.drain()
-    lane.close()
+    assert not stream.drain()
+    stream.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_lane_without_a_stream_ends_what_is_submitted(
+def test_a_comm_stream_without_a_stream_ends_what_is_submitted(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Streams(monkeypatch)
@@ -494,41 +497,43 @@ def test_a_lane_without_a_stream_ends_what_is_submitted(
     def refused() -> None:
         raise DeviceCopyError("the device's driver refuses a mode of capture (999)")
 
-    monkeypatch.setattr(lanes, "relax_capture_mode", refused)
+    monkeypatch.setattr(comm_streams, "relax_capture_mode", refused)
     monkeypatch.setattr(watchdog, "timeout_s", 600.0)
-    lane = Lane("there", group=None, watchdog=watchdog, device=SECOND)
+    stream = CommStream("there", group=None, watchdog=watchdog, device=SECOND)
     with pytest.raises(RankFailed, match="refuses a mode of capture"):
-        lane.submit("gather", lambda group: None).wait()
-    lane.close()
+        stream.submit("gather", lambda group: None).wait()
+    stream.close()
 
 
-def test_a_lane_forgets_what_has_ended(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_forgets_what_has_ended(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Streams(monkeypatch)
-    lane = Lane("there", group=None, watchdog=watchdog, device=SECOND)
+    stream = CommStream("there", group=None, watchdog=watchdog, device=SECOND)
     for turn in range(100):
-        lane.submit(f"gather {turn}", lambda group: None)
-    assert lane.drain()
-    assert len(lane._launched) == 1
-    lane.close()
+        stream.submit(f"gather {turn}", lambda group: None)
+    assert stream.drain()
+    assert len(stream._launched) == 1
+    stream.close()
 
 
 def test_a_kernel_that_never_ends_is_given_up_and_its_memory_kept(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept: list[Any] = []
-    monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.1)
-    monkeypatch.setattr("infinity._src.distributed.lanes._GIVEN_UP", kept)
+    monkeypatch.setattr("infinity._src.distributed.comm_streams.GIVE_UP_S", 0.1)
+    monkeypatch.setattr("infinity._src.distributed.comm_streams._GIVEN_UP", kept)
     Streams(monkeypatch, after=1 << 60)
     memory = torch.zeros(3)
     alive = weakref.ref(memory)
-    lane = Lane("there", group=None, watchdog=watchdog, device=SECOND)
-    op = lane.submit("gather of layers.3", lambda group, memory=memory: None)
+    stream = CommStream("there", group=None, watchdog=watchdog, device=SECOND)
+    op = stream.submit("gather of layers.3", lambda group, memory=memory: None)
     del memory
     op._done.wait()
     start_s = time.monotonic()
     # No rank comes within the watchdog's 0.3 s; the event never does.
     assert not op.finished()
-    lane.close()
+    stream.close()
     assert time.monotonic() - start_s < 5.0
     assert "its memory is kept" in caplog.text
     del op
