@@ -4,7 +4,8 @@ ranks`."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -59,3 +60,61 @@ def mostly_ranks(values: Iterable[Any], *quick: Any) -> list[Any]:
         value if value in quick else pytest.param(value, marks=pytest.mark.ranks)
         for value in values
     ]
+
+
+Values = dict[str, Any]
+
+
+def covering(
+    axes: Mapping[str, Sequence[Any]], allowed: Callable[[Values], bool], seed: int = 0
+) -> list[Values]:
+    """Return rows, one value of each axis, that together hold each pair of values that may meet.
+
+    allowed: whether the values of a row, or of a part of one, may meet. Greedy, after AETG: a row
+    begins with a pair that no row has; each further axis takes the value that adds most pairs.
+    """
+    chance = random.Random(seed)
+    place = {name: index for index, name in enumerate(axes)}
+    left = dict.fromkeys(
+        (a, x, b, y)
+        for a, b in itertools.combinations(axes, 2)
+        for x, y in itertools.product(axes[a], axes[b])
+        if allowed({a: x, b: y})
+    )
+
+    def filled(row: Values) -> Values | None:
+        for name in chance.sample(list(axes), len(axes)):
+            if name in row:
+                continue
+            fitting = [value for value in axes[name] if allowed({**row, name: value})]
+            if not fitting:
+                return None
+            chance.shuffle(fitting)
+            before = [pair for pair in row.items() if place[pair[0]] < place[name]]
+            after = [pair for pair in row.items() if place[pair[0]] > place[name]]
+            adds = [
+                sum((*pair, name, value) in left for pair in before)
+                + sum((name, value, *pair) in left for pair in after)
+                for value in fitting
+            ]
+            row[name] = fitting[adds.index(max(adds))]
+        return row
+
+    rows = []
+    while left:
+        a, x, b, y = next(iter(left))
+        tries = (filled({a: x, b: y}) for _ in range(3))
+        found = [{name: row[name] for name in axes} for row in tries if row is not None]
+        if not found:
+            del left[a, x, b, y]
+            continue
+        held = [
+            [pair for one, other in itertools.combinations(row.items(), 2)
+             if (pair := (*one, *other)) in left]
+            for row in found
+        ]  # fmt: skip
+        best = max(range(len(found)), key=lambda index: len(held[index]))
+        rows.append(found[best])
+        for pair in held[best]:
+            del left[pair]
+    return rows

@@ -57,14 +57,14 @@ def test_sdpa_trains_as_the_plain_loop_does(
             if "No available kernel" in str(error) or "deterministic implementation" in str(error):
                 pytest.skip(f"{kernel} cannot be had on this device: {str(error).splitlines()[0]}")
             raise
-        harness.assert_equal(harness.offloaded(training, chosen), expected)
+        harness.assert_same(harness.offloaded(training, chosen), expected)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "reentrant"])
 def test_sdpa_under_checkpointing(checkpointing: bool, device: str, tmp_path: Path) -> None:
     training = Training(sdpa_llama, checkpointing=checkpointing, device=device)
     with sdpa_kernel(SDPBackend.MATH):
-        harness.assert_equal(
+        harness.assert_same(
             harness.offloaded(training, policy(tmp_path, **MIN)), harness.reference(training)
         )
 
@@ -176,7 +176,7 @@ def test_compiled_blocks_train_as_compiled_blocks_of_a_plain_loop(
     with sdpa_kernel(SDPBackend.MATH):
         expected = harness.reference(training)
         plain = counter.frame_count
-        harness.assert_equal(harness.offloaded(training, policy(tmp_path, **MIN)), expected)
+        harness.assert_same(harness.offloaded(training, policy(tmp_path, **MIN)), expected)
     assert counter.frame_count > plain > 0  # or one of the two was not compiled
 
 
@@ -208,7 +208,7 @@ def test_blocks_are_compiled_once_though_their_parameters_come_and_go(
 def test_inductor_compiles_blocks_on_a_gpu(cuda: str, tmp_path: Path) -> None:
     training = Training(compiled("inductor", sdpa_llama, whole_block=False), device=cuda)
     with sdpa_kernel(SDPBackend.MATH):
-        harness.assert_equal(
+        harness.assert_same(
             harness.offloaded(training, policy(tmp_path, **MIN)), harness.reference(training)
         )
 

@@ -3,7 +3,7 @@ states rest.
 
 The plain loop has its parameters on the device, takes gradients and their norms there, and keeps
 fp32 masters and AdamW in CPU memory, as `update_on="cpu"` does. Everything here has a twin on the
-CPU (test_bitwise, test_models, test_update_modes, test_fp16).
+CPU (test_matrix, test_models, test_update_modes, test_fp16).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.test_bitwise import policy
 
 TWINS_ON_CPU = True
 
+SIX = Training(models.llama, steps=6)
 MIN: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}
 PLACES = {
     name: test_bitwise.PLACEMENTS[name]
@@ -43,11 +44,11 @@ PLACES = {
 
 def check(
     training: Training, chosen: inf.Policy, device: str, seam: Seam | None = None
-) -> harness.Result:
+) -> harness.Run:
     """Train both ways and compare; the training that is offloaded computes on `device`."""
     training = dataclasses.replace(training, device=device)
     result = harness.offloaded(training, chosen, seam=seam)
-    harness.assert_equal(result, harness.reference(training))
+    harness.assert_same(result, harness.reference(training))
     return result
 
 
@@ -55,7 +56,7 @@ def check(
 def test_many_steps_are_the_plain_loops_bits_wherever_states_rest(
     name: str, device: str, tmp_path: Path
 ) -> None:
-    check(test_bitwise.SIX, policy(tmp_path, **PLACES[name]), device)
+    check(SIX, policy(tmp_path, **PLACES[name]), device)
 
 
 @pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
@@ -67,15 +68,26 @@ def test_placements_agree_with_each_other(state: str, device: str, tmp_path: Pat
         for name in ("cpu", "all in memory", "nvme min", "optimizer on nvme")
     )
     for other in others:
-        harness.assert_equal(other, first)
+        harness.assert_same(other, first)
 
 
-@pytest.mark.parametrize("name", test_bitwise.VARIANTS)
+VARIANTS = {
+    "gradients accumulated in fp32": Training(
+        models.llama, accumulation=3, grad_dtype=torch.float32
+    ),
+    "fp32 parameters": Training(models.llama, dtype=torch.float32),
+    "no clipping": Training(models.llama, max_norm=None),
+    "one micro-batch": Training(models.llama, accumulation=1),
+    "two groups": Training(models.gpt2, groups=True),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
 def test_accumulation_clipping_and_dtypes_are_the_plain_loops_bits(
     name: str, device: str, tmp_path: Path
 ) -> None:
-    training, values = test_bitwise.VARIANTS[name]
-    check(training, policy(tmp_path, **MIN, grad_dtype=training.grad_dtype, **values), device)
+    training = VARIANTS[name]
+    check(training, policy(tmp_path, **MIN, grad_dtype=training.grad_dtype), device)
 
 
 @pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
@@ -140,7 +152,7 @@ def test_the_other_update_modes(name: str, update: str, device: str, tmp_path: P
         tmp_path, **MIN, update=update, grad_dtype=training.grad_dtype, delayed_warmup=1
     )
     expected = test_update_modes.reference(training, warmup=1 if update == "delayed" else None)
-    harness.assert_equal(test_update_modes.offloaded(training, chosen), expected)
+    harness.assert_same(test_update_modes.offloaded(training, chosen), expected)
 
 
 @pytest.mark.parametrize("generations", [1, 2])
@@ -149,7 +161,7 @@ def test_random_delays_and_reordering_change_no_bits(
     seed: int, generations: int, device: str, tmp_path: Path
 ) -> None:
     chosen = policy(tmp_path, **MIN, generations=generations)
-    check(test_bitwise.SIX, chosen, device, Seam(delay_us_max=1500, seed=seed))
+    check(SIX, chosen, device, Seam(delay_us_max=1500, seed=seed))
 
 
 def test_units_of_many_chunks_under_delays_change_no_bits(device: str, tmp_path: Path) -> None:
@@ -167,7 +179,7 @@ def test_a_model_built_on_meta_is_filled_on_its_device(device: str, tmp_path: Pa
     values = dict(models.make(models.llama).state_dict())
     where = {"device": "cuda"} if device == "cuda" else {}
     result = harness.offloaded(training, policy(tmp_path, **MIN, **where), load=values)
-    harness.assert_equal(result, harness.reference(training))
+    harness.assert_same(result, harness.reference(training))
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,12 @@ class Arm:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def result(self) -> harness.Result:
+    def result(self) -> harness.Run:
         """Return the losses, norms, final state and stats of the training."""
         names = [name for name, _ in self.model.named_parameters()]
         state = self.model.state_dict()
         stats = inf.handle(self.model).stats()
-        return harness.Result(
+        return harness.Run(
             self.losses, self.norms, [], {name: state[name].clone() for name in names}, stats
         )
 
@@ -79,11 +79,11 @@ def arms(device: str, *chosen: inf.Policy) -> list[Arm]:
     return found
 
 
-def finish(found: list[Arm]) -> list[harness.Result]:
+def finish(found: list[Arm]) -> list[harness.Run]:
     """Compare with what each model is alone, and close."""
     results = [arm.result() for arm in found]
     for arm, result in zip(found, results, strict=True):
-        harness.assert_equal(result, harness.reference(arm.training))
+        harness.assert_same(result, harness.reference(arm.training))
         inf.handle(arm.model).close()
     return results
 

@@ -174,7 +174,7 @@ def test_a_model_on_a_device_that_is_not_current(where: str, cuda: str, tmp_path
     assert torch.cuda.current_device() == 0
     training = Training(models.llama, device="cuda:1")
     chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min", update_on=where)
-    harness.assert_equal(harness.offloaded(training, chosen), harness.reference(training))
+    harness.assert_same(harness.offloaded(training, chosen), harness.reference(training))
     assert torch.cuda.current_device() == 0
 
 

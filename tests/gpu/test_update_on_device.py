@@ -34,7 +34,7 @@ def updated_there(device: str, request: pytest.FixtureRequest) -> str:
     return device
 
 
-def trained(given: dict[str, Any], device: str, directory: Path, **values: Any) -> harness.Result:
+def trained(given: dict[str, Any], device: str, directory: Path, **values: Any) -> harness.Run:
     """Three steps, as test_device trains, on this device."""
     training = harness.Training(models.llama, steps=3, device=device)
     nvme = {"nvme": directory} if "nvme" in given.values() else {}
@@ -65,7 +65,7 @@ def test_the_bits_of_an_update_on_the_cpu(
     assert not seen
     with choice.forced(update=implementation):
         found = trained(given, updated_there, tmp_path)
-    harness.assert_equal(found, expected)
+    harness.assert_same(found, expected)
     assert set(seen) == {implementation}  # or nothing was updated there
 
 
@@ -77,7 +77,7 @@ def test_other_optimizers(
     values = {"optimizer": optimizer, "options": options, "lr": 1e-3}
     expected = trained({**EXACT, "update_on": "cpu"}, updated_there, tmp_path, **values)
     found = trained(EXACT, updated_there, tmp_path, **values)
-    harness.assert_equal(found, expected)
+    harness.assert_same(found, expected)
     assert seen
 
 
@@ -87,7 +87,7 @@ def test_gradients_in_fp32_are_read_where_they_are_pinned(
     given = {**EXACT, "grad_dtype": torch.float32}
     values = {"grad_dtype": torch.float32}
     expected = trained({**given, "update_on": "cpu"}, updated_there, tmp_path, **values)
-    harness.assert_equal(trained(given, updated_there, tmp_path, **values), expected)
+    harness.assert_same(trained(given, updated_there, tmp_path, **values), expected)
     assert seen
 
 
@@ -96,6 +96,6 @@ def test_the_environment_chooses_the_implementation(
 ) -> None:
     """With INFINITY_OPS=update=triton this is Triton's update without a word in the code."""
     expected = trained({**EXACT, "update_on": "cpu"}, updated_there, tmp_path)
-    harness.assert_equal(trained(EXACT, updated_there, tmp_path), expected)
+    harness.assert_same(trained(EXACT, updated_there, tmp_path), expected)
     forced = os.environ.get(choice.VARIABLE, "").rpartition("=")[2]
     assert set(seen) == {forced or choice.implementation("update", torch.device(updated_there))}

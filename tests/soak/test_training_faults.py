@@ -13,7 +13,7 @@ import infinity as inf
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, StateInvalid
 from tests import models
-from tests.harness import Training, assert_equal, offloaded, reference
+from tests.harness import Training, assert_same, offloaded, reference
 from tests.unit.aio.rig import BACKENDS
 
 KINDS = {
@@ -35,7 +35,7 @@ def policy(directory: Path | list[Path], backend: str) -> inf.Policy:
 
 def sent(directory: Path | list[Path], backend: str) -> dict[str, int]:
     ours = offloaded(TRAINING, policy(directory, backend), seam=Seam(seed=1))
-    assert_equal(ours, reference(TRAINING))
+    assert_same(ours, reference(TRAINING))
     drives = ours.stats.drives
     return {
         "read": sum(drive.reads for drive in drives),
@@ -78,7 +78,7 @@ def test_a_fault_at_every_request_of_a_training(tmp_path, backend, op, name, per
                 f"{fault}: {failed!r}"
             )
             continue
-        assert_equal(ours, wanted)
+        assert_same(ours, wanted)
         equal += 1
         assert torch.isfinite(torch.tensor(ours.losses)).all()
     print(
@@ -117,7 +117,7 @@ def test_a_fault_of_either_of_two_drives(tmp_path, backend, op, name):
             assert not passes, f"{fault}: {failed}"
             struck.add(Path(failed.path))
             continue
-        assert_equal(ours, wanted)
+        assert_same(ours, wanted)
         equal += 1
         struck.update(
             directory
