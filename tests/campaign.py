@@ -13,8 +13,8 @@ of a phase, under a policy, with a backend, on one or two ranks and one or four 
     no thread, descriptor, lock, locked byte or file is left;
     it ends: processes that hang are ended, and that is a finding.
 
-Kinds that nobody may notice (`PASSES`) must end without an error. Every case is a line of the
-record (--record), which --resume goes on with.
+How a case of a fault, phase and policy may end is the table `PROMISES`. Every case is a line of the
+record (--record), which --resume continues.
 """
 
 from __future__ import annotations
@@ -47,12 +47,40 @@ PASSES = {
     *itertools.product(("EAGAIN", "short", "late"), ("read", "write")),
     *itertools.product(("bitflip", "stale", "misdirected"), ("read",)),
 }
+"""Faults that a retry, or a second read, mends."""
 SPOILS = set(itertools.product(("bitflip", "stale", "misdirected"), ("write",)))
-"""Damage of what is written, which nobody knows of until it is read."""
-FAULTS = [*sorted(PASSES), *sorted(SPOILS), ("EIO", "read"), ("EIO", "write"), ("ENOSPC", "write"),
-          ("zero", "read"), ("zero", "write")]  # fmt: skip
+"""Damage of what is written, which is unknown until it is read."""
+FAILS = {
+    ("EIO", "read"),
+    ("EIO", "write"),
+    ("ENOSPC", "write"),
+    ("zero", "read"),
+    ("zero", "write"),
+}
+FAULTS = [*sorted(PASSES), *sorted(SPOILS), *sorted(FAILS)]
+TRAINS = ("forward", "backward", "step", "commit")
+OTHERS = tuple(phase for phase in PHASES if phase not in TRAINS)
+GENERATIONS = tuple(policy for policy in POLICIES if policy != "one")
 OUTCOMES = ("right", "retried", "undone", "ended", "refused", "named", "not met", "finding")
+PROMISES: Sequence[tuple[Any, ...]] = (
+    # faults, in phases, under policies, on ranks: how a case may end
+    (PASSES, PHASES, POLICIES, (1, 2), ("right",)),
+    (FAILS, TRAINS, GENERATIONS, (1,), ("right", "retried", "undone")),
+    (FAILS, TRAINS, POLICIES, (1, 2), ("right", "retried", "undone", "ended")),
+    (FAILS, OTHERS, POLICIES, (1, 2), ("right", "retried", "undone", "refused")),
+    (SPOILS, TRAINS, POLICIES, (1, 2), ("right", "retried", "undone", "ended", "named")),
+    (SPOILS, OTHERS, POLICIES, (1, 2), ("right", "retried", "undone", "refused", "named")),
+)
+"""The first row that a case is in holds for it. A case may also end as "not met", if its request
+was not made; none may end as "finding".
 
+    right    no process saw an error
+    retried  an error reached the loop, which repeated the call or the step
+    undone   the engine undid the step, and the loop repeated it
+    ended    the training ended with an error of a promised type
+    refused  set-up, save or restore ended so
+    named    the next start named the elements that are damaged, and gave all others
+"""
 
 PROCESSES = threading.Lock()
 """Held where a process is started, and where its code is read: a start looks at all of them, and a
@@ -158,31 +186,34 @@ def judge(case: Case, first: Sequence[Told], second: Sequence[Told]) -> tuple[st
     """Return how a case ended, and what its processes saw."""
     seen = [each for told in (*first, *second) for each in told.seen]
     wrong = [each for told in (*first, *second) for each in told.wrong]
-    kind = (case.kind, case.op)
-    finished = all(told.finished for told in first)
-    named = sum(told.named for told in second) > 0
+    how = _how(case, first, second, seen)
     if not all(told.finished for told in second):
         wrong.append("the next start did not end well")
-    if kind in PASSES and (seen or not finished):
-        wrong.append("an error where nobody may notice")
-    if named and kind not in SPOILS:
-        wrong.append("damage at rest")
-    if not seen and not finished:
+    if not seen and not all(told.finished for told in first):
         wrong.append("not finished, and no error")
-    # With two generations, on one rank, what fails in a step is undone.
-    transaction = case.policy != "one" and case.ranks == 1 and kind not in SPOILS
-    if transaction and not finished and case.phase in ("forward", "backward", "step", "commit"):
-        wrong.append("not undone")
-    if wrong:
-        return "finding", [*wrong, *seen]
-    if named:
-        return "named", seen
+    if how not in (*promised(case), "not met"):
+        wrong.append(f"{how}, and the promise is {' or '.join(promised(case))}")
+    return ("finding", [*wrong, *seen]) if wrong else (how, seen)
+
+
+def promised(case: Case) -> tuple[str, ...]:
+    """Return how a case may end."""
+    meets = ((case.kind, case.op), case.phase, case.policy, case.ranks)
+    for *columns, outcomes in PROMISES:
+        if all(value in column for value, column in zip(meets, columns, strict=True)):
+            found: tuple[str, ...] = outcomes
+            return found
+    raise AssertionError(f"no promise for {case}")
+
+
+def _how(case: Case, first: Sequence[Told], second: Sequence[Told], seen: Sequence[str]) -> str:
+    if any(told.named for told in second):
+        return "named"
     if not seen:
-        return ("right" if any(told.met for told in first) else "not met"), seen
-    if not finished:
-        refused = case.phase in ("set-up", "save", "restore")
-        return ("refused" if refused else "ended"), seen
-    return ("undone" if any("StepUndone" in each for each in seen) else "retried"), seen
+        return "right" if any(told.met for told in first) else "not met"
+    if not all(told.finished for told in first):
+        return "ended" if case.phase in TRAINS else "refused"
+    return "undone" if any("StepUndone" in each for each in seen) else "retried"
 
 
 # -- the matrix ------------------------------------------------------------------------------------
