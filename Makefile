@@ -1,6 +1,6 @@
 # make setup | demo | demo-trainer | test | pytest | lint | types | native | asan | tsan |
 #      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | fuzz |
-#      campaign | campaign-slice |
+#      campaign | campaign-slice | mutations |
 #      integrations | integrations-latest | report-browser | torch-matrix | compile-kernels |
 #      wheel | gpu-bundle | gpu-dry | kill-campaign | fault-soak | growth | pressure | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
@@ -33,6 +33,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: setup demo demo-trainer test pytest lint types native asan tsan portable soak bench
 .PHONY: convergence hosts rehearsal ranks slow fuzz integrations integrations-latest report-browser
 .PHONY: torch-matrix compile-kernels wheel gpu-bundle gpu-dry clean campaign campaign-slice
+.PHONY: mutations
 
 setup: $(STAMP)
 
@@ -211,6 +212,13 @@ campaign: $(STAMP)
 # Five minutes of it, other cases every night.
 campaign-slice: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --slice 5 --late 2 --seed $$(date +%Y%m%d)
+
+# Sixty changes of the engine, one at a time: whether the tests find them. Hours; a run goes on with
+# what build/mutations.jsonl does not have. MUTATIONS=60 SEED=0
+MUTATIONS ?= 60
+SEED      ?= 0
+mutations: $(STAMP)
+	$(BIN)/python -m tests.mutations --count $(MUTATIONS) --seed $(SEED)
 
 slow: $(DEMO)
 	$(INSTALL) $$(CC=zig $(BIN)/python native/build_native.py requires)
