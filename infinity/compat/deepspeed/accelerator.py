@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -14,10 +15,84 @@ import torch
 
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 
+Functions = tuple[Callable[..., Any], Callable[..., Any]]
+"""The function for a GPU, and the one for the CPU."""
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _nothing(*_args: Any, **_settings: Any) -> None:
+    """The CPU has no cache, stream or peak."""
+
+
+def _resident_bytes(_index: Any) -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _gpu_bytes(index: Any) -> int:
+    index = torch.cuda.current_device() if index is None else index
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+_TRUE, _FALSE = _constant(True), _constant(False)
+
+_CALLS: dict[str, Functions] = {
+    "current_device": (torch.cuda.current_device, _constant("cpu")),
+    "current_device_name": (lambda: f"cuda:{torch.cuda.current_device()}", _constant("cpu")),
+    "set_device": (torch.cuda.set_device, _nothing),
+    # The CPU counts as one device for each rank that the launcher has started on this node.
+    "device_count": (torch.cuda.device_count, _local_ranks),
+    "is_available": (torch.cuda.is_available, _TRUE),
+    "is_bf16_supported": (torch.cuda.is_bf16_supported, _TRUE),
+    # The CPU computes in fp16, slowly.
+    "is_fp16_supported": (_TRUE, _TRUE),
+    "is_triton_supported": (_TRUE, _FALSE),
+    "is_synchronized_device": (_FALSE, _TRUE),
+    "resolves_data_dependency": (_FALSE, _TRUE),
+    "use_host_timers": (_FALSE, _TRUE),
+    "handles_memory_backpressure": (_FALSE, _TRUE),
+    "random": (_constant(torch.random), _constant(torch.random)),
+    "initial_seed": (torch.cuda.initial_seed, torch.initial_seed),
+    "manual_seed": (torch.cuda.manual_seed, torch.manual_seed),
+    "manual_seed_all": (torch.cuda.manual_seed_all, torch.manual_seed),
+    "range_push": (torch.cuda.nvtx.range_push, _nothing),
+    "range_pop": (torch.cuda.nvtx.range_pop, _nothing),
+}
+
+_CALLS_OF_DEVICE: dict[str, Functions] = {
+    "synchronize": (torch.cuda.synchronize, _nothing),
+    "memory_allocated": (torch.cuda.memory_allocated, _resident_bytes),
+    "max_memory_allocated": (torch.cuda.max_memory_allocated, _resident_bytes),
+    "max_memory_reserved": (torch.cuda.max_memory_reserved, _resident_bytes),
+    "max_memory_cached": (torch.cuda.max_memory_reserved, _resident_bytes),
+    "memory_reserved": (torch.cuda.memory_reserved, _resident_bytes),
+    "memory_cached": (torch.cuda.memory_reserved, _resident_bytes),
+    "reset_peak_memory_stats": (torch.cuda.reset_peak_memory_stats, _nothing),
+    "reset_max_memory_allocated": (torch.cuda.reset_peak_memory_stats, _nothing),
+    "reset_max_memory_cached": (torch.cuda.reset_peak_memory_stats, _nothing),
+    "total_memory": (_gpu_bytes, lambda _index: int(psutil.virtual_memory().total)),
+    "available_memory": (
+        lambda index: _gpu_bytes(index) - torch.cuda.memory_allocated(index),
+        lambda _index: int(psutil.virtual_memory().available),
+    ),
+    "get_rng_state": (
+        # torch.cuda takes "cuda", and not None, for the current device.
+        lambda index: torch.cuda.get_rng_state("cuda" if index is None else index),
+        lambda _index: torch.get_rng_state(),
+    ),
+}
+"""Functions of one optional argument, `device_index`."""
+
 
 class Accelerator:
-    """A kind of device: "cpu" or "cuda". Further attributes are those of torch's module of the kind
-    (`torch.cuda`, `torch.cpu`).
+    """A kind of device: "cpu" or "cuda". Its attributes are the functions of the two tables, and
+    those of torch's module of the kind (`torch.cuda`, `torch.cpu`).
     """
 
     def __init__(self, kind: str) -> None:
@@ -25,9 +100,13 @@ class Accelerator:
         self._torch: Any = torch.cuda if kind == "cuda" else torch.cpu
 
     def __getattr__(self, name: str) -> Any:
+        column = 0 if self._name == "cuda" else 1
+        if name in _CALLS:
+            return _CALLS[name][column]
+        if name in _CALLS_OF_DEVICE:
+            call = _CALLS_OF_DEVICE[name][column]
+            return lambda device_index=None: call(device_index)
         return getattr(self._torch, name)
-
-    # -- the device --------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | str | None = None) -> str:
         """Return "cuda" or "cuda:1"; "cpu" whatever the index."""
@@ -37,34 +116,12 @@ class Accelerator:
 
     def device(self, device_index: int | None = None) -> torch.device:
         """Return the device of an index, the current one by default."""
-        if self._name == "cpu":
-            return torch.device("cpu")
-        return torch.device(
-            self.device_name(self.current_device() if device_index is None else device_index)
-        )
+        index = self.current_device() if device_index is None else device_index
+        return torch.device(self.device_name(index))
 
-    def current_device(self) -> int | str:
-        """Return the index of the current GPU; "cpu" for the CPU."""
-        return torch.cuda.current_device() if self._name == "cuda" else "cpu"
-
-    def current_device_name(self) -> str:
-        """Return the current device, "cuda:0"."""
-        return f"cuda:{self.current_device()}" if self._name == "cuda" else "cpu"
-
-    def set_device(self, device_index: Any) -> None:
-        """Make a GPU the current one. Nothing for the CPU."""
-        if self._name == "cuda":
-            torch.cuda.set_device(device_index)
-
-    def device_count(self) -> int:
-        """Return the number of GPUs; of the CPU, the ranks that the launcher started here."""
-        if self._name == "cuda":
-            return torch.cuda.device_count()
-        return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
-
-    def is_available(self) -> bool:
-        """Return whether the kind is there."""
-        return self._name == "cpu" or torch.cuda.is_available()
+    def communication_backend_name(self) -> str:
+        """Return the backend of torch.distributed for this kind."""
+        return "nccl" if self._name == "cuda" else "gloo"
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is on this kind of device."""
@@ -74,99 +131,14 @@ class Accelerator:
         """Return the environment variables that choose devices."""
         return ["CUDA_VISIBLE_DEVICES"]
 
-    def communication_backend_name(self) -> str:
-        """Return the backend of torch.distributed for this kind."""
-        return "nccl" if self._name == "cuda" else "gloo"
-
-    # -- what it computes --------------------------------------------------------------------------
-
-    def is_bf16_supported(self) -> bool:
-        """Return whether bf16 computes."""
-        return self._name == "cpu" or torch.cuda.is_bf16_supported()
-
-    def is_fp16_supported(self) -> bool:
-        """Return whether fp16 computes. It does on the CPU, slowly."""
-        return True
-
-    def is_triton_supported(self) -> bool:
-        """Return whether Triton's kernels run."""
-        return self._name == "cuda"
-
     def supported_dtypes(self) -> list[torch.dtype]:
         """Return the dtypes of gradients that can be reduced."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
-    def is_synchronized_device(self) -> bool:
-        """Return whether operations end before they return."""
-        return self._name == "cpu"
-
-    resolves_data_dependency = use_host_timers = handles_memory_backpressure = (
-        is_synchronized_device
-    )
-
-    # -- memory and streams of the CPU, which torch.cpu has not ------------------------------------
-
-    def synchronize(self, device_index: Any = None) -> None:
-        """Wait for the device."""
-        if self._name == "cuda":
-            torch.cuda.synchronize(device_index)
-
     def empty_cache(self) -> None:
-        """Give free cached memory of the device back."""
+        """Release cached memory of the GPU."""
         if self._name == "cuda":
             torch.cuda.empty_cache()
-
-    def memory_allocated(self, device_index: Any = None) -> int:
-        """Return the bytes in use: of the GPU by torch, of the CPU by this process."""
-        if self._name == "cuda":
-            return torch.cuda.memory_allocated(device_index)
-        return int(psutil.Process().memory_info().rss)
-
-    def max_memory_allocated(self, device_index: Any = None) -> int:
-        """Return the most bytes that were in use; of the CPU, those in use now."""
-        if self._name == "cuda":
-            return torch.cuda.max_memory_allocated(device_index)
-        return self.memory_allocated()
-
-    def memory_reserved(self, device_index: Any = None) -> int:
-        """Return the bytes that torch holds on the GPU; of the CPU, those in use."""
-        if self._name == "cuda":
-            return torch.cuda.memory_reserved(device_index)
-        return self.memory_allocated()
-
-    memory_cached, max_memory_reserved, max_memory_cached = (
-        memory_reserved, max_memory_allocated, max_memory_allocated,
-    )  # fmt: skip
-
-    def reset_peak_memory_stats(self, device_index: Any = None) -> None:
-        """Begin to note the most bytes in use anew."""
-        if self._name == "cuda":
-            torch.cuda.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-
-    def total_memory(self, device_index: Any = None) -> int:
-        """Return the bytes of the device."""
-        if self._name == "cuda":
-            index = self.current_device() if device_index is None else device_index
-            return int(torch.cuda.get_device_properties(index).total_memory)
-        return int(psutil.virtual_memory().total)
-
-    def available_memory(self, device_index: Any = None) -> int:
-        """Return the bytes that are free."""
-        if self._name == "cuda":
-            return self.total_memory(device_index) - self.memory_allocated(device_index)
-        return int(psutil.virtual_memory().available)
-
-    def range_push(self, message: str) -> None:
-        """Begin a range in a profile of the GPU."""
-        if self._name == "cuda":
-            torch.cuda.nvtx.range_push(message)
-
-    def range_pop(self) -> None:
-        """End it."""
-        if self._name == "cuda":
-            torch.cuda.nvtx.range_pop()
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """Return the tensor in pinned memory; as it is where the CPU computes. align_bytes: torch
@@ -175,38 +147,12 @@ class Accelerator:
         del align_bytes
         return tensor.pin_memory() if self._name == "cuda" else tensor
 
-    # -- random numbers ----------------------------------------------------------------------------
-
-    def random(self) -> Any:
-        """Return torch's module of random numbers."""
-        return torch.random
-
-    def manual_seed(self, seed: int) -> Any:
-        """Seed the generators of the device."""
-        return torch.cuda.manual_seed(seed) if self._name == "cuda" else torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> Any:
-        """Seed the generators of all devices of the kind."""
-        if self._name == "cuda":
-            return torch.cuda.manual_seed_all(seed)
-        return torch.manual_seed(seed)
-
-    def get_rng_state(self, device_index: Any = None) -> torch.Tensor:
-        """Return the state of the device's generator."""
-        if self._name == "cuda":
-            return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
-        return torch.get_rng_state()
-
     def set_rng_state(self, state: torch.Tensor, device_index: Any = None) -> None:
         """Set the state of the device's generator."""
         if self._name == "cuda":
             torch.cuda.set_rng_state(state, "cuda" if device_index is None else device_index)
         else:
             torch.set_rng_state(state)
-
-    def initial_seed(self) -> int:
-        """Return the seed of the device's generator."""
-        return torch.cuda.initial_seed() if self._name == "cuda" else torch.initial_seed()
 
 
 @functools.cache

@@ -9,11 +9,11 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed import (
     P2POp,
     ReduceOp,
@@ -27,11 +27,13 @@ from torch.distributed import (
     batch_isend_irecv,
     broadcast,
     broadcast_object_list,
+    destroy_process_group,
     gather,
     irecv,
     is_available,
     isend,
     monitored_barrier,
+    new_group,
     recv,
     reduce,
     reduce_scatter,
@@ -154,27 +156,12 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
-def new_group(ranks: Sequence[int] | None = None) -> Any:
-    """Make a group of some ranks. All ranks call it."""
-    return dist.new_group(ranks)
-
-
-def destroy_process_group(group: Any = None) -> None:
-    """Leave a group, or all."""
-    dist.destroy_process_group(group)
+allgather_fn, inference_all_reduce = all_gather_into_tensor, all_reduce
 
 
 def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-    """Wait until all ranks have come. Nothing before there is a group."""
+    """Wait for all ranks. Does nothing before there is a group."""
     return dist.barrier(group, async_op, device_ids) if is_initialized() else None
-
-
-def allgather_fn(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None,
-    async_op: bool = False,
-) -> Any:  # fmt: skip
-    """Gather tensors of all ranks into one."""
-    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 def reduce_scatter_fn(
@@ -185,17 +172,25 @@ def reduce_scatter_fn(
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
-def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> Any:
-    """Reduce a tensor over all ranks."""
-    return dist.all_reduce(tensor, op, group)
-
-
 def has_all_gather_into_tensor() -> bool:
     """Return True: torch has it."""
     return True
 
 
 has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tensor
+
+
+mpu: Any = None
+
+
+def world_size_of_one() -> int:
+    """Return 1, the size of model and sequence parallel groups: each rank has whole layers."""
+    return 1
+
+
+def rank_in_group_of_one() -> int:
+    """Return 0."""
+    return 0
 
 
 def configure(*_args: Any, **_settings: Any) -> None:
@@ -209,17 +204,19 @@ def log_summary(*_args: Any, **_settings: Any) -> None:
 
 
 _CPU_GROUPS: dict[int, tuple[Any, Any]] = {}
-"""The group of gloo beside a world group of another backend, by the identity of the latter."""
+"""A world group of another backend than gloo, and the gloo group of its ranks; by the identity of
+the world group."""
 
 
 def cpu_group() -> Any:
-    """Return a group of all ranks that takes CPU tensors; None for the world's own. All ranks call
-    it the first time.
+    """Return a group of all ranks that takes CPU tensors; None where the world group does. The
+    first call is collective.
     """
     world = dist.group.WORLD
     if not is_initialized() or dist.get_backend() == "gloo":
         return None
-    # The world itself is kept beside it: its identity must not be given out again.
+    # The entry refers to the world group, too: Python may give the identity of a freed object to a
+    # new one.
     if id(world) not in _CPU_GROUPS:
         _CPU_GROUPS.clear()
         _CPU_GROUPS[id(world)] = world, dist.new_group(backend="gloo")
@@ -227,13 +224,36 @@ def cpu_group() -> Any:
 
 
 def broadcast_values(tensor: torch.Tensor, src: int) -> None:
-    """Give a tensor the values that it has on rank `src`, by way of the CPU. All ranks call it."""
+    """Broadcast a tensor's values from rank `src` by way of the CPU. Collective; blocks."""
     if get_world_size() == 1:
         return
-    # Never over NCCL: the engine's own collectives may be under way there.
-    there = tensor if tensor.device.type == "cpu" and tensor.is_contiguous() else tensor.cpu()
-    there = there.contiguous()
-    dist.broadcast(there, src, group=cpu_group())
-    if there is not tensor:
+    # Never over NCCL: collectives of the engine may be under way there.
+    on_cpu = tensor.cpu().contiguous()
+    dist.broadcast(on_cpu, src, group=cpu_group())
+    if on_cpu is not tensor:
         with torch.no_grad():
-            tensor.copy_(there)
+            tensor.copy_(on_cpu)
+
+
+def broadcast_module(model: torch.nn.Module) -> None:
+    """Broadcast all parameters and buffers from rank 0. Collective; blocks.
+
+    Ranks compare digests first, and send only tensors that differ.
+    """
+    if get_world_size() == 1:
+        return
+    tensors = [
+        tensor.data for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
+    ]
+    mine = [_digest(tensor) for tensor in tensors]
+    found: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(found, mine, group=cpu_group())
+    for index, tensor in enumerate(tensors):
+        if any(each[index] != found[0][index] for each in found):
+            broadcast_values(tensor, 0)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    digest: bytes = xxhash.xxh3_128_digest(data)
+    return digest

@@ -36,7 +36,6 @@ from infinity.compat.deepspeed.optimizers import (
     plan_optimizer,
 )
 from infinity.compat.deepspeed.parameters import note_module, note_zero_param
-from infinity.compat.deepspeed.replicas import broadcast_module
 from infinity.compat.deepspeed.schedules import scheduler_class
 from infinity.compat.deepspeed.settings import Settings
 from infinity.compat.deepspeed.zero.gather import gather_whole
@@ -258,7 +257,7 @@ def _offloaded(
             model.requires_grad_(False)
         _make_directories(policy)
         _cast(settings, model)
-        broadcast_module(model)
+        comm.broadcast_module(model)
         inf.offload(model, policy)
         undo.callback(inf.handle(model).close)
         gather_whole(model)

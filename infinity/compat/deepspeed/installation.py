@@ -7,18 +7,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import os
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.compat.deepspeed import _accelerate, _transformers
-from infinity.compat.deepspeed._imports import after_import
+from infinity._embedding import check_methods
+from infinity.compat.deepspeed import _transformers
+from infinity.compat.deepspeed.accelerator import get_accelerator
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.names import TABLE, VERSION, contents
 
@@ -29,6 +31,9 @@ Author: The infinity authors
 Summary: infinity's stand-in, infinity.compat.deepspeed
 """
 
+_TESTED_ACCELERATE = "1.15.0"
+
+Adapt = Callable[[Any], None]
 
 _ANY = importlib.metadata.DistributionFinder.Context()
 
@@ -103,8 +108,8 @@ def install() -> None:
             "anything imports it, or do not import it"
         )
     sys.meta_path.insert(0, _Finder())
-    after_import("accelerate.state", _accelerate.adapt)
-    after_import("transformers.modeling_utils", _transformers.adapt)
+    _after_import("accelerate.state", _name_cpu_backend)
+    _after_import("transformers.modeling_utils", _transformers.adapt)
 
 
 def is_installed() -> bool:
@@ -118,3 +123,70 @@ def real_version() -> str | None:
         if not isinstance(found, _Distribution):
             return found.version
     return None
+
+
+def _after_import(name: str, adapt: Adapt) -> None:
+    """Call `adapt(module)`: now if the module is imported, else at the end of its import."""
+    module = sys.modules.get(name)
+    if module is not None:
+        adapt(module)
+    else:
+        sys.meta_path.insert(0, _FinderWithHook(name, adapt))
+
+
+class _FinderWithHook(importlib.abc.MetaPathFinder):
+    """Finds one module, as it would be found without this, with a loader that calls `adapt`."""
+
+    def __init__(self, name: str, adapt: Adapt) -> None:
+        self._name, self._adapt = name, adapt
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _LoaderWithHook(spec.loader, self._adapt)
+        return spec
+
+
+class _LoaderWithHook(importlib.abc.Loader):
+    def __init__(self, loader: Any, adapt: Adapt) -> None:
+        self._loader, self._adapt = loader, adapt
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        made: types.ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._adapt(module)
+
+    def __getattr__(self, name: str) -> Any:
+        # Of the loader itself: `get_source`, resources of the module.
+        return getattr(self._loader, name)
+
+
+def _name_cpu_backend(state: Any) -> None:
+    """Make `PartialState` name gloo where DeepSpeed was asked for and there is no GPU.
+
+    Accelerate names no backend there, and takes each rank for the only one: all ranks would train
+    on the same rows. state: the module accelerate.state. Raises: ImportError for a release without
+    the method.
+    """
+    check_methods(state.PartialState, ("_prepare_backend",), "accelerate", _TESTED_ACCELERATE)
+    own = state.PartialState._prepare_backend
+    if hasattr(own, "infinity_names"):
+        return
+
+    @functools.wraps(own)
+    def prepare_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        backend, kind = own(self, *args, **kwargs)
+        asked = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        if backend is None and asked and "LOCAL_RANK" in os.environ:
+            backend = get_accelerator().communication_backend_name()
+        return backend, kind
+
+    prepare_backend.infinity_names = True  # type: ignore[attr-defined]
+    state.PartialState._prepare_backend = prepare_backend

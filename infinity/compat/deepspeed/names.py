@@ -47,6 +47,16 @@ _SCHEDULES = (
     "LR_RANGE_TEST_STAIRCASE add_tuning_arguments"
 )
 _CHECKPOINTING = "checkpoint configure is_configured reset get_cuda_rng_tracker"
+_GROUPS = (
+    "mpu get_data_parallel_group=get_world_group _get_data_parallel_group=get_world_group "
+    "get_data_parallel_rank=get_rank _get_data_parallel_rank=get_rank "
+    "get_data_parallel_world_size=get_world_size _get_data_parallel_world_size=get_world_size "
+    "get_model_parallel_rank=rank_in_group_of_one "
+    "_get_sequence_parallel_rank=rank_in_group_of_one "
+    "get_model_parallel_world_size=world_size_of_one "
+    "_get_model_parallel_world_size=world_size_of_one "
+    "_get_sequence_parallel_world_size=world_size_of_one"
+)
 _MEMORY = (
     "estimate_zero3_model_states_mem_needs_all_live "
     "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs"
@@ -76,9 +86,9 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "deepspeed.comm.comm": (("comm", "*"),),
     "deepspeed.constants": (("comm", "TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT"),),
     "deepspeed.moe": (),
-    "deepspeed.moe.layer": (("moe", "MoE"),),
+    "deepspeed.moe.layer": (("utilities", "MoE"),),
     "deepspeed.moe.utils": (
-        ("moe", "is_moe_param split_params_into_different_moe_groups_for_optimizer"),
+        ("utilities", "is_moe_param split_params_into_different_moe_groups_for_optimizer"),
     ),
     "deepspeed.ops": (),
     "deepspeed.ops.adam": (("ops", "DeepSpeedCPUAdam FusedAdam"),),
@@ -133,9 +143,8 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
         ("zero.access", _STATES),
         ("zero.leaf_modules", _LEAVES),
     ),
-    "deepspeed.utils.groups": (
-        ("groups", "*"),
-    ),
+    # All ranks are data-parallel; there are no other groups.
+    "deepspeed.utils.groups": (("comm", _GROUPS),),
     "deepspeed.utils.logging": (("utilities", "logger log_dist"),),
     "deepspeed.utils.tensor_fragment": (("zero.access", _STATES),),
     "deepspeed.utils.z3_leaf_module": (("zero.leaf_modules", _LEAVES),),

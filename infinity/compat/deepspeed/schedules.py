@@ -70,8 +70,8 @@ class Schedule(abc.ABC):
     """Base of the schedules. Its state is the number of the last step, -1 before the first.
 
     optimizer: of torch, or a wrapper with one in `.optimizer`; its `param_groups` get the rates.
-    last_batch_iteration: the number of the last step of a run that goes on; then the rates of the
-    groups are left as they are until the next step.
+    last_batch_iteration: the number of the last step of a resumed run; the groups keep their rates
+    until the next step then.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -107,7 +107,7 @@ class Schedule(abc.ABC):
         self.last_batch_iteration = sd["last_batch_iteration"]
 
     def _begin(self) -> None:
-        """Set the rates from before the first step, unless a run goes on."""
+        """Set the rates from before the first step, unless the run is resumed."""
         if self.last_batch_iteration == -1:
             self._set(self.get_lr())
 
@@ -159,7 +159,7 @@ class LRRangeTest(Schedule):
         _check_steps(LR_RANGE_TEST_STEP_SIZE, lr_range_test_step_size)
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
-        # The least rate itself, which the formula gives at no step.
+        # The formula gives the least rate at no step.
         if last_batch_iteration == -1:
             self._set(self.min_lr)
 
@@ -281,7 +281,7 @@ class OneCycle(Schedule):
         return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
 
     def _height(self) -> float:
-        """The place between the least rate (0) and the greatest (1)."""
+        """Return the place between the least rate (0) and the greatest (1)."""
         count = self.last_batch_iteration + 1
         place = count / self.total_size
         place = 1.0 + place - math.floor(1 + place)
@@ -308,7 +308,7 @@ class _Warmup(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         _check_steps(WARMUP_NUM_STEPS, warmup_num_steps)
-        # Of one step the logarithm is no divisor.
+        # The warm-up divides by this logarithm, and log(1) is 0.
         self.warmup_num_steps = max(2, warmup_num_steps)
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
             log.warning("warmup_type=%r is not known: taking 'log'", warmup_type)
@@ -382,8 +382,8 @@ class WarmupDecayLR(WarmupLR):
         _warn_if_short(total_num_steps, self.warmup_num_steps)
 
     def _after_warmup(self) -> float:
-        left = float(self.total_num_steps - self.last_batch_iteration)
-        return max(0.0, left / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
+        remaining = float(self.total_num_steps - self.last_batch_iteration)
+        return max(0.0, remaining / float(max(1.0, self.total_num_steps - self.warmup_num_steps)))
 
 
 class WarmupCosineLR(_Warmup):
@@ -459,30 +459,25 @@ def scheduler_class(name: str) -> Any:
     return found
 
 
+_TUNING: dict[str, float | str | bool] = {
+    LR_RANGE_TEST_MIN_LR: 0.001, LR_RANGE_TEST_STEP_RATE: 1.0, LR_RANGE_TEST_STEP_SIZE: 1000,
+    LR_RANGE_TEST_STAIRCASE: False, CYCLE_FIRST_STEP_SIZE: 1000, CYCLE_FIRST_STAIR_COUNT: -1,
+    CYCLE_SECOND_STEP_SIZE: -1, CYCLE_SECOND_STAIR_COUNT: -1, DECAY_STEP_SIZE: 1000,
+    CYCLE_MIN_LR: 0.01, CYCLE_MAX_LR: 0.1, DECAY_LR_RATE: 0.0, "cycle_momentum": False,
+    CYCLE_MIN_MOM: 0.8, CYCLE_MAX_MOM: 0.9, DECAY_MOM_RATE: 0.0, WARMUP_MIN_LR: 0.0,
+    WARMUP_MAX_LR: 0.001, WARMUP_NUM_STEPS: 1000, WARMUP_TYPE: WARMUP_LOG_RATE,
+    WARMUP_MIN_RATIO: 0.0, COS_MIN_RATIO: 0.0001,
+}  # fmt: skip
+"""The options of `add_tuning_arguments` and their defaults; the default's type is the option's."""
+
+
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add options for the settings of the schedules to a parser, and return it."""
     group = parser.add_argument_group("Convergence Tuning", "settings of learning rate schedules")
     group.add_argument("--lr_schedule", type=str, help="schedule that a script builds")
-    group.add_argument("--lr_range_test_min_lr", type=float, default=0.001)
-    group.add_argument("--lr_range_test_step_rate", type=float, default=1.0)
-    group.add_argument("--lr_range_test_step_size", type=int, default=1000)
-    group.add_argument("--lr_range_test_staircase", action="store_true")
-    group.add_argument("--cycle_first_step_size", type=int, default=1000)
-    group.add_argument("--cycle_first_stair_count", type=int, default=-1)
-    group.add_argument("--cycle_second_step_size", type=int, default=-1)
-    group.add_argument("--cycle_second_stair_count", type=int, default=-1)
-    group.add_argument("--decay_step_size", type=int, default=1000)
-    group.add_argument("--cycle_min_lr", type=float, default=0.01)
-    group.add_argument("--cycle_max_lr", type=float, default=0.1)
-    group.add_argument("--decay_lr_rate", type=float, default=0.0)
-    group.add_argument("--cycle_momentum", action="store_true")
-    group.add_argument("--cycle_min_mom", type=float, default=0.8)
-    group.add_argument("--cycle_max_mom", type=float, default=0.9)
-    group.add_argument("--decay_mom_rate", type=float, default=0.0)
-    group.add_argument("--warmup_min_lr", type=float, default=0)
-    group.add_argument("--warmup_max_lr", type=float, default=0.001)
-    group.add_argument("--warmup_num_steps", type=int, default=1000)
-    group.add_argument("--warmup_type", type=str, default=WARMUP_LOG_RATE)
-    group.add_argument("--warmup_min_ratio", type=float, default=0.0)
-    group.add_argument("--cos_min_ratio", type=float, default=0.0001)
+    for name, default in _TUNING.items():
+        if isinstance(default, bool):
+            group.add_argument(f"--{name}", action="store_true")
+        else:
+            group.add_argument(f"--{name}", type=type(default), default=default)
     return parser
