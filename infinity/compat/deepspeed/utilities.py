@@ -1,5 +1,6 @@
-"""Small functions and classes that scripts import from `deepspeed.utils`, `deepspeed.checkpoint.utils`
-and `deepspeed.moe`."""
+"""Small functions and classes that scripts import from `deepspeed.utils`,
+`deepspeed.checkpoint.utils` and `deepspeed.moe`.
+"""
 
 from __future__ import annotations
 
