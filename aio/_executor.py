@@ -34,9 +34,9 @@ Promises, the same for both backends:
   reads again.
 - Faults. Every transfer's result is checked. Short ones are resumed, EAGAIN and EINTR retried, and
   reads verified. A fault that remains is a typed `AioError`; `Ticket.wait` raises it every time.
-- Spare ranges. A write that fails goes to a spare range, if `add_spares` gave some: of its drive,
-  then of another one. Its chunk's place is there from then on, whole: what the job does not write
-  is read from the old one. Nothing fails; `take_moved_writes` tells of it.
+- Reserved extents. A write that fails goes to a reserved extent that `add_spares` gave: of its
+  drive first, then of another drive. The whole chunk lies there from then on: sections that the
+  job does not write are read from the old place. The job succeeds; `take_moved_writes` reports it.
 - Failed writes. Any other write that fails keeps its slot, which has the only copy; a FETCH reads
   the chunk's sections there. The failure also marks the drive: later STORE and UPDATE jobs on it
   are refused with the same fault, until `recover`.
@@ -592,12 +592,12 @@ class Executor:
             core.pointer, core.ffi.from_buffer(given), len(given)
         )
         if error == -errno.ENOMEM:
-            raise MemoryError(f"no memory for {len(given)} spare ranges")
+            raise MemoryError(f"no memory for {len(given)} reserved extents")
         if error:
             raise ValueError(_validate.SPARE_WRONG)
 
     def take_spares(self) -> npt.NDArray[np.void]:
-        """Take back the spare ranges that no write has used: SPARE records."""
+        """Take back the reserved extents that no write has used: SPARE records."""
         core = self._core
         core.check()
         taken = []
@@ -609,7 +609,7 @@ class Executor:
         return np.concatenate(taken) if taken else np.zeros(0, dtype=SPARE)
 
     def take_moved_writes(self) -> list[MovedWrite]:
-        """Return the writes that went to spare ranges since the last call, oldest first. Never
+        """Return the writes that went to reserved extents since the last call, oldest first. Never
         blocks.
         """
         core = self._core

@@ -1,8 +1,8 @@
-"""Spare ranges, and the record of a write that went to one because its own range refused it.
+"""Reserved extents, and the record of a failed write that went to one.
 
-An executor that has spare ranges writes a chunk there whose own place fails, of its drive first,
-then of another (native/executor/failed_writes.c). The caller gives ranges ahead of their time,
-takes the moves afterwards, and never uses a range that failed again.
+When a write fails, the executor writes the chunk to a reserved extent: of the same drive first,
+then of another drive (native/executor/failed_writes.c). The caller reserves the extents beforehand,
+takes the records of moved writes afterwards, and never uses a range again where a write failed.
 """
 
 from __future__ import annotations

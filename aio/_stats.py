@@ -80,7 +80,7 @@ class ExecutorStats:
     `registered` says whether the slab's pages are registered with io_uring, `registered_reason` why
     not; `huge_bytes` how much of it huge pages back. `backend_reason`: as
     `Executor.backend_reason`. `kept_chunks`: chunks whose write failed and whose contents are in
-    memory only; `moved_writes`: writes that failed and went to a spare range. `jobs_cancelled`:
+    memory only; `moved_writes`: writes that failed and went to a reserved extent. `jobs_cancelled`:
     fetches that were given up. `reads_ahead`: chunks that idle slots began to read for later
     UPDATEs;
     `reads_ahead_dropped`: reads ahead that served no UPDATE. `to_device_bytes`,

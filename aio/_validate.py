@@ -355,7 +355,8 @@ TOO_MANY_FILES = f"a drive has at most {FILE_MAX} files"
 FILE_UNKNOWN = "a chunk lies in a file that its drive does not have: add_file comes first"
 FILE_STAYS = "cannot remove the file: a chunk has a place in it, or it is not one that was added"
 SPARE_WRONG = (
-    "a spare range is not 4096-aligned, is empty, or lies on a drive or in a file that is not known"
+    "a reserved extent is not 4096-aligned, is empty, or lies on an unknown drive or in an unknown "
+    "file"
 )
 RELOCATES_COMMITTED = "cannot relocate: the second place of a chunk is the committed one"
 

@@ -35,7 +35,7 @@ class Fault:
     "late" (the result comes `late_s` seconds later).
 
     lasting: what the same job does to make up for it fails, too: it reads again, or writes to a
-    spare range.
+    reserved extent.
 
     drive, start, stop: only requests of this drive, and that meet bytes [start, stop) of any of its
     files, count and fail. A bad block is `persistent`, from the first such request on.

@@ -1,5 +1,5 @@
-/* The executor's interface for cffi; also included by executor.h, so that there is one text. No
- * preprocessor here. */
+/* The executor's interface. cffi reads this file and executor.h includes it, so it has no
+ * preprocessor lines. */
 
 typedef struct inf_executor inf_executor;
 typedef struct inf_ticket inf_ticket;
@@ -23,7 +23,7 @@ typedef struct {
     int32_t piece;
 } inf_fault;
 
-/* A range that a write may use whose own has failed. */
+/* A reserved extent: a failed write may go there instead. */
 typedef struct {
     int32_t drive;
     int32_t file;
@@ -31,8 +31,8 @@ typedef struct {
     int64_t bytes;
 } inf_spare;
 
-/* A write that failed, and went to a spare range: where it should have gone, where it went, and
- * why. Whether it arrived there, a later move or a kept slot says. */
+/* A failed write that went to a reserved extent: its place, its new place, and the fault. The new
+ * write may fail, too: then a later move follows, or the chunk keeps its slot. */
 typedef struct {
     int32_t chunk;
     int32_t drive;
@@ -43,7 +43,7 @@ typedef struct {
     int64_t offset;
     int64_t to_offset;
     int64_t bytes;
-    uint64_t key; /* of the chunk, whose id may be another's by now */
+    uint64_t key; /* of the chunk; its id may belong to another chunk by now */
     inf_fault fault;
 } inf_moved_write;
 
@@ -55,8 +55,8 @@ typedef struct {
     uint64_t busy_ns;
 } inf_window;
 
-/* latency: requests by the time to their result; bucket b of meter.c's scale. windows: a
- * ring, the newest is at (window_count - 1) % 64. */
+/* latency: requests by the time to their result, in the buckets of meter.c. windows: a ring; the
+ * newest is at (window_count - 1) % 64. */
 typedef struct {
     uint64_t bytes_read;
     uint64_t bytes_written;
@@ -97,8 +97,8 @@ typedef struct {
     uint64_t reads_ahead;
     uint64_t reads_ahead_dropped;
     uint64_t copied_bytes[2]; /* to the device, and from it */
-    uint64_t copied_ns[2];    /* while at least one such copy was under way */
-    uint64_t reads_ahead_live; /* slots that hold one which no job has taken over */
+    uint64_t copied_ns[2];    /* time with at least one such copy in flight */
+    uint64_t reads_ahead_live; /* slots with a read ahead that no job has taken yet */
     uint64_t moved_writes;
 } inf_exec_stats;
 
@@ -114,7 +114,7 @@ typedef struct {
     int64_t bytes;
 } inf_span;
 
-enum { INF_NULL_BATCH_MAX = 64 }; /* requests that a null drive gives back together at most */
+enum { INF_NULL_BATCH_MAX = 64 }; /* requests that a null drive completes together, at most */
 
 /* See aio/testing.py, Fault. kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip, 5 stale,
  * 6 misdirected, 7 late. drive: 1 + its index, 0 = any. */
@@ -131,8 +131,8 @@ typedef struct {
     int64_t stop;
 } inf_seam_fault;
 
-/* See aio/testing.py, Seam. null_batch: 0 real drives, else null ones, up to INF_NULL_BATCH_MAX.
- * null_computes: 0 no chunk, else one in so many. */
+/* See aio/testing.py, Seam. null_batch: 0 = real drives, else null drives that complete this many
+ * requests together. null_computes: 0 = no chunk is computed, n = one chunk of n. */
 typedef struct {
     uint64_t seed;
     int64_t delay_us_max;
@@ -141,7 +141,7 @@ typedef struct {
     int32_t null_computes;
 } inf_seam;
 
-/* The speeds are the seam's, 0 = as it is; reads and writes share a drive's time. */
+/* The fault injector throttles to these speeds, 0 = not; reads and writes share a drive's time. */
 typedef struct {
     int32_t fd;
     int32_t depth;
@@ -162,33 +162,33 @@ typedef struct {
     int64_t large_bytes;
     int64_t hold_ns;
     inf_seam seam;
-    /* 1 + the node for the slab, and `cpus` (a bit each) are for the threads; 0: as the kernel
-     * likes */
+    /* 1 + the NUMA node of the slab; `cpus` (a bit each) are those of the threads; 0: the kernel
+     * chooses both */
     int32_t numa;
     uint64_t cpus[16]; /* INF_CPU_MAX */
 } inf_exec_config;
 
-/* Functions of the driver of the device that computes, as addresses; each returns 0 or the driver's
- * code. Streams and events are void *, device addresses uint64_t. */
+/* Functions of the compute device's driver, as addresses; each returns 0 or the driver's code.
+ * Streams and events are void *, device addresses uint64_t. */
 typedef struct {
-    /* current on every thread while it calls the others, and then what was before */
+    /* a thread makes it current before it calls the other functions, and then restores its own */
     uint64_t context;
     uint64_t set_current;       /* (void *context) */
     uint64_t get_current;       /* (void **context) */
     uint64_t stream_create;     /* (void **stream, unsigned flags) */
     uint64_t stream_destroy;    /* (void *stream) */
-    uint64_t stream_wait;       /* (void *stream): blocks until all that it was given has ended */
+    uint64_t stream_wait;       /* (void *stream): blocks until the stream is empty */
     uint64_t stream_wait_event; /* (void *stream, void *event, unsigned flags) */
     uint64_t event_create;      /* (void **event, unsigned flags) */
     uint64_t event_destroy;     /* (void *event) */
     uint64_t event_record;      /* (void *event, void *stream) */
-    uint64_t event_query;       /* (void *event): 600 = what it stands for has not ended */
+    uint64_t event_query;       /* (void *event): 600 = not reached yet */
     uint64_t event_wait;        /* (void *event): blocks */
     uint64_t to_device;         /* (uint64_t to, const void *from, size_t bytes, void *stream) */
     uint64_t from_device;       /* (void *to, uint64_t from, size_t bytes, void *stream) */
     uint64_t host_register;     /* (void *memory, size_t bytes, unsigned flags): pins it */
     uint64_t host_unregister;   /* (void *memory) */
-    uint64_t capture_mode;      /* (int *mode): exchanges the calling thread's */
+    uint64_t capture_mode;      /* (int *mode): swaps it with the calling thread's mode */
 } inf_device_api;
 
 /* ---- io_uring by function pointers ----------------------------------------------------------- */
@@ -196,7 +196,7 @@ typedef struct {
 /* Opens the shared object that carries liburing and looks every symbol up. 0, or -1 with the reason
  * in `why`. */
 int32_t inf_uring_load(const char *path, char *why, int32_t why_bytes);
-/* Tries to make a ring on a thread of its own. 0 or a negative errno. */
+/* Tries to make a ring, on a new thread. 0 or a negative errno. */
 int32_t inf_uring_probe(void);
 
 /* ---- executor -------------------------------------------------------------------------------- */
@@ -204,47 +204,47 @@ int32_t inf_uring_probe(void);
 /* NULL with the reason in `why` and a negative errno in *error. */
 inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_config *drives,
                                 int32_t *error, char *why, int32_t why_bytes);
-/* Ends intake and makes all gates escape; `cancel`: what has not started fails. */
+/* Accepts no more jobs and makes all gates escape. `cancel`: jobs that have not started fail. */
 void inf_executor_shut(inf_executor *ex, int32_t cancel);
 /* 1 when no job is pending, 0 after timeout_ns. */
 int32_t inf_executor_wait_idle(inf_executor *ex, int64_t timeout_ns);
 /* Joins the threads and frees the pools; only when idle. */
 void inf_executor_stop(inf_executor *ex);
-/* After stop. The memory goes with the last ticket or gate, which may be released later. */
+/* After stop. The memory is freed with the last ticket or gate, which may be released later. */
 void inf_executor_free(inf_executor *ex);
 
-/* Chunks were checked by the caller (aio/_validate.py). 0, or a negative errno: none is defined
- * then. */
+/* The caller has checked the chunks (aio/_validate.py). 0, or a negative errno: then none is
+ * defined. */
 int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count, int32_t *ids);
-/* 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id: none is dropped then. */
+/* 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id: then none is dropped. */
 int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count);
-/* Versioned chunks: what they hold now is committed, and what is written from now on goes to their
- * other places; or, rollback: they hold again what was committed. 0; -EBUSY when jobs are pending
- * on one (commit: that write states), -EINVAL for an unknown id, -EPERM (rollback) when a resident
- * section without another version was changed since: nothing is done then. Other chunks are left
- * alone. */
+/* For versioned chunks; chunks without versions are ignored. commit: their present contents become
+ * the committed ones, and later writes go to their other places. rollback: they have their
+ * committed contents again. 0; -EBUSY when jobs are pending on one (commit: jobs that write
+ * states), -EINVAL for an unknown id, -EPERM (rollback) when a resident section without a second
+ * version has changed: then no chunk has changed. */
 int32_t inf_executor_commit(inf_executor *ex, const int32_t *ids, int32_t count);
 int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t count);
-/* Gives a drive another file. Its index, from 1 on; -ENOSPC when there are too many. */
+/* Adds a file to a drive. Its index, from 1 on; -ENOSPC when there are too many. */
 int32_t inf_executor_file_add(inf_executor *ex, int32_t drive, int32_t fd);
-/* Takes it back. 0; -EBUSY while a chunk has a place in it, -EINVAL for an index that is none. */
+/* Removes a file. 0; -EBUSY while a chunk has a place in it, -EINVAL for an unknown index. */
 int32_t inf_executor_file_remove(inf_executor *ex, int32_t drive, int32_t index);
-/* Gives the executor ranges for writes that fail; the caller does not use them otherwise, until it
- * takes them back. 0, -EINVAL for a drive or file that is not known, -ENOMEM. */
+/* Gives the executor reserved extents for failed writes. The caller does not use them until it
+ * takes them back. 0, -EINVAL for an unknown drive or file, -ENOMEM. */
 int32_t inf_executor_spares_add(inf_executor *ex, const void *spares, int32_t count);
-/* Takes back those that are not used, count_max at most. How many they were. */
+/* Takes back unused extents, count_max at most. Returns how many. */
 int32_t inf_executor_spares_take(inf_executor *ex, void *spares, int32_t count_max);
-/* Takes the moves since the last call, inf_moved_write[count_max] at most, oldest first. */
+/* Takes the moved writes since the last call, inf_moved_write[count_max] at most, oldest first. */
 int32_t inf_executor_moves_take(inf_executor *ex, void *moves, int32_t count_max);
-/* Other second places for versioned chunks whose live place is the committed one (or nothing was
- * committed yet). Errors as commit; -EPERM when the second place of one is the committed one. */
+/* Gives new second places to versioned chunks whose live place is the committed one (or that have
+ * no commit yet). Errors as commit; -EPERM when a chunk's second place is the committed one. */
 int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count,
                               const int32_t *drives, const int32_t *files,
                               const int64_t *offsets);
-/* Makes what lies in the other places of these chunks, the states before their last UPDATE, their
- * committed contents; what was is in the other places then, and a second call goes back. 0; -EBUSY
- * when jobs are pending on one, -EINVAL for an unknown id, -EPERM for one without a second place,
- * not committed, not made by an UPDATE alone, or with states in memory: nothing is done then. */
+/* Swaps the two places of these chunks: the states before their last UPDATE become the committed
+ * contents, and a second call swaps back. 0; -EBUSY when jobs are pending on one, -EINVAL for an
+ * unknown id, -EPERM for a chunk without a second place, not committed, not made by an UPDATE
+ * alone, or with states in memory: then no chunk has changed. */
 int32_t inf_executor_exchange(inf_executor *ex, const int32_t *ids, int32_t count);
 /* The chunks as they are now, inf_chunk[count]; -EINVAL for an unknown id. */
 int32_t inf_executor_look(inf_executor *ex, const int32_t *ids, int32_t count, void *chunks);
@@ -260,31 +260,30 @@ inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_
  * read. How many were accepted. */
 int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count,
                               int32_t param_in_memory);
-/* Takes the marks off the drives and writes again what failed writes kept; as submit. */
+/* Removes the drives' marks and writes again the data of failed writes; returns as submit. */
 inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error);
-/* Makes the device known whose memory INF_MASK_DEVICE is about, once, before such jobs come, and
- * pins the slab. 0, a negative errno, or the driver's code. */
+/* Attaches the device for jobs with INF_MASK_DEVICE, once, before the first of them, and pins the
+ * slab. 0, a negative errno, or the driver's code. */
 int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api);
-/* The stream whose kernels copies that are submitted, or whose gates are opened, from now on come
- * behind. */
+/* Sets the compute stream. A copy waits for the kernels that this stream had when the copy was
+ * submitted, or when its gate was opened. */
 void inf_executor_compute_stream(inf_executor *ex, uint64_t stream);
-/* Where the slab lies; 0 without one. */
+/* The slab's address; 0 without one. */
 uint64_t inf_executor_slab(const inf_executor *ex);
 void inf_executor_release_gates(inf_executor *ex);
 void inf_executor_hold_gates(inf_executor *ex, int32_t held);
-/* Another seam from now on: requests are counted from 0 anew, speeds[2 * drive + op] are those of
- * the drives. What is null stays so. How many requests met the fault of the one before, or a
- * negative errno (no thread could be made). */
+/* Replaces the fault injector's settings: it counts requests from 0 again, and speeds[2 * drive +
+ * op] throttle the drives. Null drives stay null. Returns how many requests got the fault of the
+ * earlier settings, or a negative errno (no thread could be made). */
 int64_t inf_executor_set_seam(inf_executor *ex, const inf_seam *seam, const double *speeds);
-/* Pools of other sizes, in place of those that are there. 0; -EBUSY while a job, or a chunk whose
- * write failed, has a slot, -EIO where a broken ring may touch one, -ENOMEM, or the driver's code:
- * nothing changed then. */
+/* Replaces the pools. 0; -EBUSY while a job, or a chunk whose write failed, has a slot, -EIO where
+ * a broken ring may write to one, -ENOMEM, or the driver's code: then nothing has changed. */
 int32_t inf_executor_resize_pools(inf_executor *ex, int32_t small_count, int64_t small_bytes,
                                   int32_t large_count, int64_t large_bytes);
 int64_t inf_executor_pool_bytes(const inf_executor *ex);
 int64_t inf_executor_huge_bytes(const inf_executor *ex);
-/* Why slab or threads are not on the node that was asked for: a negative errno; 0: they are, or
- * none was. */
+/* Why slab or threads are not on the requested NUMA node, a negative errno; 0: they are, or no node
+ * was requested. */
 int32_t inf_executor_numa_error(const inf_executor *ex);
 /* 1: the slab is registered with every ring. Else why not: 0 there is none, 2 it is not huge pages,
  * 3 it is too large, a negative errno of the kernel. */
@@ -293,20 +292,20 @@ void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats
 int32_t inf_executor_spans(inf_executor *ex, int32_t enable);
 int32_t inf_executor_take_spans(inf_executor *ex, inf_span *spans, int32_t count_max);
 int32_t inf_executor_fault(inf_executor *ex, inf_fault *fault);
-/* A word of the caller's that is set to 1 whenever a ticket fails; NULL ends that. */
+/* The executor sets this word of the caller to 1 whenever a ticket fails; NULL ends that. */
 void inf_executor_alarm(inf_executor *ex, uint32_t *word);
 
-/* Words: [0] done (0 pending, 1 well, 2 failed), [1] filled, [2] failed already. Valid until the
- * release. */
+/* Words: [0] done (0 pending, 1 success, 2 failed), [1] filled, [2] a job has failed. Valid until
+ * the release. */
 const uint32_t *inf_ticket_words(const inf_ticket *ticket);
-/* Whether a word is set; what was copied before it was set is seen by the caller then. */
+/* Whether a word is set. If it is, the caller sees all that was copied before it was set. */
 int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word);
-/* word 0 or 1; 1 when it is set, 0 after timeout_ns. `escape`: make the gates that it
- * depends on escape, and its jobs demands, first. */
+/* Waits for word 0 or 1: 1 when it is set, 0 after timeout_ns. `escape`: first the gates that the
+ * ticket depends on escape, and its jobs become demands. */
 int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns,
                         int32_t escape);
 int32_t inf_ticket_fault(inf_executor *ex, const inf_ticket *ticket, inf_fault *fault);
-/* Gives up its fetches that no drive has begun. */
+/* Cancels its fetches that no drive has begun. */
 void inf_ticket_cancel(inf_executor *ex, inf_ticket *ticket);
 void inf_ticket_release(inf_executor *ex, inf_ticket *ticket);
 

@@ -1,20 +1,20 @@
-/* The executor's inside: what its files share. The interface is executor.cdef.h.
+/* Types and functions that the executor's files share. The interface is executor.cdef.h.
  *
  *   submit -> chunk FIFO -> [gate] -> slot -> read -> compute -> write -> done
  *                                          drive    workers    drive
  *
- * Slots that are idle read ahead, for UPDATEs at closed gates (prefetch.c).
+ * Idle slots read ahead for UPDATEs that wait at closed gates (prefetch.c).
  *
  * One mutex guards everything. At 1 MiB a block and 10 GB/s that is 20,000 short critical sections
  * a second, which is nothing beside what they order (bench/executor.py measures that); and there is
  * no lock order to get wrong.
  *
- * What works on runs (a drive, a worker, a copying thread) never decides what follows. It appends
- * a run whose work has ended to `ended`, under the mutex, and its thread calls inf_pump before it
- * unlocks. The pump pops `ended` and decides each run's next state, in jobs.c and nowhere else. So
- * `ended` is empty whenever the mutex is free, no completion recurses, no thread is woken for it.
+ * A drive, a worker or a copying thread that works on a run never decides the run's next state. It
+ * appends the run to `ended` under the mutex, and calls inf_pump before it unlocks. The pump, in
+ * jobs.c, pops `ended` and decides each run's next state; no other function does. So `ended` is
+ * empty whenever the mutex is free, no completion recurses, and no thread is woken to complete one.
  *
- * Each file names functions only of files in lines above its own (tests/test_wiring.py compares).
+ * A file calls functions only of files in the lines above it (tests/test_wiring.py compares).
  *
  *   kernels/crc32c.c kernels/format.c kernels/gradients.c
  *   kernels/optimizer_kernels.c
@@ -63,12 +63,11 @@
 #pragma GCC visibility pop
 
 #define INF_PRIORITY_COUNT 3
-/* Of reads at a drive: those ahead of their time come after every priority, and have no fair
- * turns. */
+/* The class of reads ahead at a drive: after every priority, and without fair turns. */
 #define INF_CLASS_AHEAD INF_PRIORITY_COUNT
 #define INF_CLASS_COUNT (INF_PRIORITY_COUNT + 1)
-/* Of the turns at slots, drives and workers one in so many goes to who waited longest, whatever its
- * priority: so that all progress. */
+/* One turn in this many, at slots, drives and workers, goes to the run that waited longest,
+ * whatever its priority: so every run progresses. */
 #define INF_FAIR_TURN 8
 #define INF_SPAN_COUNT 65536
 #define INF_FLIGHT_MAX 32 /* flights of one direction, see device.c */
@@ -86,7 +85,7 @@
 #define INF_MASK_DEVICE 0x20000000u
 /* In a FETCH's mask: the chunk has one checksum for each section (inf_section_fetch_folded). */
 #define INF_MASK_FOLDED 0x10000000u
-/* The kind of a read ahead's own job; it is never submitted. */
+/* The kind of a job that the executor makes for a read ahead; callers never submit it. */
 #define INF_JOB_PREFETCH 5
 
 enum { INF_OP_READ = 0, INF_OP_WRITE = 1, INF_OP_COUNT = 2 };
@@ -124,7 +123,7 @@ enum { INF_GATE_CLOSED = 0, INF_GATE_OPEN, INF_GATE_ESCAPED };
 
 typedef enum {
     INF_WAITING,  /* behind another job of its chunk, or behind a gate */
-    INF_STARTING, /* on the list that inf_pump works off */
+    INF_STARTING, /* on `starting`, which inf_pump empties */
     INF_SLOT,     /* waits for a slot */
     INF_READING,
     INF_COMPUTING,
@@ -160,10 +159,10 @@ typedef struct {
     int32_t pool;
     int32_t drive;
     uint32_t written;                      /* sections that are written from it */
-    /* a broken ring may still touch it: never to be used again */
+    /* a broken ring may still write to it: it is never used again */
     bool lost;
     int32_t range_count[INF_OP_COUNT];
-    int64_t section_at[INF_SECTION_MAX];   /* where a section lies in it; -1 = not in it */
+    int64_t section_at[INF_SECTION_MAX];   /* a section's place in the slot; -1 = not in it */
     inf_range ranges[INF_OP_COUNT][INF_RANGE_MAX];
 } inf_slot;
 
@@ -178,20 +177,20 @@ typedef struct {
     inf_chunk plan;
     inf_run *fifo_head;
     inf_run *fifo_tail;
-    inf_slot failed_write;      /* of a write that failed: the only copy of its sections */
-    uint32_t failed_write_mask; /* 0 = nothing is kept */
-    inf_prefetch *prefetch;   /* what was, or will be, read for its next UPDATE; NULL = nothing */
+    inf_slot failed_write;      /* slot of a failed write: the only copy of its sections */
+    uint32_t failed_write_mask; /* sections in it; 0 = none */
+    inf_prefetch *prefetch;   /* the read ahead for its next UPDATE; NULL = none */
     uint32_t invalid;   /* sections whose contents are lost */
-    /* Whether an UPDATE made the version that is live, and no STORE has changed it since: then the
-     * other place has the states before it; the same of the other place. */
+    /* Whether an UPDATE made the live version, and no STORE has changed it since: then the other
+     * place has the states before that update. other_updated says the same of the other place. */
     bool updated;
     bool other_updated;
-    bool exchanged; /* the version before was gone back to, and nothing was written since */
-    uint32_t committed_invalid; /* and those of the committed place */
+    bool exchanged; /* an undo swapped the places, and nothing was written since */
+    uint32_t committed_invalid; /* invalid sections of the committed place */
     inf_place place;
     inf_fault committed_fault;
     uint32_t verified;  /* counts runs that were verified: the phase of samples */
-    inf_fault fault;    /* why they are invalid */
+    inf_fault fault;    /* why sections are invalid */
     int32_t id;
 } inf_chunk_record;
 
@@ -201,51 +200,51 @@ struct inf_run {
     inf_run *fifo_next;
     inf_submission *submission;
     inf_chunk_record *chunk;
-    inf_run *hint_next; /* UPDATEs behind closed gates that want to be read ahead, by gate */
+    inf_run *hint_next; /* list of UPDATEs at closed gates that may be read ahead, by gate */
     inf_run *hint_previous;
-    inf_prefetch *prefetch; /* whose read it waits for */
+    inf_prefetch *prefetch; /* the read ahead that it waits for */
     inf_slot slot;
     inf_job job;
     inf_state state;
-    uint32_t reads; /* sections that it takes from the chunk, in memory or on the drive */
-    uint32_t zeros; /* sections that it takes, which are not read but known to be zeros */
+    uint32_t reads; /* sections of the chunk that it uses, from memory or from the drive */
+    uint32_t zeros; /* used sections that are known to be zeros, and so are not read */
     int32_t priority;
-    int32_t verify; /* of its next pass */
-    int32_t cursor; /* next block: range, and position in it */
+    int32_t verify; /* INF_VERIFY_* of its next pass */
+    int32_t cursor; /* range of the next block; `position` is its place in that range */
     int64_t position;
     int32_t blocks_in_flight;
-    uint32_t rest; /* sections that are read to make a failed write of a part one of the whole */
-    bool aside; /* its small slot is the chunk's failed_write: it has, or waits for, a large one */
+    uint32_t rest; /* other sections, read so that a failed partial write can move as a whole */
+    bool aside; /* its small slot is the chunk's failed_write; it has or awaits a large slot */
     bool moves; /* it writes the chunk's other place */
     bool filled;
     bool faulted;
     bool reread;
-    bool hinted; /* on the list of those that want to be read ahead */
-    bool copied_in; /* what the device has of it is here */
-    int32_t moved; /* how often its write failed and went to a spare range */
-    int32_t direction; /* of its copy to or from the device */
+    bool hinted; /* on the list by hint_next */
+    bool copied_in; /* its copy from the device has ended */
+    int32_t moved; /* times that its write failed and went to a reserved extent */
+    int32_t direction; /* of its copy: INF_TO_DEVICE or INF_FROM_DEVICE */
     int64_t bad; /* what its pass returned */
-    int32_t copy_error; /* of the driver, when that copy was handed to it */
-    bool prefetch_failed; /* its read ahead failed: it reads for itself */
-    uint64_t order; /* of arrival, at the slots or the workers */
+    int32_t copy_error; /* of the driver, when it was given the copy */
+    bool prefetch_failed; /* its read ahead failed, so it reads again */
+    uint64_t order; /* of arrival at the slots or the workers */
     int64_t start_ns;
     inf_fault fault;
-    inf_fault write_fault; /* while `rest` is read: why */
+    inf_fault write_fault; /* while `rest` is read: the fault of the failed write */
 };
 
 typedef enum { INF_PREFETCH_WANTED, INF_PREFETCH_READING, INF_PREFETCH_HELD } inf_prefetch_state;
 
 /* A read ahead of an UPDATE: see prefetch.c. */
 struct inf_prefetch {
-    inf_run run;             /* what a drive moves; it is in no FIFO and has no submission */
-    /* the run's chunk, a copy: the real one may be dropped while a drive reads */
+    inf_run run;             /* the run that a drive reads; no FIFO, no submission */
+    /* a copy of the chunk's record, for `run`: the chunk may be dropped while a drive reads */
     inf_chunk_record record;
-    inf_chunk_record *chunk; /* NULL: what is being read is not wanted any more */
+    inf_chunk_record *chunk; /* NULL: no UPDATE will use the read */
     inf_run *taker;          /* the UPDATE that waits for the read */
     inf_prefetch *next;         /* free, or of one state, oldest first */
     inf_prefetch *previous;
-    uint32_t have;           /* sections that it reads, or has, as they are on the drive */
-    bool asked;              /* by inf_executor_prefetch, not for a job at a gate */
+    uint32_t have;           /* sections that it reads or has read */
+    bool asked;              /* inf_executor_prefetch asked for it, not a job at a gate */
     inf_prefetch_state state;
 };
 
@@ -263,23 +262,23 @@ struct inf_ticket {
 
 /* An event on the compute stream: see device.c. */
 typedef struct inf_mark {
-    struct inf_mark *next; /* of those that are free */
+    struct inf_mark *next; /* on the free list */
     void *event;
-    void *stream;   /* that it was recorded on */
-    uint64_t begun; /* by a count of all marks: before it was recorded ... */
-    uint64_t ended; /* ... and after that */
+    void *stream;   /* the stream that recorded it */
+    uint64_t begun; /* count of all marks just before it was recorded ... */
+    uint64_t ended; /* ... and just after */
 } inf_mark;
 
 struct inf_gate {
     inf_mark *mark; /* when it was opened */
-    inf_gate *next; /* of the closed gates that hold a submission, oldest first */
+    inf_gate *next; /* list of closed gates that hold a submission, oldest first */
     inf_submission *first;
     uint64_t *bases;
     uint64_t order; /* of its first submission; 0 = none yet */
     int32_t base_count;
     int32_t base_max; /* highest index that a job uses, -1 = none */
     int32_t state;
-    int32_t users; /* Python's hold and the submissions that are not done */
+    int32_t users; /* Python's reference, and the submissions that are not done */
 };
 
 struct inf_submission {
@@ -297,24 +296,24 @@ struct inf_submission {
     int32_t pending;
     int32_t unfilled;
     bool escaped;
-    bool awaited; /* somebody sleeps until it is filled or done */
+    bool awaited; /* a thread sleeps until it is filled or done */
     inf_run runs[];
 };
 
 /* One request to a drive: a block of a job. */
 typedef struct inf_request inf_request;
 struct inf_request {
-    inf_request *next; /* free, to be sent again, or held back by the seam */
+    inf_request *next; /* on the free list, to be sent again, or delayed by the fault injector */
     inf_drive *drive;
     inf_run *run;
     uint8_t *data;
     int64_t offset;
     int64_t block_bytes;
-    int64_t bytes;  /* that are left of the block */
-    int64_t ask;    /* that the backend transfers now: `bytes`, or less when the seam says so */
+    int64_t bytes;  /* of the block, not yet transferred */
+    int64_t ask;    /* to transfer now: `bytes`, or less if the fault injector cuts it */
     int64_t sent_ns;
-    int64_t due_ns; /* seam */
-    int64_t astray; /* seam: how far `offset` is from where the request belongs */
+    int64_t due_ns; /* fault injector: when the result is passed on */
+    int64_t astray; /* fault injector: distance of `offset` from the right place */
     int64_t result;
     int32_t op;
     int32_t file;
@@ -342,33 +341,33 @@ struct inf_drive {
     void *ring; /* io_uring's state */
     inf_drive_config config;
     inf_drive_stats stats;
-    int64_t metered_ns; /* up to when busy time is counted */
-    int64_t clock_ns;   /* seam: when the throttled drive is free again */
+    int64_t metered_ns; /* busy time is counted up to here */
+    int64_t clock_ns;   /* fault injector: when the throttled drive is free again */
     int32_t thread_count;
     int32_t index;
     int32_t event_fd;
     int32_t fds[INF_FILE_MAX]; /* the first is the config's; -1 = none */
     int32_t dead; /* errno after the ring broke: every request fails with it */
-    uint32_t kicks; /* counts wakes, so that a thread about to sleep sees that it must not */
+    uint32_t kicks; /* number of wakes: a thread about to sleep sees that one came */
     bool sleeping;
 };
 
 typedef struct {
     int32_t *free;
     int32_t free_count;
-    int32_t count; /* slots that go round: not those that chunks keep or a broken ring may touch */
+    int32_t count; /* slots in use or free, without those of failed writes and of a broken ring */
     int64_t bytes;
     uint8_t *base;
     inf_queue *waiting[INF_PRIORITY_COUNT]; /* [drive] */
     int32_t *held;                          /* [drive] */
-    /* [drive]: grants since its fair turn, which each has for itself */
+    /* [drive]: grants since the drive's last fair turn */
     int32_t *passed;
     int32_t waiting_count;
     int32_t prefetch_count; /* slots with reads ahead that no job has taken over */
     int32_t asked_count; /* reads ahead that inf_executor_prefetch asked for */
 } inf_pool;
 
-/* A backend moves blocks: it takes requests with inf_drive_take and gives them back with
+/* A backend moves blocks: it takes a request by inf_drive_take and completes it by
  * inf_drive_done. */
 typedef struct {
     const char *name;
@@ -388,7 +387,7 @@ typedef struct {
 typedef struct {
     inf_run *first; /* by `next`: they are on no queue */
     inf_run *last;
-    void *event; /* of this place in the ring */
+    void *event; /* each place of the ring has one */
     int64_t bytes;
     int32_t count;
     int32_t error; /* of the driver, for all of them */
@@ -410,7 +409,7 @@ typedef struct {
     void *behind_stream;
     uint64_t behind; /* 0 = behind none */
     int32_t direction;
-    bool asked; /* the oldest flight was, just now, and is under way */
+    bool asked; /* the oldest flight's event was queried just now, and is pending */
     bool made;
     bool started;
 } inf_copies;
@@ -453,9 +452,9 @@ struct inf_executor {
     int64_t pending;
     inf_prefetch *prefetches; /* [slots] */
     inf_prefetch *prefetches_free;
-    inf_prefetch_list wanted;       /* by inf_executor_prefetch, without a slot */
+    inf_prefetch_list wanted;       /* asked for by inf_executor_prefetch, without a slot */
     inf_prefetch_list with_slot;    /* reading or held */
-    int32_t prefetch_reading;       /* of these, how many a drive works on */
+    int32_t prefetch_reading;       /* how many of with_slot a drive is reading */
     inf_run *hint_first;
     inf_run *hint_last;
     int64_t idle_since_ns;
@@ -470,27 +469,27 @@ struct inf_executor {
     inf_request *held; /* seam: by due time */
     pthread_t seam_thread;
     uint64_t seam_random;
-    const inf_run *seam_run; /* that its fault met */
-    inf_spare *spares; /* not used yet */
-    inf_moved_write *moves; /* not yet taken by Python */
+    const inf_run *seam_run; /* the run that got the injected fault */
+    inf_spare *spares; /* reserved extents not used yet */
+    inf_moved_write *moves; /* moved writes that Python has not taken yet */
     int32_t spare_count;
     int32_t move_count;
-    int64_t seam_seen; /* requests that the fault might be injected into, */
-    int64_t seam_met;  /* and those that it was */
+    int64_t seam_seen; /* requests that match the fault to inject, */
+    int64_t seam_met;  /* and requests that got it */
     inf_span *spans;
     uint64_t span_count; /* since the last take */
     inf_exec_stats stats;
     struct inf_device device;
     inf_fault fault;
-    int64_t holds; /* Python's: the executor, its tickets and gates, let go in any order */
+    int64_t holds; /* Python's references: executor, tickets and gates, in any order */
     int32_t workers_started;
     int32_t registered; /* INF_REGISTERED* or a negative errno */
     bool seam_started;
     bool seam_on;
     bool spans_on;
     bool faulted;
-    bool gates_held; /* somebody is on the way to open them: no gate escapes for being idle */
-    bool escaping; /* gates escape one after another until someone opens one */
+    bool gates_held; /* a thread is about to open them: no gate escapes for being idle */
+    bool escaping; /* gates escape one after another until a caller opens one */
     bool shut;
     bool cancelled;
     bool stopping;
@@ -499,7 +498,7 @@ struct inf_executor {
 
 extern const inf_backend inf_backend_uring;
 extern const inf_backend inf_backend_threads;
-extern const inf_backend inf_backend_null; /* a seam of tests and benchmarks */
+extern const inf_backend inf_backend_null; /* for tests and benchmarks: it moves nothing */
 
 /* Threads of a drive that wait for requests: of the backends that have no ring. `run` gets the
  * drive. inf_threads_wake is called under the lock. */
@@ -523,7 +522,7 @@ static inline inf_chunk_record *inf_chunk_of(const struct inf_executor *ex, int3
     return id >= 0 && id < ex->chunk_count ? ex->chunks[id] : NULL;
 }
 
-/* Where a section lies on the drive, at the live place or the other one. */
+/* A section's offset in the file, at the live place or at the other place. */
 static inline int64_t inf_section_file_at(const inf_chunk *chunk, int32_t section, bool other) {
     if (inf_chunk_versioned(chunk) && (inf_grad_mask(chunk) >> section & 1u))
         return chunk->grad_offset;
@@ -542,15 +541,16 @@ int32_t inf_cond_init(pthread_cond_t *cond); /* waits by CLOCK_MONOTONIC */
 int32_t inf_thread_start(pthread_t *thread, void *(*run)(void *), void *argument);
 void inf_queue_push(inf_queue *queue, inf_run *run);
 inf_run *inf_queue_pop(inf_queue *queue);
-bool inf_queue_remove(inf_queue *queue, inf_run *run); /* false: it was not on it */
+bool inf_queue_remove(inf_queue *queue, inf_run *run); /* false: it was not queued */
 /* no job is pending, and no drive reads ahead. [locked] */
 bool inf_idle(const struct inf_executor *ex);
 /* [locked] */
 void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns,
                   int64_t bytes);
-/* that it reads from, or writes to */
+/* the drive that a run reads from or writes to */
 int32_t inf_run_drive(const inf_run *run, int32_t op);
-/* around the making of threads: the config's CPUs are the caller's meanwhile; errors are noted */
+/* Between the two, the caller runs on the config's CPUs, so that new threads inherit them; an
+ * error is noted in numa_error. */
 void inf_numa_enter(struct inf_executor *ex, cpu_set_t *before);
 void inf_numa_leave(struct inf_executor *ex, const cpu_set_t *before);
 
@@ -558,24 +558,24 @@ void inf_numa_leave(struct inf_executor *ex, const cpu_set_t *before);
 void inf_meter_sent(inf_drive *drive, inf_request *request);
 void inf_meter_result(inf_drive *drive, const inf_request *request);
 void inf_meter_moved(inf_drive *drive, int32_t op, int64_t bytes);
-/* before the number in flight changes, and before it is looked at */
+/* called before the number in flight changes, and before it is read */
 void inf_meter_tick(inf_drive *drive, int64_t now_ns);
 
 /* chunk_state.c, all [locked] */
-/* whether it will write the other place */
+/* whether the run will write the other place of its chunk */
 bool inf_run_moves(const inf_run *run);
-/* as it is at its other place, written next */
+/* the plan of the chunk at its other place, which is written next */
 inf_chunk inf_chunk_other(const inf_chunk *chunk);
-/* the two places, and all that is known of them, change their roles */
+/* swaps the two places, with all records of them */
 void inf_chunk_swap_places(inf_chunk_record *chunk, uint64_t generation);
-/* the other place is the live one */
+/* makes the other place the live one */
 void inf_chunk_flip(inf_chunk_record *chunk);
-/* these sections were written: zeros or not, they are read from now on */
+/* these sections were written, so they are read from now on */
 void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written);
-/* Notes whether what the run wrote, where it lies now, came from an UPDATE or a STORE. */
+/* Records whether the run's write came from an UPDATE or a STORE. */
 void inf_chunk_note_write(inf_chunk_record *chunk, const inf_run *run);
 bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file);
-/* that it lies in */
+/* whether all files of a chunk are known */
 bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk);
 
 /* slot_plan.c, all [locked] */
@@ -583,19 +583,19 @@ uint32_t inf_run_used(const inf_run *run);    /* sections that it has in its slo
 uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
 void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
                    uint32_t written, bool moves);
-/* Lays out anew which ranges of the slot are written, and to where. */
+/* Plans again which ranges of the slot are written, and where to. */
 void inf_slot_plan_writes(inf_slot *slot, const inf_chunk *chunk, uint32_t written, bool other);
 void inf_slot_plan_reads(inf_slot *slot, const inf_chunk *chunk, uint32_t reads);
 void inf_run_plan_slot(inf_run *run);
-/* where a section is worked on */
+/* where a section is during its pass: in the slot, or resident */
 uint8_t *inf_section_address(const inf_run *run, int32_t section);
 
 /* submission.c, all [locked] */
 void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset,
                   int64_t length);
-/* targets hold their data and sources are free again */
+/* The run's targets hold their data, and its sources may be reused. */
 void inf_run_filled(struct inf_executor *ex, inf_run *run);
-/* its first fault stays */
+/* keeps the first fault of a submission */
 void inf_submission_fail(struct inf_executor *ex, inf_submission *submission,
                          const inf_fault *fault);
 
@@ -605,36 +605,36 @@ int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, in
 void inf_pool_free(const inf_pool *pool);
 void inf_slot_wait(struct inf_executor *ex, inf_run *run);   /* queues it for a slot */
 bool inf_slot_unwait(struct inf_executor *ex, inf_run *run); /* false: it was not waiting */
-/* whose turn it is: it has its slot; NULL: no run's */
+/* grants a slot to the run whose turn it is, and returns the run; NULL: none waits */
 inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool);
-/* takes any that waits; NULL: none does */
+/* removes any waiting run; NULL: none waits */
 inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count);
 void inf_slot_release(struct inf_executor *ex, inf_slot *slot);
-void inf_slot_put_by(struct inf_executor *ex, inf_slot *slot);   /* it goes round no more ... */
-void inf_slot_put_back(struct inf_executor *ex, inf_slot *slot); /* ... and again */
+void inf_slot_put_by(struct inf_executor *ex, inf_slot *slot);   /* out of circulation ... */
+void inf_slot_put_back(struct inf_executor *ex, inf_slot *slot); /* ... and into it again */
 /* the most slots that one drive may hold */
 int32_t inf_held_max(const struct inf_executor *ex, const inf_pool *pool);
-/* outside of the queues; false: none is free */
+/* takes a slot without queueing; false: none is free */
 bool inf_slot_take(struct inf_executor *ex, inf_slot *slot);
 
 /* drive.c, all [locked] */
-/* to a drive that is not dead */
+/* the drive must not be dead */
 void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op);
-/* Taking may end runs, too, by injected faults: pump after it. */
+/* It may also end runs, by injected faults: call inf_pump after it. */
 inf_request *inf_drive_take(inf_drive *drive);
 void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result);
 void inf_drive_cancel(inf_drive *drive);
-bool inf_drive_unqueue(inf_drive *drive, inf_run *run, int32_t op); /* false: it was issued whole */
-/* what is left of it, at another priority */
+bool inf_drive_unqueue(inf_drive *drive, inf_run *run, int32_t op); /* false: all blocks issued */
+/* queues its remaining blocks at another priority */
 void inf_drive_requeue(inf_drive *drive, inf_run *run, int32_t op);
-/* fails all that is in flight; the ring is gone */
+/* the ring broke: fails every request in flight */
 void inf_drive_break(inf_drive *drive, int32_t error);
-/* hands on the first result that the seam holds back */
+/* passes on the first result that the fault injector delays */
 void inf_seam_release(struct inf_executor *ex);
 
 /* compute.c, [locked] */
 void inf_run_queue_compute(struct inf_executor *ex, inf_run *run);
-/* works one run off, unlocked meanwhile; false: none waits */
+/* processes one run, unlocked meanwhile; false: none waits */
 bool inf_worker_step(inf_worker *worker);
 
 /* device.c; [locked] but for inf_device_mark, attach, stop, pin, unpin and inf_copies_enter */
@@ -643,54 +643,54 @@ void inf_device_unmark(struct inf_executor *ex, inf_mark *mark);
 bool inf_device_brings(const inf_run *run);
 bool inf_device_takes(const inf_run *run);
 void inf_device_queue(struct inf_executor *ex, inf_run *run, int32_t direction);
-/* `run` is what a thread of each direction does, with its inf_copies */
+/* `run` is the function of each direction's thread; it gets an inf_copies */
 int32_t inf_device_attach(struct inf_executor *ex, const inf_device_api *api, void *(*run)(void *));
 void inf_device_stop(struct inf_executor *ex);
-/* Pins a slab, if the one in force is or would be; *pinned: whether it did. 0, or an error. */
+/* Pins a slab if the current one is, or would be; *pinned: whether it did. 0, or an error. */
 int32_t inf_device_pin(struct inf_executor *ex, uint8_t *slab, int64_t bytes, bool *pinned);
 void inf_device_unpin(struct inf_executor *ex, uint8_t *slab);
-/* the thread that will call the next one calls this first */
+/* a thread calls this once before inf_copies_step */
 void inf_copies_enter(const inf_copies *copies);
-/* issues copies or waits for some, unlocked meanwhile; false: there are none */
+/* issues copies, or waits for some, unlocked meanwhile; false: there are none */
 bool inf_copies_step(inf_copies *copies);
 
 /* failed_writes.c, all [locked] */
-/* A write failed: it goes to a reserved extent. False: there is none, or the run may not move. */
+/* Moves a failed write to a reserved extent. False: there is none, or the run may not move. */
 bool inf_run_move_failed_write(struct inf_executor *ex, inf_run *run);
-/* the rest of its place was read, or not; false: the run has ended */
+/* `rest` was read, or could not be; false: the run has ended */
 bool inf_run_rest_loaded(struct inf_executor *ex, inf_run *run, int64_t bad);
-/* it ends without the rest: its write has failed */
+/* ends the run without `rest`: its write has failed */
 void inf_run_give_up_rest(struct inf_executor *ex, inf_run *run);
-/* after a failed write; false: it was something else */
+/* keeps the data of a failed write; false: the run's fault is not a failed write */
 bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run);
 void inf_run_take_failed_write(struct inf_executor *ex, inf_run *run);
 void inf_chunk_drop_failed_write(struct inf_executor *ex, inf_chunk_record *chunk);
-/* its drive is marked: it has failed */
+/* whether the run's drive is marked as failed */
 bool inf_run_refused(const struct inf_executor *ex, inf_run *run);
 
 /* prefetch.c, all [locked] */
-/* for so many slots, in place of those of before; none of them is in use */
+/* makes records for this many slots in place of the earlier ones; none may be in use */
 int32_t inf_prefetch_make(struct inf_executor *ex, int32_t slot_count);
-/* reads ahead as far as slots are idle */
+/* starts reads ahead while slots are idle */
 void inf_prefetch_begin(struct inf_executor *ex);
-/* false: one too many */
+/* false: the list is full */
 bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
                        bool param_in_memory);
-/* a job wants a slot: false, there is none to give up */
+/* frees the slot of a read ahead for a job; false: there is none */
 bool inf_prefetch_yield(struct inf_executor *ex, int32_t pool);
-/* An UPDATE begins. HELD: it has the slot that was read into; READING: it waits for the read;
+/* An UPDATE begins. HELD: it owns the slot of its read ahead; READING: it waits for that read;
  * WANTED: nothing was read. */
 inf_prefetch_state inf_prefetch_take(struct inf_executor *ex, inf_run *run);
-/* The last block of a read ahead came back. The UPDATE that waited for it, if one did: with the
- * slot, without one, or faulted. */
+/* The last block of a read ahead has ended. Returns the UPDATE that waited for it, or NULL: with
+ * the slot, without one, or faulted. */
 inf_run *inf_prefetch_moved(struct inf_executor *ex, inf_run *run);
 void inf_prefetch_promote(struct inf_executor *ex, inf_prefetch *prefetch, int32_t class);
-/* these will be others than were read */
+/* these sections will be written: what was read of them is stale */
 void inf_prefetch_written(struct inf_executor *ex, inf_chunk_record *chunk, uint32_t mask);
-/* it is not wanted any more */
+/* drops the chunk's read ahead */
 void inf_prefetch_drop(struct inf_executor *ex, inf_chunk_record *chunk);
 void inf_prefetch_drop_all(struct inf_executor *ex);
-/* an UPDATE, first in its FIFO, waits at a closed gate */
+/* the run is an UPDATE, first in its FIFO, at a closed gate */
 void inf_prefetch_hint(struct inf_executor *ex, inf_run *run);
 void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run);
 
@@ -698,23 +698,23 @@ void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run);
 void inf_run_consider(struct inf_executor *ex, inf_run *run); /* starts it if FIFO and gate allow */
 void inf_gate_attach(struct inf_executor *ex, inf_gate *gate, inf_submission *submission);
 void inf_gate_drop_user(struct inf_executor *ex, inf_gate *gate);
-/* it is done: its gate need not hold it */
+/* the submission is done: removes it from its gate */
 void inf_gate_detach(struct inf_executor *ex, inf_submission *submission);
 void inf_gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state);
 void inf_gates_escape(struct inf_executor *ex, uint64_t order_max);
 void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission);
 bool inf_gate_escape_oldest(struct inf_executor *ex);
 
-/* jobs.c, [locked]: whoever changed something calls it before unlocking */
+/* jobs.c, [locked]: a thread that changed a run or a queue calls it before it unlocks */
 void inf_pump(struct inf_executor *ex);
 
-/* loops.c: what the threads run, with an inf_worker, an inf_copies and the executor */
+/* loops.c: functions of the threads; the argument is an inf_worker, an inf_copies, the executor */
 void *inf_worker_main(void *worker);
 void *inf_copies_main(void *copies);
 void *inf_seam_main(void *executor);
 
 /* open.c */
-/* one hold less; frees with the last. [locked], unlocks */
+/* Drops one reference; the last one frees. [locked], unlocks. */
 void inf_executor_let_go(struct inf_executor *ex);
 
 #endif

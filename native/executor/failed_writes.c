@@ -163,7 +163,7 @@ static bool drive_writes(const struct inf_executor *ex, int32_t drive) {
     return ex->drives[drive].dead == 0 && !ex->drives[drive].stats.marked;
 }
 
-/* The index of a spare range, of this drive or (`own` false) of any other; -1: there is none. */
+/* The index of a reserved extent of this drive, or (`own` false) of another drive; -1: none. */
 static int32_t spare_find(const struct inf_executor *ex, int32_t drive, bool own, int64_t bytes) {
     for (int32_t s = 0; s < ex->spare_count; s++) {
         const inf_spare *spare = &ex->spares[s];
@@ -194,7 +194,7 @@ static inf_spare spare_use(struct inf_executor *ex, int32_t index) {
     return spare;
 }
 
-/* Puts the spare range into the chunk's record, and the move on the list. */
+/* Puts the reserved extent into the chunk's record, and the move on the list. */
 static void place_move(struct inf_executor *ex, inf_run *run, place_kind place, inf_spare to,
                        int64_t bytes) {
     inf_chunk *chunk = &run->chunk->plan;

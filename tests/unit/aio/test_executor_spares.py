@@ -355,7 +355,7 @@ def test_a_spare_range_that_cannot_be_is_refused(make_rig, wrong):
     spare["bytes"] = 4096
     for name, value in wrong.items():
         spare[name] = value
-    with pytest.raises(ValueError, match="spare range"):
+    with pytest.raises(ValueError, match="reserved extent"):
         rig.executor.add_spares(spare)
     assert len(rig.executor.take_spares()) == 0
 
