@@ -1,7 +1,9 @@
-"""Initialization of a durable run with its first values, so that an interrupted one is resumed.
+"""Initialization of a durable run's states files, with a journal by which an interrupted one is
+resumed.
 
-Nothing is resumed with another source, conversion, layout, place or way of reading: all values are
-loaded anew then, and a warning says why.
+It is resumed only if source files, conversion, layout, places of chunks, shares of the drives and
+the way of reading equal those in the journal. Otherwise all values are loaded again, and a warning
+says why.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from infinity.errors import AioError
 log = logging.getLogger("infinity")
 
 NOTE_EVERY_S = 1.0
-"""Seconds between two notes of what is on the drives: each flushes them."""
+"""Minimum time between two entries of the journal: each first syncs the states files."""
 
 _PLACE = (
     "key", "generation", "numel", "drive", "format", "section_count", "run_bytes", "section_at",
@@ -36,8 +38,9 @@ _PLACE = (
 class Initialization:
     """One initialization of a durable run. One thread uses it.
 
-    sources: the files of all values; empty where they are not known, and then nothing is resumed.
-    shares: of the drives. way: how values are read; digests depend on it.
+    sources: the files of all values; empty where they are unknown: then nothing is resumed.
+    shares: the share of the bytes of each drive. way: how values are read ("parts", "rank 0" or
+    "parameters", engine/build.py); it decides what a digest covers.
     """
 
     def __init__(
@@ -57,7 +60,8 @@ class Initialization:
         different = self._journal.start(
             {
                 "source": identity_of(sources),
-                # Another release, or another config.json, may make other values of the same files.
+                # Another version of transformers, or another config.json, may convert the same
+                # files to other values.
                 "conversion": sources.conversion,
                 "layout": self._layout(flats),
                 "way": way,
@@ -77,8 +81,8 @@ class Initialization:
             log.info("%s: going on with a fill that broke off", files.home)
 
     def resumed(self, flat: Flat) -> int | None:
-        """Resume with a flat that an earlier process has written: its chunks get their checksums.
-        Returns the digest of its values; None for a flat that is still to be written.
+        """If an earlier process wrote this flat, take the checksums of its chunks from the journal
+        and return the digest of its values. None: the flat is still to be written.
         """
         found = self._journal.take(self._index[flat])
         if found is None:
@@ -91,29 +95,29 @@ class Initialization:
         return found.digest
 
     def wrote(self, flat: Flat, digest: int) -> None:
-        """Note that a flat was written. Blocks from time to time. Raises: AioError."""
+        """Record that a flat was written. Blocks once in NOTE_EVERY_S. Raises: AioError."""
         self._written.append((flat, digest))
         if time.monotonic() - self._noted_s >= NOTE_EVERY_S:
             self._note()
 
     def end(self) -> None:
-        """Note that all flats were written: after a kill before the first commit nothing is loaded
-        anew. Blocks. Raises: AioError."""
+        """Record that all flats were written: if the process is killed before the first commit, the
+        next one loads nothing again. Blocks. Raises: AioError."""
         self._note()
         self._journal.end()
 
     def close(self) -> None:
-        # The error that ends the fill is the one to raise.
+        # Suppressed: it must not replace the error that ended the initialization.
         with contextlib.suppress(AioError):
             self._note()
 
     def _note(self) -> None:
         self._store.settle_moves()
         if self._written:
-            # What the journal says must be on the drives, also after a power cut.
+            # Before the journal: after a power cut, all that it lists must be on the drives.
             self._files.sync()
             for flat, digest in self._written:
-                # The next process knows of no move: it looks where the chunks were to lie.
+                # The journal has planned places alone: a flat with a moved chunk is not resumed.
                 if not self._store.in_its_places(flat):
                     continue
                 sums = self._store[flat].sums[0].tobytes()

@@ -1,25 +1,30 @@
-"""Places of a durable run's chunks that must not be written: a checkpoint names them, or an older
-commit that is kept.
+"""Places of a durable run's chunks that must not be overwritten, because the manifest of a
+checkpoint or of an older commit names them.
 
-`PinnedLayers`: checkpoints by hard links. Files get second names, and nothing is copied.
+A chunk has two places (extents of a file): the *live* place has the newest commit, and the next
+step writes the *other* place. A *layer* is one file for each drive.
 
-    save      the files of the live places are linked into the checkpoint; these places are *pinned*
-    commits   a chunk whose pinned place is no longer live gets another, in a fresh layer of files
-    then      a layer in which no chunk has a place is released: the checkpoint's name keeps it
+`PinnedLayers`: checkpoints by hard links; no data is copied.
 
-A file may hold more than the checkpoint needs, where chunks were not updated for steps: only the
-places that the manifest names count.
+    save      hard links to the files of the live places go into the checkpoint: these layers are
+              *pinned*
+    commits   a chunk whose other place is pinned gets a new one, in a layer without links
+    then      a layer without places of the run is closed and unlinked from the run's directory; the
+              checkpoint's link keeps the file
 
-`OlderCommits`: commits kept besides the newest one, with `Policy.generations` of 3 and more, by
-further places that take turns.
+A linked file may also hold outdated chunks: only the places that the manifest names belong to the
+checkpoint.
 
-    generations=3    places of a chunk:   A newest commit   B the one before   C written by the step
-    next commit      A the one before     B free            C newest
+`OlderCommits`: commits retained besides the newest one (`Policy.generations` of 3 and more). Each
+chunk has additional places, and commits rotate through them.
 
-After a commit, a chunk whose other place is named exchanges it for a free one: the oldest commit
-was just removed, so there is one. Chunks that no step updates need no further place, and share
-theirs between commits. If the drives lack the capacity, fewer commits are kept, down to the newest
-alone; never less.
+    generations=3    places of a chunk:   A newest commit   B commit before   C written by the step
+    next commit      A commit before      B free            C newest commit
+
+After a commit, a chunk whose other place a manifest names swaps it for a free additional place. One
+is free, because the oldest commit was just removed. Chunks that no step updates need no additional
+place: all commits name the same one. If the drives lack the capacity, fewer older commits are
+retained; the newest always is.
 """
 
 from __future__ import annotations
@@ -59,11 +64,10 @@ def link_all(sources: Sequence[Path], targets: Sequence[Path]) -> bool:
     for source, target in zip(sources, targets, strict=True):
         try:
             with typed_errors(target, "link", 0):
-                # A second name, not a copy: the bytes live until the last name goes, run's or
-                # checkpoint's.
+                # The data exists until both the run and the checkpoint have unlinked it.
                 os.link(source, target)
         except OSError as error:
-            # All have second names, or none has.
+            # All links, or none.
             remove(made)
             if error.errno in _CANNOT:
                 return False
@@ -86,19 +90,19 @@ class PinnedLayers:
 
     @property
     def layers(self) -> frozenset[int]:
-        """The layers that checkpoints have a part in: nothing is written there."""
+        """The layers whose files have hard links from checkpoints: they are not written."""
         return frozenset(self._layers)
 
     @property
     def newest(self) -> int:
-        """The newest layer that no checkpoint has a part in."""
+        """The newest layer without links from checkpoints."""
         return [layer for layer in self._files.layers if layer not in self._layers][-1]
 
     def layer_for_more(self) -> int:
-        """Return a layer for further places of chunks: a new one, or as an executor takes FILE_MAX
-        files, the newest that no checkpoint has a part in. Blocks. Raises: AioError.
+        """Return a layer for additional places: a new layer or, where the executor would exceed
+        FILE_MAX files, the newest layer without links. Blocks. Raises: AioError.
         """
-        # One is left for the next save.
+        # Leave a file number free for the layer that the next save adds.
         return self._new_layer() if len(self._files.layers) < FILE_MAX - 2 else self.newest
 
     def link(
@@ -108,44 +112,44 @@ class PinnedLayers:
         *,
         spare: bool = False,
     ) -> bool:
-        """Give the files of `targets`, by layer and drive, these second names, and pin their
-        layers. Returns False where no links can be made, or no further layer.
+        """Hard-link each file (layer, drive) of `targets` to its path, and pin those layers.
+        Returns False where the file system makes no links, or no layer can be added.
 
-        now: the chunks' records, all committed. spare: they have further places, which suffice
-        where a drive has no capacity for more. Also makes room for the other places that these
-        chunks will need. Blocks for the file system. Raises: SwapFullError, AioError; then nothing
-        is pinned.
+        now: the chunks' records, all committed. spare: the chunks have additional places, so a
+        drive that is too full to grow is no error. Also preallocates, in a new layer, the places
+        that replace the pinned ones at the next commit. Blocks for the file system. Raises:
+        SwapFullError, AioError; then no layer is pinned.
         """
         # Chunks that no step updates keep old layers alive, and an executor takes FILE_MAX files.
         if len(self._files.layers) >= FILE_MAX - 1:
             return False
         sources = [Path(self._files.layers[layer][drive].path) for layer, drive in targets]
-        # Names first: a failure to make them then takes no room.
+        # Link first: if that fails, no layer has been allocated.
         if not link_all(sources, list(targets.values())):
             return False
         try:
-            # Room for all pinned chunks now: a full drive is told by the save, not by a step later.
+            # Preallocate now, so that a full drive raises in the save and not in a later step.
             fresh = self._files.layers[self._new_layer()]
             with contextlib.suppress(SwapFullError) if spare else contextlib.nullcontext():
                 for drive, file in enumerate(fresh):
                     size_bytes = int(now["other_bytes"][now["drive"] == drive].sum())
-                    # Spare ranges move there, too, and come first.
+                    # The reserved extents are allocated again in this layer, before the chunks.
                     file.grow(size_bytes + self._store.spare_bytes_wanted)
         except BaseException:
-            # Nothing is pinned, so the run goes on writing there: no checkpoint may name it.
+            # The layers are not pinned, so the run will overwrite these files: remove the links.
             remove(list(targets.values()))
             raise
-        # From here on nothing may be written into these files: the checkpoint names their places.
+        # From here on the run must not write these files: the checkpoint names their places.
         for layer in {layer for layer, _ in targets}:
             self._layers.add(layer)
-            # Nothing is reserved there any more, and the file is not cut shorter.
+            # No place is reserved there any more, and the file is not truncated.
             self._space.freeze_layer(layer)
         self._tell()
         return True
 
     def make_way(self, flats: Sequence[Flat], named: AbstractSet[int] = frozenset()) -> None:
-        """Give chunks whose other place is pinned another one. Called when everything is committed.
-        Blocks for the file system. named: layers in which older commits have places.
+        """Replace the other place of each chunk where it is pinned. Called when everything is
+        committed. Blocks for the file system. named: layers in which older commits have places.
 
         Raises: SwapFullError; then those chunks must not be written.
         """
@@ -153,9 +157,9 @@ class PinnedLayers:
             return
         for flat in flats:
             now = self._executor.look(self._store[flat].ids)
-            # The other place is the one that the next step writes; the live place is only read.
+            # The next step writes the other place; the live place is only read.
             pinned = np.isin(now["other_file"], sorted(self._layers)) & (now["other_bytes"] > 0)
-            # By the layer of the live place, since the new place goes to another one.
+            # `_layer_beside` picks a layer that differs from that of the live place.
             for live in np.unique(now["file"][pinned]):
                 self._move(
                     flat,
@@ -167,21 +171,18 @@ class PinnedLayers:
         self._tell()
 
     def _tell(self) -> None:
-        """Tell the state store the layers that no checkpoint shares: new places go there. Both
-        places of a chunk may lie in the same layer.
-        """
-        # Oldest and newest of them, for the two places.
+        """Tell the state store the layers for new places: those without links."""
+        # New live places go to the oldest such layer, new other places to the newest. With one
+        # layer alone, both lie there.
         mine = [layer for layer in self._files.layers if layer not in self._layers]
         self._store.place_in((mine[0], mine[-1]))
 
     def _layer_beside(self, live: int) -> int:
-        """Return a layer that no checkpoint has a part in, other than the one where the chunks are
-        now.
-        """
+        """Return a layer without links that differs from `live`, the layer of the live places."""
         found = [
             layer for layer in self._files.layers if layer not in self._layers and layer != live
         ]
-        # The newest, which `link` made room in.
+        # The newest: `link` preallocated there.
         return found[-1] if found else self._new_layer()
 
     def _new_layer(self) -> int:
@@ -198,10 +199,10 @@ class PinnedLayers:
     ) -> None:
         records = self._store[flat]
         wants = [ExtentRequest(int(size), layer) for size in now["other_bytes"][chunks]]
-        # On the drive of the place before: shares of the drives stay as they are.
+        # On the same drive, so that the distribution over drives does not change.
         places = self._space.reserve_on(now["other_drive"][chunks].tolist(), wants)
         offsets = np.array([place.offset for place in places], dtype=np.int64)
-        # Nothing is copied: the place is written anew before anybody reads it.
+        # No copy: the next step writes the whole place before any read of it.
         self._executor.relocate(
             records.ids[chunks],
             now["other_drive"][chunks],
@@ -212,7 +213,7 @@ class PinnedLayers:
             (int(one["other_drive"]), int(one["other_offset"]), int(one["other_file"]))
             for one in now[chunks]
         }
-        # Not by size: a place may have room for more than it holds yet.
+        # Compared without the size: a place may be larger than the chunk stored in it.
         kept = [
             place
             for place in records.places
@@ -221,16 +222,15 @@ class PinnedLayers:
         records.places[:] = kept + places
 
     def _release(self, flats: Sequence[Flat], named: AbstractSet[int]) -> None:
-        """Close the pinned layers in which no chunk has a place any more, and no older commit, and
-        take their names from the run.
+        """Close each pinned layer that no chunk and no older commit uses, and unlink its files from
+        the run's directory.
         """
-        # A layer goes only when neither place of any chunk is in it.
         used = {place.layer for flat in flats for place in self._store[flat].places}
-        # Nor one of others, which a spare range took there.
+        # Also keep layers with reserved extents that replace failed ones.
         used |= self._space.exchanged_layers
         for layer in sorted(self._layers - used - named):
             files = self._files.layers.pop(layer)
-            # The executor first: it must not use a file that the run has given up.
+            # The executor first: it must not use a file that the run has closed.
             for drive in range(len(files)):
                 self._executor.remove_file(drive, layer)
             self._space.remove_layer(layer)
@@ -244,8 +244,7 @@ __all__ = ["PinnedLayers", "link_all"]
 log = logging.getLogger("infinity")
 
 _LEFT_FREE = 64 * MIB
-"""Bytes of a drive that further places leave free: commits write manifests there, and others may
-write, too."""
+"""Free space that additional places must leave on a drive, for manifests and other processes."""
 
 
 class _Places(NamedTuple):
@@ -277,10 +276,10 @@ class _Commit:
 
 
 class OlderCommits:
-    """The commits of one rank that are kept, and the further places of its chunks. One thread uses
-    it at a time.
+    """One rank's older commits, and the additional places of its chunks. One thread uses it at a
+    time.
 
-    count: how many are wanted beside the newest one.
+    count: the number of commits to retain besides the newest one.
     """
 
     def __init__(
@@ -304,7 +303,7 @@ class OlderCommits:
         self._wanted = count
         self._layer = 0
         self.capacity = count
-        """The number of commits that this rank has capacity for beside the newest one."""
+        """The number of commits that this rank has capacity for besides the newest one."""
 
     @property
     def generations(self) -> set[int]:
@@ -323,15 +322,15 @@ class OlderCommits:
         return found
 
     def committed(self, generation: int, table: str, count: int) -> None:
-        """Note a commit of all ranks, before its manifest is the only one. count: of older ones
-        that all ranks have capacity for; others are forgotten.
+        """Record a commit that all ranks completed, before the manifests of older commits are
+        removed. count: the number of older commits that every rank can retain; the rest is dropped.
         """
         shards = tuple(self._store[flat] for flat in self._flats)
         moved = not self._kept or any(
             mine is not other for mine, other in zip(shards, self._kept[0].shards, strict=True)
         )
         if moved:
-            # Their places were released with the records, and others will have them.
+            # The flat has new records, so these places were freed and may hold other data.
             before = self._kept[0].shards if self._kept else shards
             for index, (mine, other) in enumerate(zip(shards, before, strict=True)):
                 if mine is not other:
@@ -347,11 +346,11 @@ class OlderCommits:
         return _Places(now["drive"].copy(), now["file"].copy(), now["file_offset"].copy())
 
     def make_way(self) -> bool:
-        """Exchange the other places that kept commits name, or checkpoints, for ones that none
+        """Swap every other place that an older commit or a checkpoint names for a place that none
         names. Called when everything is committed. Blocks for the file system.
 
-        Returns True if some commits are kept no more, for lack of room: their manifests must go
-        before anything is written. Raises: AioError.
+        Returns True if commits were dropped for lack of space: their manifests must be removed
+        before the next write. Raises: AioError.
         """
         if not (self._wanted and self._kept):
             return False
@@ -367,8 +366,8 @@ class OlderCommits:
                 return cut
             except SwapFullError as error:
                 self._tell(min(self.capacity, len(self._kept) - 1) - 1, error)
-                # With the newest alone a checkpoint may still name the other place, and
-                # `PinnedLayers` tells of that.
+                # Only the newest commit is left, so a checkpoint names the other place, and
+                # `PinnedLayers.make_way` raises for that.
                 if len(self._kept) == 1:
                     return cut
                 cut = True
@@ -377,14 +376,14 @@ class OlderCommits:
     # -- capacity ----------------------------------------------------------------------------------
 
     def _reserve_capacity(self) -> None:
-        """Reserve further places for all chunks with states that lack them, for one commit after
-        the other.
+        """Reserve one additional place for each chunk with states and each older commit, commit by
+        commit. Stops at the first commit that does not fit.
         """
         for row in range(self.capacity):
             wanted: list[tuple[int, npt.NDArray[np.void], npt.NDArray[np.intp]]] = []
             for index, flat in enumerate(self._flats):
                 shard = self._store[flat]
-                # Parameters without states change seldom; theirs are taken when they are needed.
+                # Parameters without states seldom change: `_exchange` reserves their places.
                 if shard.format is Format.RAW:
                     continue
                 held = sum((spare.files >= 0).astype(np.int64) for spare in self._spares[index])
@@ -402,7 +401,7 @@ class OlderCommits:
     def _reserve(
         self, wanted: Sequence[tuple[int, npt.NDArray[np.void], npt.NDArray[np.intp]]]
     ) -> None:
-        """Reserve a place for each of these chunks: all, or none. Raises: SwapFullError."""
+        """Reserve a place for each of these chunks: all or none. Raises: SwapFullError."""
         if not wanted:
             return
         drives = np.concatenate([now["other_drive"][chunks] for _, now, chunks in wanted]).tolist()
@@ -415,7 +414,7 @@ class OlderCommits:
         for index, _, chunks in wanted:
             mine = places[at : at + len(chunks)]
             at += len(chunks)
-            # In the records, so that they are given back together with the chunks.
+            # Added to the flat's places, so that freeing the flat frees them, too.
             self._store[self._flats[index]].places.extend(mine)
             spare = _none(len(self._store[self._flats[index]].ids))
             self._spares[index].append(spare)
@@ -424,7 +423,7 @@ class OlderCommits:
             spare.offsets[chunks] = [place.offset for place in mine]
 
     def _check_free(self, layer: int, drives: Sequence[int], sizes: Sequence[int]) -> None:
-        """Raise SwapFullError where a drive would have little room left for what is written."""
+        """Raise SwapFullError where less than `_LEFT_FREE` would stay free on a drive."""
         wants = np.bincount(drives, weights=sizes, minlength=len(self._space.files))
         for drive, size in enumerate(wants.astype(np.int64).tolist()):
             file = self._space.layers[layer][drive]
@@ -439,7 +438,7 @@ class OlderCommits:
         if not self._layer:
             self._layer = self._pinned.layer_for_more()
         elif self._layer in self._pinned.layers:
-            # A save has made room there.
+            # A checkpoint has links to our layer now: use the one that `PinnedLayers.link` added.
             self._layer = self._pinned.newest
         return self._layer
 
@@ -457,8 +456,8 @@ class OlderCommits:
     # -- turns -------------------------------------------------------------------------------------
 
     def _exchange(self, index: int, shard: ShardRecords) -> None:
-        """Exchange the other places of a flat's chunks that must not be written. Raises:
-        SwapFullError; then some are exchanged, and each place is still known.
+        """Swap the other places of a flat's chunks that must not be overwritten. Raises:
+        SwapFullError; then some chunks are swapped, and all records are consistent.
         """
         now = self._executor.look(shard.ids)
         other = _Places(
@@ -470,7 +469,7 @@ class OlderCommits:
         )
         if not needs.any():
             return
-        # First those that there are; then new ones for the rest.
+        # First use free additional places; reserve new ones for the remaining chunks.
         needs &= ~self._take(index, shard, needs, other)
         if needs.any():
             self._reserve([(index, now, np.flatnonzero(needs))])
@@ -481,12 +480,12 @@ class OlderCommits:
     def _take(
         self, index: int, shard: ShardRecords, needs: npt.NDArray[np.bool_], other: _Places
     ) -> npt.NDArray[np.bool_]:
-        """Give chunks that need one a further place that may be written, in exchange for `other`.
-        Returns those that got one.
+        """Swap `other` of each chunk in `needs` with an additional place that may be written.
+        Returns a mask of the swapped chunks.
         """
         pinned, done = sorted(self._pinned.layers), np.zeros(len(needs), dtype=np.bool_)
         for spare in self._spares[index]:
-            # Of what a checkpoint names nothing is written either.
+            # Places in pinned layers must not be written, either.
             free = (spare.files >= 0) & ~np.isin(spare.files, pinned)
             chosen = needs & ~done & free & ~self._named(index, spare)
             if not chosen.any():
@@ -509,7 +508,7 @@ class OlderCommits:
         return found
 
     def _forget_pinned(self, index: int, shard: ShardRecords) -> None:
-        """Forget further places that only checkpoints name: they are never written again."""
+        """Drop additional places that only checkpoints name: they are never written again."""
         gone: set[tuple[int, int, int]] = set()
         pinned = sorted(self._pinned.layers)
         for spare in self._spares[index] if pinned else ():
