@@ -6,9 +6,9 @@
     ids = executor.define(chunks)                                   # CHUNK records
     executor.submit(jobs, priority=aio.Priority.DEMAND).wait()      # JOB records
 
-This list, `__all__`, is the public API; modules with an underscore are private. Read `_executor.py`
-first: it has the words and the promises. `infinity/_src/cabi/records.py` has the records,
-`native/executor/executor.h` the native inside. Nothing here knows torch.
+`__all__` is the public API; modules with an underscore are private. Read `_executor.py` first: it
+defines the terms and the guarantees. `infinity/_src/cabi/records.py` defines the records,
+`native/executor/executor.h` the native types. No module here imports torch.
 """
 
 from __future__ import annotations

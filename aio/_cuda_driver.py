@@ -1,8 +1,8 @@
 """CUDA driver functions by address, for the executor's copies and for pinned memory.
 
-They are libcuda's, which torch has loaded where it computes on a GPU. Its ABI is stable, and the
-streams and events of torch's runtime are the driver's own. `library` may name another shared object
-with the same functions; tests have one.
+They are functions of libcuda, which torch loads where it uses a GPU. libcuda's ABI is stable, and
+torch's streams and events are valid driver handles. `library` may name another shared object with
+the same functions; tests use a simulated driver.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infinity.errors import DeviceCopyError
 
 LIBRARY = "libcuda.so.1"
 
-#: The fields of inf_device_api (native/executor/executor.cdef.h), and which functions they are.
+#: Field of inf_device_api (native/executor/executor.cdef.h) -> the driver function in it.
 FUNCTIONS = {
     "set_current": "cuCtxSetCurrent",
     "get_current": "cuCtxGetCurrent",
@@ -42,10 +42,10 @@ _REGISTER = 1 | 2  # portable, and mapped: kernels may read it
 
 
 def relax_capture_mode(library: str = LIBRARY) -> None:
-    """Let this thread ask events and streams while another one captures a graph. In the mode that
-    threads begin with, asking breaks the graph.
+    """Let this thread query events and streams while another thread captures a CUDA graph. In the
+    default capture mode, such a query invalidates the capture.
 
-    Raises: DeviceCopyError when the library cannot be had, or refuses.
+    Raises: DeviceCopyError when the library cannot be loaded, or its call fails.
     """
     mode = ctypes.c_int(_RELAXED)
     try:
@@ -58,24 +58,24 @@ def relax_capture_mode(library: str = LIBRARY) -> None:
 
 @final
 class DeviceDriver:
-    """Driver of one device. Keep it until the executor that it was attached to is closed.
+    """Driver of one device. Keep it until every executor with this driver attached is closed.
 
-    ordinal: counts as torch does (CUDA_VISIBLE_DEVICES).
-    Raises: DeviceCopyError when the library, a function of it or the device cannot be had.
+    ordinal: the device's index in torch (after CUDA_VISIBLE_DEVICES).
+    Raises: DeviceCopyError when the library, a function of it or the device is not available.
     """
 
     def __init__(self, ordinal: int, library: str = LIBRARY) -> None:
         try:
             self._library = ctypes.CDLL(library)
-            # As addresses: native threads call them, without the GIL and without Python.
+            # Addresses, because native threads call the functions without the GIL.
             self.functions = {field: self._address(name) for field, name in FUNCTIONS.items()}
         except (OSError, AttributeError) as error:
             raise DeviceCopyError(f"the device's driver cannot be used: {error}") from error
-        # Does nothing where torch has done it already.
+        # Without effect if torch has initialized the driver.
         self._call("cuInit", ctypes.c_uint(0))
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-        # The primary context is torch's own: there is one per device, so streams are shared.
+        # torch uses the primary context, too: each device has one, so streams are shared.
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.context = int(context.value or 0)
         host_pointers = ctypes.c_int()
@@ -107,11 +107,10 @@ class DeviceDriver:
         return text.value.decode(errors="replace")
 
     def pin(self, address: int, size_bytes: int) -> None:
-        """Pin a range of host memory, so that copies from and to it run at full speed and beside
-        kernels. Blocks.
+        """Pin a range of host memory, so that its copies run at full bandwidth and concurrently
+        with kernels. Blocks.
 
-        Raises: DeviceCopyError, for instance when the machine has not enough memory that may be
-        pinned.
+        Raises: DeviceCopyError, for instance when the machine lacks pinnable memory.
         """
         with self._current():
             self._call(
@@ -120,34 +119,34 @@ class DeviceDriver:
                 ctypes.c_size_t(size_bytes),
                 ctypes.c_uint(_REGISTER),
             )
-        # Only after it is pinned: `unpin` would hand a range to the driver that it does not know.
+        # Recorded after the call has succeeded: `unpin` must not pass the driver an unpinned range.
         self._pinned[address] = size_bytes
 
     def unpin(self, address: int) -> None:
         """Unpin the range that begins at `address`, if it is pinned. No copy may be under way."""
         if self._pinned.pop(address, None) is None:
             return
-        # A device that broke has let go of the range, and its driver refuses.
+        # After a device error the driver has dropped the range, and the call fails.
         with contextlib.suppress(DeviceCopyError), self._current():
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     @contextlib.contextmanager
     def _current(self) -> Iterator[None]:
-        """Make the device's context current on this thread inside the block. The user's current
-        device stays what it is.
+        """Make the device's context current on this thread inside the block, then restore the
+        user's context.
         """
-        # Pinning needs the context current, and the user may work on another device.
+        # Pinning needs this context to be current; the user's current device may be another one.
         before = ctypes.c_void_p()
         self._call("cuCtxGetCurrent", ctypes.byref(before))
         self._call("cuCtxSetCurrent", ctypes.c_void_p(self.context))
         try:
             yield
-        # The thread's current device is the user's, also after a fault.
+        # Also restored after an error: the thread belongs to the user.
         finally:
             self._call("cuCtxSetCurrent", before)
 
     def close(self) -> None:
         """Unpin everything. No copy may be under way."""
-        # A copy: `unpin` takes entries out.
+        # A copy: `unpin` removes entries.
         for address in list(self._pinned):
             self.unpin(address)

@@ -1,21 +1,21 @@
-"""Forecast of drive wear, and a watch for drives that have become slower than they were.
+"""Forecast of drive wear, and detection of drives whose bandwidth has dropped.
 
-`Endurance` takes an executor's counters once per optimizer step, and whenever somebody asks:
+The caller passes an executor's counters to `Endurance` once per optimizer step:
 
     endurance = Endurance()
     endurance.observe(executor.stats(), steps=steps_done)  # warns when a drive has become slow
     endurance.forecast(0).tb_per_day                       # of the executor's first drive
 
-A drive stays slow when it is hot, when its fast (SLC) cache is full, or when somebody else uses it.
-The watch compares bandwidth while busy, second by second, like with like:
+A drive slows down when it is hot, when its fast (SLC) cache is full, or when another process uses
+it. `Endurance` compares the bandwidth of busy seconds with earlier seconds of a similar load:
 
-- A second belongs to a class by its share of reads, since most drives write slower than they read.
-- Mostly idle seconds do not count: a few requests are no load.
+- Seconds are classified by their share of reads, since most drives write slower than they read.
+- Mostly idle seconds are ignored: a few requests do not show the bandwidth.
 - The sustained bandwidth of a class is the best median of `SUSTAINED_SAMPLES` samples in a row.
-- `SLOW_SAMPLES` slow samples in a row begin an episode: one warning. As many good ones end it: one
-  line at INFO.
+- `SLOW_SAMPLES` slow samples in a row begin an episode, logged as one warning. As many good samples
+  in a row end it, logged once at INFO.
 
-Nothing here does I/O.
+This module does no I/O.
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ from infinity.aio._stats import DriveStats, ExecutorStats, Window
 
 log = logging.getLogger("infinity.aio")
 
-# A median of several: one lucky second is nothing that a drive sustains.
+# A median of several, so that one fast second does not count as sustained.
 SUSTAINED_SAMPLES = 8
-# In a row, so that a hiccup of a second causes no warning.
+# Several in a row, so that one slow second causes no warning.
 SLOW_SAMPLES = 5
-#: An episode ends at this share of what was sustained; between it and the share where one begins
-#: nothing changes.
+#: A sample is good from this share of the sustained bandwidth on; a sample between the slow and the
+#: good share changes nothing.
 RECOVERED_SHARE = 0.75
 BUSY_SHARE_MIN = 0.5
-#: Fewer bytes are no sample: a busy second with less is counted together with the next.
+#: A busy second with fewer bytes is merged with the next one.
 SAMPLE_BYTES_MIN = 4 << 20
 WINDOW_S = 1.0
-#: Counters of a second are final once the requests that were in flight at its end have results.
+#: A second's counters are final after this time: requests in flight at its end then have results.
 RESULTS_LAG_S = 1.0
-#: Edges of the classes by share of reads: narrow where a little of the slower direction makes much
-#: of the time, so that within a class no drive whose directions differ by up to ten times changes
-#: its bandwidth by more than a quarter.
+#: Edges of the classes by share of reads. Near 0 and 1 they are narrow, since a few requests in the
+#: slower direction take much of the time: if the directions' bandwidths differ by at most ten
+#: times, bandwidth varies by at most a quarter within a class.
 CLASS_EDGES = (0.01, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99)
-#: The rate of writing is that of the last quarter of an hour, or of the last step if that took
-#: longer.
+#: The write rate is measured over the last 15 minutes, or the last step if it took longer.
 RATE_SPAN_S = 900.0
-# Bounds the history: 180 points in a quarter of an hour, however often `observe` is called.
+# Bounds the history to 180 points in 15 minutes, however often `observe` is called.
 _RATE_EVERY_S = 5.0
 _DAY_S = 86_400.0
 
@@ -62,8 +61,7 @@ _DAY_S = 86_400.0
 class Forecast:
     """Rate at which a drive is written. None: unknown until the first step has ended.
 
-    `bytes_written`: since the executor was opened, set-up included. The rates are of training
-    alone.
+    `bytes_written`: since the executor was opened, with set-up. The rates exclude set-up.
     """
 
     bytes_written: int = 0
@@ -76,11 +74,12 @@ class Forecast:
         return None if self.bytes_per_day is None else self.bytes_per_day / 1e12
 
     def days(self, rated_tb: float, used_tb: float = 0.0) -> float | None:
-        """Days until a drive rated for `rated_tb` terabytes written (TBW) has reached them.
+        """Days at the current rate until a drive has reached its rating of `rated_tb` terabytes
+        written (TBW).
 
-        At the current rate.
         used_tb: terabytes written before, for example "Data Units Written" of `smartctl`. Infinite
-        when nothing is written. Raises: ValueError for a rating that is not positive.
+        at a rate of 0, None while the rate is unknown. Raises: ValueError for a rating that is not
+        positive.
         """
         if not (rated_tb > 0 and used_tb >= 0):
             raise ValueError(
@@ -95,9 +94,9 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Notice:
-    """Notice that a drive's bandwidth has dropped, or has come back (`recovered`).
+    """Notice that a drive's bandwidth has dropped, or has recovered (`recovered`).
 
-    Bandwidths are in bytes per second while busy.
+    Bandwidths are in bytes per busy second.
     """
 
     path: str
@@ -123,31 +122,31 @@ def recent_bytes_per_s(
     windows: Sequence[Window], span_s: float, *, opened_s: float, now_s: float
 ) -> tuple[float, float]:
     """(read, written) bytes per second over the last `span_s` whole seconds, idle ones included."""
-    # The present second is incomplete.
+    # The current second is incomplete.
     end_s = math.floor(now_s / WINDOW_S) * WINDOW_S
     span_s = min(span_s, end_s - opened_s)
     # No whole second yet.
     if span_s < WINDOW_S:
         return 0.0, 0.0
-    # Seconds are aligned, so the executor was opened within its first.
+    # Windows are aligned to whole seconds, so the executor was opened within its first window.
     recent = [window for window in windows if end_s - span_s - WINDOW_S < window.start_s < end_s]
     return sum(w.bytes_read for w in recent) / span_s, sum(w.bytes_written for w in recent) / span_s
 
 
 @dataclass
 class _Class:
-    """Samples of about the same share of reads."""
+    """Samples with a similar share of reads."""
 
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=SUSTAINED_SAMPLES))
     sustained: float = 0.0
 
     def add(self, rate: float) -> float:
         """Add a sample; return the bandwidth sustained before it (0.0: unknown)."""
-        # Taken first: a sample is judged by what was sustained without it.
+        # Read before the sample is added: a sample is compared with the samples before it.
         before = self.sustained
         self.latest.append(rate)
         if len(self.latest) == SUSTAINED_SAMPLES:
-            # Never lowered: a drive that slows down for good must not become its own measure.
+            # Never lowered, so that a permanently slow drive is still reported as slow.
             self.sustained = max(self.sustained, statistics.median(self.latest))
         return before
 
@@ -156,9 +155,8 @@ class _Class:
 class _Direction:
     """Direction of traffic: reads, writes, or both at once.
 
-    Holds the streak of slow or good samples in a row, and the episode, if there is one. A sample is
-    its rate relative to what its class sustained, so that samples of several classes can follow
-    each other.
+    Holds the current streak of slow or good samples, and the episode in progress, if any. Rates are
+    relative to the sustained bandwidth of their class, so a streak may mix classes.
     """
 
     name: str
@@ -172,42 +170,42 @@ class _Direction:
     def judge(
         self, path: str, rate: float, before: float, start_s: float, end_s: float, share: float
     ) -> Notice | None:
-        """Take in a sample whose class sustained `before`.
+        """Add a sample; its class sustained `before`.
 
-        Returns a Notice when an episode begins or ends with it.
+        Returns a Notice if the sample begins or ends an episode.
         """
-        # Between the two nothing changes, so a drive at the edge does not warn again and again.
+        # Two thresholds, so that a drive near one of them does not warn repeatedly.
         slow, good = rate < share * before, rate >= max(RECOVERED_SHARE, share) * before
-        # In an episode good samples count, outside of one slow ones.
+        # Good samples end an episode, slow samples begin one.
         changes = slow if self.slow_since_s is None else good
         if self.slow_since_s is not None and slow:
-            # Refreshed, so that `slow` tells how it is now.
+            # Updated, so that `slow` returns the current bandwidth.
             self.notice = Notice(path, self.name, before, rate, end_s - self.slow_since_s)
         if not changes:
             self.streak.clear()
             return None
         if not self.streak:
             self.streak_start_s = start_s
-        # Relative: the samples of a streak may come from classes of different bandwidth.
+        # Relative: samples of one streak may be of classes with different bandwidths.
         self.streak.append(rate / before)
         if len(self.streak) < SLOW_SAMPLES:
             return None
         now = statistics.median(self.streak) * before
         self.streak.clear()
         if self.slow_since_s is None:
-            # The episode began with the first slow sample, not with the one that was one too many.
+            # The episode began with the first slow sample of the streak.
             self.slow_since_s = self.streak_start_s
             self.episodes += 1
             self.notice = Notice(path, self.name, before, now, end_s - self.slow_since_s)
             return self.notice
-        # The episode ended where the good samples began.
+        # The episode ended with the first good sample of the streak.
         lasted_s = self.streak_start_s - self.slow_since_s
         self.slow_since_s = self.notice = None
         return Notice(path, self.name, before, now, lasted_s, recovered=True)
 
 
 class _Drive:
-    """One drive: its history of writing and its bandwidth. Bounded, however long the run."""
+    """Write history and bandwidth samples of one drive, of bounded size."""
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -225,22 +223,22 @@ class _Drive:
         )
 
     def write(self, now_s: float, bytes_written: int, steps: int) -> None:
-        """Remember how much has been written by now."""
+        """Record the bytes written so far."""
         self.latest = (now_s, bytes_written, steps)
-        # Set-up fills the drive once and says nothing about training, so its writes are left out.
+        # Set-up writes all states once; its writes are excluded from the rate.
         if self.base is None or steps <= 0:
             self.base = self.latest
             self.history = deque([(now_s, bytes_written)])
             return
         if now_s - self.history[-1][0] >= _RATE_EVERY_S:
             self.history.append((now_s, bytes_written))
-        # One point older than the span stays: a step may take longer than a quarter of an hour.
+        # Keep one point older than the span: a step may take longer than 15 minutes.
         while len(self.history) > 1 and now_s - self.history[1][0] >= RATE_SPAN_S:
             self.history.popleft()
 
     def forecast(self) -> Forecast:
         now_s, written, steps = self.latest
-        # No step has ended since training began: there is no rate yet.
+        # Before the first step has ended there is no rate.
         if self.base is None or steps <= self.base[2] or now_s <= self.history[0][0]:
             return Forecast(written)
         from_s, from_bytes = self.history[0]
@@ -248,9 +246,9 @@ class _Drive:
         return Forecast(written, per_step, (written - from_bytes) / (now_s - from_s) * _DAY_S)
 
     def watch(self, drive: DriveStats, now_s: float) -> Iterator[Notice]:
-        """Judge the seconds that became final since the last call."""
+        """Yield the notices of the seconds that became final since the last call."""
         for window in drive.windows:
-            # Not judged twice, and not before requests in flight at its end have their results.
+            # Each second once, after the requests in flight at its end have results.
             if window.start_s <= self.seen_s or window.start_s + WINDOW_S + RESULTS_LAG_S > now_s:
                 continue
             self.seen_s = window.start_s
@@ -261,17 +259,17 @@ class _Drive:
                     yield notice
 
     def _sample(self, window: Window) -> Window | None:
-        """Make a sample of the window and of what was carried into it; None when it is no sample.
+        """Merge the window with the carried one; return None if the result is not a sample.
 
-        A stalled drive has seconds that are busy and move nothing. They count with the next second
-        that moves something.
+        A stalled drive has busy seconds without traffic. They are carried into the next second with
+        traffic.
         """
         carried, self.carried = self.carried, None
-        # A few requests are no load, and say nothing about bandwidth.
+        # Mostly idle: it does not show the bandwidth.
         if window.busy_s < BUSY_SHARE_MIN * WINDOW_S:
             return None
         if (
-            # Seconds after an idle pause are not joined with those before it.
+            # Seconds are not merged across an idle pause.
             carried is not None
             and window.start_s - carried.start_s <= carried.busy_s + 2 * WINDOW_S
         ):
@@ -281,7 +279,7 @@ class _Drive:
                 carried.bytes_written + window.bytes_written,
                 carried.busy_s + window.busy_s,
             )
-        # Busy and almost nothing moved: counted with the next, or a stall would go unseen.
+        # Busy with almost no traffic: carried into the next second, so that a stall counts.
         if window.bytes_read + window.bytes_written < SAMPLE_BYTES_MIN:
             self.carried = window
             return None
@@ -292,7 +290,7 @@ class _Drive:
         kind = bisect_right(CLASS_EDGES, sample.bytes_read / total)
         rate = total / sample.busy_s
         before = self.classes[kind].add(rate)
-        # The first samples of a class have nothing to be compared with.
+        # The class has no sustained bandwidth yet.
         if not before:
             return None
         direction = self.directions[0 if kind == 0 else 2 if kind == len(CLASS_EDGES) else 1]
@@ -300,9 +298,9 @@ class _Drive:
 
 
 class Endurance:
-    """Watch over the drives of one executor, and forecast of their wear: see the module.
+    """Slowdown detection and wear forecast for the drives of one executor: see the module.
 
-    Call it from one thread at a time; a call takes microseconds.
+    Not thread-safe. A call takes microseconds.
     """
 
     def __init__(self, *, share: float = 0.6) -> None:
@@ -318,16 +316,16 @@ class Endurance:
     def observe(
         self, stats: ExecutorStats, *, steps: int = 0, now_s: float | None = None
     ) -> tuple[Notice, ...]:
-        """Take in an executor's counters after `steps` optimizer steps; returns what was noticed,
-        which is also logged.
+        """Add an executor's counters after `steps` optimizer steps. Returns the new notices, which
+        are also logged.
 
-        Writes before the last call with `steps` 0 are set-up, and not in the rates.
-        Call it at least once a minute of I/O: an executor keeps 64 seconds. now_s: CLOCK_MONOTONIC,
-        the present by default.
+        Writes before the last call with `steps` 0 are set-up, excluded from the rates. Call it at
+        least once a minute during I/O: an executor retains 64 seconds. now_s: CLOCK_MONOTONIC
+        seconds; default: now.
         """
         if now_s is None:
             now_s = time.monotonic()
-        # Made on the first call, which is the first to know how many drives there are.
+        # Created here: the constructor does not know the number of drives.
         while len(self._drives) < len(stats.drives):
             self._drives.append(_Drive(self._share))
         notices: list[Notice] = []
@@ -339,17 +337,17 @@ class Endurance:
         return tuple(notices)
 
     def forecast(self, drive: int) -> Forecast:
-        """Forecast for the executor's drive of this number, as of the last `observe`."""
+        """Forecast for the executor's drive with this index, as of the last `observe`."""
         return self._drives[drive].forecast() if drive < len(self._drives) else Forecast()
 
     def slow(self, drive: int) -> tuple[Notice, ...]:
-        """Episodes in progress: the drive gives less than before. Empty while all is well."""
+        """Episodes in progress; empty while the drive is not slow."""
         if drive >= len(self._drives):
             return ()
         return tuple(d.notice for d in self._drives[drive].directions if d.notice is not None)
 
     def episodes(self, drive: int) -> int:
-        """Count the times that the drive's bandwidth has dropped."""
+        """Number of episodes of the drive so far."""
         return (
             sum(d.episodes for d in self._drives[drive].directions)
             if drive < len(self._drives)

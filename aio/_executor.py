@@ -1,57 +1,59 @@
 """Runs jobs on chunks: reads, verifies, updates and writes them on native threads, without the GIL.
 
-An executor moves chunks between a drive, a slot of its own slab and the caller's memory, and
-updates them on the way. The caller describes the work of a whole unit as arrays of records
-(CHUNK, JOB, SEG, HYPER of infinity/_src/cabi/records.py), submits them in one call, and gets a
-`Ticket`. Only `Ticket.wait`, `wait_all` and `close` block.
+An executor moves chunks between a drive, a slot (a buffer in its slab) and the caller's memory, and
+runs optimizer kernels on them in the slot. The caller describes the work of a whole unit as arrays
+of records (CHUNK, JOB, SEG, HYPER of infinity/_src/cabi/records.py), submits them in one call, and
+gets a `Ticket`. Only `Ticket.wait`, `wait_all`, `resize_pools`, `attach_device` and `close` block.
 
     define(chunks) -> ids      submit(jobs, segs, hypers, priority=, gate=) -> Ticket      drop(ids)
 
         FETCH   read --> verify --> copy to ptr
         STORE   copy from ptr --> checksum --> write
         UPDATE  read --> verify, update, checksum (one pass) --> copy section 0 to ptr[0] --> write
-        COPY    copy ptr[2] bytes from ptr[1] to ptr[0]; one of them is on the device; no chunk
+        COPY    copy ptr[2] bytes from ptr[1] to ptr[0]; one address is on the device; no chunk
 
 An UPDATE reads all sections, except section 0 when the caller has it in memory
-(MASK_PARAM_IN_MEMORY), and spilled gradients (`grad`) only when a segment wants them. All sections
-except `grad` are written.
+(MASK_PARAM_IN_MEMORY), and spilled gradients (`grad`) only when a segment uses them. It writes all
+sections except `grad`.
 
-Words: a *slot* is a buffer of the slab that holds one chunk. A *gate* holds a submission back until
-the caller has a place for its result. A *marked* drive takes no writes. An *invalid* section has no
-value anywhere.
+Terms: a *slot* is a buffer of the slab that holds one chunk. A *gate* holds a submission back until
+the caller has allocated its targets; a gate *escapes* when its UPDATEs run without targets and its
+FETCHes are skipped. A *demand* is a job of priority DEMAND. The executor sends a *marked* drive no
+writes. An *invalid* section has no valid copy anywhere.
 
-Promises, the same for both backends:
+Guarantees, the same for both backends:
 
 - Order. Jobs on one chunk run in the order of submission; jobs on different chunks run at once.
 - Slots. A job takes one slot: small if its non-resident bytes fit, else large; none if the chunk
-  is wholly resident. Slots go by priority, then by arrival. One turn in eight goes to the job that
-  has waited longest, so write-back progresses beside endless demands. No drive may hold so many
-  slots that another finds none.
+  is wholly resident. Slots are granted by priority, then by arrival. One grant in eight is to the
+  job that has waited longest, so write-back progresses under endless demands. The slots per drive
+  are limited, so one drive cannot exhaust them.
 - Prefetch. Idle slots read ahead, for UPDATEs at closed gates (oldest gate first) and for chunks
-  named in `prefetch`. These reads have the least priority and leave a quarter of each pool free. A
-  job that finds no slot gets one of these: the youngest prefetch is given up and read again later.
-  A prefetch shows in `stats` only: when it fails, or a write of its chunk overtakes it, the UPDATE
-  reads again.
-- Faults. Every transfer's result is checked. Short ones are resumed, EAGAIN and EINTR retried, and
-  reads verified. A fault that remains is a typed `AioError`; `Ticket.wait` raises it every time.
-- Reserved extents. A write that fails goes to a reserved extent that `add_spares` gave: of its
-  drive first, then of another drive. The whole chunk lies there from then on: sections that the
-  job does not write are read from the old place. The job succeeds; `take_moved_writes` reports it.
-- Failed writes. Any other write that fails keeps its slot, which has the only copy; a FETCH reads
-  the chunk's sections there. The failure also marks the drive: later STORE and UPDATE jobs on it
-  are refused with the same fault, until `recover`.
+  named in `prefetch`. These reads have the lowest priority and leave a quarter of each pool free.
+  If a job finds no free slot, the executor drops the newest prefetch, gives its slot to the job,
+  and reads the chunk again later. A prefetch is visible only in `stats`: when it fails, or a later
+  write of its chunk makes it stale, the UPDATE reads again.
+- Faults. Every transfer's result is checked: short transfers are resumed, EAGAIN and EINTR retried,
+  reads verified. Any other fault becomes a typed `AioError`, which every `Ticket.wait` raises.
+- Reserved extents. A failed write is moved to a reserved extent from `add_spares`: of its drive
+  first, then of another drive. The extent becomes the place of the whole chunk: sections that the
+  job does not write are first read from the old place. The job succeeds; `take_moved_writes`
+  reports the move.
+- Failed writes. A failed write that cannot be moved keeps its slot, which has the only copy; a
+  FETCH reads the chunk's sections from the slot. The failure also marks the drive: later STORE and
+  UPDATE jobs on it are refused with the same fault, until `recover`.
 - Invalid chunks. A STORE or UPDATE that failed otherwise, or was refused, leaves its chunk invalid:
-  the value it should hold exists nowhere. Later FETCH and UPDATE jobs on it fail with the same
-  fault until its sections are STOREd again.
-- Versions. A *versioned* chunk has two places. After `commit` a STORE or UPDATE reads the live
-  place and writes the other one, whole, which then is the live one; later jobs work there in place.
-  `rollback` returns to the committed place. The committed place is never written, so any failure in
-  between can be undone. Spilled gradients have one place.
-- Devices. With MASK_DEVICE a copy runs behind the kernels that the compute stream had when the job
-  was submitted, or its gate opened. `filled` says that the copy has ended on the device; kernels
-  submitted after that see it.
-- Bounds. Depth and block size bound the requests in flight per drive. Writes get half of the depth
-  whenever they want it, and demands a quarter of the reads' share, so neither starves.
+  no copy of the intended value exists. Later FETCH and UPDATE jobs on it fail with the same fault
+  until its sections are STOREd again.
+- Versions. A *versioned* chunk has two places. After `commit`, the next STORE or UPDATE reads the
+  live place and writes the whole chunk to the second place, which becomes the live one; later jobs
+  read and write it in place. `rollback` makes the committed place live again. The committed place
+  is never written, so any later failure can be undone. Spilled gradients have one place.
+- Devices. With MASK_DEVICE a copy waits for all kernels that were on the compute stream when the
+  job was submitted or its gate opened. `filled` means that the copy has ended on the device;
+  kernels launched afterwards see its data.
+- Bounds. Depth and block size bound the requests in flight per drive. Half of the depth is
+  available to writes at any time, and a quarter of the reads' share to demands, so neither starves.
 """
 
 from __future__ import annotations
@@ -78,13 +80,13 @@ from infinity.aio._swap_file import SwapFile
 from infinity.aio.testing import KINDS, Fault, Seam
 from infinity.errors import AioClosedError, AioError, DeviceCopyError, DeviceFailedError
 
-# One request of a ring. Longer ones gain nothing: 8 to 16 of these in flight fill a drive.
+# Request size of a ring. Longer requests are not faster: 8 to 16 of 1 MiB saturate a drive.
 RING_BLOCK_BYTES = 1 << 20
-# A thread has one request in flight, so it sends whole runs to leave no gaps between requests.
+# Request size of a thread. It has one request in flight, so long requests avoid gaps.
 THREAD_BLOCK_BYTES = 16 << 20
-# Spans that C keeps in its ring: INF_SPAN_COUNT of native/executor/executor.h.
+# Capacity of the ring of spans in C: INF_SPAN_COUNT of native/executor/executor.h.
 _SPANS_MAX = 65_536
-# Spares and moves that one call of C hands over.
+# Reserved extents and moved writes that one C call returns.
 _SPARES_AT_ONCE = 64
 
 
@@ -101,7 +103,6 @@ def _config(
     seam: Seam,
     drive_count: int,
 ) -> Any:
-    """Fill an inf_exec_config."""
     config = ffi.new("inf_exec_config *")
     config.uring = uring
     config.verify = {"off": 0, "full": 1, "sample": 2}[verify]
@@ -110,10 +111,10 @@ def _config(
     config.small_count, config.small_bytes = small.count, small.bytes
     config.large_count, config.large_bytes = large.count, large.bytes
     config.drive_count = drive_count
-    # Idle for so long, closed gates escape: their updates run without a target.
+    # Idle time after which closed gates escape.
     config.hold_ns = int(hold_s * 1e9)
     if (place := _numa_node.chosen()) is not None:
-        # 0 stands for no choice.
+        # 0: no node was chosen.
         config.numa = 1 + place.node
         for cpu in place.cpus:
             config.cpus[cpu // 64] |= 1 << cpu % 64
@@ -122,7 +123,7 @@ def _config(
 
 
 def _fill_seam(record: Any, seam: Seam) -> None:
-    # A Python seed may be negative or larger than C's uint64_t.
+    # A Python seed may be negative or exceed C's uint64_t.
     record.seed = seam.seed & (2**64 - 1)
     record.delay_us_max = seam.delay_us_max
     record.null_batch, record.null_computes = seam.null, seam.null_computes
@@ -131,12 +132,11 @@ def _fill_seam(record: Any, seam: Seam) -> None:
 
 
 def _fill_fault(record: Any, fault: Fault) -> None:
-    """Fill an inf_seam_fault."""
     record.nth, record.late_us = fault.nth, int(fault.late_s * 1e6)
     record.kind = 1 + KINDS.index(fault.kind)
     record.op = 0 if fault.op == "read" else 1
     record.error, record.persistent = fault.errno, fault.persistent
-    # 0 stands for any.
+    # 0: any drive.
     record.drive = 0 if fault.drive is None else 1 + fault.drive
     record.lasting, record.start = fault.lasting, fault.start
     record.stop = fault.stop or 0
@@ -145,13 +145,14 @@ def _fill_fault(record: Any, fault: Fault) -> None:
 def _drive_configs(
     ffi: Any, drives: Sequence[SwapFile], block_bytes: int, depths: Sequence[int], seam: Seam
 ) -> Any:
-    # An executor may have no drive at all, and C still wants a pointer.
+    # At least one record: an executor may have no drive, and C needs a valid pointer.
     configs = ffi.new("inf_drive_config[]", max(1, len(drives)))
     for index, drive in enumerate(drives):
         configs[index].fd = drive.fd
         fitted = block_bytes, depths[index]
         if not seam.null:
-            # Beyond the device's tags a thread that submits would sleep inside the kernel.
+            # With more requests than the device has tags, the submitting thread sleeps in the
+            # kernel.
             fitted = _file_system.fit(drive, *fitted)
         configs[index].block_bytes, configs[index].depth = fitted
         configs[index].read_bytes_per_s, configs[index].write_bytes_per_s = seam.throttle(index)
@@ -159,9 +160,9 @@ def _drive_configs(
 
 
 def _depth_of_each(depth: int | Sequence[int], drives: int) -> list[int]:
-    """Return the depth of each drive. Raises: ValueError for fewer numbers than drives."""
+    """Raises: ValueError for fewer numbers than drives."""
     if isinstance(depth, int):
-        # At least one, so that the options are checked without a drive, too.
+        # At least one number, so that depth is validated without drives, too.
         return [depth] * max(drives, 1)
     if len(depth) < drives:
         raise ValueError(f"depth={list(depth)}: one number for each of {drives} drives")
@@ -169,13 +170,13 @@ def _depth_of_each(depth: int | Sequence[int], drives: int) -> list[int]:
 
 
 def _open(ffi: Any, lib: Any, config: Any, drives: Any, backend: str) -> Any:
-    """Open the native executor. Raises: OSError; MemoryError where its pools find no memory."""
+    """Raises: OSError; MemoryError when the pools cannot be allocated."""
     why = ffi.new("char[512]")
     error = ffi.new("int32_t *")
     pointer = lib.inf_executor_open(config, drives, error, why, 512)
     if pointer == ffi.NULL:
         text = ffi.string(why).decode(errors="replace")
-        # A MemoryError must not make "auto" step down: threads need the same pools.
+        # MemoryError, not OSError: "auto" must not fall back to threads, which need the same pools.
         if text.startswith("no memory"):
             raise MemoryError(text)
         raise OSError(-error[0], f"cannot open an executor with backend {backend!r}: {text}")
@@ -184,18 +185,20 @@ def _open(ffi: Any, lib: Any, config: Any, drives: Any, backend: str) -> Any:
 
 @final
 class Executor:
-    """Runs jobs on chunks; the module lists its promises. Any thread of its process may call it.
+    """Runs jobs on chunks, with the guarantees in the module's docstring. Thread-safe; not usable
+    in a forked child.
 
     backend: "io_uring" (one ring and thread per drive) or "threads" (`threads_per_drive` of them
         with pread and pwrite).
-    block_bytes: the longest request. None: 1 MiB for rings, whole runs (up to 16 MiB) for threads,
-        which have one request each. The executor fits it and `depth` to each drive.
-    check, examine, alarm: as in `infinity.aio.open_executor`. A device whose kernels never end is
-        not seen from here, and copies that are behind them would be waited for without a limit.
+    block_bytes: bytes of the longest request. None: 1 MiB for rings, up to 16 MiB for threads,
+        which have one request in flight each. block_bytes and `depth` are reduced to each drive's
+        limits.
+    check, examine, alarm: as in `infinity.aio.open_executor`. The executor cannot detect a hung
+        device: unless `check` raises, a wait for a copy queued behind a hung kernel never returns.
 
-    Raises OSError when the backend cannot be had here, ImportError when the extension
-    is missing, MemoryError when the pools do not fit what the machine or its cgroup leaves. Use
-    `infinity.aio.open_executor`, which steps down.
+    Raises OSError when the backend does not work here, ImportError when the extension is missing,
+    MemoryError when the pools exceed the available memory of the machine or its cgroup.
+    `infinity.aio.open_executor` falls back to threads.
     """
 
     def __init__(
@@ -220,10 +223,10 @@ class Executor:
         seam = seam or Seam()
         uring = backend == "io_uring" and not seam.null
         if block_bytes is None:
-            # A ring fills gaps with other requests; a thread has only its own one.
+            # A ring has many requests in flight, a thread one.
             block_bytes = RING_BLOCK_BYTES if uring or seam.null else THREAD_BLOCK_BYTES
         depths = _depth_of_each(depth, len(drives))
-        # Checked before C sees anything, so that a mistake is a ValueError and not a step down.
+        # Checked before the C call, so that a mistake raises ValueError and causes no fallback.
         for each in depths:
             _validate.check_options(
                 small,
@@ -238,10 +241,10 @@ class Executor:
         ffi, lib = native.load()
         self.backend = "null" if seam.null else backend
         self.backend_reason = backend_reason
-        # Loading comes first: without liburing there is nothing to allocate pools for.
+        # Loaded before the pools are allocated: without liburing the backend does not work.
         if uring:
             load_uring(ffi, lib)
-        # The pools are touched on creation; past the limit the kernel would kill the process.
+        # Creation touches the pools' pages; beyond the limit the kernel would kill the process.
         _memory_limits.check_slab(small.count * small.bytes + large.count * large.bytes)
         config = _config(
             ffi,
@@ -268,11 +271,11 @@ class Executor:
         _numa_node.report(int(lib.inf_executor_numa_error(pointer)))
 
     def resize_pools(self, small: PoolSpec, large: PoolSpec) -> None:
-        """Give the pools other sizes. Blocks while jobs are pending.
+        """Replace the pools. Blocks until no job is pending.
 
-        Raises: MemoryError; MemoryLimitError; ValueError for sizes that the constructor refuses;
-        the AioError of a write that failed and is in memory only; DeviceFailedError where a drive
-        that failed may still write to a slot; DeviceCopyError. The pools are as they were then.
+        Raises: MemoryError; ValueError for sizes that the constructor refuses; the AioError of a
+        failed write whose data is in a slot only, if repeating it fails; DeviceFailedError if a
+        failed drive may still write to a slot; DeviceCopyError. The pools are then unchanged.
         """
         core = self._core
         core.check()
@@ -281,7 +284,7 @@ class Executor:
         error = -errno.EBUSY
         while error == -errno.EBUSY:
             self.wait_all()
-            # A slot may have the only copy of a chunk: it is written again, or raises.
+            # A slot may have the only copy of a chunk: repeat its write, or raise.
             if self.stats().kept_chunks:
                 self.recover().wait()
             error = core.lib.inf_executor_resize_pools(
@@ -301,16 +304,16 @@ class Executor:
         self.pool_bytes = int(core.lib.inf_executor_pool_bytes(core.pointer))
 
     def define(self, chunks: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
-        """Make chunks known (CHUNK records) and return their ids.
+        """Register chunks (CHUNK records) and return their ids.
 
-        Memory that they point to (resident sections, sums) stays the caller's and must live until
-        `drop`. Raises ValueError for misaligned or overlapping sections, unknown drives, runs
-        larger than the slots.
+        The caller owns the memory that they point to (resident sections, sums) and keeps it until
+        `drop`. Raises ValueError for misaligned or overlapping sections and unknown drives or
+        files.
         """
         core = self._core
         core.check()
         chunk_records = _validate.as_records(chunks, records.CHUNK, "chunk")
-        # C trusts offsets and sizes, which become addresses and places in files.
+        # C does not check offsets and sizes, from which it computes addresses and file offsets.
         _validate.check_chunks(chunk_records, len(core.drives))
         ids = np.full(len(chunk_records), -1, dtype=np.int32)
         error = core.lib.inf_executor_define(
@@ -321,7 +324,7 @@ class Executor:
         )
         if error == -errno.ENOMEM:
             raise MemoryError(f"no memory for {len(chunk_records)} chunks")
-        # C alone knows the files of a drive, so `check_chunks` could not see this.
+        # Only C knows the files of a drive, so `check_chunks` cannot check this.
         if error == -errno.ENOENT:
             raise ValueError(_validate.FILE_UNKNOWN)
         if error:
@@ -331,13 +334,14 @@ class Executor:
         return ids
 
     def drop(self, ids: npt.NDArray[np.int32], *, unless_pending: bool = False) -> bool:
-        """Forget chunks; ids may be reused. Raises ValueError if jobs on them are pending.
+        """Unregister chunks; their ids may be reused. Raises ValueError if jobs on them are
+        pending.
 
-        unless_pending: do nothing then, and return False.
+        unless_pending: if jobs are pending, return False instead, and drop no chunk.
         """
         core = self._core
         core.check()
-        # Here and below: C reads the array in place, as a plain run of int32.
+        # Here and below: C reads the ids in place, as contiguous int32.
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
         error = core.lib.inf_executor_drop(
             core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted)
@@ -359,19 +363,19 @@ class Executor:
     ) -> Ticket:
         """Queue the jobs (JOB records) of one unit; the arrays are copied. Never blocks on I/O.
 
-        Memory behind ptr and grad must live until the ticket is done. Raises ValueError for a plan
-        that cannot run, AioClosedError after close or in a forked child.
+        Memory behind ptr and grad must live until the ticket is done. Raises ValueError for an
+        invalid job, AioClosedError after close or in a forked child.
         """
         core = self._core
         core.check()
         job_records = _validate.as_records(jobs, records.JOB, "job")
         seg_records = _validate.as_records(segs, records.SEG, "seg")
         hyper_records = _validate.as_records(hypers, records.HYPER, "hyper")
-        # C takes its address as it is; another executor's gate has another lock.
+        # C does not check the gate's address; the lock of its executor guards a gate.
         if gate is not None and (not isinstance(gate, Gate) or gate._core is not core):
             raise ValueError("the gate is of another executor")
-        # QuickCalls keep the GIL: a submission is a few microseconds, and re-taking the GIL beside
-        # a busy thread would cost up to 5 ms.
+        # A quick call keeps the GIL: a submission takes microseconds, and regaining the GIL from a
+        # busy thread up to 5 ms.
         error = ctypes.c_int64()
         address = core.quick.executor_submit(
             core.address,
@@ -398,10 +402,10 @@ class Executor:
         return Gate(self._core, address)
 
     def attach_device(self, driver: DeviceDriver) -> None:
-        """Attach the device that MASK_DEVICE stands for, once, and pin the slab. Blocks.
+        """Attach the device for MASK_DEVICE jobs, once per executor, and pin the slab. Blocks.
 
-        Raises: DeviceCopyError when the driver refuses; ValueError where this executor cannot copy
-        to devices.
+        Raises: DeviceCopyError when a call of the driver fails; MemoryError; ValueError when a
+        device is already attached.
         """
         core = self._core
         core.check()
@@ -415,41 +419,44 @@ class Executor:
             raise DeviceCopyError(
                 f"the device cannot be attached: its driver says {driver.name_of(code)} ({code})"
             )
-        # Native threads call its functions until the executor is closed.
+        # Referenced here: native threads call its functions until the executor is closed.
         core.driver = driver
 
     def compute_stream(self, stream: int) -> None:
-        """Set the stream (0: the default one) that later copies run behind. Never blocks."""
-        # Not checked for close: it only notes a number.
+        """Set the compute stream (0: the default stream), whose kernels later copies wait for.
+        Never blocks.
+        """
+        # No check for close: the call only stores a number.
         self._core.quick.executor_compute_stream(self._core.address, stream)
 
     def hold_gates(self, held: bool) -> None:
-        """Keep idle gates closed while `held`: a forward runs and will open them. `wait` still lets
-        them escape.
+        """Stop (held=True) or allow the escape of idle gates: a running forward will open them.
+        `wait` still makes gates escape.
         """
         self._core.check()
         self._core.quick.executor_hold_gates(self._core.address, held)
 
     def release_gates(self) -> None:
-        """Make all closed gates escape now, for a caller who will not open them and does not wait
-        yet: a wait makes those that its ticket depends on escape. Never blocks.
+        """Make all closed gates escape now. For callers who will not open them and do not wait:
+        `wait` does this for the gates of its ticket. Never blocks.
         """
         self._core.check()
         self._core.lib.inf_executor_release_gates(self._core.pointer)
 
     def prefetch(self, ids: npt.NDArray[np.int32], *, param_in_memory: bool = False) -> int:
-        """Read chunks into idle slots, before their UPDATEs are submitted. Returns how many were
-        accepted, from the first on.
+        """Read chunks into idle slots before their UPDATEs are submitted. Returns the number of
+        accepted chunks, the first ones of `ids`.
 
         param_in_memory: these UPDATEs will have MASK_PARAM_IN_MEMORY, so section 0 is not read.
-        Spilled gradients are never read here. An accepted chunk is read as soon as slots are idle,
-        also after its slot was given up once; a STORE of its sections drops it. A prefetch that
-        fails has no effect: the UPDATE reads. Never blocks. Raises ValueError for an unknown id.
+        Spilled gradients are never prefetched. An accepted chunk is read as soon as slots are idle,
+        and again if a job took its slot; a STORE of its sections cancels the prefetch. A failed
+        prefetch has no effect: the UPDATE reads the chunk. Never blocks. Raises ValueError for an
+        unknown id.
         """
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
-        # A quick call: it queues reads and waits for none.
+        # A quick call: it only queues reads.
         accepted = core.quick.executor_prefetch(
             core.address, wanted.ctypes.data, len(wanted), param_in_memory
         )
@@ -474,32 +481,30 @@ class Executor:
         return masks
 
     def commit(self, ids: npt.NDArray[np.int32]) -> None:
-        """Commit the present contents of versioned chunks: the next write goes to their other
-        places. Never blocks.
+        """Commit the current contents of versioned chunks: their next writes go to the second
+        place. Never blocks.
 
-        Chunks that are not versioned are left alone. Raises ValueError, and commits nothing, while
-        jobs that write states of one are pending or when one is not defined.
+        Other chunks are ignored. Raises ValueError, and commits nothing, if a job that writes
+        states of a chunk is pending, or a chunk is not defined.
         """
         self._versions("commit", ids)
 
     def rollback(self, ids: npt.NDArray[np.int32]) -> None:
-        """Return versioned chunks to their committed contents, however often they were written
-        since.
+        """Restore the committed contents of versioned chunks.
 
-        Their failed writes and prefetches are dropped. Chunks without committed contents are left
-        alone. Never blocks. Raises ValueError if jobs on one are pending, or one is not defined,
-        and if a resident section without another version was changed.
+        Drops their failed writes and prefetches, and ignores chunks without committed contents.
+        Never blocks. Raises ValueError, and changes nothing, if a job on a chunk is pending, a
+        chunk is not defined, or a resident section without a second version was changed.
         """
         self._versions("rollback", ids)
 
     def exchange(self, ids: npt.NDArray[np.int32]) -> None:
-        """Make what lies in the second places of committed chunks their committed contents, read or
-        not: the states before their last UPDATE. The second places have the contents before the
-        call then, and another call goes back to them. Never blocks.
+        """Swap the two places of committed chunks: the states before their last UPDATE become the
+        committed contents, without being read. A second call swaps back. Never blocks.
 
-        Raises ValueError, and changes nothing, if jobs on one are pending, or one is not defined,
-        is not committed, has no second place, has states in memory, or was STOREd since its last
-        UPDATE.
+        Raises ValueError, and changes nothing, if jobs on a chunk are pending, or a chunk is not
+        defined, is not committed, has no second place, has states in memory, or was STOREd since
+        its last UPDATE.
         """
         self._versions("exchange", ids)
 
@@ -507,36 +512,36 @@ class Executor:
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
-        # All have one signature, and refuse for the same reasons.
+        # The three C functions have one signature and the same errors.
         call = getattr(core.lib, f"inf_executor_{what}")
         error = call(core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted))
         if error:
-            # C has changed nothing: all chunks commit, or none does.
+            # C has changed nothing: it processes all chunks or none.
             raise ValueError(_validate.versions_refused(what, irrevocable=error == -errno.EPERM))
 
     def add_file(self, drive: int, file: SwapFile) -> int:
-        """Give a drive another file, in which chunks may have places (CHUNK["file"]). Returns its
-        index, from 1 on.
+        """Add a file to a drive, for chunks to be placed in (CHUNK["file"]). Returns its index,
+        from 1 on.
 
-        The file stays the caller's, open until `remove_file` or the end. Raises ValueError when
-        there are too many.
+        The caller keeps the file open until `remove_file` or `close`. Raises ValueError when the
+        drive has too many files.
         """
         core = self._core
         core.check()
         index = int(core.lib.inf_executor_file_add(core.pointer, drive, file.fd))
         if index < 0:
             raise ValueError(_validate.TOO_MANY_FILES)
-        # Keeps the descriptor open while native threads use it.
+        # The reference keeps the descriptor open while native threads use it.
         core.files[drive, index] = file
         return index
 
     def remove_file(self, drive: int, index: int) -> None:
-        """Take a file back. Raises ValueError while a chunk has a place in it."""
+        """Remove a file from a drive. Raises ValueError while a chunk has a place in it."""
         self._core.check()
-        # While a chunk has a place in it, a job would use a descriptor that is closed.
+        # C refuses while a chunk has a place in the file: a job would use a closed descriptor.
         if self._core.lib.inf_executor_file_remove(self._core.pointer, drive, index):
             raise ValueError(_validate.FILE_STAYS)
-        # Only after C has let go: the descriptor may be closed from here on.
+        # Dropped after C has removed the file: its descriptor may be closed from here on.
         del self._core.files[drive, index]
 
     def relocate(
@@ -546,11 +551,11 @@ class Executor:
         files: npt.NDArray[np.int32],
         offsets: npt.NDArray[np.int64],
     ) -> None:
-        """Give versioned chunks other second places. The old places are free from then on. Chunks
-        with spilled gradients stay on their drive.
+        """Replace the second places of versioned chunks; the old ones are free afterwards. Chunks
+        with spilled gradients must stay on their drive.
 
-        Raises ValueError as `commit`, for a file that is not known, and where the second place is
-        the committed one.
+        Raises ValueError as `commit`, and for an unknown file or a second place that is the
+        committed one.
         """
         core = self._core
         core.check()
@@ -568,7 +573,7 @@ class Executor:
             core.ffi.from_buffer("int32_t[]", there[1]),
             core.ffi.from_buffer("int64_t[]", there[2]),
         )
-        # The committed place is what a rollback returns to, so it must stay what it is.
+        # A rollback needs the committed place.
         if error == -errno.EPERM:
             raise ValueError(_validate.RELOCATES_COMMITTED)
         if error:
@@ -576,14 +581,15 @@ class Executor:
 
     @property
     def closed(self) -> bool:
-        """True once the executor was closed."""
+        """True once the executor is closed."""
         return self._core.stopped
 
     def add_spares(self, spares: npt.NDArray[np.void]) -> None:
-        """Give ranges (SPARE records) to which writes may go that fail; they have no other use.
+        """Reserve extents (SPARE records) for failed writes. The caller must not use them
+        otherwise.
 
-        Raises: ValueError for one that is misaligned, or in a file that is not known; none is
-        given then.
+        Raises: ValueError for a misaligned extent or an unknown file, MemoryError; then none is
+        added.
         """
         core = self._core
         core.check()
@@ -597,7 +603,7 @@ class Executor:
             raise ValueError(_validate.SPARE_WRONG)
 
     def take_spares(self) -> npt.NDArray[np.void]:
-        """Take back the reserved extents that no write has used: SPARE records."""
+        """Remove the unused reserved extents from the executor and return them (SPARE records)."""
         core = self._core
         core.check()
         taken = []
@@ -609,7 +615,7 @@ class Executor:
         return np.concatenate(taken) if taken else np.zeros(0, dtype=SPARE)
 
     def take_moved_writes(self) -> list[MovedWrite]:
-        """Return the writes that went to reserved extents since the last call, oldest first. Never
+        """Return the writes moved to reserved extents since the last call, oldest first. Never
         blocks.
         """
         core = self._core
@@ -635,7 +641,7 @@ class Executor:
         return found
 
     def look(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:
-        """Return the CHUNK records as they are now: which place is live, and its generation."""
+        """Return the chunks' current CHUNK records, with the live place and its generation."""
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
@@ -651,10 +657,10 @@ class Executor:
         return chunks
 
     def recover(self) -> Ticket:
-        """Unmark all drives and repeat their failed writes, once the cause is mended. Never blocks.
+        """Unmark all drives and repeat their failed writes, after the cause was removed. Never
+        blocks.
 
-        If the cause remains, the ticket fails and the drive is marked again; no data is lost by
-        trying.
+        If a write fails again, the ticket fails and the drive is marked again; no data is lost.
         """
         core = self._core
         core.check()
@@ -665,13 +671,13 @@ class Executor:
         return JobTicket(core, int(core.ffi.cast("uintptr_t", pointer)))
 
     def set_seam(self, seam: Seam) -> int:
-        """Take another seam from now on (tests). Never blocks.
+        """Replace the fault injector's settings (for tests). Never blocks.
 
-        Requests are counted from 0 anew, and its speeds are those of the drives. A bare `Seam()`
-        leaves everything as it is. Returns how many requests met the fault of the seam before.
+        Requests are counted from 0 again, and the drives get the speeds of `seam`. `Seam()` injects
+        nothing. Returns how many requests got the fault of the earlier settings.
 
-        Raises: ValueError for null drives, which are chosen when an executor is opened; OSError
-        where no thread can be made.
+        Raises: ValueError for null drives, which only the constructor accepts; OSError when no
+        thread can be created.
         """
         core = self._core
         core.check()
@@ -688,8 +694,10 @@ class Executor:
         return met
 
     def fault(self) -> AioError | None:
-        """Return the first fault of any job since opening, also of one that was not waited for."""
-        # The lock that C would take may be held by a thread of the parent.
+        """Return the first fault of any job since opening, whether or not a caller waited for
+        it.
+        """
+        # In a forked child, C's lock may be held by a thread of the parent.
         if self._core.forked:
             return None
         record = self._core.ffi.new("inf_fault *")
@@ -698,7 +706,7 @@ class Executor:
         return self._core.fault(record)
 
     def stats(self) -> ExecutorStats:
-        """Return the counters so far. Works after `close` too."""
+        """Return the counters since opening. Also works after `close`."""
         core = self._core
         if core.forked:
             core.check()
@@ -710,7 +718,7 @@ class Executor:
             drive_stats(
                 record, drive, block, core.fault_record(record.mark) if record.marked else None
             )
-            # Not strict: without a drive there is one record all the same.
+            # Not strict: without drives there is still one record.
             for record, drive, block in zip(per_drive, core.drives, self._block_bytes, strict=False)
         )
         registered = int(core.lib.inf_executor_registered(core.pointer))
@@ -756,34 +764,34 @@ class Executor:
             raise MemoryError("no memory for spans")
 
     def take_spans(self) -> npt.NDArray[np.void]:
-        """Return the spans (SPAN) recorded since the last call; at most the newest 65,536."""
+        """Return and clear the recorded spans (SPAN); at most the newest 65,536."""
         core = self._core
         if core.forked:
             return np.zeros(0, dtype=SPAN)
-        # C keeps this many in a ring and overwrites the oldest.
+        # C overwrites the oldest spans of its ring.
         spans = np.zeros(_SPANS_MAX, dtype=SPAN)
         count = core.lib.inf_executor_take_spans(
             core.pointer, core.ffi.cast("inf_span *", spans.ctypes.data), _SPANS_MAX
         )
-        # A copy: a view would keep the whole buffer alive.
+        # Copied: a view would keep the whole buffer alive.
         taken: npt.NDArray[np.void] = spans[:count].copy()
         return taken
 
     def wait_all(self, timeout: float | None = None) -> None:
-        """Make all gates escape and block until no job is pending. Raises TimeoutError, and what
-        the executor's `check` raises; faults stay on their tickets.
+        """Make all gates escape and block until no job is pending. Raises TimeoutError, and any
+        exception of the executor's `check`; faults of jobs are raised by their tickets only.
         """
         self._core.check()
-        # A closed gate that is not opened would never become idle by itself.
+        # Held gates never escape by themselves.
         self._core.lib.inf_executor_release_gates(self._core.pointer)
         if not self._core.wait_idle(timeout, check=self._core.check_waits):
             raise TimeoutError(f"jobs are pending after {timeout} s")
 
     def close(self, *, wait: bool = True) -> None:
-        """End the executor: run what is pending (or cancel what has not started), join its threads,
-        free its pools.
+        """Close the executor: finish pending jobs (wait=False: cancel those not started), join its
+        threads, free its pools. Blocks.
 
-        Cancelled jobs fail their tickets with AioClosedError. Idempotent.
+        The tickets of cancelled jobs fail with AioClosedError. Idempotent.
         """
         self._core.stop(wait=wait)
 
@@ -791,13 +799,13 @@ class Executor:
         return self
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        # After an exception what is pending is not wanted.
+        # After an exception, pending jobs are cancelled.
         self.close(wait=kind is None)
 
 
 def _submit_error(error: int) -> Exception:
     if error > 0:
-        # C packs both into one positive number: 1 + (index << 4 | what).
+        # C encodes both in one positive number: 1 + (index << 4 | what).
         index, what = (error - 1) >> 4, (error - 1) & 15
         return ValueError(f"job {index} {_validate.JOB_WRONG[what]}")
     if error == -errno.ENOMEM:

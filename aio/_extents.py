@@ -15,7 +15,7 @@ ALIGNMENT_BYTES = 4096
 
 @dataclass
 class _Drive:
-    """Free ranges by ascending offset (start, end), never adjacent; beyond `end` everything is
+    """Free ranges [start, end) by ascending offset, never adjacent; all bytes from `end` on are
     free.
     """
 
@@ -24,7 +24,7 @@ class _Drive:
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     too_large: int = sys.maxsize
-    """No free range has so many bytes."""
+    """Every free range is smaller than this."""
 
 
 class ExtentAllocator:
@@ -40,29 +40,29 @@ class ExtentAllocator:
         self._sizes: dict[tuple[int, int], int] = {}
 
     def allocate(self, size_bytes: int, *, drive: int | None = None) -> tuple[int, int]:
-        """Take a free range: (drive, offset). drive=None: on the drive that holds the least.
-        `size_bytes` is rounded up to 4096.
+        """Allocate a range and return (drive, offset). drive=None: the drive with the fewest
+        allocated bytes. `size_bytes` is rounded up to 4096.
 
-        Raises ValueError for a size below 1, MemoryError when no drive has that much left.
+        Raises ValueError for a size below 1, MemoryError when no drive has enough free bytes.
         """
         if size_bytes < 1:
             raise ValueError(f"allocate(size_bytes={size_bytes}): must be >= 1")
         size = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        # By what a drive holds, so that extents spread evenly; ties by number, so that runs repeat.
+        # By allocated bytes, so that extents spread evenly; ties by number, so that runs repeat.
         order = sorted(
             range(len(self._drives)), key=lambda index: (self._drives[index].used, index)
         )
         for index in order if drive is None else [drive]:
             offset = self._take(self._drives[index], size)
             if offset is not None:
-                # `free` gets the offset alone, and needs the size.
+                # `free` gets only the offset.
                 self._sizes[index, offset] = size
                 return index, offset
         raise MemoryError(f"no drive has {size} bytes left of {self._capacity_bytes}")
 
     def _take(self, drive: _Drive, size: int) -> int | None:
-        # First fit: low offsets fill up, and the file stays short. Not where it is known to find
-        # nothing: a million ranges may be free, each too small.
+        # First fit: low offsets fill up, and the file stays short. Skipped when no free range is
+        # large enough: the list may have a million small ones.
         ranges = zip(drive.starts, drive.ends, strict=True) if size < drive.too_large else ()
         for at, (start, end) in enumerate(ranges):
             if end - start < size:
@@ -74,7 +74,7 @@ class ExtentAllocator:
             drive.used += size
             return start
         drive.too_large = min(drive.too_large, size)
-        # No free range fits: the file grows, up to its capacity.
+        # No free range fits: extend the file, up to its capacity.
         if self._capacity_bytes is not None and drive.end + size > self._capacity_bytes:
             return None
         offset = drive.end
@@ -83,16 +83,16 @@ class ExtentAllocator:
         return offset
 
     def free(self, drive: int, offset: int) -> None:
-        """Take a range back. Raises ValueError for one that was not handed out."""
+        """Free an allocated range. Raises ValueError if none begins at this offset."""
         size = self._sizes.pop((drive, offset), None)
         if size is None:
             raise ValueError(f"no extent at offset {offset} of drive {drive}")
         self._put_back(self._drives[drive], offset, offset + size)
 
     def trim(self, drive: int, offset: int, size_bytes: int) -> int:
-        """Shorten a range to `size_bytes`, a multiple of 4096. Returns the bytes that are free now.
+        """Shorten a range to `size_bytes`, a multiple of 4096. Returns how many bytes this frees.
 
-        Raises ValueError for a range that was not handed out, or is shorter.
+        Raises ValueError if no range begins at this offset, or the range is shorter.
         """
         size = self._sizes.get((drive, offset))
         if size is None or size < size_bytes or size_bytes < 1 or size_bytes % ALIGNMENT_BYTES:
@@ -104,7 +104,8 @@ class ExtentAllocator:
 
     def _put_back(self, space: _Drive, start: int, end: int) -> None:
         space.used -= end - start
-        # Joined with both neighbours: free ranges are never adjacent, so first fit sees whole ones.
+        # Merged with both neighbours, so that free ranges are never adjacent and first fit sees
+        # maximal ones.
         at = bisect_left(space.starts, start)
         if at < len(space.starts) and space.starts[at] == end:
             end = space.ends[at]
@@ -113,7 +114,7 @@ class ExtentAllocator:
             start = space.starts[at - 1]
             del space.starts[at - 1], space.ends[at - 1]
             at -= 1
-        # Free space at the end shortens the file instead of staying a hole.
+        # A free range at the end of the file shortens the file instead.
         if end == space.end:
             space.end = start
         else:
@@ -122,9 +123,9 @@ class ExtentAllocator:
             space.ends.insert(at, end)
 
     def used_bytes(self, drive: int) -> int:
-        """Bytes handed out on a drive."""
+        """Allocated bytes of a drive."""
         return self._drives[drive].used
 
     def file_bytes(self, drive: int) -> int:
-        """Length that the drive's file must have to hold all extents."""
+        """Length in bytes that the drive's file needs to hold all extents."""
         return self._drives[drive].end

@@ -1,4 +1,4 @@
-"""File system and block device under a swap file: its type, O_DIRECT as tried, queue limits."""
+"""File system type, trial of O_DIRECT and queue limits of the block device of a swap file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
 def file_system_type(path: str | os.PathLike[str]) -> str:
-    """Type of the file system that holds `path` ("ext4", "tmpfs" ...); "" when unknown."""
+    """Type of the file system of `path` ("ext4", "tmpfs" ...); "" when unknown."""
     device = Path(path).stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     kind = ""
@@ -35,12 +35,12 @@ _PAGE_BYTES = 4096
 
 
 def direct_refusal(fd: int, *, write: bool = True) -> str:
-    """Say why an O_DIRECT file cannot take requests aligned to 4096; "" if it can.
+    """Return why an O_DIRECT file refuses requests aligned to 4096 bytes; "" if it accepts them.
 
-    write: write, read and compare a block, on a file that is empty and stays so; else only read
-    one, if there is one. Raises OSError when a transfer fails for another reason than O_DIRECT.
+    write: write, read and compare a block; the file must be empty, and is truncated afterwards.
+    Otherwise only read a block. Raises OSError when a transfer fails for another reason.
     """
-    # Some devices want 8 KiB or more; the layout is fixed to 4096.
+    # Some devices need 8 KiB or more; chunks are laid out at multiples of 4096.
     alignment = max(direct_alignments(fd))
     if alignment > _PAGE_BYTES:
         return (
@@ -48,13 +48,13 @@ def direct_refusal(fd: int, *, write: bool = True) -> str:
             f"{_PAGE_BYTES}"
         )
     with mmap.mmap(-1, _PAGE_BYTES) as page, mmap.mmap(-1, _PAGE_BYTES) as back:
-        # Random, so that stale data in the page cache cannot pass for it.
+        # Random, so that stale data cannot compare equal.
         page[:] = os.urandom(_PAGE_BYTES)
         try:
             wrote = os.pwritev(fd, [page], 0) if write else 0
             read = os.preadv(fd, [back], 0)
         except OSError as error:
-            # These two mean "not with O_DIRECT"; any other is a fault of the drive.
+            # These two mean that O_DIRECT is refused; any other error is a fault of the drive.
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             return (
@@ -72,18 +72,16 @@ def direct_refusal(fd: int, *, write: bool = True) -> str:
 
 
 def set_buffered(fd: int, buffered: bool) -> None:
-    """Take O_DIRECT off an open file, or put it on."""
+    """Clear (buffered=True) or set O_DIRECT of an open file."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT if buffered else flags | os.O_DIRECT)
 
 
 # ---- the block device's queue ----
 #
-# Requests are fitted to the block device under a swap file.
-#
-# The kernel splits a request into pieces of at most max_sectors_kb, and each piece takes one of the
-# device's nr_requests tags. A thread that submits beyond them sleeps inside the kernel, which no
-# engine can overlap with anything.
+# Requests are reduced to the queue of the block device: the kernel splits a request into pieces of
+# at most max_sectors_kb, and each piece takes one of the device's nr_requests tags. Without a free
+# tag the submitting thread sleeps in the kernel.
 
 DEPTH_MIN = 2
 _ALIGNMENT_BYTES = 4096
@@ -91,15 +89,15 @@ _SYSFS = Path("/sys")
 
 
 class _Opened(Protocol):
-    """An object with a descriptor, such as a SwapFile."""
+    """Has a file descriptor, like SwapFile."""
 
     fd: int
 
 
 @dataclass(frozen=True)
 class DriveLimits:
-    """Limits of a device's queue; 0 where there is no limit or none is known. `device`: its name
-    ("nvme0n1"), "" if unknown.
+    """Limits of a device's queue; 0: none, or unknown. `device`: its name ("nvme0n1"), "" if
+    unknown.
     """
 
     device: str = ""
@@ -107,14 +105,14 @@ class DriveLimits:
     max_sectors_kb: int = 0
 
     def fit(self, block_bytes: int, depth: int) -> tuple[int, int]:
-        """Return the largest (block, depth), up to those given, that the device takes all at once.
+        """Reduce (block_bytes, depth) until all requests in flight fit in the device's queue.
 
-        Depth gives way first, down to DEPTH_MIN, then the block (a multiple of 4096).
+        Depth is reduced first, to DEPTH_MIN at least, then the block (to a multiple of 4096).
         """
         if not self.nr_requests or not self.max_sectors_kb:
             return block_bytes, depth
         piece_bytes = self.max_sectors_kb * 1024
-        # The kernel splits a block into pieces, and each takes a tag of the queue.
+        # Each piece of a block takes a tag of the queue.
         fitting = self.nr_requests // -(-block_bytes // piece_bytes)
         if fitting >= DEPTH_MIN:
             return block_bytes, min(depth, fitting)
@@ -124,10 +122,10 @@ class DriveLimits:
 
 
 def limits_of(file: _Opened | int | str | os.PathLike[str], *, sysfs: Path = _SYSFS) -> DriveLimits:
-    """Limits of the device that holds `file` (a swap file, a descriptor or a path).
+    """Return the limits of the device of `file` (a swap file, a descriptor or a path).
 
-    Virtual devices (dm, md, loop, multipath heads) pass requests on to queues of their own choice,
-    and some file systems (btrfs, overlayfs, NFS) name no device: no limit is known for these.
+    Unknown for virtual devices (dm, md, loop, multipath heads), which forward requests to several
+    queues, and for file systems that report no device (btrfs, overlayfs, NFS).
     """
     if isinstance(file, (str, os.PathLike)):
         return _limits(Path(file).stat().st_dev, sysfs)
@@ -139,11 +137,11 @@ def _limits(device: int, sysfs: Path) -> DriveLimits:
     if not link.exists():
         return DriveLimits()
     folder = link.resolve()
-    # A partition has no queue of its own: its parent directory is the drive.
+    # A partition has no queue; its parent directory is the drive.
     whole = next((place for place in (folder, folder.parent) if (place / "queue").is_dir()), None)
     if whole is None:
         return DriveLimits()
-    # Queues of dm, md and loop devices say nothing of the devices below them.
+    # The queue of a dm, md or loop device does not limit the devices below.
     if "virtual" in whole.parts:
         return DriveLimits(device=whole.name)
     return DriveLimits(
@@ -154,16 +152,14 @@ def _limits(device: int, sysfs: Path) -> DriveLimits:
 
 
 def fit(file: _Opened | int, block_bytes: int, depth: int) -> tuple[int, int]:
-    """Fit (block_bytes, depth) to the device that holds `file`; as they are where its limits are
-    unknown.
-    """
+    """Reduce (block_bytes, depth) to the limits of the device of `file`; unchanged if unknown."""
     return limits_of(file).fit(block_bytes, depth)
 
 
 def _number(path: Path) -> int:
     try:
         text = path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):  # not there, or not text: no limit is known
+    except (OSError, ValueError):  # missing, or not text: unknown
         return 0
     return int(text) if text.isdigit() else 0
 
@@ -173,10 +169,10 @@ _AT_EMPTY_PATH = 0x1000
 
 
 def direct_alignments(fd: int) -> tuple[int, int]:
-    """(memory, offset) alignment that O_DIRECT wants of an open file, in bytes; zeros where statx
-    does not tell.
+    """Return the (memory, offset) alignments in bytes for O_DIRECT on an open file; zeros if statx
+    does not report them.
 
-    Kernels also report (0, 0) for files that refuse O_DIRECT; only trying it tells.
+    Kernels also report (0, 0) for files that refuse O_DIRECT; only a trial shows that.
     """
     # The struct statx has 256 bytes: stx_mask at 0 (u32), stx_dio_mem_align and
     # stx_dio_offset_align at 0x98 (two u32).

@@ -1,11 +1,12 @@
-"""Handles of native objects: the C executor, tickets and gates, through closing, fork and exit.
+"""Python owners of native objects (executor, tickets, gates), and their lifetime at close, fork and
+exit.
 
-Waits release the GIL and return to Python every 100 ms, so that Ctrl-C works. Calls that only hand
-work over keep the GIL (`QuickCalls`, below).
+Waits release the GIL and return to Python every 100 ms, so that Ctrl-C works. Calls that only
+submit work keep the GIL (`QuickCalls`, below).
 
 Lifetime: a `Core` owns the C object. The executor, its tickets and its gates keep the `Core` alive.
-Closing ends the threads; the last ticket frees the C object. A forked child has no such threads, so
-everything raises there.
+Closing ends the threads; the last ticket or gate frees the C object. A forked child has none of
+these threads, so calls raise there.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from infinity.errors import AioClosedError, AioError, DeviceCopyError
 log = logging.getLogger("infinity.aio")
 
 SLICE_S = 0.1
-"""Seconds that a wait stays in C; Ctrl-C is seen in between."""
+"""Seconds of one wait in C. Python handles Ctrl-C between two waits."""
 CANCEL_S = 30.0
-"""Seconds that `close` waits for a drive's requests before it abandons their memory for good."""
+"""Seconds that `close(wait=False)` waits for a drive's requests before it leaks their memory."""
 
 
 class Core:
-    """Owner of the C executor and of all that must live as long. `address`: for the quick calls.
+    """Owner of the C executor and of the objects that it uses. `address`: for the quick calls.
 
-    check_waits: called every 100 ms in waits of tickets, in `wait_all` and in `close`; what it
-    raises ends them. examine: gets the error of a job, and returns the one to raise.
+    check_waits: called every 100 ms in waits of tickets, in `wait_all` and in `close`; an exception
+    from it ends the wait. examine: maps a job's error to the error to raise.
     alarm: sounded whenever a ticket fails.
     """
 
@@ -63,22 +64,22 @@ class Core:
         self.address = int(ffi.cast("uintptr_t", pointer))
         self.quick = load_quick()
         self.drives = tuple(drives)
-        # The DeviceDriver of the attached device: C calls its functions.
+        # The attached DeviceDriver, referenced because C calls its functions.
         self.driver: Any = None
         # Files of `Executor.add_file`, by drive and index.
         self.files: dict[tuple[int, int], SwapFile] = {}
-        # Errors name paths after close, too.
+        # Stored, since errors name paths after close, too.
         self.paths = [drive.path for drive in drives]
-        # Reentrant: a signal handler may close again on the thread that closes.
+        # Reentrant: a signal handler may call `close` on the thread that is closing.
         self._stopping = threading.RLock()
         self.stopped = False
         self.leaked = False
         self.forked = False
         if alarm is not None:
-            # Kept: native threads write to its word.
+            # Referenced: native threads write to its word.
             self._alarm = alarm
             lib.inf_executor_alarm(pointer, ffi.cast("uint32_t *", alarm.address))
-        # Weak: an executor without a reference is freed, and exit and fork find the others.
+        # Weak references, so that unreferenced executors are freed; used at exit and fork.
         _CORES.add(self)
 
     def check(self) -> None:
@@ -91,12 +92,12 @@ class Core:
             raise AioClosedError("the executor is closed")
 
     def wait_idle(self, timeout: float | None, *, check: Callable[[], None] | None = None) -> bool:
-        """Block until no job is pending, at most `timeout` seconds. Returns whether none is.
+        """Block until no job is pending, at most `timeout` seconds. Returns False at the timeout.
 
-        check: called every 100 ms; what it raises ends the wait.
+        check: called every 100 ms; an exception from it ends the wait.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        # Waits in slices with the GIL released, so that signal handlers run in between.
+        # Short waits with the GIL released, so that signal handlers run in between.
         while True:
             left = (
                 SLICE_S if deadline is None else min(SLICE_S, max(0.0, deadline - time.monotonic()))
@@ -109,33 +110,31 @@ class Core:
                 check()
 
     def stop(self, *, wait: bool) -> None:
-        """End intake, wait, join the threads, free the pools."""
-        if self.forked:  # the lock may be held by a thread that only the parent has
+        """Refuse new jobs, wait for pending ones, join the threads, free the pools."""
+        if self.forked:  # a thread of the parent may hold the lock
             return
-        with self._stopping:  # a second close returns when the first one has ended
+        with self._stopping:  # a concurrent close waits for the first one
             if not (self.stopped or self.leaked):
                 self._stop(wait=wait)
 
     def _stop(self, *, wait: bool) -> None:
-        # From here on C refuses submissions; with `not wait` it also cancels jobs that have not
-        # started.
+        # C refuses further submissions; without `wait` it also cancels jobs that have not started.
         self.lib.inf_executor_shut(self.pointer, not wait)
         why = f"a drive does not answer after {CANCEL_S:.0f} s"
         try:
             idle = self.wait_idle(None if wait else CANCEL_S, check=self.check_waits)
-        except Exception as error:  # noqa: BLE001 - told below: what was waited for never ends
+        except Exception as error:  # noqa: BLE001 - logged below; the pending jobs never end
             idle, why = False, str(error)
         if not idle:
-            # The drive still holds requests that point into the slab: freeing it would let them
-            # write anywhere.
+            # Leak the slab: the drive has requests in flight that may still write to it.
             self.leaked = True
-            # Its threads outlive this object, and so the alarm.
+            # The native threads outlive the alarm's word.
             self.lib.inf_executor_alarm(self.pointer, self.ffi.NULL)
             for drive in self.drives:
-                drive.keep_open()  # their descriptors' numbers must not become other files either
+                drive.keep_open()  # or requests in flight would reach other files
             log.error("closing: %s; its buffers are left alone", why)
             return
-        # Asked before the slots go: these chunks have their only copy in one.
+        # Before the slots are freed: the chunks counted here have their only copy in a slot.
         counters = self.ffi.new("inf_exec_stats *")
         self.lib.inf_executor_stats(
             self.pointer, counters, self.ffi.new("inf_drive_stats[]", max(1, len(self.drives)))
@@ -149,7 +148,7 @@ class Core:
         self.stopped = True
 
     def fault_record(self, record: Any) -> _validate.FaultRecord:
-        """Convert an inf_fault to a FaultRecord."""
+        """Return an inf_fault as a FaultRecord."""
         return _validate.FaultRecord(
             kind=record.kind,
             op=record.op,
@@ -165,15 +164,15 @@ class Core:
         )
 
     def fault(self, record: Any) -> AioError:
-        """Convert an inf_fault to its typed error."""
+        """Return an inf_fault as its typed error."""
         return self.fault_record(record).to_error(self.paths)
 
     def __del__(self) -> None:
         if self.forked:
             return
-        # An executor that was never closed must not block the garbage collector on pending work.
+        # Without waiting: pending jobs must not block the garbage collector.
         self.stop(wait=False)
-        # A leaked executor is never freed: the drive may still write into its slab.
+        # A leaked executor is never freed: the drive may still write to its slab.
         if self.stopped:
             self.lib.inf_executor_free(self.pointer)
 
@@ -182,18 +181,18 @@ _CORES: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    # A copy: stopping may drop the last reference to a core and change the set.
+    # A copy: `stop` may drop the last reference to a core, which changes the set.
     for core in list(_CORES):
         core.stop(wait=False)
 
 
 def _mark_forked() -> None:
-    # Only a mark: a call into C could wait for a lock that a thread of the parent held.
+    # No C call: it could wait for a lock that a thread of the parent held at the fork.
     for core in _CORES:
         core.forked = True
 
 
-# Threads must end before the interpreter unmaps the extension.
+# The native threads must end before the interpreter unmaps the extension.
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_mark_forked)
 
@@ -204,14 +203,12 @@ class Ticket(Protocol):
 
     @property
     def done(self) -> bool:
-        """True once every job has ended, well or not. Reads one word and never blocks."""
+        """True once every job has ended, with or without a fault. Reads one word; never blocks."""
         ...
 
     @property
     def filled(self) -> bool:
-        """True once every copy from or to a caller's memory is made, or never will be. Before
-        `done`.
-        """
+        """True once no job will read or write the caller's memory any more. Set before `done`."""
         ...
 
     @property
@@ -222,42 +219,42 @@ class Ticket(Protocol):
     def wait(
         self, timeout: float | None = None, *, check: Callable[[], None] | None = None
     ) -> None:
-        """Block until done; makes the gates that it depends on escape, and its jobs demands.
+        """Block until done. Makes its gates escape, and raises its jobs to priority DEMAND.
 
-        Blocks with the GIL released; Ctrl-C works. check: called every 100 ms, beside the one of
-        the executor; what it raises ends the wait, and not the work. Raises the typed AioError of
-        the first failed job, every time; TimeoutError after `timeout` seconds.
+        Releases the GIL; Ctrl-C works. check: called every 100 ms, besides the executor's `check`;
+        an exception from it ends the wait, and the jobs continue. Raises the typed AioError of the
+        first failed job, every time; TimeoutError after `timeout` seconds.
         """
         ...
 
     def wait_filled(
         self, timeout: float | None = None, *, check: Callable[[], None] | None = None
     ) -> None:
-        """Block until `filled`: targets hold their data, sources and gradients may be reused.
+        """Block until `filled`: targets have their data, sources and gradients may be reused.
 
-        The write-back may still be in flight, and may still fail. check: as in `wait`.
+        The write-back may still be in flight, and fail later. Errors and check: as in `wait`.
         """
         ...
 
     def cancel(self) -> None:
-        """Give up its fetches that the drive has not begun: they end with AioCancelledError and
-        fill nothing.
+        """Cancel the fetches that no drive has begun: they fail with AioCancelledError and write no
+        target.
 
-        Stores and updates are never given up: half of a step would be lost. Never blocks; the
-        ticket is done when the rest is.
+        Stores and updates are never cancelled: that would lose half of a step. Never blocks; the
+        ticket is done when the remaining jobs are.
         """
         ...
 
 
 class JobTicket:
-    """The `Ticket` of one submission: reads three words that the native threads set."""
+    """The `Ticket` of one submission. Reads three words that native threads set."""
 
     __slots__ = ("_address", "_core", "_words")
 
     def __init__(self, core: Core, address: int) -> None:
         self._core = core
         self._address = address
-        # Kept as a pointer, so that `done` reads memory and calls nothing.
+        # A pointer, so that `done` reads memory without a C call.
         self._words = core.ffi.cast("uint32_t *", core.quick.ticket_words(address))
 
     @property
@@ -284,7 +281,7 @@ class JobTicket:
 
     def cancel(self) -> None:
         core = self._core
-        # A ticket that is done has nothing to cancel, also after close.
+        # Done: nothing to cancel, and valid after close, too.
         if not self._words[0]:
             core.check()
             core.quick.ticket_cancel(core.address, self._address)
@@ -295,7 +292,7 @@ class JobTicket:
 
     def _wait(self, word: int, timeout: float | None, check: Callable[[], None] | None) -> None:
         self._block(word, timeout, check)
-        # After the wait: C sets the word of a failed job before that of `done`.
+        # Read after the wait: C sets `failed` before `done`.
         if self._words[2]:
             record = self._core.ffi.new("inf_fault *")
             self._core.lib.inf_ticket_fault(self._core.pointer, self._pointer, record)
@@ -304,7 +301,7 @@ class JobTicket:
 
     def _block(self, word: int, timeout: float | None, check: Callable[[], None] | None) -> None:
         core = self._core
-        # C reads the word, so that what was copied before it was set is seen.
+        # Read by C, with acquire order: data copied before the word was set is visible afterwards.
         if core.quick.ticket_set(self._address, word):
             return
         core.check()
@@ -319,7 +316,7 @@ class JobTicket:
                 raise TimeoutError(
                     f"the ticket is not {'filled' if word else 'done'} after {timeout} s"
                 )
-            # A copy of a device may wait there for another rank, which may have died.
+            # A device copy may wait for a collective with a dead rank; the checks raise then.
             for each in (check, core.check_waits):
                 if each is not None:
                     each()
@@ -330,7 +327,9 @@ class JobTicket:
 
 
 class Gate:
-    """Holds a submission back until its targets exist, or until it escapes."""
+    """Holds a submission back until the caller opens it with target addresses, or until it
+    escapes.
+    """
 
     __slots__ = ("_address", "_core")
 
@@ -340,26 +339,26 @@ class Gate:
 
     @property
     def escaped(self) -> bool:
-        """True once the gate's work has run, or will run, without targets."""
+        """True once the gate's jobs have run, or will run, without targets."""
         return bool(
             self._core.forked or self._core.quick.gate_escaped(self._core.address, self._address)
         )
 
     def open(self, bases: Sequence[int]) -> bool:
-        """Let the gated work run with ptr[0] += bases[job.base]. Never blocks.
+        """Release the gate's jobs, with bases[job.base] added to their ptr[0]. Never blocks on I/O.
 
-        True: it will fill the targets. False: it had escaped (updates ran without the copy, fetches
-        were skipped), so fetch again without a gate. Raises ValueError if it was opened before or a
-        job's base is out of range.
+        True: the jobs will fill the targets. False: the gate had escaped (updates ran without the
+        copy, fetches were skipped), so fetch again without a gate. Raises ValueError if the gate
+        was opened before or a job's base is out of range.
         """
         core = self._core
         core.check()
-        # ctypes and not cffi: this call runs in every forward, with the GIL held.
+        # ctypes, not cffi: this call of every forward keeps the GIL.
         array = (ctypes.c_uint64 * len(bases))(*bases)
         result = core.quick.gate_open(core.address, self._address, array, len(bases))
         if result == 1:
             return True
-        # The gate escaped: updates ran without this copy, and fetches were skipped.
+        # The gate had escaped.
         if result == 0:
             return False
         if result == -errno.EALREADY:
@@ -372,15 +371,14 @@ class Gate:
 
     def __del__(self) -> None:
         if not self._core.forked:
-            # A closed gate escapes then: it can no longer be opened.
+            # C lets a closed gate escape on release.
             self._core.quick.gate_release(self._core.address, self._address)
 
 
 def load_uring(ffi: Any, lib: Any) -> None:
-    """Load liburing from the PyPI wheel. Raises OSError with the reason when it cannot be."""
+    """Load liburing from the PyPI wheel. Raises OSError with the reason if that fails."""
     try:
-        # Imported here, since only the io_uring backend needs it. Its shared object exports the
-        # whole C library.
+        # Imported here: only io_uring needs it. Its shared object exports the whole C library.
         from liburing import liburing as carrier
     except ImportError as missing:
         raise OSError(f"the package liburing is not usable here: {missing}") from missing
@@ -390,20 +388,16 @@ def load_uring(ffi: Any, lib: Any) -> None:
 
 
 # ---- calls with the GIL held ----
-#
-# For calls into C that neither wait nor compute.
-#
-# cffi lets go of the GIL around every call, and whoever lets go of it beside a busy Python thread
-# gets it back after the interpreter's switch interval: 5 ms for a call that takes microseconds,
-# several times in each submission. These calls only take the executor's lock, which no thread holds
-# while waiting for anything, and no native thread ever wants the GIL.
-#
+# For C calls that neither wait nor compute.
+# cffi releases the GIL around every call. While another Python thread is busy, regaining the GIL
+# takes the interpreter's switch interval: 5 ms for a call of microseconds, several times per
+# submission. The quick calls only acquire the executor's lock, which no thread holds while it
+# waits, and native threads never acquire the GIL.
 # With a device, `executor_submit` and `gate_open` also record an event on the compute stream, which
-# blocks while that stream has no room for another launch. The GIL is kept all the same: the next
-# kernel of this thread would block as long, so nothing is lost but turns of other threads, and
-# letting go would cost every submission what is said above. No launch waits for a thread that the
-# GIL keeps out: collectives are launched in one order by all ranks, so what the stream waits for
-# has been launched.
+# blocks while that stream's launch queue is full. They keep the GIL even so: this thread's next
+# kernel launch would block as long, so only other Python threads are delayed. This cannot deadlock
+# on a thread that waits for the GIL: all ranks launch collectives in one order, so every operation
+# that the stream waits for has been launched.
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -428,20 +422,18 @@ _CALLS: dict[str, tuple[Any, list[Any]]] = {
 
 
 class QuickCalls:
-    """C functions of `_CALLS` as attributes, called with the GIL held. Pointers are integers, 0 for
-    NULL.
-    """
+    """C functions of `_CALLS` as attributes; calls keep the GIL. Pointers are integers."""
 
     def __init__(self, path: str) -> None:
-        # PyDLL, unlike CDLL and cffi, does not release the GIL.
-        library = ctypes.PyDLL(path)  # the extension is loaded already: this gives the same one
+        # Calls by PyDLL keep the GIL, unlike CDLL and cffi.
+        library = ctypes.PyDLL(path)  # the same library as the loaded extension
         for name, (result, arguments) in _CALLS.items():
             function = getattr(library, f"inf_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Any:
-        # mypy cannot see attributes set by name; a typing mistake ends here.
+        # Declared for mypy; called for misspelled names only.
         raise AttributeError(f"inf_{name} is not among the quick calls")
 
 

@@ -1,8 +1,7 @@
-"""Memory that this process may still take: the machine's, and what its cgroups (version 1 or 2)
-allow.
+"""Available memory of this process, limited by the machine and by its cgroups (version 1 or 2).
 
-The kernel ends a process that exceeds its cgroup with SIGKILL, in silence. So a slab is checked
-before it is touched.
+The kernel sends SIGKILL, without a message, to a process that exceeds its cgroup's limit. So a
+slab's size is checked before its pages are touched.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from infinity._src.base.sizes import format_size
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 _UNLIMITED_BYTES = 1 << 60
-"""Version 1 writes "no limit" as a number near 2^63."""
+"""Version 1 represents "no limit" as a number near 2^63."""
 
 
 @dataclass(frozen=True)
 class CgroupLimit:
-    """A memory limit that binds this process. `reclaimable_bytes`: page cache in `used_bytes`,
-    which yields to need.
+    """A memory limit of this process. `reclaimable_bytes`: page cache in `used_bytes`, which the
+    kernel drops under pressure.
     """
 
     path: str
@@ -33,15 +32,13 @@ class CgroupLimit:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that may be taken before the kernel has to end a process."""
-        # The page cache counts as used, and the kernel drops it before it ends a process.
+        """Bytes that can be allocated before the kernel kills a process of the cgroup."""
+        # The page cache counts as used, but the kernel drops it before it kills a process.
         return max(self.limit_bytes - max(self.used_bytes - self.reclaimable_bytes, 0), 0)
 
 
 def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[CgroupLimit]:
-    """Read the limits of the cgroups from this process's up to the root, where one is set. The
-    roots may be copies (tests).
-    """
+    """Return the limits set on this process's cgroup and its ancestors. Tests pass other roots."""
     found = []
     try:
         lines = (
@@ -51,12 +48,12 @@ def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Cgrou
         return []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        # An empty list of controllers marks the line of version 2.
+        # The line of version 2 has no controllers.
         if controllers == "":
-            # Beside version 1 the unified hierarchy lies in a folder of its own, if anywhere.
+            # If version 1 is mounted, too, version 2 is in `unified`.
             unified = cgroups / "unified"
             root = unified if (unified / "cgroup.controllers").exists() else cgroups
-            # Page cache is what memory.stat counts as file pages, active or not.
+            # Page cache: the active and inactive file pages of memory.stat.
             names = ("memory.max", "memory.current", ("inactive_file", "active_file"))
         elif "memory" in controllers.split(","):
             # Version 1 has a tree for each controller.
@@ -68,17 +65,17 @@ def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Cgrou
             )
         else:
             continue
-        # A limit of any ancestor binds too. In a container the path may be the host's, and missing
-        # here.
+        # The limits of ancestors apply, too. In a container the path may be the host's and not
+        # exist.
         folder = root / path.lstrip("/")
         for place in (folder, *folder.parents):
             limit, used = _number(place / names[0]), _number(place / names[1])
-            # "max" (version 2) is no number, and _UNLIMITED_BYTES stands for none in version 1.
+            # No limit: "max" (version 2), or at least _UNLIMITED_BYTES (version 1).
             if limit is not None and used is not None and limit < _UNLIMITED_BYTES:
                 found.append(
                     CgroupLimit(str(place), limit, used, _sum_of(place / "memory.stat", names[2]))
                 )
-            # Above the mount point there are no limits of this hierarchy.
+            # Stop at the mount point.
             if place == root:
                 break
     return found
@@ -90,17 +87,17 @@ def cgroup_limit_bytes() -> int | None:
 
 
 def memory_left_bytes() -> int:
-    """Memory that the machine and this process's cgroups leave."""
+    """Available memory in bytes, limited by the machine and this process's cgroups."""
     return _left()[0]
 
 
 def check_slab(size_bytes: int) -> None:
-    """Raise MemoryError when `size_bytes` more of touched memory would exceed what is left.
+    """Raise MemoryError if touching `size_bytes` more would exceed the available memory.
 
-    The error names the limit that leaves too little.
+    The error names the limit.
     """
     left, of = _left()
-    # Before the pages are touched: past a cgroup's limit the kernel sends SIGKILL, not an error.
+    # Before the pages are touched: beyond a cgroup's limit the kernel sends SIGKILL.
     if size_bytes > left:
         raise MemoryError(
             f"a slab of {format_size(size_bytes)} does not fit into memory: {of} leaves "
@@ -110,10 +107,10 @@ def check_slab(size_bytes: int) -> None:
 
 
 def _left() -> tuple[int, str]:
-    # `available`, not `free`: it counts page cache that the kernel would give.
+    # `available`, not `free`: it includes reclaimable page cache.
     left, of = int(psutil.virtual_memory().available), "the machine"
     for limit in cgroup_limits():
-        # Every limit binds, so the tightest decides, and it is the one that the error names.
+        # The tightest limit decides, and the error names it.
         if limit.left_bytes < left:
             left, of = (
                 limit.left_bytes,
@@ -127,12 +124,12 @@ def _number(path: Path) -> int | None:
         text = path.read_text(encoding="ascii").strip()
     except OSError:
         return None
-    # "max" is no number: no limit.
+    # "max": no limit.
     return int(text) if text.isdigit() else None
 
 
 def _sum_of(path: Path, names: tuple[str, ...]) -> int:
-    """The sum of the named lines of a cgroup's memory.stat, 0 where it cannot be read."""
+    """Sum the named lines of a cgroup's memory.stat; 0 if it cannot be read."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except OSError:

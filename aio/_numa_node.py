@@ -1,8 +1,8 @@
-"""NUMA placement: new slabs and native threads go to the node of this process's device.
+"""NUMA placement: binds new slabs and native threads to the node of this process's device.
 
-infinity/_src/memory/numa.py knows the device and chooses once per process, before pools are made.
-Without a choice nothing is called. The kernel prefers the node, and uses others when it is full. A
-refusal (a seccomp filter) is logged once and costs speed only.
+infinity/_src/memory/numa.py chooses the node once per process, before pools are allocated. If no
+node was chosen, neither memory nor threads are bound. The kernel prefers the chosen node, and uses
+others when it is full. A refused binding (by a seccomp filter) is logged once and only costs speed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from infinity._src.cabi import native
 log = logging.getLogger("infinity.aio")
 
 CPU_MAX = 1024
-"""Bound of the numbers of CPUs in a native thread's mask (INF_CPU_MAX)."""
+"""CPU numbers in a native thread's mask are below this (INF_CPU_MAX)."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A node and the CPUs that are near it."""
+    """A NUMA node and its CPUs."""
 
     node: int
     cpus: tuple[int, ...]
@@ -37,19 +37,21 @@ _logged: set[int] = set()
 
 
 def choose(place: Place | None) -> None:
-    """Place new slabs and native threads; None leaves it to the kernel. Existing ones stay."""
+    """Set the node for slabs and native threads created from now on; None: the kernel decides.
+    Existing ones do not move.
+    """
     global _chosen
     _chosen = place
 
 
 def chosen() -> Place | None:
-    """Return the choice in force."""
+    """Return the node of the last `choose`, or None."""
     return _chosen
 
 
 def prefer(address: int, size_bytes: int) -> None:
-    """Prefer the chosen node for pages of this range (whole pages, none touched yet). Logs once
-    what the kernel refuses.
+    """Make the kernel prefer the chosen node for this range of untouched whole pages. A refusal is
+    logged once.
     """
     if _chosen is None:
         return
@@ -58,13 +60,13 @@ def prefer(address: int, size_bytes: int) -> None:
     except ImportError:
         report(-errno.ENOSYS)
         return
-    # mbind by address: it must come before the first touch, which places a page.
+    # mbind must precede the first touch, which assigns a page to a node.
     report(int(lib.inf_numa_prefer(address, size_bytes, _chosen.node)))
 
 
 def report(error: int) -> None:
-    """Log an error of binding (a negative errno), once each; 0 is none."""
-    # Once: every slab and every executor would repeat it.
+    """Log a binding error (a negative errno), each number once; 0: no error."""
+    # Once: every slab and every executor meets the same error.
     if error in (0, *_logged):
         return
     _logged.add(error)

@@ -1,4 +1,4 @@
-"""Opens the best executor there is: io_uring, else threads. A step down is logged once."""
+"""Opens an executor with io_uring, else with threads. The fallback to threads is logged once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _logged: set[str] = set()
 
 
 def _step_down(reason: str) -> None:
-    # A process opens many executors (checkpoints, benchmarks); one line in the log is enough.
+    # Once per reason: a process opens many executors (checkpoints, benchmarks).
     if reason not in _logged:
         _logged.add(reason)
         log.warning("%s", reason)
@@ -41,24 +41,25 @@ def open_executor(
     examine: Callable[[AioError], AioError] | None = None,
     alarm: Alarm | None = None,
 ) -> Executor:
-    """Open the best executor there is here, or the one that `backend` names.
+    """Open an executor with the backend that `backend` names ("auto": io_uring, else threads).
 
     `drives`: open swap files, which must stay open until `close`. `small`, `large`: the pools.
     `workers`: threads that verify, update and copy. `verify`: "full", "sample" or "off"
-    (_validate.VERIFY). `block_bytes`: the longest request (None: the backend's default), `depth`:
-    how many of them a drive has at most, one number or one for each drive; both are fitted to the
-    drive. `hold_s`: idle time after which closed gates escape. `check`: called every 100 ms in each
-    wait for a ticket and in `wait_all`; what it raises ends the wait, and not the work. `examine`:
-    gets the error of a job, and returns the one to raise. `alarm`: sounded whenever a ticket fails.
+    (_validate.VERIFY). `block_bytes`: bytes of the longest request (None: the backend's default);
+    `depth`: maximum requests in flight, one number for all drives or one per drive. block_bytes and
+    depth are reduced to the drive's limits. `hold_s`: idle seconds after which jobs held behind a
+    closed gate run without the gate's target buffers. `check`: called every 100 ms in each wait for
+    a ticket and in `wait_all`; an exception from it ends the wait, and the jobs continue.
+    `examine`: maps a job's error to the error to raise. `alarm`: sounded whenever a ticket fails.
     Raises ImportError when the C extension is missing, ValueError for an unknown backend, OSError
-    when a named one cannot be had ("auto" steps down from io_uring to threads instead), MemoryError
-    when the pools do not fit.
+    when the named backend does not work here ("auto" falls back from io_uring to threads instead),
+    MemoryError when the pools do not fit.
     """
-    # Before anything is tried: a misspelled name must not look like a missing backend.
+    # Checked first: a misspelled name must not look like a missing backend.
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     reasons: list[str] = []
-    # The best first. A backend that the user names has no fall-back.
+    # The faster backend first. A backend that the user names has no fallback.
     for name in ("io_uring", "threads") if backend == "auto" else (backend,):
         try:
             return Executor(
@@ -77,15 +78,15 @@ def open_executor(
                 alarm=alarm,
                 backend_reason="; ".join(reasons),
             )
-        # ImportError (no extension), MemoryError (pools) and ValueError pass: threads would meet
-        # them too.
+        # ImportError (no extension), MemoryError (pools) and ValueError propagate: the thread
+        # backend would fail the same way.
         except OSError as error:
-            # A forced backend that cannot be had is an error, never another one in silence.
+            # Never replace a backend that the user named.
             if backend != "auto":
                 raise OSError(
                     f"I/O backend {backend!r} was asked for and cannot be had: {error}"
                 ) from error
-            # Kept with the executor, too: `infinity doctor` shows it.
+            # The executor stores the reasons; `infinity doctor` shows them.
             reasons.append(f"no {name} backend: {error}")
             _step_down(reasons[-1])
     raise OSError(f"no I/O backend can be had here: {'; '.join(reasons)}")

@@ -1,6 +1,7 @@
-"""Probe of this machine for `infinity doctor`: the means an executor gets, and why not more.
+"""Probe of this machine for `infinity doctor`: capabilities for an executor, with reasons for
+missing ones.
 
-Each capability is tried, never inferred from a version: containers forbid io_uring with any kernel
+Each capability is tried, never inferred from a version: containers forbid io_uring on any kernel
 (seccomp: EPERM).
 """
 
@@ -23,11 +24,11 @@ from infinity.aio._slab import HUGE_PAGE_BYTES, Slab
 from infinity.aio._swap_file import SwapFile
 from infinity.errors import AioError
 
-#: Request size and depth of training when nothing else is set.
+#: Default request size and depth of training.
 BLOCK_BYTES, DEPTH = 1 << 20, 32
 
 _PROC = Path("/proc")
-# By the error of io_uring_setup; EPERM and EACCES have several causes (`_forbidden`).
+# errno of io_uring_setup -> cause; `_forbidden` finds that of EPERM and EACCES.
 _WHY_NO_RING = {
     errno.ENOSYS: "the kernel was built without it, or a seccomp filter hides it",
     errno.ENOMEM: "RLIMIT_MEMLOCK is too small for a ring; raise it (ulimit -l)",
@@ -38,8 +39,8 @@ _WHY_NO_RING = {
 
 @dataclass(frozen=True)
 class EngineProbe:
-    """Result for io_uring and memory. `native_reason`, `io_uring_reason`: why not; empty when it
-    works.
+    """Result for extension, io_uring and memory. `native_reason`, `io_uring_reason`: why it does
+    not work, or "".
     """
 
     native: bool
@@ -47,43 +48,42 @@ class EngineProbe:
     io_uring: bool
     io_uring_reason: str
     memlock_bytes: int | None
-    """RLIMIT_MEMLOCK; None without limit (root is exempt in any case)."""
+    """RLIMIT_MEMLOCK; None: no limit (root is always exempt)."""
     huge_pages: str
-    """The kernel's setting: always, madvise or never; empty where it cannot be read."""
+    """The kernel's setting: always, madvise or never; "" if it cannot be read."""
     huge_pages_work: bool
-    """A slab that was tried got them."""
+    """True if a trial slab got a huge page."""
 
 
 @dataclass(frozen=True)
 class DirectoryProbe:
-    """Result for a directory as a place to swap. `reason`: why it cannot be one, or empty."""
+    """Result for a swap directory. `reason`: why it is not usable, or ""."""
 
     path: str
     usable: bool
     reason: str
     file_system: str
     direct: bool
-    """O_DIRECT works there, as tried."""
+    """True if a trial of O_DIRECT succeeded."""
     direct_reason: str
-    """The reason why it does not; empty when it does."""
+    """Reason why O_DIRECT failed, or ""."""
     memory_alignment: int
     offset_alignment: int
-    """Alignments for O_DIRECT (statx); 0 where the kernel does not tell. infinity aligns to 4096.
-    """
+    """O_DIRECT's alignments in bytes (statx); 0: not reported. infinity aligns to 4096."""
     free_bytes: int
     preallocates: bool
-    """The file system keeps room for a file before it is written."""
+    """True if the file system can reserve space for a file (fallocate)."""
     limits: DriveLimits
     block_bytes: int
     depth: int
-    """The requests that training sends there: BLOCK_BYTES and DEPTH, fitted to the limits."""
+    """Requests of training there: BLOCK_BYTES and DEPTH, reduced to the limits."""
 
 
 @dataclass(frozen=True)
 class ExecutorProbe:
-    """Resources that training's executor gets in one directory. `error`: why none can be opened.
+    """Resources of training's executor in one directory. `error`: why opening failed, or "".
 
-    `registered_reason`: why the pools are not registered with io_uring; empty when they are.
+    `registered_reason`: why the pools are not registered with io_uring, or "".
     """
 
     error: str = ""
@@ -109,13 +109,13 @@ def probe_engine() -> EngineProbe:
             ring_reason = _carrier_reason(error)
         else:
             ring_reason = _ring_reason(-lib.inf_uring_probe())
-    # Registering the pools with io_uring counts against this limit.
+    # Registered buffers of io_uring count against this limit.
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     try:
         with Slab(HUGE_PAGE_BYTES) as slab:
-            # The setting may allow them and the kernel still have none, so one is asked for.
+            # Tried: the setting may allow huge pages while the kernel has none free.
             works = slab.huge_bytes() >= HUGE_PAGE_BYTES
-    except MemoryError:  # not even for one; memory that is left has its own line
+    except MemoryError: # not enough for one huge page
         works = False
     return EngineProbe(
         native=not native_reason,
@@ -129,7 +129,7 @@ def probe_engine() -> EngineProbe:
 
 
 def _carrier_reason(error: OSError) -> str:
-    """Say why liburing cannot be loaded, and what to do."""
+    """Return why liburing cannot be loaded, and the fix."""
     if platform.machine() != "x86_64":
         return f"{error} (its wheel exists for x86-64 only)"
     return (
@@ -150,7 +150,7 @@ def _ring_reason(code: int, proc: Path = _PROC) -> str:
 
 
 def _forbidden(proc: Path) -> str:
-    """Name what forbids io_uring: the sysctl, a seccomp filter, or a security module."""
+    """Return what forbids io_uring: the sysctl, a seccomp filter, or a security module."""
     mend = "sudo sysctl kernel.io_uring_disabled=0"
     setting = _text(proc / "sys" / "kernel" / "io_uring_disabled").strip()
     if setting == "2":
@@ -185,7 +185,7 @@ def _huge_page_setting() -> str:
 
 
 def probe_directory(path: str | os.PathLike[str]) -> DirectoryProbe:
-    """Try to swap in a directory: makes a nameless file, writes and reads 4 KiB, leaves nothing."""
+    """Try a swap directory: creates an unnamed file, writes and reads 4 KiB, and closes it."""
     name = os.fspath(path)
     kind, free, reason, direct_reason, preallocates = "", 0, "", "", False
     alignments, limits = (0, 0), DriveLimits()
@@ -194,11 +194,11 @@ def probe_directory(path: str | os.PathLike[str]) -> DirectoryProbe:
             kind = file_system_type(name)
             space = os.fstatvfs(file.fd)
             free = space.f_bavail * space.f_frsize
-            # Preallocation is tried, too: a file system's promise tells nothing.
+            # Preallocation is tried, too: its support cannot be queried.
             file.grow(mmap.PAGESIZE)
             direct_reason, preallocates = file.direct_reason, file.preallocated
             alignments, limits = direct_alignments(file.fd), limits_of(file)
-            # An anonymous mapping is page-aligned, as O_DIRECT wants.
+            # An anonymous mapping is page-aligned, as O_DIRECT requires.
             page = mmap.mmap(-1, mmap.PAGESIZE)
             if os.pwritev(file.fd, [page], 0) != len(page) or os.preadv(file.fd, [page], 0) != len(
                 page
@@ -227,16 +227,14 @@ def probe_directory(path: str | os.PathLike[str]) -> DirectoryProbe:
 def probe_executor(
     path: str | os.PathLike[str], *, small: PoolSpec, large: PoolSpec
 ) -> ExecutorProbe:
-    """Open the executor that training would open in a directory, with its pools, and close it
-    again.
-    """
+    """Open an executor with training's pools in a directory, and close it again."""
     try:
         with SwapFile.create(path) as file:
             executor = open_executor([file], small=small, large=large)
             try:
                 stats = executor.stats()
             finally:
-                # Without waiting: nothing was submitted.
+                # No wait: nothing was submitted.
                 executor.close(wait=False)
     except (ImportError, MemoryError, ValueError, OSError) as error:
         return ExecutorProbe(error=str(error))

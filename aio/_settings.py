@@ -1,4 +1,4 @@
-"""Measured settings of drives: request size, depth, bandwidths. Read from JSON, checked once."""
+"""Measured settings of drives: request size, depth, bandwidths. Loaded from JSON and validated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.aio._probe import probe_engine
 
 log = logging.getLogger("infinity.aio")
 
-# No request may span two registered buffers, which io_uring takes up to 1 GiB each.
+# A request must lie in one registered buffer, and io_uring limits these to 1 GiB.
 BLOCK_BYTES_MAX = 1 << 30
 DEPTH_MAX = 4096
 ENGINES = ("io_uring", "threads")
@@ -26,25 +26,25 @@ _logged: set[str] = set()
 
 @dataclass(frozen=True)
 class IoSettings:
-    """Settings of requests to drives. The defaults suit most; `python -m infinity.bench swap
+    """Settings of requests to drives. The defaults suit most drives; `python -m infinity.bench swap
     --sweep --json FILE` measures others.
 
-    block_bytes: bytes per request, a multiple of 4096. None: the backend's default, 1 MiB
-        for rings, whole runs of up to 16 MiB for threads, which have one request each.
-    depth: requests in flight per drive, at least 2. Both are fitted to what the device takes
-        without blocking. Ranks that share a drive divide it, 8 each at least.
-    bandwidths: for each directory (absolute) the measured (read, write) of its drive in bytes per
-        second; ranks that share one have equal parts. If all directories of a policy are in it,
-        they share the data in this proportion; else it is measured at set-up.
-    backend: the one that `block_bytes` was measured with ("io_uring" or "threads"); another takes
-        what suits it. None: `block_bytes` is for any.
+    block_bytes: bytes per request, a multiple of 4096. None: the backend's default, 1 MiB for
+        rings, up to 16 MiB for threads, which have one request in flight each.
+    depth: requests in flight per drive, at least 2. block_bytes and depth are reduced to the
+        device's limits. Ranks that share a drive divide the depth, at least 8 each.
+    bandwidths: absolute directory -> (read, write) bandwidth of its drive in bytes per second,
+        which the drive's ranks share equally. If it has all directories of a policy, their data is
+        split in proportion; else set-up measures the bandwidths.
+    backend: the backend that `block_bytes` was measured with ("io_uring" or "threads"); another
+        backend uses its default instead. None: `block_bytes` is for every backend.
 
     Raises: ValueError naming field, value and fix.
     """
 
     block_bytes: int | None = None
     depth: int = 32
-    # A mapping has no hash; equality still compares it.
+    # A mapping is not hashable; equality still compares it.
     bandwidths: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     backend: str | None = None
 
@@ -68,7 +68,7 @@ class IoSettings:
         checked = {
             _directory(name): _bandwidth(str(name), pair) for name, pair in self.bandwidths.items()
         }
-        # The dataclass is frozen, and the checked mapping is a copy of the caller's.
+        # By object.__setattr__, since the dataclass is frozen. A copy of the caller's mapping.
         object.__setattr__(self, "bandwidths", checked)
 
     @classmethod
@@ -82,10 +82,11 @@ class IoSettings:
         if not isinstance(source, Mapping):
             where = f"{os.fspath(source)!r}: "
             found = _read_json(source)
-        # A record of the benchmark has them among its results.
+        # A record of the benchmark.
         if isinstance(found, Mapping) and "settings" in found:
             found = found["settings"]
-        # A record of another benchmark: its fields would all be reported as unknown.
+        # A record of another benchmark: without this check, every field would be reported as
+        # unknown.
         elif isinstance(found, Mapping) and "schema" in found:
             raise ValueError(
                 f'{where}a {found["schema"]!r} record has no "settings"; use one of python -m '
@@ -103,11 +104,11 @@ class IoSettings:
         try:
             return cls(**found)
         except ValueError as error:
-            # The constructor does not know the file; the message has to name it.
+            # Name the file, which the constructor does not know.
             raise ValueError(f"{where}{error}") from None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings as JSON has them; `load` reads it."""
+        """Return the settings as a JSON-serializable dict, for `load`."""
         pairs = {directory: list(pair) for directory, pair in self.bandwidths.items()}
         return {
             "block_bytes": self.block_bytes,
@@ -119,13 +120,13 @@ class IoSettings:
     def for_backend(self, backend: str) -> IoSettings:
         """Return the settings for the executor that `open_executor(backend=...)` opens here.
 
-        "auto" tries what it would open. A block that was measured with another backend is left out,
-        and that is logged once: a ring's 1 MiB cuts the runs of threads, which have no other
-        requests to fill the gaps.
+        "auto" is resolved by a trial. If `block_bytes` was measured with another backend, it is set
+        to None and logged once: a ring's 1 MiB is too short for threads, which have one request in
+        flight each.
         """
         if self.block_bytes is None or self.backend in (None, backend):
             return self
-        # "auto" tries what `open_executor` would open.
+        # Resolve "auto" as `open_executor` does.
         used = backend
         if backend == "auto":
             found = probe_engine()
@@ -140,7 +141,7 @@ class IoSettings:
         if text not in _logged:
             _logged.add(text)
             log.warning("%s", text)
-        # Depth and bandwidths are the drive's, whichever backend measured them.
+        # Depth and bandwidths are properties of the drive, not of the backend.
         return replace(self, block_bytes=None)
 
 
@@ -159,7 +160,7 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def _check_integer(name: str, value: Any) -> None:
-    # JSON's true is a bool, which Python counts as an int.
+    # bool is a subclass of int; JSON's true is no number.
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"{name}={value!r} must be an integer")
 
@@ -176,7 +177,7 @@ def _check_block(value: int | None) -> None:
 
 
 def _directory(name: Any) -> str:
-    # Relative ones would mean another drive in another working directory.
+    # A relative directory would depend on the working directory.
     if not isinstance(name, (str, os.PathLike)) or not Path(name).is_absolute():
         raise ValueError(f"bandwidths: {name!r} is not an absolute directory")
     return os.fspath(name)
@@ -188,7 +189,7 @@ def _bandwidth(name: str, pair: Any) -> tuple[float, float]:
         right = all(
             isinstance(value, (int, float))
             and not isinstance(value, bool)
-            # NaN and Infinity are no JSON, but json.loads takes them.
+            # json.loads accepts NaN and Infinity.
             and math.isfinite(value)
             and value > 0
             for value in pair

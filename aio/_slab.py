@@ -1,11 +1,10 @@
 """Slab: host memory for sections in RAM, gradients, activations and windows.
 
-The executor maps the slab of its pinned slots in the same way, in native/memory/slab.c; the pools
-of slots are native/executor/slots.c. A slab is 2 MiB aligned, on the chosen NUMA node
-(`_numa_node.py`), backed by transparent huge pages where the kernel gives them, touched on
-creation, and not inherited by forked children (a page under DMA must not become copy-on-write).
-Huge pages decide the drive's speed: 3.9 against 1.7 GB/s on a virtio disk, because a 1 MiB request
-of 4 KiB pages has 256 segments.
+native/memory/slab.c maps the slab of the executor's slots in the same way. A slab is 2 MiB aligned,
+on the chosen NUMA node (`_numa_node.py`), backed by transparent huge pages if the kernel has any,
+touched on creation, and not inherited by forked children (a page under DMA must not become
+copy-on-write). Huge pages speed up drives: 3.9 instead of 1.7 GB/s on a virtio disk, because a 1
+MiB request of 4 KiB pages has 256 segments.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ HUGE_PAGE_BYTES = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; Python has no name for it
 _PART_BYTES = 1 << 30
 _TOUCH_THREADS = 8
-# By ctypes, which lets other threads run meanwhile; mmap.madvise does not.
+# ctypes releases the GIL during the call; mmap.madvise does not.
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -43,7 +42,7 @@ def _populate(address: int, size_bytes: int) -> int:
     code = ctypes.get_errno()
     if code != errno.EINVAL:
         raise MemoryError(f"no memory for a slab of {size_bytes} bytes: {os.strerror(code)}")
-    # An older kernel: the pages are touched one by one.
+    # The kernel is older: touch the pages one by one.
     memory = (ctypes.c_uint8 * size_bytes).from_address(address)
     np.ctypeslib.as_array(memory)[:: mmap.PAGESIZE] = 0
     return size_bytes
@@ -53,10 +52,10 @@ def _populate(address: int, size_bytes: int) -> int:
 class Slab:
     """`size_bytes` of zeroed memory at `address`, 2 MiB aligned.
 
-    Views handed out keep the memory alive: `close` while one lives frees it when the last one dies.
-    In a forked child the memory does not exist, and views cannot be taken. Raises MemoryError when
-    the machine or the process's cgroup has not enough, before any of it is taken. Blocks while
-    pages are touched; progress: gets the bytes of each part of them.
+    Views keep the memory alive: after `close`, the memory is freed with the last view. A forked
+    child does not inherit the memory, so `memory` raises there. Raises MemoryError, before
+    allocating, when the machine or the process's cgroup lacks memory. Blocks while it touches the
+    pages; progress: called with the bytes of each touched part.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Slab:
         self.size_bytes = size_bytes
         self._closed = False
         self._forked = False
-        # Whole huge pages, plus one to align the start: a partial one would stay in 4 KiB pages.
+        # Whole huge pages, since a partial one would be 4 KiB pages, plus one to align the start.
         rounded = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         check_slab(rounded)
         try:
@@ -81,22 +80,23 @@ class Slab:
         start = np.frombuffer(self._map, dtype=np.uint8, count=1).ctypes.data
         offset = -start % HUGE_PAGE_BYTES
         self.address = start + offset
-        # A kernel built without huge pages refuses and gives a slower slab; `doctor` reports that.
+        # A kernel built without huge pages fails this call; the slab is slower, and `doctor`
+        # reports it.
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE, offset, rounded)
-        # A fork would make pages copy-on-write, and the next DMA would land in a page that one side
-        # no longer sees.
+        # A fork would make pages copy-on-write: the parent's next write would copy a page, and DMA
+        # in flight would reach the old copy.
         self._map.madvise(mmap.MADV_DONTFORK, offset, rounded)
-        _numa_node.prefer(self.address, rounded)  # before the first touch, which places a page
+        _numa_node.prefer(self.address, rounded)  # before the first touch
         self._touch(self.address, rounded, progress)
         self._memory: memoryview | None = memoryview(self._map)[offset : offset + size_bytes]
-        # Weak: only a fork needs to find them, to mark them.
+        # Weak references, used to mark slabs in a forked child.
         _SLABS.add(self)
 
     @staticmethod
     def _touch(address: int, size_bytes: int, progress: Callable[[int], object]) -> None:
-        """Touch all pages, several threads at a time: one clears 5 to 10 GB/s, and a slab may have
-        hundreds.
+        """Touch all pages with several threads: one thread clears 5 to 10 GB/s, and a slab may have
+        hundreds of GB.
         """
         parts = [
             (at, min(_PART_BYTES, address + size_bytes - at))
@@ -112,12 +112,14 @@ class Slab:
                 for future in [pool.submit(_populate, *part) for part in parts]:
                     progress(future.result())
             finally:
-                # After an error nothing more is taken.
+                # After an error, touch no further parts.
                 pool.shutdown(cancel_futures=True)
 
     @property
     def memory(self) -> memoryview:
-        """The slab as writable bytes. Raises ValueError after `close` and in a forked child."""
+        """The slab as a writable memoryview. Raises ValueError after `close` and in a forked
+        child.
+        """
         if self._forked:
             raise ValueError(
                 "this slab belongs to the parent of this process; make a new one after the fork"
@@ -129,8 +131,8 @@ class Slab:
     def array(
         self, dtype: npt.DTypeLike, *, offset: int = 0, count: int | None = None
     ) -> npt.NDArray[Any]:
-        """`count` elements (None: as many as fit) of `dtype` from byte `offset` on, as a writable
-        array.
+        """Return a writable view of `count` elements (None: up to the slab's end) of `dtype` from
+        byte `offset` on.
         """
         kind = np.dtype(dtype)
         number = (self.size_bytes - offset) // kind.itemsize if count is None else count
@@ -144,21 +146,21 @@ class Slab:
         return array
 
     def huge_bytes(self) -> int:
-        """Bytes of it that huge pages back, or -1 where /proc/self/smaps cannot be read."""
+        """Bytes backed by huge pages; -1 if /proc/self/smaps cannot be read."""
         return huge_page_bytes(self.address, self.size_bytes)
 
     def close(self) -> None:
-        """Give the memory back once no view of it lives. Idempotent."""
+        """Free the memory, or let the last view free it. Idempotent."""
         if self._closed:
             return
         self._closed = True
         if self._memory is not None and not self._forked:
             try:
-                # In this order: a mapping with a live view cannot be closed.
+                # The memoryview first: a mapping with a live view cannot be closed.
                 self._memory.release()
                 self._map.close()
             except BufferError:
-                # A view lives: the mapping goes with it.
+                # Views exist: the mapping is freed with the last one.
                 pass
         self._memory = None
 
@@ -181,8 +183,7 @@ os.register_at_fork(after_in_child=_mark_forked)
 
 
 def huge_page_bytes(address: int, size_bytes: int) -> int:
-    """Bytes of the range that transparent huge pages back, from /proc/self/smaps; -1 where that
-    cannot be read.
+    """Bytes of the range backed by transparent huge pages; -1 if /proc/self/smaps cannot be read.
     """
     end = address + size_bytes
     huge = 0
@@ -191,11 +192,12 @@ def huge_page_bytes(address: int, size_bytes: int) -> int:
         with Path("/proc/self/smaps").open(encoding="ascii", errors="replace") as maps:
             for line in maps:
                 head = line.split(maxsplit=1)[0]
-                # The first line of a mapping is its range, "7f..-7f.."; fields end with a colon.
+                # A mapping's first line begins with its range, "7f..-7f.."; names of fields end
+                # with a colon.
                 if "-" in head and not head.endswith(":"):
                     low, high = (int(part, 16) for part in head.split("-"))
-                    # Ranges ascend. The libraries come behind, and the kernel counts the pages of
-                    # each range that is read.
+                    # Ranges ascend. Stop early, since the kernel counts pages for each mapping that
+                    # is read.
                     if low >= end:
                         break
                     inside = high > address
@@ -203,5 +205,5 @@ def huge_page_bytes(address: int, size_bytes: int) -> int:
                     huge += int(line.split()[1]) * 1024
     except OSError:
         return -1
-    # A mapping may reach beyond the range.
+    # A mapping may extend beyond the range.
     return min(huge, size_bytes)

@@ -1,8 +1,8 @@
-"""Reserved extents, and the record of a failed write that went to one.
+"""Reserved extents, and the record of a failed write that was moved to one.
 
-When a write fails, the executor writes the chunk to a reserved extent: of the same drive first,
-then of another drive (native/executor/failed_writes.c). The caller reserves the extents beforehand,
-takes the records of moved writes afterwards, and never uses a range again where a write failed.
+When a write fails, the executor writes the chunk to a reserved extent of the same drive, else of
+another drive (native/executor/failed_writes.c). The caller reserves the extents beforehand, fetches
+the records of moved writes afterwards, and never reuses a range where a write failed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from infinity.errors import AioError
 SPARE: Final = np.dtype(
     [("drive", "<i4"), ("file", "<i4"), ("offset", "<i8"), ("bytes", "<i8")],
 )
-"""`inf_spare`. `file`: of the drive's files in the executor. offset, bytes: multiples of 4096."""
+"""`inf_spare`. `file`: index among the drive's files. offset, bytes: multiples of 4096."""
 
 
 @dataclass(frozen=True)
 class MovedWrite:
-    """A chunk's place that refused a write, the range that is its place now, and the error.
+    """A moved write: the chunk's old place, where the write failed, its new place, and the error.
 
-    chunk: its id; key: of the chunk, since an id may be given again. size_bytes: of the place.
+    chunk: its id; key: the chunk's key, since ids are reused. size_bytes: of either place.
     """
 
     chunk: int

@@ -1,4 +1,4 @@
-"""Counters of an executor and of its drives: the public dataclasses, filled from C's records."""
+"""Counters of an executor and its drives: public dataclasses, converted from C records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.aio._swap_file import SwapFile
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds from sending a request to its result; percentiles within 13 % (a histogram's
+    """Seconds from submission of a request to its result; percentiles within 13 % (histogram
     buckets).
     """
 
@@ -26,8 +26,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Window:
-    """Traffic of a drive in one second; `busy_s` is the part of it in which a request was in
-    flight.
+    """Traffic of a drive in one second; `busy_s`: seconds of it with a request in flight.
 
     start_s: CLOCK_MONOTONIC. Windows without traffic are left out.
     """
@@ -40,12 +39,12 @@ class Window:
 
 @dataclass(frozen=True)
 class DriveStats:
-    """Counters of one drive since the executor was opened. Bytes are those the drive confirmed.
+    """Counters of one drive since the executor was opened. Bytes: of completed transfers.
 
-    `direct`: O_DIRECT, and in `direct_reason` why not. `block_bytes`, `depth`: of requests, as
-    fitted to the device. `busy_s`: time with a request in flight; `depth_mean`: requests in flight
-    in that time. `windows`: the last 64 seconds with traffic, oldest first. `failed`: the error
-    that marked the drive, empty while it is sound.
+    `direct`: whether it uses O_DIRECT; `direct_reason`: why not, or "". `block_bytes`, `depth`: the
+    limits of requests, reduced to the device's. `busy_s`: time with a request in flight;
+    `depth_mean`: mean number in flight during that time. `windows`: the last 64 seconds with
+    traffic, oldest first. `failed`: the error that marked the drive; "": not marked.
     """
 
     path: str
@@ -74,18 +73,16 @@ class DriveStats:
 class ExecutorStats:
     """Counters since the executor was opened; times in seconds.
 
-    `wait_s` is time that callers spent blocked in `Ticket.wait`; `compute_s` the time of verify,
-    update and copy on workers. `rereads` counts runs that were read again because a checksum did
-    not match, or the drive failed; `checksum_failures` those whose checksums still did not match.
-    `registered` says whether the slab's pages are registered with io_uring, `registered_reason` why
-    not; `huge_bytes` how much of it huge pages back. `backend_reason`: as
-    `Executor.backend_reason`. `kept_chunks`: chunks whose write failed and whose contents are in
-    memory only; `moved_writes`: writes that failed and went to a reserved extent. `jobs_cancelled`:
-    fetches that were given up. `reads_ahead`: chunks that idle slots began to read for later
-    UPDATEs;
-    `reads_ahead_dropped`: reads ahead that served no UPDATE. `to_device_bytes`,
-    `from_device_bytes`: copied to and from the attached device; `..._s`: time while at least one
-    such copy was under way.
+    `wait_s`: time that callers were blocked in `Ticket.wait`; `compute_s`: time of verify, update
+    and copy on workers. `rereads`: chunk reads repeated because a checksum did not match or the
+    drive failed; `checksum_failures`: repeated reads whose checksum still did not match.
+    `registered`: whether the slab is registered with io_uring, `registered_reason`: why not;
+    `huge_bytes`: bytes of the slab backed by huge pages. `backend_reason`: why "auto" fell back to
+    this backend, or "". `kept_chunks`: chunks whose write failed and whose contents are in memory
+    only; `moved_writes`: failed writes moved to a reserved extent. `jobs_cancelled`: cancelled
+    fetches. `reads_ahead`: prefetches begun; `reads_ahead_dropped`: prefetches that no UPDATE used.
+    `to_device_bytes`, `from_device_bytes`: copied to and from the attached device; `to_device_s`,
+    `from_device_s`: time with at least one such copy in flight.
     """
 
     backend: str
@@ -136,7 +133,7 @@ class ExecutorStats:
 
     @property
     def short_transfers(self) -> int:
-        """Transfers that came back short and were resumed."""
+        """Short transfers, which were resumed."""
         return sum(drive.short_transfers for drive in self.drives)
 
 
@@ -155,13 +152,13 @@ _REGISTERED_NOT = {
 
 
 def registered_reason(code: int, backend: str) -> str:
-    """Say why the slab is not registered with the kernel; empty when it is."""
+    """Return why the slab is not registered with io_uring, or ""."""
     if code == 1:
         return ""
     if backend != "io_uring":
         return f"the {backend} backend has nothing to register with"
     if code < 0:
-        # 12 is ENOMEM: registered memory counts against that limit.
+        # 12 is ENOMEM: registered memory counts against RLIMIT_MEMLOCK.
         advice = "; RLIMIT_MEMLOCK is too small, raise it (ulimit -l)" if -code == 12 else ""
         return f"the kernel refuses: {os.strerror(-code)}{advice}"
     return _REGISTERED_NOT.get(code, f"code {code}")
@@ -184,7 +181,7 @@ def _bucket_middle_s(bucket: int) -> float:
 
 def _windows(record: Any) -> tuple[Window, ...]:
     count = int(record.window_count)
-    # A ring buffer of windows in C: the newest are at the end of the count.
+    # C stores window i in a ring, at i % _WINDOWS.
     newest = [record.windows[index % _WINDOWS] for index in range(max(0, count - _WINDOWS), count)]
     return tuple(
         Window(
@@ -200,7 +197,7 @@ def _windows(record: Any) -> tuple[Window, ...]:
 def drive_stats(
     record: Any, file: SwapFile, block_bytes: int, fault: _validate.FaultRecord | None
 ) -> DriveStats:
-    """Convert one inf_drive_stats; `fault` is the one that marked the drive."""
+    """Convert an inf_drive_stats; `fault`: the fault that marked the drive."""
     return DriveStats(
         path=file.path,
         bytes_read=record.bytes_read,
@@ -225,14 +222,14 @@ def drive_stats(
             list(record.latency[1]), record.latency_max_ns[1], _bucket_middle_s
         ),
         windows=_windows(record),
-        # The fault has its drive's number, and only this drive's path is known here.
+        # `to_error` looks its drive's path up by number; only this drive's path is known here.
         failed="" if fault is None else str(fault.to_error([file.path] * (fault.drive + 1))),
     )
 
 
 def latency_of(counts: Sequence[int], max_ns: int, middle_s: Callable[[int], float]) -> Latency:
-    """Count, median, 99th percentile and longest. `middle_s`: the middle of a bucket in seconds,
-    which stands for all of it.
+    """Summarize a histogram. `middle_s`: a bucket's middle in seconds, which represents its
+    entries.
     """
     total = sum(counts)
     if total == 0:
@@ -243,7 +240,7 @@ def latency_of(counts: Sequence[int], max_ns: int, middle_s: Callable[[int], flo
         for bucket, count in enumerate(counts):
             seen += count
             if seen >= rank:
-                # The middle of the last bucket may lie past the longest request.
+                # The middle of the last bucket may exceed the maximum.
                 return min(middle_s(bucket), max_ns / 1e9)
         return max_ns / 1e9
 

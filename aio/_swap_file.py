@@ -2,16 +2,16 @@
 
 Two kinds of swap space:
 
-- ephemeral (`SwapFile.create`): without a name (O_TMPFILE), so a killed process leaves nothing and
-  no other user can open it. Its contents die with the process, so it is never fsynced.
-- durable (`SwapFile.durable`): named and locked, for runs that outlive their process. Nothing here
-  removes it.
+- ephemeral (`SwapFile.create`): without a name (O_TMPFILE), so a killed process leaves no file and
+  no other user can open it. Its contents end with the process, so it is never fsynced.
+- durable (`SwapFile.durable`): named and locked, for runs that outlive their process. This module
+  never removes it.
 
-Nothing is moved here: infinity/_src/params/state_store.py swaps sections in and out (`fetch`,
-`store`), by jobs for the executor (`_executor.py`), whose native threads read and write.
+This module does no transfers: infinity/_src/params/state_store.py swaps sections in and out
+(`fetch`, `store`) by jobs of the executor (`_executor.py`), whose native threads read and write.
 
-`SwapFile.new` and `SwapFile.existing` open ordinary files for the same executors: the data of a
-checkpoint, anywhere, with the rights of an ordinary file.
+`SwapFile.new` and `SwapFile.existing` open ordinary files for the same executors: a checkpoint's
+data, in any directory, with ordinary permissions.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ from infinity.errors import AioError, DeviceFailedError, SwapFullError
 
 log = logging.getLogger("infinity.aio")
 
-# Answers where O_TMPFILE is not known; EINVAL may also mean that O_DIRECT is refused.
+# Errors of open if O_TMPFILE is not supported; EINVAL may also mean that O_DIRECT is not.
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _OPEN = os.O_RDWR | os.O_CLOEXEC
-# No slash, no leading dot: the name stays in its directory and clear of the owner files.
+# No slash, and no leading dot, with which names of owner files begin.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LET_GO_S = {Life.LIVES: 0.1, Life.ENDS: 60.0, Life.GONE: 2.0}
-"""The longest that a durable file's lock is waited for, by the life of the process that holds it.
-One that ends may have tens of GB to free first. One that lives may have been killed just now, and
-show it a moment later."""
+"""Seconds to wait for a durable file's lock, by the state of its holder. An ending process may
+first free tens of GB. A live one may just have been killed, which becomes visible a moment
+later.
+"""
 _logged: set[str] = set()
 
 
@@ -63,13 +64,12 @@ def _warn_once(text: str) -> None:
 
 @final
 class SwapFile:
-    """Open swap file; make it with `SwapFile.create` or `SwapFile.durable`. In a forked child it is
+    """Open swap file, from `SwapFile.create` or `SwapFile.durable`. A forked child's copy is
     closed.
 
-    `fd`: open for reading and writing. `directory`: where it lies. `path`: the name in errors: the
-    directory of a file without a name, the file itself if it has one. `direct_reason`: why it goes
-    through the page cache, empty when it does not. `size_bytes`: its length. `preallocated`:
-    whether the drive keeps room for all of it.
+    `fd`: the descriptor. `directory`: the file's directory. `path`: the path in errors; for an
+    unnamed file its directory. `direct_reason`: why I/O uses the page cache, or "". `size_bytes`:
+    its length. `preallocated`: whether the file system has reserved space for the whole length.
     """
 
     def __init__(self, fd: int, directory: str, *, direct_reason: str, name: str = "") -> None:
@@ -77,9 +77,9 @@ class SwapFile:
         self.directory = directory
         self.path = str(Path(directory) / name) if name else directory
         self.direct_reason = direct_reason
-        # Until a file system refuses to (`grow`).
+        # `grow` sets it to False if the file system cannot preallocate.
         self.preallocated = True
-        # Ranges that were punched out, by offset: (start, end).
+        # Punched ranges (start, end), by offset.
         self._holes: list[tuple[int, int]] = []
         self._sparse = False
         self._stays_open = False
@@ -87,27 +87,27 @@ class SwapFile:
         self._private: PrivateDirectory | None = None
         self._sidecar: Path | None = None
         self._sync_failed: DeviceFailedError | None = None
-        # Weak: a file without a reference is closed, and a fork finds the others.
+        # Weak references, used at a fork: an unreferenced file is closed.
         _FILES.add(self)
 
     @property
     def direct(self) -> bool:
-        """True when it goes past the page cache."""
+        """True if I/O bypasses the page cache."""
         return not self.direct_reason
 
     @classmethod
     def create(cls, directory: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """Make a nameless file in `directory`, mode 0600. Removes files of dead processes there,
-        never those of live ones.
+        """Create an unnamed file in `directory`, mode 0600. Removes swap files of dead processes
+        there.
 
-        O_DIRECT is tried, not assumed; the file is buffered where it does not work, with the reason
-        kept, and logged once. Raises ValueError for a missing directory or one in memory,
-        SwapFullError when there is no room at all, AioError when the file cannot be made there.
+        O_DIRECT is tried; if it fails, the file uses the page cache, with the reason in
+        `direct_reason` and logged once. Raises ValueError for a missing directory or one in memory,
+        SwapFullError on a full drive, AioError when the file cannot be created.
         """
         path = str(absolute(directory, "directory"))
         in_memory = _check_directory(path)
         try:
-            # First: the files of dead processes take room that this one may need.
+            # First, since this frees space.
             clear_dead(path)
             if in_memory or not direct:
                 reason = (
@@ -117,7 +117,7 @@ class SwapFile:
                 )
                 return cls._ephemeral(path, 0, reason)
             try:
-                # Tried: no type of file system says for sure whether O_DIRECT works.
+                # Tried: the file system's type does not tell whether O_DIRECT works.
                 file = cls._ephemeral(path, os.O_DIRECT, "")
             except OSError as error:
                 if error.errno != errno.EINVAL:
@@ -128,7 +128,7 @@ class SwapFile:
                     f"the file system ({file_system_type(path)}) refuses to open it with O_DIRECT",
                 )
             else:
-                # Some file systems open with O_DIRECT and refuse the first transfer.
+                # Some file systems accept O_DIRECT on opening, and fail the first transfer.
                 file._try_direct(file.fd)
             file._tell_buffered()
             return file
@@ -137,8 +137,8 @@ class SwapFile:
 
     @classmethod
     def sparse(cls, directory: str | os.PathLike[str]) -> SwapFile:
-        """Make a file as `create` does that grows without taking room, for null drives, which write
-        nothing (`aio.testing.Seam`).
+        """Create a file as `create`, but without space on the drive: for null drives, which do not
+        write (`aio.testing.Seam`).
         """
         file = cls.create(directory)
         file._sparse, file.preallocated = True, False
@@ -160,13 +160,14 @@ class SwapFile:
         create: bool = True,
         direct: bool = True,
     ) -> SwapFile:
-        """Open the file `name` in `directory`, mode 0600, locked for this process; reopening keeps
-        its contents and length.
+        """Open or create the file `name` in `directory`, mode 0600, and lock it. An existing file
+        retains its contents and length.
 
-        The directory is made with mode 0700, or has to be this user's and closed to others.
-        create=False: the file must exist. Raises what `create` raises, ValueError for a name or a
-        directory that will not do, AioError with EWOULDBLOCK that says who holds the file, with
-        ENOENT when it is missing.
+        The directory is created with mode 0700; an existing one must be this user's and not
+        accessible to others. create=False: the file must exist. Blocks up to 60 s while the lock's
+        holder ends. Raises the errors of `create`, ValueError for an invalid name or directory,
+        AioError with EWOULDBLOCK, which names the lock's holder, or with ENOENT if the file is
+        missing.
         """
         if not _NAME.fullmatch(name):
             raise ValueError(
@@ -183,7 +184,7 @@ class SwapFile:
                 _open_file(Path(path) / name, create=create), path, direct_reason="", name=name
             )
             try:
-                # The lock comes first: a file of another process is not to be touched.
+                # Locked first: the file may belong to another process.
                 file._hold()
                 file._go_direct(in_memory, direct)
             except BaseException:
@@ -197,21 +198,19 @@ class SwapFile:
 
     @classmethod
     def new(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """Make a named file at `path`, with the rights that the umask leaves, not locked; on any
-        file system.
+        """Create a file at `path`, with the umask's permissions, without a lock, on any file
+        system.
 
-        Raises AioError (EEXIST where there is one), SwapFullError, DeviceFailedError.
+        Raises AioError (EEXIST if it exists), SwapFullError, DeviceFailedError.
         """
         # O_EXCL: an existing file is never overwritten.
         return cls._ordinary(absolute(path, "path"), os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """Open the file at `path` to read it. The file is not locked, and may belong to another
-        user.
+        """Open the file at `path` for reading, without a lock. It may belong to another user.
 
-        Raises AioError (ENOENT where there is none, EINVAL for what is no regular file),
-        DeviceFailedError.
+        Raises AioError (ENOENT if it is missing, EINVAL if it is not a regular file).
         """
         return cls._ordinary(absolute(path, "path"), os.O_RDONLY, direct)
 
@@ -220,14 +219,14 @@ class SwapFile:
         writes = flags != os.O_RDONLY
         try:
             in_memory = file_system_type(str(path.parent))
-            # O_NONBLOCK: opening a FIFO by mistake must not hang.
+            # O_NONBLOCK: opening a FIFO must not block.
             fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
             file = cls(fd, str(path.parent), direct_reason="", name=path.name)
             try:
-                # Asked of the open file: its name may lead elsewhere a moment later.
+                # By descriptor: another process may replace the path.
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise OSError(errno.EINVAL, "not a regular file")
-                # A checkpoint in memory is allowed; only swap there would save nothing.
+                # A checkpoint in memory is allowed, unlike a swap file.
                 if in_memory in IN_MEMORY or not direct:
                     file.direct_reason = (
                         f"{in_memory} has no drive below it"
@@ -254,7 +253,7 @@ class SwapFile:
 
     def _try_ordinary_direct(self, *, write: bool) -> None:
         try:
-            # Switched on after opening: a refusal then leaves a file that is open and buffered.
+            # Set after opening: on a refusal the file stays open, with the page cache.
             set_buffered(self.fd, False)
             self.direct_reason = direct_refusal(self.fd, write=write)
         except OSError as error:
@@ -267,12 +266,13 @@ class SwapFile:
             set_buffered(self.fd, True)
 
     def _lock(self, sidecar: Path) -> bool:
-        """Take the lock; wait for a process that ends, or is gone, but whose files are not closed
-        yet: a killed job is often begun again at once."""
+        """Lock the file, waiting up to LET_GO_S: a job is often restarted while the kernel still
+        closes the files of its killed predecessor. False: the lock is held.
+        """
         before: Life | None = None
         end_s = 0.0
         while not lock(self.fd):
-            # Read anew: another process may have taken it meanwhile.
+            # Read again: another process may have locked it meanwhile.
             owner = Owner.read(sidecar)
             life = owner.life() if owner is not None else Life.LIVES
             if life is not before:
@@ -285,7 +285,7 @@ class SwapFile:
         return True
 
     def _hold(self) -> None:
-        """Lock a named file, and write its owner beside it."""
+        """Lock a named file, and write its owner file."""
         status, path = os.fstat(self.fd), Path(self.path)
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise AioError(
@@ -295,7 +295,7 @@ class SwapFile:
             )
         sidecar = path.with_name(f".{path.name}.owner")
         if not self._lock(sidecar):
-            # The lock says only that somebody holds it; the sidecar names who.
+            # The owner file names the holder of the lock.
             owner = Owner.read(sidecar)
             who = "this process" if owner == Owner.this() else str(owner or "another process")
             raise AioError(
@@ -305,14 +305,14 @@ class SwapFile:
                 path=self.path,
                 op="open",
             )
-        # Locked, but maybe under a name that leads to another file by now: two would both hold
-        # theirs.
+        # The path may have been replaced before the lock; then another process could lock the new
+        # file.
         if not os.path.samestat(status, path.lstat()):
             raise AioError("it was replaced while it was opened", path=self.path, op="open")
-        # The umask may have taken rights away, or an older file may have more.
+        # The umask or an older version may have left another mode.
         if stat.S_IMODE(status.st_mode) != 0o600:
             if status.st_nlink > 1:
-                # Its other name may be of a file that was never meant to be swap.
+                # A hard link: the other path may not be a swap file.
                 raise AioError(
                     f"the file has mode {stat.S_IMODE(status.st_mode):04o} and another name "
                     "elsewhere, whose rights are not changed here: remove it, or chmod 600 it",
@@ -324,10 +324,10 @@ class SwapFile:
         try:
             Owner.this().leave_word(sidecar)
         except OSError as error:
-            # On a full drive the lock does without a sidecar, which is for people only.
+            # On a full drive the lock works without the owner file, which is only for messages.
             if error.errno not in _NO_ROOM:
                 raise
-        # Unlike the contents, the name lies in the directory, which has to be flushed for itself.
+        # The file's name is durable only after an fsync of its directory.
         folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(folder)
@@ -335,8 +335,8 @@ class SwapFile:
             os.close(folder)
 
     def _go_direct(self, in_memory: str, direct: bool) -> None:
-        """Give an open named file O_DIRECT, tried on a nameless neighbour: its own contents are not
-        to be touched.
+        """Set O_DIRECT on an open named file. The trial writes to a new unnamed file, since this
+        file's contents must not change.
         """
         if in_memory or not direct:
             self.direct_reason = (
@@ -344,24 +344,22 @@ class SwapFile:
             )
             return
         try:
-            # On a file of its own: trying writes a block.
+            # The trial writes a block.
             with SwapFile.create(self.directory) as neighbour:
                 self.direct_reason = neighbour.direct_reason
         except SwapFullError:
-            # A full drive's file is still to be read, and reading it is tried below.
+            # On a full drive only reading is tried, below.
             pass
         if not self.direct_reason:
             set_buffered(self.fd, False)
-            # Read only: this file has contents that must stay.
+            # Without a write: this file's contents must not change.
             self.direct_reason = direct_refusal(self.fd, write=False)
             if self.direct_reason:
                 set_buffered(self.fd, True)
                 self._tell_buffered()
 
     def _try_direct(self, fd: int) -> None:
-        """Find out whether O_DIRECT works on this new, empty file, and do without where it does
-        not.
-        """
+        """Try O_DIRECT on this new, empty file; if it fails, use the page cache."""
         try:
             self.direct_reason = direct_refusal(fd)
             if self.direct_reason:
@@ -378,10 +376,11 @@ class SwapFile:
             )
 
     def grow(self, size_bytes: int) -> None:
-        """Preallocate up to `size_bytes` in all; does nothing if it is that large. Blocks while the
-        file system works.
+        """Preallocate space up to a length of `size_bytes`; no effect if the file is that long.
+        Blocks.
 
-        Raises SwapFullError that says how much is missing; then nothing has changed.
+        Raises SwapFullError, which says how many bytes are missing; AioError. The length is then
+        unchanged.
         """
         if size_bytes <= self.size_bytes:
             return
@@ -390,23 +389,22 @@ class SwapFile:
             os.ftruncate(self.fd, size_bytes)
             self.size_bytes = size_bytes
             return
-        # For the message: how much a failing preallocation got.
+        # To report how much a failed preallocation got.
         before = os.fstat(self.fd).st_blocks
-        # Asked first: a failing preallocation would fill the drive for a moment.
+        # Checked first: a failing preallocation would briefly fill the drive.
         if self.free_bytes() < more:
             raise self._full(more, errno.ENOSPC, 0)
         try:
             os.posix_fallocate(self.fd, self.size_bytes, more)
         except OSError as error:
             got = max(os.fstat(self.fd).st_blocks - before, 0) * 512
-            # A failed preallocation keeps the blocks that it got. A drive that is gone refuses
-            # this, too, and the first error is the one to raise.
+            # Free the blocks that the failed preallocation got. Errors are suppressed, so that they
+            # do not replace the first error.
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, self.size_bytes)
             if error.errno in _NO_ROOM:
                 raise self._full(more, error.errno or 0, got) from error
-            # These two: the file system cannot preallocate. The length is set without room behind
-            # it.
+            # These two: the file system cannot preallocate. Set the length without reserving space.
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise AioError(
                     "preallocation failed",
@@ -428,18 +426,18 @@ class SwapFile:
         self.size_bytes = size_bytes
 
     def shrink(self, size_bytes: int) -> None:
-        """Give back the space past `size_bytes`; does nothing if it is that short. Nothing there
-        may be in use.
+        """Truncate the file to `size_bytes`; no effect if it is that short. The caller does not use
+        the range behind.
         """
         if size_bytes < self.size_bytes:
             os.ftruncate(self.fd, size_bytes)
             self.size_bytes = size_bytes
 
     def punch(self, offset: int, size_bytes: int) -> None:
-        """Give the space of a range inside the file back; its length stays. A later use of the
-        range must `back` it first. The file keeps the space if the file system cannot.
+        """Free the space of a range, without changing the length. Before the range is used again,
+        call `back`. If the file system cannot punch holes, the file keeps the space.
         """
-        # 3: FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE, which needs the other.
+        # 3: FALLOC_FL_PUNCH_HOLE, which requires FALLOC_FL_KEEP_SIZE.
         if _LIBC.fallocate(self.fd, 3, offset, size_bytes) == 0:
             at = bisect_left(self._holes, (offset, 0))
             self._holes.insert(at, (offset, offset + size_bytes))
@@ -447,8 +445,7 @@ class SwapFile:
             _warn_once(f"{self.path}: space that is no longer used stays: {os.strerror(code)}")
 
     def back(self, offset: int, size_bytes: int) -> None:
-        """Give a range inside the file room on the drive again, where some was punched out. Raises
-        SwapFullError."""
+        """Reserve space again for the punched parts of a range. Raises SwapFullError, AioError."""
         end = offset + size_bytes
         at = max(bisect_left(self._holes, (offset, 0)) - 1, 0)
         while at < len(self._holes) and self._holes[at][0] < end:
@@ -456,7 +453,7 @@ class SwapFile:
             if stop <= offset:
                 at += 1
                 continue
-            # Parts of a hole that the range leaves out stay one.
+            # Parts of the hole outside the range remain holes.
             rest = [(start, min(stop, offset)), (max(start, end), stop)]
             self._allocate(max(start, offset), min(stop, end) - max(start, offset))
             self._holes[at : at + 1] = [hole for hole in rest if hole[0] < hole[1]]
@@ -480,16 +477,16 @@ class SwapFile:
             ) from error
 
     def fsync(self) -> None:
-        """Return when what was written is on the drive. Raises DeviceFailedError; and from then on
-        always.
+        """Block until all written data is on the drive. Raises DeviceFailedError, and after one
+        failure always.
 
-        The kernel forgets what it could not write, so a later success would mean nothing.
+        The kernel drops data that it failed to write, so a later success would prove nothing.
         """
         if self._sync_failed is None:
             try:
                 os.fsync(self.fd)
             except OSError as error:
-                # Kept, for every later call to raise.
+                # Stored, so that every later call raises it.
                 self._sync_failed = DeviceFailedError(
                     "what was written may be lost",
                     errno=error.errno or 0,
@@ -500,16 +497,14 @@ class SwapFile:
             raise self._sync_failed
 
     def free_bytes(self) -> int:
-        """Bytes that the file system has left for this user; sys.maxsize where it does not tell."""
+        """Free bytes of the file system for this user; sys.maxsize if it does not report them."""
         space = os.fstatvfs(self.fd)
-        # Some (ramfs, FUSE, network file systems) report no size at all, so that nothing can be
-        # checked in advance.
+        # ramfs, FUSE and network file systems may report no size.
         return space.f_bavail * space.f_frsize if space.f_blocks else sys.maxsize
 
     def _full(self, more: int, code: int, got: int) -> SwapFullError:
         wanted = self.size_bytes + more
-        # EFBIG has two causes: the process's own limit, which the user can raise, or the file
-        # system's.
+        # EFBIG: the process's limit, which the user can raise, or the file system's limit.
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
         advice = "add a directory to Policy.nvme"
         if code == errno.EDQUOT:
@@ -529,8 +524,8 @@ class SwapFile:
             )
         else:
             free = self.free_bytes()
-            # The file system needs some for itself, or somebody else was faster: the free bytes of
-            # now are not those of then.
+            # The file system needs space for metadata, or another process wrote meanwhile: report
+            # the bytes that the preallocation got.
             if free >= more:
                 free = got
             text = (
@@ -547,16 +542,16 @@ class SwapFile:
         )
 
     def close(self) -> None:
-        """Close the file; a nameless one's space is free then. Idempotent. Close the executor
-        first.
+        """Close the file; this frees an unnamed file's space. Idempotent. Close the executor first.
         """
         if self.fd < 0 or self._stays_open:
             return
         if self._sidecar is not None:
-            # Before the lock goes: after it, the sidecar may be that of the next holder.
+            # Before the unlock: afterwards the owner file may be the next holder's.
             with contextlib.suppress(OSError):
                 self._sidecar.unlink()
-            # Closing would not end the lock while a child that was just forked has its copy open.
+            # An explicit unlock: a freshly forked child may still have a copy of the descriptor
+            # open.
             with contextlib.suppress(OSError):
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
         os.close(self.fd)
@@ -565,12 +560,12 @@ class SwapFile:
             self._private.remove()
 
     def keep_open(self) -> None:
-        """Turn `close` into a no-op: requests that the drive still holds use the descriptor."""
-        # The number would be given to the next file opened, and those requests would write into it.
+        """Disable `close`: requests in flight use the descriptor."""
+        # Otherwise the next opened file could get the number, and those requests would write to it.
         self._stays_open = True
 
     def _disown(self) -> None:
-        """Close the copy in a forked child: it must not keep the parent's space or lock."""
+        """In a forked child, close the copy, which would keep the parent's space and lock."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -584,7 +579,7 @@ class SwapFile:
         self.close()
 
     def __del__(self) -> None:
-        # The constructor may have failed before it set `fd`.
+        # `fd` is missing if the constructor failed.
         if getattr(self, "fd", -1) >= 0:
             self.close()
 
@@ -596,7 +591,7 @@ _FILES: weakref.WeakSet[SwapFile] = weakref.WeakSet()
 
 
 def _disown_all() -> None:
-    # A copy: the collector may change the set meanwhile.
+    # A copy: garbage collection may change the set.
     for file in list(_FILES):
         file._disown()
 
@@ -605,8 +600,8 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _check_directory(path: str) -> str:
-    """Raise ValueError unless `path` is a directory to swap in. Returns its file system's type
-    where that is memory.
+    """Raise ValueError unless `path` is a valid swap directory. Returns its file system's type if
+    that is in memory, else "".
     """
     check_link(Path(path))
     if not Path(path).is_dir():
@@ -617,7 +612,7 @@ def _check_directory(path: str) -> str:
     kind = file_system_type(path)
     if kind not in IN_MEMORY:
         return ""
-    # Swapping into memory frees none, so it is refused, not slowed down.
+    # Swapping to memory saves none.
     if os.environ.get("INFINITY_ALLOW_TMPFS") != "1":
         raise ValueError(
             f"swap directory {path!r} is on {kind}, which is memory and saves none; name a "
@@ -627,27 +622,27 @@ def _check_directory(path: str) -> str:
 
 
 def _make_private_directory(path: Path) -> None:
-    """Make a directory of mode 0700, unless it is there. Raises: OSError."""
-    # Another rank of the run may make it at the same moment.
+    """Create a directory of mode 0700 if it is missing. Raises: OSError."""
+    # Another rank may create it at the same time.
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-        # An odd umask may have taken this user's rights away, too.
+        # The umask may have removed this user's permissions.
         if stat.S_IMODE(path.lstat().st_mode) != 0o700:
             path.chmod(0o700)
 
 
 def _check_private(path: Path) -> None:
-    """Raise ValueError for a directory that is not this user's, or that others may enter. Warn
-    where others may put another one in its place.
+    """Raise ValueError for a directory of another user, or accessible to others. Warn if other
+    users may replace it.
     """
     status, name = path.stat(), path.lstat()
-    # Weights lie in plain on the drive: no other user may enter.
+    # The weights are not encrypted: no other user may have access.
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ValueError(
             f"directory {str(path)!r} of a durable swap file must be this user's, mode 0700: "
             "chmod 700 it"
         )
-    # Somebody else's link would choose which of this user's directories is written to.
+    # Another user's link could point to any of this user's directories.
     if stat.S_ISLNK(name.st_mode) and name.st_uid not in (os.geteuid(), 0):
         raise ValueError(
             f"directory {str(path)!r} of a durable swap file is a symbolic link that belongs to "
@@ -661,8 +656,7 @@ def _check_private(path: Path) -> None:
 
 
 def _replaceable(path: Path) -> str:
-    """Say why users other than this one and root may rename a directory or one above it; empty when
-    they may not.
+    """Return why users other than this one and root may rename a directory or an ancestor, or "".
     """
     for above in path.resolve().parents:
         status = above.stat()
@@ -672,7 +666,7 @@ def _replaceable(path: Path) -> str:
             continue
         if status.st_mode & 0o002:
             return f"{str(above)!r} may be written to by everybody"
-        # Groups of one user have the number of that user.
+        # A user's private group has the user's number.
         if status.st_mode & 0o020 and status.st_gid not in (0, status.st_uid):
             return f"{str(above)!r} may be written to by its group (gid {status.st_gid})"
     return ""
@@ -704,39 +698,38 @@ def _cannot_make(path: str, error: OSError) -> AioError:
 
 
 def _open_nameless(path: str, flags: int) -> tuple[int, PrivateDirectory | None]:
-    """Open a nameless file in directory `path`; return it with the directory that must stay, if
-    any.
+    """Open an unnamed file in directory `path`. Returns the descriptor, and a directory to remove
+    on close, if any.
 
-    EINVAL means that `flags` (O_DIRECT) are refused.
+    Raises OSError with EINVAL if the file system refuses `flags` (O_DIRECT).
     """
     try:
-        # O_EXCL: it can never be given a name.
+        # O_EXCL: the file cannot be linked later.
         return os.open(path, _OPEN | os.O_TMPFILE | os.O_EXCL | flags, 0o600), None
     except OSError as error:
         if error.errno not in _NO_TMPFILE:
             raise
-    # With a name after all: in a directory that others cannot enter, and only as long as needed.
+    # Without O_TMPFILE: create a file in a private directory, then remove both names.
     private = PrivateDirectory(path)
     try:
         fd = os.open(private.path, _OPEN | os.O_CREAT | os.O_EXCL | flags, 0o600)
     except BaseException:
         private.remove()
         raise
-    # The open file lives on without its name, unless NFS had to keep it under another one.
+    # The open file remains usable without its name. NFS renames it instead of removing it.
     return fd, None if private.remove() else private
 
 
 def _open_file(path: Path, *, create: bool) -> int:
-    # O_NOFOLLOW: a link placed there by somebody else must not choose the file that is overwritten.
+    # O_NOFOLLOW: another user's symbolic link must not select the file.
     return os.open(path, _OPEN | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
 
 
 # ---- directories that differ by rank ----
 #
 # "/mnt/nvme{local_rank}" is /mnt/nvme0 on the first rank of a node.
-#
-# A pattern is checked when a policy is made, and resolved when a model is offloaded: ranks may not
-# know their number before.
+# A pattern is checked when a policy is created, and resolved when a model is offloaded: the rank
+# may be unknown before.
 
 _RANK_FIELDS = re.compile(r"\{(rank|local_rank)\}")
 
@@ -751,21 +744,21 @@ def check_directory_pattern(path: Path) -> None:
 
 
 def is_directory_pattern(path: Path) -> bool:
-    """Say whether a directory depends on the rank."""
+    """Return whether a directory depends on the rank."""
     return _RANK_FIELDS.search(str(path)) is not None
 
 
 def resolve_directories(paths: Sequence[Path], *, rank: int, local_rank: int) -> tuple[Path, ...]:
-    """Resolve the directories of one rank. A path without a pattern stays as it is; opening it
-    checks it.
+    """Resolve the directories of one rank. A path without a pattern is returned unchanged, and
+    checked on opening.
 
-    Raises: ValueError naming pattern and directory, for one that is missing, and for two that are
-    the same on this rank.
+    Raises: ValueError, naming pattern and directory, if a resolved directory is missing or two are
+    the same.
     """
     numbers = {"rank": rank, "local_rank": local_rank}
     found: list[Path] = []
     for path in paths:
-        # By substitution, not str.format: braces of other meanings were refused before.
+        # Not by str.format: `check_directory_pattern` has refused other braces.
         place = Path(_RANK_FIELDS.sub(lambda field: str(numbers[field[1]]), str(path)))
         if place != path and not place.is_dir():
             what = "is not a directory" if place.exists() else "does not exist"
@@ -773,7 +766,7 @@ def resolve_directories(paths: Sequence[Path], *, rank: int, local_rank: int) ->
                 f"nvme={str(path)!r} is {str(place)!r} on rank {rank} (local rank {local_rank}), "
                 f"which {what}; create it, or give each rank a directory that it has"
             )
-        # Resolved: two names of one directory would make its drive count as two.
+        # By resolved path: a directory with two names would count as two drives.
         earlier = next(
             (index for index, other in enumerate(found) if other.resolve() == place.resolve()), None
         )

@@ -1,9 +1,8 @@
-"""Ownership of named swap files: lock files, private directories, and removal of dead owners'
-files.
+"""Ownership of named swap files: locks, private directories, and removal of dead processes' files.
 
-A lock (flock) ends with its process, however that ends, so a free lock means a dead owner. The JSON
-beside it (host, boot, pid, start time) is for people, and for the one case in which a lock says
-nothing: a network file system seen from another host.
+The kernel releases a lock (flock) with its process, so a free lock means a dead owner. A network
+file system may not show another host's locks; for this case, and for messages, the owner (host,
+boot, pid, start time) is stored as JSON.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ log = logging.getLogger("infinity.aio")
 
 PREFIX = "infinity-swap-"
 _OWNER, _SWAP = "owner.json", "swap"
-# Attempts at making a directory: a process that clears away may take it before it is locked.
+# Attempts to create a directory: another process's `clear_dead` may remove it before it is locked.
 _ATTEMPTS = 20
-# On these a lock of another host may not show, so a free lock proves nothing about its process.
+# On these a lock of another host may not be visible.
 _NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"}
 )
 _OWNER_BYTES_MAX = 4096
 _HOST_CHARACTERS_MAX = 255
-# PF_EXITING of the kernel's task flags, field 9 of /proc/<pid>/stat: set until it is reaped.
+# PF_EXITING of the kernel's task flags, field 9 of /proc/<pid>/stat: set while a process exits.
 _EXITING = 0x4
 
 
 class Life(enum.Enum):
-    """State of a process, as far as this one can see it."""
+    """State of a process, as visible to this process."""
 
     LIVES = "lives"
     ENDS = "ends"
-    """Killed, exiting, or a zombie. Memory goes before files are closed, so locks go late."""
+    """Killed, exiting, or a zombie. The kernel frees its memory first, and its locks last."""
     GONE = "gone"
 
 
@@ -58,19 +57,19 @@ class Owner:
     boot_id: str
     pid: int
     start_time: int
-    """Clock ticks from boot to the start of the process, as /proc/<pid>/stat has them."""
+    """Clock ticks from boot to the start of the process, from /proc/<pid>/stat."""
 
     @classmethod
     def this(cls) -> Owner:
-        """Return this process."""
-        # A pid alone is reused; with its start time and the boot it is one process for ever.
+        """Return the current process."""
+        # Pids are reused; pid, start time and boot together are unique.
         return cls(platform.node(), this_boot(), os.getpid(), start_time_of(os.getpid()))
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
-        """Read the owner at `path`; None where it is missing, cut short or not one."""
+        """Read the owner at `path`; None if the file is missing, truncated or invalid."""
         try:
-            # The file may be cut short by a crash while it was written.
+            # A crash during the write may have truncated the file.
             said = json.loads(_small_file(path))
             found = cls(*(said[field.name] for field in dataclasses.fields(cls)))
             found._check()
@@ -81,7 +80,7 @@ class Owner:
     def _check(self) -> None:
         """Raise ValueError for values that no process has."""
         texts, numbers = (self.host, self.boot_id), (self.pid, self.start_time)
-        # They go into messages, and the pid into a path.
+        # Messages show the texts, and the pid is part of a path.
         if not all(type(text) is str and text.isprintable() for text in texts) or not all(
             type(number) is int and 0 <= number < 1 << 63 for number in numbers
         ):
@@ -90,28 +89,29 @@ class Owner:
             raise ValueError("no name of a host")
 
     def write(self, fd: int) -> None:
-        """Replace what `fd` holds by this owner, as JSON."""
+        """Replace the contents of `fd` by this owner, as JSON."""
         text = json.dumps(dataclasses.asdict(self)).encode()
-        # A shorter owner must not leave the end of a longer one behind.
+        # Truncated first: the old contents may be longer.
         os.ftruncate(fd, 0)
         os.pwrite(fd, text, 0)
 
     def leave_word(self, path: Path) -> None:
-        """Write this owner to `path`, whole or not at all. Only the holder of the lock may."""
-        # One name for all: whoever was killed here held the lock, and the next one takes it over.
+        """Write this owner to `path` atomically. The caller holds the lock."""
+        # A fixed temporary name: only the lock's holder writes it, and replaces the file of a
+        # killed one.
         with replaced(path, 0o600, partial=path.with_name(f"{path.name}.new")) as file:
             self.write(file.fileno())
 
     def life(self) -> Life:
-        """Look the process up. GONE also means one that this process cannot see."""
+        """Return the process's state; GONE also if it is not visible from here."""
         fields = _stat_of(self.pid) if self.boot_id == this_boot() else []
-        # A start time of 0 is a process whose /proc could not be read.
+        # A start time of 0: /proc could not be read.
         if not fields or self.start_time <= 0 or int(fields[19]) != self.start_time:
             return Life.GONE
         return Life.ENDS if _ends(fields) or _is_killed(_status_of(self.pid)) else Life.LIVES
 
     def alive(self) -> bool:
-        """Say whether it is a process that this one can see, and that does not end."""
+        """Return whether the process is visible from here and not ending."""
         return self.life() is Life.LIVES
 
     def __str__(self) -> str:
@@ -119,8 +119,8 @@ class Owner:
 
 
 def _small_file(path: Path) -> bytes:
-    """Read a regular file of a few bytes. Raises: OSError, ValueError for what is none."""
-    # O_NONBLOCK: a FIFO of that name must not hold the reader.
+    """Read a small regular file. Raises: OSError; ValueError for other files."""
+    # O_NONBLOCK: opening a FIFO must not block.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)
@@ -132,14 +132,14 @@ def _small_file(path: Path) -> bytes:
 
 
 def lock(fd: int) -> bool:
-    """Take the file's lock if it is free; it is held until the descriptor, and every copy of it, is
+    """Try to lock the file; returns False if the lock is held. Held until all copies of `fd` are
     closed.
     """
     try:
-        # flock belongs to the open file, so the kernel ends it with the process, however that ends.
+        # flock: the kernel releases it when the process ends for any reason.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # Held by another. Anything else is a fault.
+        # Held by another process; any other error is a fault.
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         raise
@@ -147,15 +147,14 @@ def lock(fd: int) -> bool:
 
 
 class PrivateDirectory:
-    """A directory of mode 0700 below `parent` that belongs to this process, with its locked owner
-    file.
+    """A directory of mode 0700 below `parent`, owned by this process, with a locked owner file.
 
-    For file systems without nameless files. `path`: the name that the swap file may take.
+    For file systems without O_TMPFILE. `path`: the path for the swap file.
     """
 
     def __init__(self, parent: str) -> None:
         for _ in range(_ATTEMPTS):
-            # mkdtemp: mode 0700 from the start, and a name that cannot be guessed.
+            # mkdtemp: created with mode 0700 and an unpredictable name.
             self._folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
             self._fd = self._lock_owner()
             if self._fd >= 0:
@@ -164,15 +163,15 @@ class PrivateDirectory:
         raise OSError(errno.EAGAIN, "other processes keep removing new directories", parent)
 
     def _lock_owner(self) -> int:
-        """Make and lock the owner file; -1 when a process that clears away was faster."""
+        """Create and lock the owner file; -1 if another process's `clear_dead` removed it first."""
         path = self._folder / _OWNER
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             return -1
         try:
-            # Between open and lock a process that clears away may have unlinked it.
-            # Then the lock is on a file that has no name any more, and protects nothing.
+            # `clear_dead` may have unlinked the file before it was locked; such a lock protects
+            # nothing.
             if lock(fd) and os.fstat(fd).st_nlink:
                 Owner.this().write(fd)
                 return fd
@@ -184,21 +183,21 @@ class PrivateDirectory:
         return -1
 
     def remove(self) -> bool:
-        """Remove the names; open files live on. The lock is held as long as the directory exists.
+        """Remove directory and files; open files remain usable. Releases the lock last.
 
-        Returns False where the directory has to stay (NFS renames an open file instead): call it
-        again when the file is closed.
+        Returns False if NFS has renamed an open file instead of removing it: call `remove` again
+        after the file is closed.
         """
         if self._fd < 0:
             return True
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         with contextlib.suppress(FileNotFoundError):
-            # A .nfs* file: NFS renames what is open instead of removing it.
+            # A .nfs* file: NFS renames open files instead of removing them.
             if any(entry.name != _OWNER for entry in self._folder.iterdir()):
                 return False
         self._remove()
-        # Last: the lock is held as long as the directory exists.
+        # The lock must be held while the directory exists.
         os.close(self._fd)
         self._fd = -1
         return True
@@ -210,22 +209,23 @@ class PrivateDirectory:
             self._folder.rmdir()
 
     def disown(self) -> None:
-        """Close the copy in a forked child. The parent keeps the directory and its lock."""
+        """In a forked child, close the inherited descriptor. The parent keeps directory and
+        lock.
+        """
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def clear_dead(parent: str) -> list[str]:
-    """Remove the private directories below `parent` whose owners are dead; returns their names.
+    """Remove the private directories below `parent` whose owners are dead. Returns their names.
 
-    Only directories with our prefix, of this user, mode 0700, with nothing in them but what a
-    PrivateDirectory holds, and whose lock is free. Never fails: a directory that cannot be removed
-    stays, and is logged.
+    Removes only directories with PREFIX, of this user, of mode 0700, with a free lock, and with no
+    other files than those of a PrivateDirectory. Never raises OSError: failures are logged.
     """
     removed = []
     try:
-        # Nothing but our prefix: the directory may be shared with anything.
+        # Only PREFIX: other programs may use the directory.
         names = [entry.name for entry in os.scandir(parent) if entry.name.startswith(PREFIX)]
     except OSError as error:
         log.warning(
@@ -235,19 +235,19 @@ def clear_dead(parent: str) -> list[str]:
     for name in names:
         folder = Path(parent) / name
         try:
-            # Looked at first: those of other users are not to be told of at each start.
+            # Checked first, so that other users' directories cause no warning.
             if _is_private(folder.lstat()) and _clear(folder):
                 removed.append(name)
                 log.info("%s: removed, its owner is dead", folder)
         except OSError as error:
-            # Another process that clears away may have been faster.
+            # Another process may have removed it first.
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
                 log.warning("%s: left by a dead process, and cannot be removed: %s", folder, error)
     return removed
 
 
 def _is_private(status: os.stat_result) -> bool:
-    # Of lstat: a link to another directory is not ours to clear.
+    # `status` is of lstat: symbolic links are not followed.
     return (
         stat.S_ISDIR(status.st_mode)
         and status.st_uid == os.geteuid()
@@ -256,7 +256,7 @@ def _is_private(status: os.stat_result) -> bool:
 
 
 def _clear(folder: Path) -> bool:
-    # By its descriptor from here on: where others may rename, the path may lead elsewhere next.
+    # By descriptor from here on: another user may rename the path.
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         return _is_private(os.fstat(inside)) and _clear_opened(folder, inside)
@@ -269,18 +269,18 @@ def _clear_opened(folder: Path, inside: int) -> bool:
     try:
         fd = os.open(_OWNER, flags, dir_fd=inside)
     except FileNotFoundError:
-        # Its maker died before it wrote anything; a live one that is about to write tries again.
+        # Its creator died before it wrote the owner file; a live creator tries again.
         folder.rmdir()
         return True
     try:
-        # The lock first: without it the owner file may be half written.
+        # Locked first: a live owner may still be writing the file.
         if not lock(fd) or not _dead(Owner.read(folder / _OWNER), folder):
             return False
         if any(name not in (_OWNER, _SWAP) for name in os.listdir(inside)):
-            # .nfs*: an open file that NFS renamed; it goes when its process does.
+            # .nfs*: an open file that NFS renamed, and removes when it is closed.
             return False
         with contextlib.suppress(FileNotFoundError):
-            # The owner file stays until the end: it carries the lock that keeps others out.
+            # The owner file, which has the lock, is removed last.
             os.unlink(_SWAP, dir_fd=inside)
         os.unlink(_OWNER, dir_fd=inside)
         folder.rmdir()
@@ -290,20 +290,20 @@ def _clear_opened(folder: Path, inside: int) -> bool:
 
 
 def _dead(owner: Owner | None, folder: Path) -> bool:
-    """Say whether a free lock means a dead owner."""
-    # Cut short by a crash while it was written, and no process has the lock.
+    """Return whether the owner of a free lock is dead."""
+    # Truncated by a crash, and no process holds the lock.
     if owner is None:
         return True
-    # Same boot: the process can be looked up, whatever the lock says.
+    # Same boot: the process can be looked up.
     if owner.boot_id == this_boot():
         return not owner.alive()
-    # Another boot of this host is over. Another host is alive somewhere only if it can reach this
+    # An earlier boot of this host is over. A process on another host can only be alive on a network
     # file system.
     return owner.host == platform.node() or file_system_type(folder) not in _NETWORK
 
 
 def this_boot() -> str:
-    """Return the kernel's name of this boot; empty where it has none."""
+    """Return the kernel's id of this boot, or ""."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -317,19 +317,18 @@ def start_time_of(pid: int) -> int:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the third on, which is the state; none where it
-    cannot be read.
+    """Return the fields of /proc/<pid>/stat from the third (the state) on; [] if it cannot be read.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    # The name in parentheses may hold blanks.
+    # The name in parentheses may contain spaces.
     return text.rpartition(")")[2].split()
 
 
 def _ends(fields: list[str]) -> bool:
-    """Say whether these fields are those of a zombie, or of a process that frees its memory."""
+    """Return whether these /proc/<pid>/stat fields are of a zombie or an exiting process."""
     return fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)
 
 
@@ -341,8 +340,8 @@ def _status_of(pid: int) -> str:
 
 
 def _is_killed(status: str) -> bool:
-    """Say whether a process with this /proc/<pid>/status has a SIGKILL that it has not obeyed yet,
-    as in a system call that nothing interrupts.
+    """Return whether /proc/<pid>/status shows a pending SIGKILL (in an uninterruptible
+    system call).
     """
     masks = (
         int(line.split()[1], 16)

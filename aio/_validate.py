@@ -1,4 +1,4 @@
-"""Checks of records and options before C sees them, and the sentences for faults that C reports."""
+"""Checks of records and options before C uses them, and error messages for faults of C."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from infinity.errors import (
 FAULT_DEVICE = 8
 OP_NAMES = {0: "read", 1: "write", -1: ""}
 
-#: Mistakes in a job, by the numbers of native/executor/submit.c.
+#: Error number of native/executor/submit.c -> message about a job.
 JOB_WRONG = {
     1: "names a chunk that is not defined",
     2: "has an unknown kind",
@@ -59,24 +59,24 @@ _EARLIER = {
     ),
 }
 
-#: `verify`: the choice of pieces to be compared with their checksums. "sample": one of 16, others
-#: each time.
+#: `verify`: which pieces are compared with their checksums. "sample": one piece of 16, in rotation.
 VERIFY = ("full", "sample", "off")
 
 
 BYTES_MAX = 1 << 60
-"""The most that a size or an offset of a chunk may be (INF_BYTES_MAX): sums of a few of them do not
-overflow in 64 bits."""
+"""Maximum of a size or an offset of a chunk (INF_BYTES_MAX), so that sums of a few do not overflow
+64 bits.
+"""
 
 _ITEMSIZE_MAX = 16
 _SIZES = ("numel", "run_bytes", "file_offset", "other_offset", "other_bytes", "grad_offset")
 
 
 def section_bytes(chunk: Any, section: int, numel: int | None = None) -> int:
-    """Bytes of a section's first `numel` elements (None: all of the chunk); a begun item counts
-    whole.
+    """Bytes of a section's first `numel` elements (None: all of the chunk), rounded up to whole
+    items.
     """
-    # 0 stands for 1 in CHUNK["group_numel"].
+    # 0 means 1 in CHUNK["group_numel"].
     group = max(int(chunk["group_numel"][section]), 1)
     return -(-(int(chunk["numel"]) if numel is None else numel) // group) * int(
         chunk["itemsize"][section]
@@ -101,14 +101,14 @@ class FaultRecord:
     key: int = 0
     chunk: int = -1
     earlier: int = 0
-    """0: this job's own; 1: of an earlier job, which left the chunk invalid; 2: refused, because
-    the drive is marked.
+    """0: of this job; 1: of an earlier job, which left the chunk invalid; 2: refused, because the
+    drive is marked.
     """
     section: int = -1
     piece: int = -1
 
     def to_error(self, paths: Sequence[str]) -> AioError:
-        """Build the typed error."""
+        """Return the typed error."""
         path = paths[self.drive] if 0 <= self.drive < len(paths) else "memory"
         of = f"chunk {self.chunk} (key {self.key:#x})"
         kinds: dict[int, tuple[type[AioError], str]] = {
@@ -138,7 +138,7 @@ class FaultRecord:
                 f"code is {self.error})"
             )
         message += _EARLIER[self.earlier]
-        # No transfer was at fault, so there is no path and no range to name.
+        # No transfer failed, so the error has no path and range.
         if self.kind in (FAULT_CLOSED, FAULT_PLAN, FAULT_CANCELLED):
             return error_type(message, errno=self.error)
         return error_type(
@@ -166,7 +166,7 @@ def check_options(
     """Raise ValueError for options that no executor can run with."""
     if verify not in VERIFY:
         raise ValueError(f"verify={verify!r}: must be one of {', '.join(VERIFY)}")
-    # What a null drive "reads" does not have the checksum that was written.
+    # Data "read" from a null drive does not match its checksum.
     if null and verify != "off":
         raise ValueError(f"Seam(null={null}) moves nothing: use verify='off'")
     if workers < 1 or threads_per_drive < 1:
@@ -197,19 +197,19 @@ def check_pools(small: records.PoolSpec, large: records.PoolSpec) -> None:
 def as_records(
     array: npt.NDArray[Any] | None, dtype: np.dtype[Any], what: str
 ) -> npt.NDArray[np.void]:
-    """Return `array` as a contiguous one-dimensional array of `dtype`. Raises ValueError for
-    another dtype.
+    """Return `array` contiguous; None: an empty array. Raises ValueError for another dtype or
+    shape.
     """
     if array is None:
         return np.zeros(0, dtype=dtype)
     if array.dtype != dtype or array.ndim != 1:
         raise ValueError(f"{what} must be a one-dimensional array of infinity.aio.{what.upper()}")
-    # C reads the records in place, one after the other.
+    # C reads the records in place.
     return np.ascontiguousarray(array)
 
 
 def _chunk_wrong(chunk: Any, drive_count: int) -> str:
-    """Say what is wrong with one CHUNK record; empty when nothing is."""
+    """Return what is wrong with a CHUNK record, or ""."""
     count = int(chunk["section_count"])
     if not 1 <= count <= records.SECTION_MAX:
         return f"has {count} sections"
@@ -228,7 +228,7 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
                 f"has {chunk['numel']} elements of {itemsize} bytes at {at} in section {section}, "
                 "past 2^60"
             )
-        # A section without a place in the run is resident in RAM.
+        # Not in the run: resident in RAM.
         if at < 0:
             if chunk["section_ptr"][section] == 0:
                 return (
@@ -241,7 +241,7 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
                 f"has section {section} at {at}, which is not 4096-aligned or overlaps the one "
                 "before"
             )
-        # Sections come in order, so one bound tells whether two overlap.
+        # Sections ascend, so comparing with the previous end finds overlaps.
         end_before = at + align_up(section_bytes(chunk, section))
     on_drive = sum(1 << s for s in range(count) if chunk["section_at"][s] >= 0)
     zeros = int(chunk["zeros"] | chunk["other_zeros"])
@@ -259,7 +259,7 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
 
 
 def _second_place_wrong(chunk: Any, drive_count: int) -> str:
-    """Say what is wrong with the second place of a versioned CHUNK record."""
+    """Return what is wrong with the second place of a versioned CHUNK record, or ""."""
     end = grad = 0
     for section in range(int(chunk["section_count"])):
         if chunk["section_at"][section] < 0:
@@ -297,9 +297,9 @@ def _second_place_wrong(chunk: Any, drive_count: int) -> str:
 
 
 def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArray[np.bool_]:
-    """Run `_chunk_wrong` on all at once: a 100B-parameter model has 250,000 chunks."""
+    """Vectorized `_chunk_wrong`: a 100B-parameter model has 250,000 chunks."""
     count, numel = chunks["section_count"], chunks["numel"]
-    # Vectorized: one pass of numpy over all chunks. `_chunk_wrong` then says it in words.
+    # `check_chunks` gets the message from `_chunk_wrong`.
     wrong = (count < 1) | (count > records.SECTION_MAX) | (numel < 1) | (chunks["piece_numel"] < 1)
     for name in _SIZES:
         wrong |= (chunks[name] > BYTES_MAX) | (chunks[name] < -BYTES_MAX)
@@ -311,7 +311,7 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
         in_run = used & (at >= 0)
         group = chunks["group_numel"][:, section]
         wrong |= used & ((itemsize < 1) | (itemsize > _ITEMSIZE_MAX) | (group < 0))
-        # Divided: the product of the two may be past 64 bits, and wrap to one that fits the run.
+        # By division: the product may overflow 64 bits.
         wrong |= used & (numel > BYTES_MAX // np.maximum(itemsize.astype(np.int64), 1))
         wrong |= in_run & (at > BYTES_MAX)
         wrong |= used & (at < 0) & (chunks["section_ptr"][:, section] == 0)
@@ -326,8 +326,7 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
     wrong |= end > chunks["run_bytes"]
     wrong |= placed & ((offset < 0) | (offset % records.ALIGNMENT_BYTES != 0))
     wrong |= placed & ((drive < 0) | (drive >= drive_count))
-    # Few chunks are versioned, so these are checked one by one; sections of those that are wrong
-    # may be none.
+    # Checked one by one, since few chunks are versioned; wrong ones may have no valid sections.
     versioned = np.flatnonzero(
         ((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1)) & ~wrong
     )
@@ -344,7 +343,7 @@ def check_chunks(chunks: npt.NDArray[np.void], drive_count: int) -> None:
     for index in suspects:
         chunk = chunks[index]
         wrong = _chunk_wrong(chunk, drive_count)
-        # Both checks must agree, or an error would have no words.
+        # Both checks must agree, or the error would have no message.
         assert wrong, f"the two checks disagree on {chunk}"
         raise ValueError(f"chunk {index} (key {int(chunk['key']):#x}) {wrong}")
 
@@ -362,7 +361,7 @@ RELOCATES_COMMITTED = "cannot relocate: the second place of a chunk is the commi
 
 
 def versions_refused(what: str, *, irrevocable: bool) -> str:
-    """Say why `commit`, `rollback`, `exchange` or `relocate` (`what`) is refused."""
+    """Return the message for a refused `commit`, `rollback`, `exchange` or `relocate` (`what`)."""
     if irrevocable and what == "exchange":
         return (
             "cannot exchange: a chunk is not committed, or has no second place on a drive alone "
@@ -375,10 +374,10 @@ def versions_refused(what: str, *, irrevocable: bool) -> str:
 
 
 def is_versioned(chunk: Any) -> bool:
-    """Say whether a CHUNK record has a second place."""
+    """Return whether a CHUNK record has a second place."""
     return bool(chunk["other_bytes"] > 0 or chunk["other_ptr"].any())
 
 
 def grad_section(chunk: Any) -> int:
-    """Index of the section of spilled gradients of a CHUNK record; -1: there is none."""
+    """Index of a CHUNK record's section of spilled gradients; -1: none."""
     return int(chunk["section_count"]) - 1 if int(chunk["format"]) >> 24 else -1

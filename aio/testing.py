@@ -1,9 +1,9 @@
 """Faults and slow drives for tests: `open_executor(..., seam=Seam(fault=Fault("read", nth=3)))`.
 
-io_uring makes no libc calls that a mock could intercept, so tests go in by this seam, which delays
-and reorders completions, fails a chosen request, slows a drive down, or takes it away (`null`).
-`Executor.set_seam` changes it in an executor that runs. `Seam` has the settings;
-native/executor/drive.c (`seam_inject`) and native/rings/null.c carry them out.
+io_uring makes no libc calls that a mock could intercept, so the executor has a fault injector,
+which delays and reorders completions, fails a chosen request, slows a drive down, or replaces it by
+a null drive (`null`). `Seam` has its settings, and `Executor.set_seam` replaces them in a running
+executor; native/executor/drive.c (`seam_inject`) and native/rings/null.c implement them.
 """
 
 from __future__ import annotations
@@ -14,31 +14,30 @@ from dataclasses import dataclass
 __all__ = ["Fault", "Seam"]
 
 NULL_BATCH_MAX = 64
-"""Requests that a null drive completes together at most: INF_NULL_BATCH_MAX of
-native/executor/executor.cdef.h."""
+"""Maximum requests that a null drive completes together: INF_NULL_BATCH_MAX of
+native/executor/executor.cdef.h.
+"""
 
 
 KINDS = ("errno", "short", "zero", "bitflip", "stale", "misdirected", "late")
-"""Kinds of faults, in the order of INF_SEAM_* of native/executor/executor.h, which begins at 1."""
+"""Kinds of faults, in the order of INF_SEAM_* of native/executor/executor.h, from 1 on."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Injected fault (tests): of the `nth` request (from 0) of `op`, and of all later ones if
+    """Injected fault of the `nth` request (from 0) of `op`, and of all later ones if `persistent`.
+
+    kind: "errno" (the request fails with `errno` and nothing is transferred), "short" (half of the
+    bytes are transferred), "zero" (the request returns 0), "bitflip" (one bit of the data read or
+    written is flipped), "stale" (the request reports success, but transfers nothing), "misdirected"
+    (the next range of the same length in the file is read or overwritten instead; at the end of the
+    file the previous one), "late" (the result is delayed by `late_s` seconds).
+
+    lasting: the job's recovery fails, too: its second read, or its write to a reserved extent.
+
+    drive, start, stop: only requests of this drive that overlap bytes [start, stop) of one of its
+    files count and fail; None: any drive, the file's end. To simulate a bad block, set
     `persistent`.
-
-    kind: "errno" (the request fails with `errno` and nothing is transferred), "short" (half of it
-    is transferred), "zero" (the request returns 0), "bitflip" (one bit of what was read, or of what
-    is written, is flipped), "stale" (it is reported as done, and nothing is transferred: what was
-    there before stays, on the drive or in memory), "misdirected" (the range behind it in its file,
-    of the same length, is read or overwritten instead; at the end of the file the one before it),
-    "late" (the result comes `late_s` seconds later).
-
-    lasting: what the same job does to make up for it fails, too: it reads again, or writes to a
-    reserved extent.
-
-    drive, start, stop: only requests of this drive, and that meet bytes [start, stop) of any of its
-    files, count and fail. A bad block is `persistent`, from the first such request on.
     """
 
     op: str
@@ -71,16 +70,18 @@ class Fault:
 
 @dataclass(frozen=True)
 class Seam:
-    """Changes to an executor for tests and simulations: delays, reordering, faults, a slower drive.
+    """Settings of the fault injector, for tests and simulations: delays, reordering, faults,
+    speeds.
 
-    `delay_us_max`: every completion is held back by a random time up to this (so they also come out
-    of order), from `seed`. `read_bytes_per_s`, `write_bytes_per_s`: speed of each drive, one number
-    for all or a tuple with one for each; reads and writes share a drive's time (0: as it is).
+    `delay_us_max`: every completion is delayed by a random time up to this (so completions are
+    reordered), drawn from `seed`. `read_bytes_per_s`, `write_bytes_per_s`: throttle of the drives,
+    one number for all or a tuple with one per drive (0: none); reads and writes share a drive's
+    time.
 
-    `null`: all drives are null drives, which complete up to so many requests (1 to 64) together, at
-    once, and move nothing: reads leave slots as they are, so verify="off". Their files may be
-    sparse, of any size (`SwapFile.sparse`). 0: real drives. `null_computes`: workers copy and
-    update one of their chunks in so many (by its id), and pass the others on as they are. 0: none.
+    `null`: all drives are null drives, which complete up to this many requests (1 to 64) together,
+    immediately, without moving data: reads leave slots unchanged, so use verify="off". Their files
+    may be sparse, of any size (`SwapFile.sparse`). 0: real drives. `null_computes` = n: with null
+    drives, workers compute one chunk of n (by its id) and skip the others; 0: none.
 
     Raises: ValueError for numbers out of range.
     """
@@ -103,8 +104,8 @@ class Seam:
             )
 
     def throttle(self, drive: int) -> tuple[float, float]:
-        """(read, write) bytes per second of one drive, 0 for as it is."""
+        """(read, write) bytes per second of one drive; 0: not throttled."""
         pair = (self.read_bytes_per_s, self.write_bytes_per_s)
-        # One number serves all drives.
+        # A number applies to all drives.
         read, write = (value[drive] if isinstance(value, tuple) else value for value in pair)
         return read, write
