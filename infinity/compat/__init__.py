@@ -1,1 +1,1 @@
-"""Doors for scripts that were written for other libraries. This module imports nothing."""
+"""Adapters for scripts that were written for other libraries. This module imports nothing."""

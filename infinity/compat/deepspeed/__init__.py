@@ -1,11 +1,11 @@
-"""DeepSpeed's door: its configuration and its calls, over the engine.
+"""DeepSpeed-compatible API: DeepSpeed's configuration and calls, implemented on infinity's engine.
 
     from infinity.compat import deepspeed                 # in place of `import deepspeed`
     engine, optimizer, loader, schedule = deepspeed.initialize(model=model, config="ds.json", ...)
 
-`install()` puts these modules in the place of the import `deepspeed` for this process, on request
-only; `python -m infinity.compat.deepspeed [torchrun options] train.py ...` does that in every rank
-of an unchanged script.
+After `install()`, `import deepspeed` imports these modules in this process; nothing else calls it.
+`python -m infinity.compat.deepspeed [torchrun options] train.py ...` calls it on every rank and
+runs an unchanged script.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`python -m infinity.compat.deepspeed [torchrun options] train.py ...`: an unchanged script of
-DeepSpeed, over the engine, started as by torchrun.
+"""`python -m infinity.compat.deepspeed [torchrun options] train.py ...`: runs an unchanged
+DeepSpeed script on infinity's engine. torchrun starts the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     if parsed.no_python:
         raise SystemExit("--no-python: the stand-in is installed in Python; name a script")
     script = [parsed.training_script, *parsed.training_script_args]
-    # Options are what stands before the script, but for the kind of script that it is.
+    # All before the script are torchrun's options, but -m and --module: the worker gets the kind.
     options = [
         each for each in arguments[: len(arguments) - len(script)] if each not in ("-m", "--module")
     ]

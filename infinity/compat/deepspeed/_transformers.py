@@ -1,21 +1,21 @@
-"""`from_pretrained` of transformers under ZeRO-3: parameters are mapped from files.
+"""`from_pretrained` of transformers under ZeRO-3: parameters are mapped from checkpoint files.
 
 transformers builds such a model under `zero.Init`, merges all files on rank 0, and copies tensor
-by tensor into the parameters of all ranks. Here each rank maps the files, and the memory of a
-parameter is its place in them:
+by tensor into the parameters of all ranks. Here each rank maps the files:
 
-    from_pretrained            zero.Init notes parameters, and gives them no values
-    _load_pretrained_model     a tensor of a file becomes the parameter's memory, as it is; one that
-                               is fused, or of another dtype, is made alone, and goes to a file on
-                               the drive where parameters rest on one
-    _finalize_model_loading    transformers' own: what no file has is initialised (rank 0's values)
+    from_pretrained            zero.Init registers parameters without values
+    _load_pretrained_model     a stored tensor that needs no conversion is mapped directly. A fused
+                               or cast tensor is materialized on its own; with parameters on NVMe it
+                               is written to zero.Init's backing file
+    _finalize_model_loading    unchanged: transformers initialises parameters that no file has, with
+                               rank 0's values
 
-So a model is never in RAM as a whole, and is yet an ordinary model on the CPU: adapters are added
-to it, embeddings resized, and values read and written, with `GatheredParameters` or without. A
-write changes the memory of this process, and no file. `initialize` reads it unit by unit.
+So the whole model is never in RAM. It is still an ordinary CPU model: a script can add adapters,
+resize embeddings, and read and write values, with `GatheredParameters` or without. A write changes
+this process's memory and no checkpoint file. `initialize` reads the model unit by unit.
 
-Other checkpoints (`.bin`, a state dict in memory) take transformers' own way, into memory of
-`zero.Init`.
+Other checkpoints (`.bin`, a state dict in memory) are loaded by transformers, into memory that
+`zero.Init` allocates.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ log = logging.getLogger("infinity")
 _TESTED = "5.23.0"
 
 _WHOLE: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models that `from_pretrained` has loaded before there was a configuration of ZeRO-3."""
+"""Models that `from_pretrained` loaded while transformers knew no ZeRO-3 configuration."""
 
 
 def adapt(modeling: Any) -> None:
-    """Put the two methods of `PreTrainedModel` in place that load under ZeRO-3 as above.
+    """Patch `PreTrainedModel.from_pretrained` and `_load_pretrained_model` as described above.
 
-    modeling: the module transformers.modeling_utils. Raises: ImportError for a release without the
-    methods.
+    modeling: the module transformers.modeling_utils. Raises: ImportError for a release of
+    transformers without these methods.
     """
     model_class = modeling.PreTrainedModel
     check_methods(model_class, ("_load_pretrained_model",), "transformers", _TESTED)
@@ -57,7 +57,7 @@ def adapt(modeling: Any) -> None:
             with reserving():
                 return own_from(cls, *args, **kwargs)
         loaded = own_from(cls, *args, **kwargs)
-        # With output_loading_info=True it is a pair.
+        # With output_loading_info=True, from_pretrained returns a pair.
         _WHOLE.add(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 
@@ -79,8 +79,7 @@ def adapt(modeling: Any) -> None:
 
 
 def warn_of_whole(model: torch.nn.Module) -> None:
-    """Warn of a model that was loaded before there was a configuration of ZeRO-3: it is in the RAM
-    of each rank as a whole.
+    """Warn if the model was loaded before ZeRO-3 was configured: each rank holds it whole in RAM.
     """
     for module in model.modules():
         if module in _WHOLE:
@@ -99,8 +98,8 @@ def _all_safetensors(files: Sequence[str] | None) -> bool:
 
 
 def _map(modeling: Any, model: Any, files: Sequence[str], load_config: Any) -> Any:
-    """Give the parameters and buffers of a model their values in the files. Returns what
-    transformers reports."""
+    """Load a model's parameters and buffers from safetensors files. Returns the LoadStateDictInfo
+    that transformers' own loader returns."""
     from transformers.integrations.deepspeed import _apply_weight_conversions_to_state_dict
 
     tensors: dict[str, torch.Tensor] = {}
@@ -116,7 +115,7 @@ def _map(modeling: Any, model: Any, files: Sequence[str], load_config: Any) -> A
     held = model.state_dict(keep_vars=True)
     _plan_dtypes(held, load_config.dtype_plan)
     missing, mismatched = set(held), set()
-    # Those that are fused come one group at a time, and all others last.
+    # transformers yields each group of fused tensors alone, and all other tensors last.
     for group in _apply_weight_conversions_to_state_dict(model, tensors, mapping):
         for name, value in group.items():
             prefixed = f"{model.base_model_prefix}.{name}"
@@ -130,7 +129,7 @@ def _map(modeling: Any, model: Any, files: Sequence[str], load_config: Any) -> A
                 continue
             _give(target, value, mapped=_memory_of(value) in in_files)
     if mapping:
-        # As transformers: a save reverts them.
+        # As transformers does: save_pretrained uses this to undo the conversions.
         model._weight_conversions = mapping
     _make_room(model, held, missing | {name for name, *_ in mismatched})
     return modeling.LoadStateDictInfo(
@@ -140,7 +139,7 @@ def _map(modeling: Any, model: Any, files: Sequence[str], load_config: Any) -> A
 
 
 def _plan_dtypes(held: dict[str, torch.Tensor], plan: dict[str, torch.dtype]) -> None:
-    """Give tensors that transformers keeps in fp32 that dtype; they have no values yet."""
+    """Reallocate tensors, still without values, in the dtypes that transformers plans for them."""
     from transformers.core_model_loading import build_glob_alternation
 
     if not plan:
@@ -157,8 +156,8 @@ def _memory_of(tensor: torch.Tensor) -> int:
 
 
 def _give(target: torch.Tensor, value: torch.Tensor, *, mapped: bool) -> None:
-    """Set a parameter, or a buffer. mapped: whether the value's memory is a file's."""
-    # Else transformers initialises it anew.
+    """Set a parameter or a buffer. mapped: whether `value` is mapped from a checkpoint file."""
+    # Without this mark transformers would initialise it again.
     target._is_hf_initialized = True  # type: ignore[attr-defined]
     if isinstance(target, torch.nn.Parameter):
         set_values(target, value, mapped=mapped)
@@ -168,7 +167,8 @@ def _give(target: torch.Tensor, value: torch.Tensor, *, mapped: bool) -> None:
 
 
 def _make_room(model: Any, held: dict[str, torch.Tensor], names: Iterable[str]) -> None:
-    """Give parameters that are to be initialised memory for it; tied ones get another's."""
+    """Allocate memory for parameters that transformers will initialise. Tied ones are skipped: they
+    will share their source's memory."""
     tied = getattr(model, "all_tied_weights_keys", {})
     for name in sorted(names):
         target = held[name]

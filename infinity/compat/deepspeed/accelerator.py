@@ -1,6 +1,6 @@
-"""The device that computes, as scripts ask for it: `get_accelerator()`.
+"""`get_accelerator()`: DeepSpeed's interface to the compute device.
 
-A GPU where torch sees one, else the CPU; DS_ACCELERATOR=cpu or cuda chooses.
+The device is a GPU if torch sees one, else the CPU; DS_ACCELERATOR=cpu or cuda overrides that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
-"""The function for a GPU, and the one for the CPU."""
+"""The implementation for a GPU, and that for the CPU."""
 
 
 def _constant(value: Any) -> Callable[[], Any]:
@@ -24,7 +24,7 @@ def _constant(value: Any) -> Callable[[], Any]:
 
 
 def _nothing(*_args: Any, **_settings: Any) -> None:
-    """The CPU has no cache, stream or peak."""
+    """Do nothing: the CPU has no cache, stream or memory peak to act on."""
 
 
 def _resident_bytes(_index: Any) -> int:
@@ -46,7 +46,7 @@ _CALLS: dict[str, Functions] = {
     "current_device": (torch.cuda.current_device, _constant("cpu")),
     "current_device_name": (lambda: f"cuda:{torch.cuda.current_device()}", _constant("cpu")),
     "set_device": (torch.cuda.set_device, _nothing),
-    # The CPU counts as one device for each rank that the launcher has started on this node.
+    # On the CPU: one device for each rank that the launcher started on this node.
     "device_count": (torch.cuda.device_count, _local_ranks),
     "is_available": (torch.cuda.is_available, _TRUE),
     "is_bf16_supported": (torch.cuda.is_bf16_supported, _TRUE),
@@ -82,17 +82,17 @@ _CALLS_OF_DEVICE: dict[str, Functions] = {
         lambda _index: int(psutil.virtual_memory().available),
     ),
     "get_rng_state": (
-        # torch.cuda takes "cuda", and not None, for the current device.
+        # torch.cuda names the current device "cuda" and refuses None.
         lambda index: torch.cuda.get_rng_state("cuda" if index is None else index),
         lambda _index: torch.get_rng_state(),
     ),
 }
-"""Functions of one optional argument, `device_index`."""
+"""Functions whose one argument, `device_index`, is optional."""
 
 
 class Accelerator:
-    """A kind of device: "cpu" or "cuda". Its attributes are the functions of the two tables, and
-    those of torch's module of the kind (`torch.cuda`, `torch.cpu`).
+    """A kind of device: "cpu" or "cuda". Attributes resolve to the functions of the two tables, and
+    then to torch's module of that kind (`torch.cuda`, `torch.cpu`).
     """
 
     def __init__(self, kind: str) -> None:
@@ -115,7 +115,7 @@ class Accelerator:
         return f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """Return the device of an index, the current one by default."""
+        """Return the torch.device of an index; by default the current device."""
         index = self.current_device() if device_index is None else device_index
         return torch.device(self.device_name(index))
 
@@ -141,8 +141,7 @@ class Accelerator:
             torch.cuda.empty_cache()
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return the tensor in pinned memory; as it is where the CPU computes. align_bytes: torch
-        aligns to more.
+        """Return the tensor in pinned memory; on the CPU, the tensor itself. align_bytes: ignored.
         """
         del align_bytes
         return tensor.pin_memory() if self._name == "cuda" else tensor
@@ -157,8 +156,8 @@ class Accelerator:
 
 @functools.cache
 def get_accelerator() -> Accelerator:
-    """Return the device that computes. Raises: DeepSpeedRefusal for a DS_ACCELERATOR that is
-    neither "cpu" nor "cuda".
+    """Return the compute device. Raises: DeepSpeedRefusal if DS_ACCELERATOR is neither "cpu" nor
+    "cuda".
     """
     wanted = os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu")
     if wanted not in ("cpu", "cuda"):
@@ -167,5 +166,5 @@ def get_accelerator() -> Accelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Return True: `get_accelerator` gives no other."""
+    """Return True: `get_accelerator` returns supported devices only."""
     return True

@@ -1,10 +1,10 @@
-"""Backwards that a script runs itself: `loss.backward()` without `engine.backward`.
+"""Support for scripts that call `loss.backward()` without `engine.backward`.
 
 The engine's forward returns a view of each output. A hook on the view divides its gradient by the
-number of micro-batches of a step, as `engine.backward` divides the loss; and raises where the loss
-had to be scaled and was not. An output of which another one was computed (logits, and their loss)
-takes no part of the other's gradient twice, since the model computed with the tensor itself.
-Inside of `engine.backward` the hooks let gradients pass.
+number of micro-batches of a step, as `engine.backward` divides the loss. It raises if the loss
+should have been scaled and was not. Where the model computes one output from another (a loss from
+logits), no gradient is divided twice: the model used the original tensor, which has no hook.
+Inside `engine.backward` the hooks leave gradients unchanged.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _NO_TASK = -1
 class OutputHooks:
     """Hooks on the outputs of one engine's forwards.
 
-    divisor: the micro-batches of a step. needs_scale: whether a loss has to be scaled.
+    divisor: returns the micro-batches of a step. needs_scale: whether a loss must be scaled.
     """
 
     def __init__(self, divisor: Callable[[], int], needs_scale: Callable[[], bool]) -> None:
         self._divisor, self._needs_scale = divisor, needs_scale
         self._inside = False
-        # By its number: one that raised ends without a call here.
+        # Id of the autograd graph task that began at a scaled loss. An id and not a flag: nothing
+        # would reset a flag after a backward that raised.
         self._scaled_task = _NO_TASK
 
     def attach(self, outputs: Any) -> Any:
-        """Return the outputs with a view that has a hook in place of each tensor that autograd
-        reaches."""
+        """Return the outputs, each tensor that has a grad_fn replaced by a view with a hook."""
         if not torch.is_grad_enabled() or (self._divisor() == 1 and not self._needs_scale()):
             return outputs
         return _mapped(outputs, self._viewed)
@@ -49,7 +49,7 @@ class OutputHooks:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Enter `engine.backward`."""
+        """Enter a context in which the hooks leave gradients unchanged."""
         self._inside = True
         try:
             yield
@@ -57,7 +57,7 @@ class OutputHooks:
             self._inside = False
 
     def note_scaled(self, loss: torch.Tensor) -> None:
-        """Note a loss that `engine.scale` has scaled: the backward that begins at it may pass."""
+        """Accept the backward that begins at `loss`, which `engine.scale` has scaled."""
         loss.register_hook(self._begin_scaled)
 
     def _begin_scaled(self, _: torch.Tensor) -> None:
@@ -76,13 +76,13 @@ class OutputHooks:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with its tensors changed: those in containers and in dataclasses, which are
-    copied."""
+    """Apply `change` to each tensor of a value. Containers and dataclasses are copied, not changed.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
         items = [_mapped(each, change) for each in value]
-        # Named tuples take their fields one by one.
+        # A named tuple's constructor expects separate arguments.
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         copied = copy.copy(value)

@@ -1,7 +1,7 @@
-"""`deepspeed.checkpointing`: activation checkpointing, by torch's.
+"""`deepspeed.checkpointing`: activation checkpointing, implemented by torch.utils.checkpoint.
 
-The policy says on which tier the inputs of checkpointed blocks wait (`activation_checkpointing` in
-the configuration, or `inf.Policy(activations=)`).
+The policy sets the tier that stores the inputs of checkpointed blocks (`activation_checkpointing`
+in the configuration, or `inf.Policy(activations=)`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _configured = False
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function without keeping its activations; backward runs it again. Random numbers are
-    the same both times.
+    """Run a function without saving its activations; backward runs it again, with the same random
+    numbers.
     """
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
 
@@ -36,9 +36,9 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Take settings of activation checkpointing. Raises: DeepSpeedRefusal for
-    partition_activations, of ranks that share a layer, and checkpoint_in_cpu, which is the
-    configuration's.
+    """Accept DeepSpeed's settings of activation checkpointing; none has an effect. Raises:
+    DeepSpeedRefusal for partition_activations (no ranks share a layer) and for checkpoint_in_cpu,
+    which must be set in the configuration.
     """
     global _configured
     if partition_activations:
@@ -66,17 +66,17 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: no buffers are kept from step to step."""
+    """Do nothing: no buffers outlive a step."""
 
 
 class RngTracker:
-    """Named states of the random generators. `fork` runs a block with one of them."""
+    """Named states of the random generators. A block inside `fork` draws from one of them."""
 
     def __init__(self) -> None:
         self._states: dict[str, list[torch.Tensor]] = {}
 
     def add(self, name: str, seed: int) -> None:
-        """Make a state of a seed. Raises: DeepSpeedRefusal for a name that is there."""
+        """Add a state made from a seed. Raises: DeepSpeedRefusal for a name in use."""
         if name in self._states:
             raise DeepSpeedRefusal(f"the state {name!r} of random numbers is there already")
         with torch.random.fork_rng():
@@ -92,11 +92,12 @@ class RngTracker:
         return dict(self._states)
 
     def set_states(self, states: dict[str, Any]) -> None:
-        """Take states of `get_states`."""
+        """Replace all states by those that `get_states` returned."""
         self._states = dict(states)
 
     def fork(self, name: str = "model-parallel-rng") -> Any:
-        """Return a context that draws from a state, which goes on from there."""
+        """Return a context whose random numbers come from a state. Leaving it stores the advanced
+        state and restores the generators."""
         return _Fork(self._states, name)
 
 

@@ -1,8 +1,8 @@
-"""Checkpoints of an engine: a directory of `inf.save` for each tag, and a file "latest".
+"""Checkpoints of a DeepSpeedEngine: a directory of `inf.save` for each tag, and a file "latest".
 
     save_dir/latest            the tag of the newest checkpoint
-    save_dir/<tag>/            parameters, masters, moments, buffers (`inf.save`), with counts, loss
-                               scale, schedule and the script's own state
+    save_dir/<tag>/            parameters, masters, moments, buffers (`inf.save`); and counts, loss
+                               scale, schedule and the script's client_state
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 
 
 class Checkpointed(Protocol):
-    """An engine, as its checkpoints see it."""
+    """The attributes of DeepSpeedEngine that this module uses."""
 
     module: torch.nn.Module
     optimizer: ZeROOptimizer | None
@@ -43,12 +43,12 @@ class Checkpointed(Protocol):
     global_steps: int
 
     def begin_step(self) -> None:
-        """Note that no micro-batch of the step to come has run."""
+        """Restart micro-batch counting: the next micro-batch is the first of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Parts of a checkpoint to go on from, beside the parameters."""
+    """What to load from a checkpoint besides the parameters."""
 
     optimizer: bool
     scheduler: bool
@@ -64,7 +64,7 @@ def save(
     latest: bool,
     frozen: bool,
 ) -> None:
-    """Do the work of `engine.save_checkpoint`."""
+    """Implement `engine.save_checkpoint`."""
     if directory is None or not str(directory):
         raise DeepSpeedRefusal(f"save_dir must be a non-empty string, not {directory!r}")
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -92,7 +92,7 @@ def save(
         ) from error
     saving.wait()
     if latest and engine.global_rank == 0:
-        # Whole or not at all: a reader may come at any time.
+        # Replaced atomically: another process may read it at any time.
         written = home / f".{LATEST}.partial"
         write_new(written, name)
         written.replace(home / LATEST)
@@ -100,10 +100,8 @@ def save(
 
 
 def _check_tag(engine: Checkpointed, tag: str) -> None:
-    """Compare the tags of all ranks, as checkpoint.tag_validation says: "ignore", "warn", "fail".
-
-    All ranks write into one directory here, so different tags are an error in any case.
-    """
+    """Raise if the ranks' tags differ, whatever checkpoint.tag_validation says: all ranks write one
+    directory."""
     if engine.world_size == 1:
         return
     tags: list[Any] = [None] * engine.world_size
@@ -130,7 +128,7 @@ def load(
     *,
     strict: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Do the work of `engine.load_checkpoint`."""
+    """Implement `engine.load_checkpoint`."""
     home = absolute(directory, "directory")
     if tag is None and (tag := newest_tag(home)) is None:
         log.warning(
@@ -145,13 +143,13 @@ def load(
             f"{path} was written by DeepSpeed itself: load it by inf.load_deepspeed("
             f"engine.module, {str(path)!r}, opt=engine.optimizer.optimizer)"
         )
-    # The module as it is, for a function that decides itself what it takes.
+    # Values before the restore: custom_load_fn chooses which of the saved ones replace them.
     mine = None if custom_load_fn is None else _copied(engine.module)
     restored = inf.restore(
         engine.module, engine.basic_optimizer if wanted.optimizer else None, path, strict=strict
     )
     gather_whole(engine.module)
-    # The gradients of micro-batches before went with the values that they belong to.
+    # The restore dropped the gradients of this step's earlier micro-batches.
     engine.begin_step()
     if engine.global_rank == 0:
         for note in restored.notes:
@@ -178,7 +176,7 @@ def load_module(
     strict: bool,
     custom_load_fn: Callable[..., Any] | None,
 ) -> None:
-    """Set a module's values from a state dict in memory, or by the script's function. Collective.
+    """Load a state dict into a module, or have custom_load_fn do it. Collective.
     """
     if custom_load_fn is None:
         module.load_state_dict(state, strict=strict)
@@ -192,8 +190,8 @@ def _copied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def consolidated(module: torch.nn.Module, *, frozen: bool) -> dict[str, torch.Tensor] | None:
-    """Return a module's state dict on the CPU of rank 0, gathered one submodule at a time; None on
-    other ranks. Tied parameters are one tensor. Collective.
+    """Return a module's state dict on rank 0, in CPU memory, and None on other ranks. Gathers one
+    submodule at a time. Tied parameters share a tensor. Collective.
     """
     handle, first = inf.handle(module), comm.get_rank() == 0
     state: dict[str, torch.Tensor] = {}
@@ -217,9 +215,9 @@ def consolidated(module: torch.nn.Module, *, frozen: bool) -> dict[str, torch.Te
 
 
 def save_new(value: Any, path: Path) -> None:
-    """Write a file by torch.save, whole or not at all, also where several ranks write it. A link of
-    its name is replaced, and not written through. Raises: OSError, or torch's RuntimeError for a
-    write that failed; then nothing is left of it."""
+    """Write a file by torch.save and rename it into place, so that several ranks may write it. A
+    symbolic link at `path` is replaced, not followed. Raises: OSError, or torch's RuntimeError if
+    the write fails; then no partial file remains."""
     with replaced(path) as file:
         torch.save(value, file)
 
@@ -227,7 +225,7 @@ def save_new(value: Any, path: Path) -> None:
 def save_weights(
     module: torch.nn.Module, directory: str | os.PathLike[str], name: str, *, frozen: bool
 ) -> None:
-    """Write a module's state dict by torch.save, from rank 0. Collective."""
+    """Write a module's state dict by torch.save, on rank 0. Collective."""
     place = absolute(directory, "save_dir")
     state = consolidated(module, frozen=frozen)
     if state is not None:
