@@ -1,7 +1,7 @@
-"""`deepspeed.comm`: torch.distributed by the names of DeepSpeed.
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's names.
 
-Collectives of a script's own are those of torch, on the group that `init_distributed` makes. (On
-GPUs give them CPU tensors and a group of gloo: docs/guide-ranks.md says why.)
+A script's collectives are torch's, on the process group that `init_distributed` creates. (On GPUs
+call them with CPU tensors and a gloo group: docs/guide-ranks.md says why.)
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the process group of the launcher, unless there is one; without a launcher, a group of
-    this process alone. Blocks until all ranks have come.
+    """Create the process group, unless one exists. Without a launcher, its only rank is this
+    process. Blocks until all ranks have joined.
 
-    dist_backend: of torch.distributed; None: nccl where a GPU computes, else gloo. init_method,
-    rank, world_size: as in `torch.distributed.init_process_group`. dist_init_required: False: only
-    check that there is a group.
+    dist_backend: of torch.distributed; None: nccl if the accelerator is a GPU, else gloo.
+    init_method, rank, world_size: as in `torch.distributed.init_process_group`.
+    dist_init_required: False: create nothing, and raise if there is no group.
 
-    Raises: DeepSpeedRefusal where a launcher's environment is there in part.
+    Raises: DeepSpeedRefusal if the launcher set only some of the environment variables.
     """
     os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
     if dist.is_initialized():
@@ -142,12 +142,12 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Return the rank in the world of a rank in a group."""
+    """Return the world rank of a group's rank."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Return the ranks in the world of a group's members."""
+    """Return the world ranks of a group's members."""
     return [get_global_rank(group, index) for index in range(get_world_size(group))]
 
 
@@ -168,7 +168,7 @@ def reduce_scatter_fn(
     output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None,
     async_op: bool = False,
 ) -> Any:  # fmt: skip
-    """Reduce tensors of all ranks, and keep this rank's part."""
+    """Reduce the ranks' tensors, and write this rank's part of the result to `output_tensor`."""
     return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
 
 
@@ -184,7 +184,7 @@ mpu: Any = None
 
 
 def world_size_of_one() -> int:
-    """Return 1, the size of model and sequence parallel groups: each rank has whole layers."""
+    """Return 1, the size of model- and sequence-parallel groups: no layer is split over ranks."""
     return 1
 
 
@@ -194,29 +194,27 @@ def rank_in_group_of_one() -> int:
 
 
 def configure(*_args: Any, **_settings: Any) -> None:
-    """Take settings of a log of communication, which there is not; `handle.stats()` counts."""
+    """Ignore settings of DeepSpeed's communication log, and log that `handle.stats()` counts."""
     log.info("deepspeed.comm.configure: handle.stats() counts what the engine sends (comm_*)")
 
 
 def log_summary(*_args: Any, **_settings: Any) -> None:
-    """Log where counts of communication are."""
+    """Log that `handle.stats()` has the counts of communication."""
     log.info("deepspeed.comm.log_summary: print(inf.handle(engine.module).stats()) counts (comm_*)")
 
 
 _CPU_GROUPS: dict[int, tuple[Any, Any]] = {}
-"""A world group of another backend than gloo, and the gloo group of its ranks; by the identity of
-the world group."""
+"""By id() of a world group whose backend is not gloo: that group, and a gloo group of its ranks."""
 
 
 def cpu_group() -> Any:
-    """Return a group of all ranks that takes CPU tensors; None where the world group does. The
-    first call is collective.
+    """Return a gloo group of all ranks, for CPU tensors; None (the world group) if that is gloo
+    itself. The first call is collective.
     """
     world = dist.group.WORLD
     if not is_initialized() or dist.get_backend() == "gloo":
         return None
-    # The entry refers to the world group, too: Python may give the identity of a freed object to a
-    # new one.
+    # The entry keeps the world group alive: after it was freed, a new object could have its id().
     if id(world) not in _CPU_GROUPS:
         _CPU_GROUPS.clear()
         _CPU_GROUPS[id(world)] = world, dist.new_group(backend="gloo")
@@ -224,10 +222,10 @@ def cpu_group() -> Any:
 
 
 def broadcast_values(tensor: torch.Tensor, src: int) -> None:
-    """Broadcast a tensor's values from rank `src` by way of the CPU. Collective; blocks."""
+    """Broadcast a tensor's values from rank `src`, staged in CPU memory. Collective; blocks."""
     if get_world_size() == 1:
         return
-    # Never over NCCL: collectives of the engine may be under way there.
+    # Never over NCCL: the engine's collectives may be in flight there.
     on_cpu = tensor.cpu().contiguous()
     dist.broadcast(on_cpu, src, group=cpu_group())
     if on_cpu is not tensor:
@@ -238,7 +236,7 @@ def broadcast_values(tensor: torch.Tensor, src: int) -> None:
 def broadcast_module(model: torch.nn.Module) -> None:
     """Broadcast all parameters and buffers from rank 0. Collective; blocks.
 
-    Ranks compare digests first, and send only tensors that differ.
+    Ranks first compare digests; only tensors whose digests differ are sent.
     """
     if get_world_size() == 1:
         return

@@ -1,4 +1,4 @@
-"""Data loaders: the one that `initialize(training_data=)` returns, and one that begins again."""
+"""Data loaders: that of `initialize(training_data=)`, and a wrapper that restarts a loader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 
 
 class RepeatingLoader:
-    """An iterator over a loader that begins anew when the loader ends."""
+    """An endless iterator: it restarts its loader whenever the loader is exhausted."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -31,10 +31,10 @@ class RepeatingLoader:
 
 
 class DeepSpeedDataLoader:
-    """A loader of this rank's part of a data set, shuffled as `DistributedSampler` does. It is its
-    own iterator, and begins anew with each `iter()`.
+    """A loader of this rank's part of a data set, by default shuffled by a `DistributedSampler`.
+    `iter()` restarts it and returns the loader itself.
 
-    batch_size: of a micro-batch of one rank. The data are loaded by this process.
+    batch_size: samples of one rank's micro-batch. num_workers: as torch's; 0: in this process.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class DeepSpeedDataLoader:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raise DeepSpeedRefusal for what is no data set of torch."""
+    """Raise DeepSpeedRefusal unless `dataset` is a data set of torch."""
     if not (
         isinstance(dataset, (IterableDataset, torch.utils.data.Dataset))
         or (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"))

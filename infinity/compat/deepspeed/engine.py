@@ -1,11 +1,12 @@
-"""The engine that `initialize` returns: DeepSpeed's methods over an offloaded model.
+"""The engine that `initialize` returns: DeepSpeed's methods on an offloaded model.
 
-    loss = engine(batch)          forward of the module, under autocast if the configuration has it
-    engine.backward(loss)         the loss over the micro-batches of a step, times the loss scale
-    engine.step()                 at the last micro-batch of a step: overflow, clipping, the
-                                  optimizer's step, gradients dropped, the schedule's step
+    loss = engine(batch)          the module's forward, under the configuration's autocast
+    engine.backward(loss)         divides the loss by the micro-batches of a step, multiplies it by
+                                  the loss scale, and runs backward
+    engine.step()                 at a step's last micro-batch: overflow check, clipping, the
+                                  optimizer's step, gradients dropped, the scheduler's step
 
-`inf.handle(engine.module)` is the engine below.
+`inf.handle(engine.module)` is infinity's handle of the offloaded model.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ Client = dict[str, Any]
 
 
 class DeepSpeedEngine(ConfigNames, torch.nn.Module):
-    """A model that trains by DeepSpeed's calls. `initialize` makes it.
+    """An offloaded model with DeepSpeed's training calls. `initialize` creates it.
 
-    module: the offloaded model. optimizer, lr_scheduler: None where there is none.
-    training_dataloader: of `initialize(training_data=)`. global_steps: steps taken and skipped;
-    skipped_steps: those skipped; micro_steps: calls of `step()`; global_samples: samples of all
-    steps. Attributes that it has not are the module's.
+    module: the offloaded model. optimizer, lr_scheduler: may be None. training_dataloader: loads
+    `initialize(training_data=)`. global_steps: steps taken or skipped; skipped_steps: steps
+    skipped; micro_steps: calls of `step()`; global_samples: samples of all steps. Other attributes
+    resolve to the module's.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Before the constructor has set it there is no module to ask.
+            # The constructor may not have set `module` yet.
             modules = self.__dict__.get("_modules", {})
             if name == "module" or "module" not in modules:
                 raise
@@ -97,8 +98,8 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     # -- a step ------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward, under the autocast of the configuration alone: one around the
-        call does not reach it.
+        """Run the module's forward under the configuration's autocast. A torch.autocast around the
+        call is disabled inside it.
         """
         if self.fp16_auto_cast():
             inputs, kwargs = _as_half(inputs), _as_half(kwargs)
@@ -125,9 +126,9 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     ) -> torch.Tensor:
         """Run the backward of a loss of one element.
 
-        scale_wrt_gas: whether the loss is divided by the micro-batches of a step first. Returns the
-        loss so divided, without the loss scale. Collective on several ranks. Raises:
-        DeepSpeedRefusal without an optimizer, and for a loss that is none.
+        scale_wrt_gas: divide the loss by the micro-batches of a step first. Returns the loss after
+        that division, without the loss scale. Collective on several ranks. Raises: DeepSpeedRefusal
+        without an optimizer, and for a loss that is not a scalar tensor with a gradient.
         """
         optimizer = self._trained("backward")
         _check_loss(loss)
@@ -140,8 +141,8 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return a loss times the loss scale, for a backward of its own: `scale(loss).backward()`.
-        The micro-batches of a step are counted in by the engine's outputs.
+        """Return a loss times the loss scale, for `engine.scale(loss).backward()`. Hooks on the
+        engine's outputs divide the gradients by the micro-batches of a step.
         """
         optimizer = self._trained("scale")
         _check_loss(loss)
@@ -150,8 +151,8 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; the last one of a step takes the step. lr_kwargs: of the schedule's
-        `step`. Collective on several ranks.
+        """End a micro-batch; after a step's last one, take the step. lr_kwargs: arguments of
+        `lr_scheduler.step`. Collective on several ranks.
 
         Raises: what `ZeROOptimizer.step` raises; DeepSpeedRefusal inside `no_sync`.
         """
@@ -192,7 +193,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
             self._report_progress(self.global_steps)
 
     def _check_unused(self) -> None:
-        """Raise for parameters without a gradient, where the configuration asks for it."""
+        """Raise if a parameter has no gradient and ignore_unused_parameters is false."""
         if self.zero_ignore_unused_parameters():
             return
         unused = [
@@ -230,13 +231,13 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
             param.grad = None
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step()` changed parameters: it was the last micro-batch of a
-        step, and the step was not skipped."""
+        """Return whether the last `step()` call took a step: it ended a step's last micro-batch,
+        and gradients did not overflow."""
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last step's gradients, before clipping and without the loss scale;
-        infinity for a step that was skipped, None before the first.
+        infinity if that step was skipped, None before the first step.
         """
         return None if self.optimizer is None else self.optimizer._global_grad_norm
 
@@ -251,7 +252,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether this micro-batch, and those after it, are the last one of a step each."""
+        """Set whether this micro-batch and every later one ends a step."""
         if not self.managed_gradient_accumulation():
             raise DeepSpeedRefusal(
                 "set_gradient_accumulation_boundary with managed_gradient_accumulation=false: "
@@ -260,18 +261,18 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         self._boundary = is_boundary
 
     def _reduction(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a backward: of micro-batches that are not the last, `handle.no_sync`."""
+        """The context of a backward: `handle.no_sync` unless it ends a step."""
         last = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
-        # Gradients of coalesced backwards are all of one step, which comes after the last of them.
+        # All backwards inside coalesce_grad_reduction belong to one step, which follows them.
         if self._coalescing or (last and not self.inside_no_sync_ctxt):
             return contextlib.nullcontext()
         return inf.handle(self.module).no_sync()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enter a context in which gradients are not reduced, with stages 0 and 1.
+        """Enter a context in which gradients are not reduced. For stages 0 and 1.
 
-        Raises: DeepSpeedRefusal with stages 2 and 3, and inside of itself.
+        Raises: DeepSpeedRefusal with stages 2 and 3, and when nested.
         """
         if self.zero_optimization_partition_gradients():
             raise DeepSpeedRefusal(
@@ -283,8 +284,8 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Enter a context of all backwards of one step, with ZeRO. Gradients are the same without
-        it. Raises: NotImplementedError without ZeRO, as DeepSpeed; DeepSpeedRefusal inside of
+        """Enter a context for all backwards of one step. Gradients are the same without it.
+        Raises: NotImplementedError with stage 0, as DeepSpeed does; DeepSpeedRefusal inside
         `no_sync`, and with managed_gradient_accumulation=false.
         """
         if not self.managed_gradient_accumulation():
@@ -324,11 +325,11 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         return [group.get(name, 0.0) for group in self.optimizer.param_groups]
 
     def get_lr(self) -> list[Any]:
-        """Return the rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """Return the momentum of each parameter group, or its betas."""
+        """Return each parameter group's momentum (SGD, RMSprop), else its betas."""
         momentum = self.optimizer_name() in ("SGD", "RMSprop")
         return self._of_groups("momentum" if momentum else "betas")
 
@@ -352,7 +353,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
         """Return a loader of this rank's part of a data set, in micro-batches. Raises:
-        DeepSpeedRefusal for what is no data set.
+        DeepSpeedRefusal unless `dataset` is a data set of torch.
         """
         check_dataset(dataset)
         return DeepSpeedDataLoader(
@@ -376,12 +377,12 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save states, schedule, loss scale and counts in `save_dir`/`tag`, and return True. Blocks
-        until the checkpoint is whole. All ranks call it.
+        until the checkpoint is complete. Collective.
 
-        tag: default "global_step<n>"; the same on all ranks. client_state: the script's own state,
-        of numbers, texts, tensors and containers of them. save_latest: name the tag in the file
-        "latest". exclude_frozen_parameters: leave out what does not learn. Raises: ValueError for a
-        client_state that cannot be kept, and for ranks with different tags; AioError.
+        tag: default "global_step<n>"; the same on all ranks. client_state: the script's state:
+        numbers, strings, tensors and containers of these. save_latest: write the tag to the file
+        "latest". exclude_frozen_parameters: omit parameters without requires_grad. Raises:
+        ValueError for a client_state of other types, and if the ranks' tags differ; AioError.
         """
         checkpoints.save(
             self, save_dir, tag, client_state or {}, latest=save_latest,
@@ -399,18 +400,17 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, Client | None]:
-        """Go on from a checkpoint, on any number of ranks. Blocks. All ranks call it.
+        """Resume from a checkpoint, on any number of ranks. Blocks. Collective.
 
-        tag: default what the file "latest" says. load_module_strict: False loads what fits: what
-        the checkpoint lacks keeps its values, and the log names it. True: the checkpoint must have
-        the model's parameters, but for frozen ones that it was told to leave out.
-        load_module_only: parameters alone. custom_load_fn gets the saved state dict and the module,
-        `custom_load_fn(src=, dst=)`, and sets parameters; the state dict is whole in memory then.
-        Gradients of a step that has begun are dropped, and the next micro-batch is the first of
-        one. Returns the checkpoint's path and the script's state; (None, None) where there is no
-        "latest".
+        tag: default: the tag in the file "latest". load_module_strict: True: the checkpoint must
+        have all parameters of the model, except frozen ones that the save excluded. False:
+        parameters that the checkpoint lacks keep their values, and the log names them.
+        load_module_only: parameters alone. custom_load_fn: called as `custom_load_fn(src=, dst=)`
+        with the saved state dict, which is then whole in memory, and the module; sets parameters.
+        Gradients of a step in progress are dropped: the next micro-batch is the first of a step.
+        Returns the checkpoint's path and client_state; (None, None) if there is no "latest".
 
-        Raises: ValueError naming what does not fit, AioError where there is no whole checkpoint.
+        Raises: ValueError naming what does not fit; AioError if there is no complete checkpoint.
         """
         return checkpoints.load(
             self,
@@ -426,7 +426,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         )
 
     def begin_step(self) -> None:
-        """Note that no micro-batch of the step to come has run."""
+        """Restart micro-batch counting: the next micro-batch is the first of a step."""
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         self._micro_batches = 0
 
@@ -437,7 +437,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the module's state dict, whole, on each rank. Collective."""
+        """Return the module's full state dict, on every rank. Collective."""
         state: dict[str, Any] = self.module.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
@@ -459,8 +459,8 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Return the module's state dict on the CPU of rank 0, and None on the others. Gathers a
-        module at a time. Collective. Raises: ValueError without stage 3.
+        """Return the module's state dict on rank 0, in CPU memory, and None on other ranks. Gathers
+        one submodule at a time. Collective. Raises: ValueError unless the stage is 3.
         """
         if not self.zero_optimization_partition_weights():
             raise ValueError("this function requires ZeRO-3 mode: set zero_optimization.stage=3")
@@ -474,9 +474,9 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the module's state dict by torch.save, from rank 0, where it is whole in memory.
-        Returns False, and writes nothing, with stage 3 without
-        stage3_gather_16bit_weights_on_model_save. Collective. (`inf.export_safetensors` streams.)
+        """Write the module's state dict by torch.save on rank 0, which holds all of it in memory
+        (`inf.export_safetensors` streams). Collective. Returns False and writes nothing with stage
+        3 unless stage3_gather_16bit_weights_on_model_save is true.
         """
         asked = self.zero_gather_16bit_weights_on_model_save()
         if self.zero_optimization_partition_weights() and not asked:
@@ -493,11 +493,11 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     save_fp16_model = save_16bit_model
 
     def empty_partition_cache(self) -> None:
-        """Give free cached memory of the device back."""
+        """Release the device's cached free memory."""
         get_accelerator().empty_cache()
 
     def destroy(self) -> None:
-        """Close the engine: states are freed, and parameters are unreadable then."""
+        """Close the engine and free its states. Parameters cannot be read afterwards."""
         handle = inf.handle(self.module)
         if not handle.closed:
             handle.close()
@@ -513,7 +513,7 @@ def _check_loss(loss: Any) -> None:
 
 
 def _as_half(value: Any) -> Any:
-    """The value with floating tensors as fp16."""
+    """Cast the floating-point tensors of a value to fp16."""
     if isinstance(value, torch.Tensor):
         return value.half() if value.is_floating_point() else value
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""Refusals. DeepSpeed answers most of them by an assertion, so a script may catch either kind."""
+"""The error of compat. DeepSpeed mostly raises AssertionError, so a script may catch either."""
 
 from __future__ import annotations
 
 
 class DeepSpeedRefusal(ValueError, AssertionError):
-    """Raised for an argument or a call that cannot be honoured. Names the value and the fix."""
+    """Raised for an unsupported argument or call. The message names the value and the fix."""

@@ -1,10 +1,10 @@
-"""`initialize`: a model, its optimizer and its schedule become an engine.
+"""`initialize`: makes an engine of a model, its optimizer and its schedule.
 
-    read      arguments and configuration, and everything that can be known of a mistake. Nothing is
-              changed yet: no process group, no cast, nothing offloaded
-    join      the process group of the launcher
-    cast      parameters and buffers, as the configuration says; rank 0's values for all
-    offload   `inf.offload`, and the optimizer over the parameters at rest
+    read      read and check arguments and configuration. Errors found here leave everything
+              unchanged: no process group, no cast, nothing offloaded
+    join      create the process group, unless one exists
+    cast      cast parameters and buffers to the configuration's dtypes; broadcast rank 0's values
+    offload   call `inf.offload`, and build the optimizer over the offloaded parameters
 """
 
 from __future__ import annotations
@@ -63,21 +63,21 @@ def initialize(
     config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
 ) -> Returned:
     """Offload a model by a DeepSpeed configuration, and return (engine, optimizer, loader,
-    schedule). All ranks call it. Blocks until all values rest.
+    schedule). Collective. Blocks until all values are on their tiers.
 
-    args: an object with `deepspeed_config`, if there is no `config`, and perhaps `local_rank`.
-    model: an ordinary module, or one that was built under `zero.Init`. It becomes the engine's
-    module, and its parameters are others then. optimizer: of torch, over this model, or a function
-    that makes one of the parameters; the engine's of the same rule takes its place, with its
-    parameter groups. None: that of the configuration, and without one the model computes only; a
-    later `initialize` may bring one. model_parameters: parameters, or groups of them, for an
-    optimizer of the configuration or of a function. lr_scheduler: a schedule, or a function that
-    makes one of the optimizer. training_data, collate_fn: of the loader that is returned.
-    config: a mapping, the path of a JSON file, or an object in base64; config_params: its older
-    name. mpu, mesh_param: refused unless every rank has whole layers.
+    args: an object with `deepspeed_config` if `config` is None, and optionally `local_rank`.
+    model: an ordinary module, or one built under `zero.Init`. It becomes `engine.module`; its
+    parameters become sharded ones. optimizer: a torch optimizer over this model, or a function that
+    builds one from parameters; infinity's optimizer with the same update rule and parameter groups
+    replaces it. None: the configuration's optimizer; if it has none, the model cannot train until a
+    later `initialize` gives one. model_parameters: parameters or parameter groups, for the
+    configuration's optimizer or that function. lr_scheduler: a schedule, or a function that builds
+    one from an optimizer. training_data, collate_fn: for the returned loader. config: a mapping,
+    the path of a JSON file, or a JSON object in base64; config_params: its older name. mpu,
+    mesh_param: must not split layers or sequences over ranks.
 
-    Raises: DeepSpeedRefusal (a ValueError) naming the value and the fix; then nothing was changed.
-    Errors of `inf.offload` and of the engine's optimizer come later: the model may be cast by then.
+    Raises: DeepSpeedRefusal (a ValueError) naming the value and the fix; nothing has changed then.
+    `inf.offload` and infinity's optimizer may raise later, after the model has been cast.
     """
     if model is None:
         raise DeepSpeedRefusal("deepspeed.initialize requires a model: give model=")
@@ -139,7 +139,7 @@ def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
 
 
 def _config_of(args: Any, config: Any, config_params: Any) -> Any:
-    """The one configuration among the arguments."""
+    """Return the configuration. Raises: DeepSpeedRefusal unless exactly one argument gives it."""
     given = config if config is not None else config_params
     of_args = getattr(args, "deepspeed_config", None)
     old = getattr(args, "deepscale_config", None)
@@ -192,7 +192,7 @@ def _check_client(optimizer: Any, lr_scheduler: Any) -> None:
 
 
 def _world_size() -> int:
-    """The ranks that there will be, before the group is joined."""
+    """The world size, from the environment if there is no process group yet."""
     if comm.is_initialized():
         return comm.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -209,8 +209,8 @@ def _local_device(device: torch.device) -> torch.device:
 def _check_offloaded(
     model: torch.nn.Module, policy: inf.Policy, plan: OptimizerPlan | None
 ) -> None:
-    """Check a model that another `initialize` has offloaded. Raises: DeepSpeedRefusal where it has
-    an optimizer."""
+    """Check a model that an earlier `initialize` offloaded. Raises: DeepSpeedRefusal if an
+    optimizer would be built where one exists."""
     for module in inf.offloaded_modules(model):
         handle = inf.handle(module)
         tiers = [(each.params, each.optim, each.zero) for each in (handle.policy, policy)]
@@ -231,7 +231,7 @@ def _check_offloaded(
 
 
 def _has_states(handle: inf.Handle, param: torch.nn.Parameter) -> bool:
-    """Return whether an optimizer holds a parameter."""
+    """Return whether an optimizer has states of a parameter."""
     try:
         handle.optimizer_state(param)
     except ValueError:
@@ -246,14 +246,14 @@ def _offloaded(
     plan: OptimizerPlan | None,
     undo: contextlib.ExitStack,
 ) -> ZeROOptimizer | None:
-    """Offload the model, unless it is, and build its optimizer. On an error the engine is closed,
-    and the model with it."""
+    """Offload the model, unless it is offloaded, and build its optimizer. `undo` gets the call that
+    closes the engine."""
     learning = {name for name, param in model.named_parameters() if param.requires_grad}
     if not inf.offloaded_modules(model):
         if settings.stage == 3:
             _transformers.warn_of_whole(model)
         if plan is None:
-            # States that no step uses would take room.
+            # Without an optimizer no capacity need be reserved for its states.
             model.requires_grad_(False)
         _make_directories(policy)
         _cast(settings, model)
@@ -262,7 +262,7 @@ def _offloaded(
         undo.callback(inf.handle(model).close)
         gather_whole(model)
         if plan is None:
-            # A trainer may ask which ones learn, and bring their optimizer later.
+            # A trainer may read requires_grad, and give an optimizer to a later `initialize`.
             for name, param in model.named_parameters():
                 param.requires_grad_(name in learning)
     note_module(model)
@@ -285,8 +285,8 @@ def _offloaded(
 
 
 def _with_leaves(settings: Settings, model: torch.nn.Module, policy: inf.Policy) -> inf.Policy:
-    """Flag the leaf modules of the configuration, and gather each leaf as one where ranks may run
-    different children of it."""
+    """Flag the configuration's leaf modules. On several ranks each leaf becomes one unit: ranks may
+    run different children of it."""
     flag_configured(model, settings.zero.get("leaf_module") or {})
     units = leaf_units(model)
     if units is None or _world_size() == 1:
@@ -295,14 +295,14 @@ def _with_leaves(settings: Settings, model: torch.nn.Module, policy: inf.Policy)
 
 
 def _make_directories(policy: inf.Policy) -> None:
-    """Make the directories on NVMe, as DeepSpeed does, but for those of single ranks."""
+    """Create the NVMe directories, as DeepSpeed does; not paths with a per-rank placeholder."""
     for path in policy.directories:
         if "{" not in str(path):
             path.mkdir(parents=True, exist_ok=True)
 
 
 def _cast(settings: Settings, model: torch.nn.Module) -> None:
-    """Cast parameters, and buffers where the configuration names a dtype for them."""
+    """Cast parameters and buffers to the dtypes that the configuration names."""
     if settings.dtype is not None:
         for param in model.parameters():
             cast(param, settings.dtype)
@@ -318,15 +318,15 @@ def _cast(settings: Settings, model: torch.nn.Module) -> None:
 
 
 def _check_schedule(settings: Settings, plan: OptimizerPlan | None, client: Any) -> None:
-    """Try the schedule of the configuration, unless the script has its own. Raises:
-    DeepSpeedRefusal.
+    """Build the configuration's schedule once on a rehearsal optimizer, so that wrong settings
+    raise before anything changes. Raises: DeepSpeedRefusal.
     """
     if plan is None or plan.rehearsal is None or client is not None:
         return
     if settings.run.scheduler is None:
         return
     name, arguments = settings.run.scheduler
-    # Of a class of torch, some settings are not looked at before the first step.
+    # torch's classes read some settings only in the first step.
     unfilled = [key for key, value in arguments.items() if value == "auto"]
     if unfilled:
         raise DeepSpeedRefusal(
@@ -343,7 +343,7 @@ def _check_schedule(settings: Settings, plan: OptimizerPlan | None, client: Any)
 def _schedule(
     settings: Settings, plan: OptimizerPlan | None, client: Any, optimizer: ZeROOptimizer | None
 ) -> Any:
-    """The schedule: the script's, or of its function, or of the configuration."""
+    """Return the schedule: the script's, that of the script's function, or the configuration's."""
     if optimizer is None or plan is None:
         return None
     if client is not None:
@@ -358,7 +358,7 @@ def _schedule(
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed and --deepspeed_config (and their oldest names) to a parser, and return it.
+    """Add --deepspeed, --deepspeed_config and their old --deepscale names to a parser; return it.
     """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument(

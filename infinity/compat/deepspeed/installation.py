@@ -1,8 +1,8 @@
-"""Putting these modules in the place of the import `deepspeed`, on request only.
+"""`install()`: makes `import deepspeed` import these modules. Called on request only.
 
-    install()     a finder in front of all others: `import deepspeed...` gives the modules of
-                  `names.TABLE`, `importlib.util.find_spec("deepspeed")` finds them, and
-                  `importlib.metadata.version("deepspeed")` tells the release whose calls they are
+It puts a finder in front of all others: `import deepspeed...` imports the modules of `names.TABLE`,
+`importlib.util.find_spec("deepspeed")` finds them, and `importlib.metadata.version("deepspeed")`
+returns the DeepSpeed release that they implement.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _ANY = importlib.metadata.DistributionFinder.Context()
 
 
 class _StandIn(types.ModuleType):
-    """A module of the table. Its submodules are imported when they are asked for."""
+    """A module of `names.TABLE`. Access to a submodule imports it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import of a submodule sets it here. A function of that name stays:
+        # importlib sets an imported submodule as an attribute here. It must not replace a function:
         # `deepspeed.utils.z3_leaf_module` is both.
         if not (isinstance(value, _StandIn) and name in vars(self)):
             super().__setattr__(name, value)
@@ -92,11 +92,10 @@ class _Finder(importlib.metadata.DistributionFinder):
 
 
 def install() -> None:
-    """Make `import deepspeed` give these modules in this process, from here on. Call it before
-    anything that looks for DeepSpeed is imported (transformers, accelerate). A second call does
-    nothing.
+    """Make `import deepspeed` import these modules in this process. Call it before the import of
+    any library that looks for DeepSpeed (transformers, accelerate). A second call does nothing.
 
-    Raises: DeepSpeedRefusal where the real one is imported already.
+    Raises: DeepSpeedRefusal if DeepSpeed itself is already imported.
     """
     if is_installed():
         return
@@ -113,12 +112,12 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Return whether `import deepspeed` gives these modules."""
+    """Return whether `install` was called."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def real_version() -> str | None:
-    """Return the version of DeepSpeed itself where it is installed, imported or not."""
+    """Return the version of the installed DeepSpeed itself; None if there is none."""
     for found in importlib.metadata.distributions(name="deepspeed"):
         if not isinstance(found, _Distribution):
             return found.version
@@ -135,7 +134,7 @@ def _after_import(name: str, adapt: Adapt) -> None:
 
 
 class _FinderWithHook(importlib.abc.MetaPathFinder):
-    """Finds one module, as it would be found without this, with a loader that calls `adapt`."""
+    """Finds one module as PathFinder does, and wraps its loader: `adapt` runs after the import."""
 
     def __init__(self, name: str, adapt: Adapt) -> None:
         self._name, self._adapt = name, adapt
@@ -164,16 +163,16 @@ class _LoaderWithHook(importlib.abc.Loader):
         self._adapt(module)
 
     def __getattr__(self, name: str) -> Any:
-        # Of the loader itself: `get_source`, resources of the module.
+        # Other methods (`get_source`, resource access) are those of the wrapped loader.
         return getattr(self._loader, name)
 
 
 def _name_cpu_backend(state: Any) -> None:
-    """Make `PartialState` name gloo where DeepSpeed was asked for and there is no GPU.
+    """Make `PartialState` use gloo if accelerate's DeepSpeed mode is on and there is no GPU.
 
-    Accelerate names no backend there, and takes each rank for the only one: all ranks would train
-    on the same rows. state: the module accelerate.state. Raises: ImportError for a release without
-    the method.
+    Accelerate chooses no backend then, and each rank would consider itself the only one: all would
+    train on the same rows. state: the module accelerate.state. Raises: ImportError for a release
+    without the method.
     """
     check_methods(state.PartialState, ("_prepare_backend",), "accelerate", _TESTED_ACCELERATE)
     own = state.PartialState._prepare_backend

@@ -1,8 +1,10 @@
-"""Loss scales of fp16 training: a fixed one, and one that follows overflows.
+"""Loss scales of fp16 training: static, dynamic, and that of torch's autocast.
 
-    overflow      the step is skipped. Hysteresis is used up first; then the scale is divided by 2,
-                  down to the least one, at which another overflow raises
-    no overflow   after each `scale_window` steps in a row without one, the scale is doubled
+The dynamic loss scale:
+
+    overflow      the step is skipped. An overflow uses up hysteresis first. Without any remaining
+                  it halves the scale, down to the minimum; an overflow at the minimum raises
+    no overflow   each `scale_window` consecutive steps without overflow double the scale
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ SCALE_FACTOR = 2.0
 
 
 class LossScaleAtMinimum(RuntimeError):
-    """Raised when gradients overflow at the least loss scale: the run does not train."""
+    """Raised when gradients overflow at the minimum loss scale: the run no longer trains."""
 
 
 class LossScaler:
-    """A loss scale that stays. cur_scale: the scale."""
+    """A static loss scale. cur_scale: the scale."""
 
     dynamic = False
 
@@ -44,18 +46,18 @@ class LossScaler:
         return {"cur_scale": self.cur_scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore the attributes that `state_dict` returned."""
         for name, value in state.items():
             setattr(self, name, value)
 
 
 class DynamicLossScaler(LossScaler):
-    """A loss scale that is halved on overflow and doubled after a while without.
+    """A loss scale that overflows halve and that doubles after enough steps without overflow.
 
-    init_scale: the first scale. scale_window: steps without overflow until it is doubled.
-    min_scale: the least one. delayed_shift: overflows in a window until it is halved (hysteresis).
-    consecutive_hysteresis: whether each step without overflow refills the hysteresis; else a
-    doubling does. raise_error_at_min_scale: whether an overflow at the least scale raises.
+    init_scale: the first scale. scale_window: steps without overflow until the scale doubles.
+    min_scale: the minimum. delayed_shift: the hysteresis: overflows until the scale is halved.
+    consecutive_hysteresis: True: each step without overflow restores the hysteresis; False: only a
+    doubling does. raise_error_at_min_scale: raise on an overflow at the minimum scale.
     """
 
     dynamic = True
@@ -125,7 +127,7 @@ class DynamicLossScaler(LossScaler):
 
 
 class AutocastLossScaler(LossScaler):
-    """The loss scale of autocast in fp16, by the rules and defaults of `torch.amp.GradScaler`."""
+    """The loss scale for fp16 autocast, with the rules and defaults of `torch.amp.GradScaler`."""
 
     dynamic = True
     _BACKOFF, _GROWTH, _INTERVAL = 0.5, 2.0, 2000
