@@ -1,5 +1,5 @@
-"""Parts that `infinity.integrations` and `infinity.compat` share, made of the public names. No
-trainer is imported here."""
+"""Code shared by `infinity.integrations` and `infinity.compat`. It uses infinity's public names and
+imports no trainer."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _WRAPPED = ("optimizer", "_optimizer")
 
 
 def engine_optimizer(optimizer: Any) -> Any:
-    """Return the engine's optimizer inside of a trainer's wrappers; None where there is none."""
+    """Return infinity's optimizer inside a trainer's wrappers; None if there is none."""
     seen: set[int] = set()
     while not isinstance(optimizer, _OPTIMIZERS):
-        # A wrapper that forwards unknown attributes may yield itself.
+        # A wrapper that forwards unknown attributes may return itself.
         if optimizer is None or id(optimizer) in seen:
             return None
         seen.add(id(optimizer))
@@ -37,7 +37,7 @@ def engine_optimizer(optimizer: Any) -> Any:
 
 
 def optimizers_of(model: torch.nn.Module, optimizers: Iterable[Any]) -> list[Any]:
-    """Return the engine's optimizers, unwrapped, that hold parameters of this offloaded model."""
+    """Unwrap optimizers, and return infinity's that have parameters of this offloaded model."""
     own = {id(param) for param in model.parameters()}
     found = [engine_optimizer(optimizer) for optimizer in optimizers]
     return [
@@ -51,7 +51,7 @@ def optimizers_of(model: torch.nn.Module, optimizers: Iterable[Any]) -> list[Any
 def only_engine(model: torch.nn.Module, call: str) -> torch.nn.Module:
     """Return the one offloaded module in `model`, which may be a wrapper around it (PEFT, compile).
 
-    call: of the integration, for messages. Raises: ValueError if there is none, or several.
+    call: the integration's call, for messages. Raises: ValueError if there is none, or several.
     """
     found = inf.offloaded_modules(model)
     if len(found) != 1:
@@ -63,10 +63,10 @@ def only_engine(model: torch.nn.Module, call: str) -> torch.nn.Module:
 
 
 def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
-    """Check that `model` is offloaded itself, and each of its parameters: nothing else is saved,
-    and on several ranks nothing else is reduced.
+    """Check that `model` itself and all its parameters are offloaded: the engine saves no other
+    parameter, and on several ranks reduces no other gradient.
 
-    call: of the integration, for messages. Raises: ValueError naming the parameters that are not.
+    call: the integration's call, for messages. Raises: ValueError naming the other parameters.
     """
     plain = [name for name, param in model.named_parameters() if not inf.is_offloaded(param)]
     engines = inf.offloaded_modules(model)
@@ -84,14 +84,13 @@ def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
 
 
 def share_values(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Give all ranks the values of the first one, as DDP does. Collective; those on meta have none.
+    """Broadcast rank 0's values, as DDP does. Tensors on meta are skipped. Collective.
 
-    device: of the ranks' collectives.
+    device: the device on which the process group communicates.
     """
     for tensor in tensors:
         if not tensor.is_meta:
-            # By way of the device: NCCL has no collectives of CPU memory. As bytes: gloo knows some
-            # dtypes only.
+            # Staged on the device: NCCL cannot send CPU memory. As bytes: gloo supports few dtypes.
             moved = tensor.detach().to(device).contiguous()
             dist.broadcast(moved.reshape(-1).view(torch.uint8), 0)
             with torch.no_grad():
@@ -99,13 +98,13 @@ def share_values(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
 
 
 def has_states(directory: Path) -> bool:
-    """Return whether a trainer's checkpoint has states of the engine."""
+    """Return whether a trainer's checkpoint contains the engine's states."""
     return (directory / STATES).is_dir()
 
 
 def check_methods(owner: type, names: Sequence[str], package: str, tested: str) -> None:
-    """Check that each method which an integration overrides, or calls, exists: an update of the
-    trainer may have renamed it, and an override that is not called would do nothing, silently.
+    """Check that the methods that an integration overrides or calls exist. A new release of the
+    trainer may have renamed one; an override would then silently do nothing.
 
     Raises: ImportError naming the methods and the version.
     """
@@ -118,7 +117,7 @@ def check_methods(owner: type, names: Sequence[str], package: str, tested: str) 
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
-    """Return whether a model has adapters of PEFT, which need not be installed."""
+    """Return whether a model has PEFT adapters. PEFT need not be installed."""
     return any(map(_is_peft, model.modules()))
 
 

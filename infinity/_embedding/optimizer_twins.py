@@ -1,4 +1,4 @@
-"""Optimizers of torch, replaced by the engine's of the same rule. No trainer is imported here."""
+"""Replaces a torch optimizer by infinity's with the same update rule. Imports no trainer."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import infinity as inf
 
-# The engine's optimizers of the same rule, and the settings that they take. What another setting
-# turns on, they do not have.
+# Infinity's optimizer with the same rule, and the settings that it supports. Any other setting that
+# is not off needs `Elementwise`.
 _TWINS: dict[type, tuple[Any, tuple[str, ...]]] = {
     torch.optim.AdamW: (inf.AdamW, ("lr", "betas", "eps", "weight_decay")),
     torch.optim.SGD: (inf.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
 }
-# They choose between kernels, and change no rule.
+# Settings that select a kernel. They do not change the rule.
 _KERNELS = ("foreach", "fused", "capturable", "decoupled_weight_decay")
 _NONE: Mapping[type, Any] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-    """The engine's optimizer of the rule of another. make: builds it over parameter groups. drops:
-    settings of the groups that it has not.
+    """How to build infinity's optimizer with the rule of a torch optimizer. make: builds it over
+    parameter groups. drops: settings of the groups that it does not support.
     """
 
     make: Callable[[list[dict[str, Any]]], Any]
     drops: tuple[str, ...] = ()
 
     def rehearse(self, groups: list[dict[str, Any]]) -> Any:
-        """Build it over the settings of these groups, without their parameters. Raises: ValueError
-        where it cannot have the settings."""
+        """Build it over these groups without their parameters. Raises: ValueError for settings that
+        it refuses."""
         dropped = (*self.drops, "params")
         bare = [{key: group[key] for key in group if key not in dropped} for group in groups]
         return self.make([{"params": [], **group} for group in bare])
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
-        """Build it over these groups, which it shares: schedulers of the one change the other."""
+        """Build it over these groups, shared with the old optimizer: schedulers of either set both.
+        """
         for group in groups:
             for key in self.drops:
-                # A manifest would name it.
+                # A checkpoint's manifest would record it.
                 group.pop(key, None)
         return self.make(groups)
 
@@ -55,25 +56,26 @@ def twin_of(
     kinds: Mapping[type, type] = _NONE,
     twins: Mapping[type, tuple[Any, tuple[str, ...]]] = _NONE,
 ) -> Twin:
-    """Return the twin of an optimizer of torch, or of an elementwise class.
+    """Return the twin of a torch optimizer: AdamW or SGD of infinity, else `Elementwise`.
 
-    kinds: further classes, and those of torch whose rule they have. twins: further classes, and the
-    engine's with the settings that it takes. Raises: ValueError for states that were loaded.
+    kinds: maps a further class to the torch class whose rule it has. twins: maps a further class to
+    infinity's, with the settings that this supports. Raises: ValueError if the optimizer has states
+    of a step.
     """
     groups = optimizer.param_groups
     kind = kinds.get(type(optimizer), type(optimizer))
-    # Some make states in their constructor: of no step.
+    # Some constructors allocate states, with step 0.
     if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ValueError(
             f"{type(optimizer).__name__} has states already, which its replacement would not have; "
             "prepare first, and load states then"
         )
     made, named = {**_TWINS, **twins}.get(_rule(kind, groups), (None, ()))
-    # Of the class: what schedulers and scripts keep in a group changes no rule.
+    # Only the class's settings: other keys that schedulers and scripts store change no rule.
     others = [key for key in optimizer.defaults if key not in named]
     told = [key for group in groups for key in others if key not in _KERNELS and group.get(key)]
     if made is not None and not told:
-        # A group that is added later has the defaults of the optimizer that stood here.
+        # Groups added later get the defaults of the replaced optimizer.
         defaults = {key: optimizer.defaults[key] for key in named if key in optimizer.defaults}
         return Twin(lambda given: made(given, **defaults), tuple(others))
     taken = inspect.signature(kind).parameters
@@ -82,7 +84,7 @@ def twin_of(
 
 
 def _rule(kind: type, groups: list[dict[str, Any]]) -> type:
-    """The class that stands for the rule: Adam is AdamW without decay, and with a decoupled one."""
+    """Return AdamW for Adam without decay or with decoupled decay: the same rule. Else `kind`."""
     if kind is not torch.optim.Adam:
         return kind
     coupled = any(
@@ -92,21 +94,21 @@ def _rule(kind: type, groups: list[dict[str, Any]]) -> type:
 
 
 class _Noted(LRScheduler):
-    """Makes an optimizer note its first step, as the constructor of any scheduler does: one that is
-    rebound looks for that. Changes no rate."""
+    """Wraps an optimizer's `step`, as any scheduler's constructor does. A scheduler that `rebind`
+    moved expects the wrapper. Changes no rate."""
 
     def get_lr(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
 def note_steps_as(before: torch.optim.Optimizer, now: torch.optim.Optimizer) -> None:
-    """Make `now` note its first step where a scheduler has made `before` do so."""
+    """Wrap `now.step` as schedulers do, if a scheduler wrapped `before.step`."""
     if hasattr(before.step, "_wrapped_by_lr_sched"):
         _Noted(now)
 
 
 def rebind(scheduler: Any, before: torch.optim.Optimizer, now: torch.optim.Optimizer) -> None:
-    """Make a scheduler, and those that it chains, one of the optimizer that was put in place."""
+    """Point a scheduler, and the schedulers that it chains, from `before` to `now`."""
     if getattr(scheduler, "optimizer", None) is before:
         scheduler.optimizer = now
     for inner in getattr(scheduler, "_schedulers", ()):

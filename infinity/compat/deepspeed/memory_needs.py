@@ -1,7 +1,7 @@
-"""Estimates of the memory that states of ZeRO-3 need, by the counts of bytes of the paper: 2 for a
-16-bit parameter and its gradient each, 16 with an optimizer's 32-bit states.
+"""Estimates of the memory that ZeRO-3's states need, by DeepSpeed's formulas: 18 bytes for each
+parameter (2 for 16-bit weights, 4 for gradients, 12 for the optimizer's 32-bit states).
 
-`infinity plan` tells the engine's own needs for a model and a machine.
+`infinity plan` computes what infinity's engine needs for a model and a machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 log = logging.getLogger("infinity")
 
 _STATE_BYTES = 18
-"""Bytes of a parameter in 16 bits, its gradient, and its master and two moments in 32 bits."""
+"""Bytes of a 16-bit parameter (2), its gradient (4), and its 32-bit master and two moments (12)."""
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -26,7 +26,7 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Return the bytes of CPU memory of a node, of a GPU, and of the largest layer gathered."""
+    """Return the bytes needed in a node's CPU memory, on a GPU, and by the largest layer."""
     share, gpus = 1 / num_nodes, num_gpus_per_node * num_nodes
     layer = 4 * largest_layer_params
     # Without zero.Init each rank builds the whole model in 32 bits.
@@ -48,7 +48,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the estimates of each kind of offload, from the counts of a model."""
+    """Print the estimates for each kind of offload, from a model's parameter counts."""
     print(
         f"Estimated memory needed for params, optim states and gradients, {num_nodes} nodes of "
         f"{num_gpus_per_node} GPUs, {total_params / 1e6:.0f}M params, largest layer "
@@ -80,7 +80,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the estimates of each kind of offload, for a model."""
+    """Print the estimates for each kind of offload of a model."""
     layers = [
         sum(param.numel() for param in module.parameters(recurse=False))
         for module in model.modules()

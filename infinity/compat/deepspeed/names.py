@@ -1,7 +1,7 @@
-"""The modules of `deepspeed` that scripts import, and the homes of their names here.
+"""The modules of `deepspeed` that scripts import, and where this package defines their names.
 
-Each row: a module, and (home, names) pairs. A home is a module of this package, unless it is of
-torch (`torch...`); a name may be given another one (`theirs=ours`).
+Each row of TABLE: a module, and (home, names) pairs. A home is a module of this package or of torch
+(`torch...`). `theirs=ours` exports the home's name `ours` as `theirs`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import importlib
 from typing import Any
 
 VERSION = "0.19.8"
-"""The release of DeepSpeed whose configuration and calls these are."""
+"""The DeepSpeed release whose configuration and calls this package implements."""
 MAJOR, MINOR, PATCH = (int(part) for part in VERSION.split("."))
 COMMIT = "unknown"
-"""The commit and the branch of a build, as DeepSpeed's releases have them."""
+"""The value of `__git_hash__` and `__git_branch__`, as in DeepSpeed's releases."""
 
 _HOME = "infinity.compat.deepspeed"
 _RELEASE = (
@@ -143,7 +143,7 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
         ("zero.access", _STATES),
         ("zero.leaf_modules", _LEAVES),
     ),
-    # All ranks are data-parallel; there are no other groups.
+    # All ranks are data-parallel; no other groups exist.
     "deepspeed.utils.groups": (("comm", _GROUPS),),
     "deepspeed.utils.logging": (("utilities", "logger log_dist"),),
     "deepspeed.utils.tensor_fragment": (("zero.access", _STATES),),
@@ -158,7 +158,7 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
 
 
 def contents(module: str) -> dict[str, Any]:
-    """Return the names of a module of the table, with what they stand for."""
+    """Return the attributes of a module of TABLE, by name."""
     found: dict[str, Any] = {}
     for home, names in TABLE[module]:
         source = importlib.import_module(home if home.startswith("torch") else f"{_HOME}.{home}")

@@ -1,7 +1,7 @@
-"""`deepspeed.ops` for scripts: AdamW, Lion and Adagrad, and the builder of `aio`.
+"""`deepspeed.ops`: Adam, Lion and Adagrad, and the builder of `aio`.
 
-On ordinary parameters each is an optimizer of torch. `initialize` replaces it by the engine's
-optimizer of the same rule, over the same parameter groups.
+On ordinary parameters each optimizer is a torch optimizer. `initialize` replaces it by infinity's
+optimizer with the same update rule, over the same parameter groups.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 
 
 class FusedAdam(torch.optim.Adam):
-    """Adam, with decoupled weight decay (adam_w_mode, the default) or with L2.
+    """Adam with decoupled weight decay (adam_w_mode, the default) or with L2 regularization.
 
-    bias_correction, amsgrad, set_grad_none: as their defaults. Raises: DeepSpeedRefusal for others.
+    set_grad_none: ignored. Raises: DeepSpeedRefusal unless bias_correction and amsgrad have their
+    defaults.
     """
 
     def __init__(
@@ -45,11 +46,10 @@ class FusedAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
-    """Adam, with decoupled weight decay (adamw_mode, the default) or with L2.
+    """Adam with decoupled weight decay (adamw_mode, the default) or with L2 regularization.
 
-    bias_correction, amsgrad: as their defaults. fp32_optimizer_states: as the default; moments of
-    fewer bits are those of bf16.bf16_optimizer_states in the configuration. Raises:
-    DeepSpeedRefusal for others.
+    fp32_optimizer_states: True; the configuration's bf16.bf16_optimizer_states selects moments of
+    fewer bits. Raises: DeepSpeedRefusal unless it, bias_correction and amsgrad have their defaults.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """Adagrad. amsgrad: as its default."""
+    """Adagrad. Raises: DeepSpeedRefusal for amsgrad=True."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class FusedLion(torch.optim.Optimizer):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """Lion, by the name of its CPU implementation."""
+    """Lion under the name of DeepSpeed's CPU implementation."""
 
     def __init__(
         self,
@@ -149,8 +149,8 @@ class DeepSpeedCPULion(FusedLion):
 
 
 class AsyncIOBuilder:
-    """The builder of DeepSpeed's extension for drives. The engine has I/O of its own, so scripts
-    that only ask whether there is some go on."""
+    """The builder of DeepSpeed's drive I/O extension. The engine uses infinity.aio instead, so a
+    script that only checks for the extension runs."""
 
     NAME = "async_io"
 

@@ -1,9 +1,9 @@
-"""Optimizers of an engine: the one of the configuration or of a script, as the engine's own rule
-over offloaded parameters, and the wrapper that scripts get.
+"""An engine's optimizer: infinity's optimizer with the rule that the configuration or the script
+chose, and the wrapper that `initialize` returns to the script.
 
-    OptimizerPlan     before the model is offloaded: which rule, which groups; all that can be known
-                      of a mistake is raised here
-    ZeROOptimizer     after it: loss scale, overflow, clipping, step
+    OptimizerPlan     before the model is offloaded: the rule and the parameter groups. Wrong
+                      settings raise here
+    ZeROOptimizer     afterwards: loss scale, overflow, clipping, step
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _KINDS: dict[type, type] = {
 _LION = (inf.Lion, ("lr", "betas", "weight_decay"))
 _TWINS: dict[type, tuple[Any, tuple[str, ...]]] = {FusedLion: _LION, DeepSpeedCPULion: _LION}
 _TESTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, *_KINDS, *_TWINS)
-"""Classes that DeepSpeed takes with ZeRO without zero_allow_untested_optimizer."""
+"""Classes that ZeRO accepts without zero_allow_untested_optimizer, as in DeepSpeed."""
 
 Group = dict[str, Any]
 
 
 @dataclasses.dataclass
 class OptimizerPlan:
-    """An optimizer that is built when the model is offloaded.
+    """An optimizer that will be built once the model is offloaded.
 
-    twin: builds it. groups: its parameter groups, with the parameters that the model has before it
-    is offloaded. client: the script's optimizer, whose groups they are. ready: an optimizer of the
-    engine that is there already. rehearsal: the optimizer over the groups without their parameters,
-    for what wants to be tried on one. coupled: the rule is Adam, whose decay is a part of the
-    gradient, and no group decays.
+    twin: builds it. groups: its parameter groups, which hold the model's parameters from before the
+    offload. client: the script's optimizer, if the groups are that optimizer's. ready: an existing
+    optimizer of infinity; nothing is built. rehearsal: the optimizer built over the groups without
+    parameters, to try a schedule on. coupled: the rule is Adam with weight decay in the gradient,
+    and every group's decay is 0.
     """
 
     twin: Twin | None
@@ -68,8 +68,7 @@ class OptimizerPlan:
     coupled: bool = False
 
     def build(self) -> Any:
-        """Build it over the parameters, which are offloaded by now. On an error the groups are as
-        they were.
+        """Build the optimizer; the parameters are offloaded by now. An error restores the groups.
         """
         if self.twin is None:
             return self.ready
@@ -88,12 +87,12 @@ class OptimizerPlan:
                 type(self.client).__name__,
             )
             note_steps_as(self.client, built)
-            # Those that a constructor makes are as large as the model.
+            # Some constructors (Adagrad's) allocate states as large as the model.
             self.client.state.clear()
         return built
 
     def rebind(self, scheduler: Any, optimizer: Any) -> None:
-        """Make a script's scheduler one of the optimizer that took the place of the script's."""
+        """Point the script's scheduler at the optimizer that replaced the script's."""
         if self.client is not None:
             rebind(scheduler, self.client, optimizer)
 
@@ -104,11 +103,11 @@ def plan_optimizer(
     optimizer: Any,
     model_parameters: Iterable[Any] | None,
 ) -> OptimizerPlan | None:
-    """Choose the optimizer of a model that is to be offloaded: a script's (an optimizer, or a
-    function that makes one of parameters), else that of the configuration; None without one.
+    """Choose the optimizer of a model before its offload: the script's (an optimizer, or a function
+    that builds one from parameters), else the configuration's; None if neither gives one.
 
-    Raises: DeepSpeedRefusal for a rule that the engine has not, for a class that
-    zero_allow_untested_optimizer would have to allow, and for parameters that are not the model's.
+    Raises: DeepSpeedRefusal for an unsupported rule, for a class that needs
+    zero_allow_untested_optimizer, and for parameters that are not the model's.
     """
     given = list(model.parameters() if model_parameters is None else model_parameters)
     if optimizer is None and settings.run.optimizer is None:
@@ -143,7 +142,7 @@ def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     coupled = name == "Adam" and not any(
         group.get("weight_decay", arguments["weight_decay"]) for group in groups
     )
-    # Without decay it is the same update, by a kernel.
+    # Without decay, Adam's update is AdamW's, which has a native kernel.
     twin = Twin(_maker("AdamW" if coupled else name, arguments))
     return OptimizerPlan(twin, [group for group in groups if group["params"]], coupled=coupled)
 
@@ -172,7 +171,7 @@ def _of_client(settings: Settings, client: Any) -> OptimizerPlan:
             f"{kind.__name__}: You are using an untested ZeRO Optimizer. Please add "
             '"zero_allow_untested_optimizer": true to the configuration to use it'
         )
-    # The list of the optimizer itself: a scheduler of it has one rate for each group.
+    # In place, so that the script's scheduler sees the same groups: it has one rate for each.
     client.param_groups[:] = [group for group in client.param_groups if group["params"]]
     try:
         twin = twin_of(client, kinds=_KINDS, twins=_TWINS)
@@ -203,7 +202,7 @@ def _check_params(model: torch.nn.Module, groups: list[Group]) -> None:
 
 
 def loss_scaler(settings: Settings) -> LossScaler:
-    """Return the loss scale that the configuration asks for; 1 without fp16."""
+    """Return the loss scaler that the configuration asks for; a static 1 without fp16."""
     scaling = settings.run.loss_scaling
     if scaling is None:
         return AutocastLossScaler() if settings.autocast is torch.float16 else LossScaler()
@@ -220,16 +219,16 @@ def loss_scaler(settings: Settings) -> LossScaler:
 
 
 class ZeROOptimizer:
-    """The optimizer that `initialize` returns: the engine's own in `optimizer`, with loss scale,
-    overflow and clipping.
+    """The optimizer that `initialize` returns: wraps infinity's optimizer, `optimizer`, and adds
+    loss scale, overflow check and clipping.
 
-    `step()` takes the norm of all gradients. If it is not finite, and the configuration skips such
-    steps (fp16, or bf16.check_grad_overflow), the step is skipped on all ranks and `overflow` is
-    True. Else gradients are divided by the loss scale and clipped by the norm, and the engine's
-    optimizer takes its step.
+    `step()` computes the norm of all gradients. If it is not finite, and the configuration skips
+    such steps (fp16, or bf16.check_grad_overflow), all ranks skip the step and `overflow` is True.
+    Else gradients are divided by the loss scale and clipped by the norm, and `optimizer` steps.
 
-    params: those of the model in its order, in which norms are added up: groups of another order
-    have the same norm, to the bit. coupled: as `OptimizerPlan`; a decay is refused then.
+    params: the model's parameters, in its order. Norms are summed in this order, so the order of
+    the parameter groups does not change a bit. coupled: as in `OptimizerPlan`; a weight decay is
+    refused then.
     """
 
     def __init__(
@@ -256,18 +255,18 @@ class ZeROOptimizer:
 
     @property
     def param_groups(self) -> list[Group]:
-        """The parameter groups; schedulers change their rates."""
+        """The parameter groups of `optimizer`; schedulers set their learning rates."""
         groups: list[Group] = self.optimizer.param_groups
         return groups
 
     @property
     def state(self) -> Any:
-        """Step counts, and the like, of each parameter; its states are at rest."""
+        """Small state of each parameter, such as its step count; moments rest on their tier."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> Any:
-        """The settings of groups that give none."""
+        """The default settings of parameter groups."""
         return self.optimizer.defaults
 
     def add_param_group(self, param_group: Group) -> None:
@@ -276,7 +275,7 @@ class ZeROOptimizer:
         self.optimizer.add_param_group(param_group)
 
     def _check_decay(self, group: Group) -> None:
-        """Raise for a decay that AdamW, which stands for an Adam without one, takes otherwise."""
+        """Raise for a weight decay if AdamW runs in place of Adam: with one, the rules differ."""
         if self._coupled and group["weight_decay"]:
             raise DeepSpeedRefusal(
                 f"a parameter group with weight_decay={group['weight_decay']!r}, after initialize "
@@ -291,7 +290,7 @@ class ZeROOptimizer:
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Take a step with the gradients that wait, or skip it. Returns before its updates are
+        """Take a step with the accumulated gradients, or skip it. Returns before its updates are
         done. Collective on several ranks.
 
         Raises: what the engine's `step` raises; LossScaleAtMinimum.
@@ -301,7 +300,7 @@ class ZeROOptimizer:
         for group in self.param_groups:
             self._check_decay(group)
         grads = self._gradients()
-        # In one call: it is one reduction over the ranks.
+        # One call for all gradients: one reduction over the ranks.
         norm = torch.nn.utils.get_total_norm(grads, foreach=True) if grads else torch.zeros(())
         self.overflow = self._skips and not bool(torch.isfinite(norm))
         scale = self.cur_scale
@@ -336,7 +335,7 @@ class ZeROOptimizer:
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """True where the loss scale follows overflows."""
+        """Whether the loss scale adapts to overflows."""
         return self.loss_scaler.dynamic
 
     def override_loss_scale(self, loss_scale: float) -> None:
@@ -345,28 +344,28 @@ class ZeROOptimizer:
         self.custom_loss_scaler = True
 
     def needs_scaler(self) -> bool:
-        """Return whether a loss has to be scaled before its backward."""
+        """Return whether a loss must be scaled before its backward."""
         return self.dynamic_loss_scale or self.cur_scale != 1.0
 
     def scale_if_loss(self, value: Any) -> Any:
-        """Return a loss times the scale, and anything else as it is."""
+        """Return a loss (one element, requires_grad) times the scale; any other value unchanged."""
         scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
         return self.loss_scaler.scale_loss(value) if scalar else value
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Run the backward of a loss, scaled."""
+        """Scale a loss and run its backward."""
         self.loss_scaler.scale_loss(loss).backward(retain_graph=retain_graph)
 
     # -- states ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the manifest of the engine's optimizer, and the loss scale. Masters and moments
-        are in `engine.save_checkpoint`.
+        """Return the manifest of `optimizer`, and the loss scale. Masters and moments are not in
+        it: `engine.save_checkpoint` saves them.
         """
         return {"optimizer": self.optimizer.state_dict(), **self.scale_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take settings and loss scale of `state_dict()`. Raises: ValueError for another step."""
+        """Load settings and loss scale of `state_dict()`. Raises: ValueError for another step."""
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.load_scale_state(state_dict)
 
@@ -375,7 +374,7 @@ class ZeROOptimizer:
         return {"loss_scaler": self.loss_scaler.state_dict(), "overflow": self.overflow}
 
     def load_scale_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from the state of a loss scale."""
+        """Restore the state that `scale_state` returned."""
         self.loss_scaler.load_state_dict(state["loss_scaler"])
         self.overflow = state["overflow"]
 

@@ -1,5 +1,5 @@
 """Attributes that scripts read from a parameter under ZeRO-3 (`ds_id`, `ds_status`, ...), and the
-way from a parameter to the engine that holds it.
+lookup of the engine that holds a parameter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import infinity as inf
 
 
 class ZeroParamStatus(enum.Enum):
-    """Readability of a parameter's values."""
+    """Whether a parameter's values can be read."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -23,7 +23,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class ZeroParamType(enum.Enum):
-    """Kinds of parameters. The engine's are PARTITIONED."""
+    """Kinds of parameters. All of infinity's are PARTITIONED."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -34,10 +34,10 @@ _IDS = itertools.count()
 
 
 def note_zero_param(param: torch.nn.Parameter) -> None:
-    """Give a parameter the attributes of ZeRO-3, unless it has them."""
+    """Set the attributes of ZeRO-3 on a parameter, unless it has them."""
     if hasattr(param, "ds_id"):
         return
-    # Attributes of the parameter itself: scripts ask for them by these names.
+    # DeepSpeed's names, which scripts read from the parameter itself.
     param.ds_id = next(_IDS)  # type: ignore[attr-defined]
     param.ds_shape = param.shape  # type: ignore[attr-defined]
     param.ds_numel = param.numel()  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def note_zero_param(param: torch.nn.Parameter) -> None:
 
 
 def set_status(param: torch.nn.Parameter, status: ZeroParamStatus) -> None:
-    """Set `ds_status`."""
+    """Set a parameter's `ds_status`."""
     param.ds_status = status  # type: ignore[attr-defined]
 
 
@@ -57,8 +57,8 @@ def is_zero_param(param: object) -> bool:
 
 
 def note_module(module: torch.nn.Module) -> None:
-    """Let `handle_of` find the engine of an offloaded module from each of its parameters."""
-    # Weak: a parameter in a script's hands must not keep a model alive.
+    """Link each parameter of an offloaded module to that module, for `handle_of`."""
+    # Weak: a parameter that a script still references must not keep the model alive.
     reference = weakref.ref(module)
     for param in module.parameters():
         param.infinity_module = reference  # type: ignore[attr-defined]
@@ -77,7 +77,7 @@ def handle_of(param: torch.Tensor) -> inf.Handle | None:
 def by_handle(
     params: Iterable[torch.nn.Parameter],
 ) -> list[tuple[inf.Handle, list[torch.nn.Parameter]]]:
-    """Return the parameters that engines hold, by engine, each in the order given."""
+    """Group offloaded parameters by engine, in the order given. Other parameters are dropped."""
     found: dict[int, tuple[inf.Handle, list[torch.nn.Parameter]]] = {}
     for param in params:
         handle = handle_of(param)

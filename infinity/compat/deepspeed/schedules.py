@@ -1,10 +1,10 @@
 """Learning rate schedules of DeepSpeed's configuration: WarmupLR, WarmupDecayLR, WarmupCosineLR,
 OneCycle, LRRangeTest.
 
-    built         every group gets the rate from before the first step
-    step()        counts one step, numbered from 0; every group gets the rate of that number
+    constructor   sets every group's initial learning rate
+    step()        advances the step number, which starts at 0, and sets that step's rates
 
-`engine.step()` takes a step of the schedule after each step of the optimizer that was not skipped.
+`engine.step()` calls `step()` after each optimizer step that was not skipped.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SECOND_BETA = 0.99
 
 
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of torch inside of a wrapper. Raises: TypeError where there is none."""
+    """Return a torch optimizer, unwrapped if necessary. Raises: TypeError if there is none."""
     for found in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(found, torch.optim.Optimizer):
             return found
@@ -67,11 +67,11 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 class Schedule(abc.ABC):
-    """Base of the schedules. Its state is the number of the last step, -1 before the first.
+    """Base of the schedules. The state is the number of the last step, -1 before the first.
 
-    optimizer: of torch, or a wrapper with one in `.optimizer`; its `param_groups` get the rates.
-    last_batch_iteration: the number of the last step of a resumed run; the groups keep their rates
-    until the next step then.
+    optimizer: a torch optimizer, or a wrapper with one in `.optimizer`. The schedule sets the
+    learning rates of its `param_groups`. last_batch_iteration: a resumed run's last step number;
+    the groups then keep their rates until the next step.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
@@ -84,7 +84,7 @@ class Schedule(abc.ABC):
         """Return the rate of each group at the last step."""
 
     def get_last_lr(self) -> list[Any]:
-        """Return the rates that were set last. Raises: DeepSpeedRefusal if none was."""
+        """Return the rates set last. Raises: DeepSpeedRefusal if the schedule has set none."""
         if self._last_lr is None:
             raise DeepSpeedRefusal(
                 "get_last_lr() before the first step of a schedule that goes on: call step() first"
@@ -92,7 +92,7 @@ class Schedule(abc.ABC):
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Count a step, or set its number, and set the rates of that step."""
+        """Advance the step number, or set it, and set the rates of that step."""
         if last_batch_iteration is None:
             last_batch_iteration = self.last_batch_iteration + 1
         self.last_batch_iteration = last_batch_iteration
@@ -103,11 +103,11 @@ class Schedule(abc.ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: dict[str, Any]) -> None:
-        """Take the number of the last step. The groups keep their rates until the next one."""
+        """Restore the number of the last step. The groups keep their rates until the next step."""
         self.last_batch_iteration = sd["last_batch_iteration"]
 
     def _begin(self) -> None:
-        """Set the rates from before the first step, unless the run is resumed."""
+        """Set the initial rates, unless the run is resumed."""
         if self.last_batch_iteration == -1:
             self._set(self.get_lr())
 
@@ -115,19 +115,19 @@ class Schedule(abc.ABC):
         groups = self.optimizer.param_groups
         for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                # In place: the script may hold it. Of any shape with one element.
+                # In place: the script may hold this tensor. It has one element, of any shape.
                 group["lr"].fill_(float(rate))
             else:
                 group["lr"] = rate
         self._last_lr = [group["lr"] for group in groups]
 
     def _own_rates(self) -> list[Any]:
-        """Return the rates that the groups have now, which `_set` will not change."""
+        """Return copies of the groups' current rates (`_set` writes tensors in place)."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
         return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
     def _of_groups(self, name: str, value: Any) -> list[Any]:
-        """Return a value for each group. Raises: DeepSpeedRefusal for a list of another length."""
+        """Return one value for each group. Raises: DeepSpeedRefusal if a list's length differs."""
         count = len(self.optimizer.param_groups)
         if not isinstance(value, (list, tuple)):
             return [value] * count
@@ -139,10 +139,10 @@ class Schedule(abc.ABC):
 
 
 class LRRangeTest(Schedule):
-    """A rate that grows from a least one for ever (Smith, arXiv 1803.09820).
+    """A learning rate that grows from min_lr without bound (Smith, arXiv 1803.09820).
 
-    At step t it is min_lr (1 + step_rate (t + 1) / step_size), or with the whole part of the
-    quotient (staircase).
+    At step t it is min_lr (1 + step_rate (t + 1) / step_size). staircase: the quotient
+    (t + 1) / step_size is rounded down.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class LRRangeTest(Schedule):
         _check_steps(LR_RANGE_TEST_STEP_SIZE, lr_range_test_step_size)
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
-        # The formula gives the least rate at no step.
+        # Before step 0 the rate is min_lr.
         if last_batch_iteration == -1:
             self._set(self.min_lr)
 
@@ -176,12 +176,12 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """One cycle of the rate, up and down, with the first beta cycled down and up, and then a decay
-    (Smith, arXiv 1803.09820).
+    """One cycle of the learning rate, up and down, while the first beta moves down and up; then a
+    decay (Smith, arXiv 1803.09820).
 
-    cycle_first_step_size, cycle_second_step_size: steps of the two halves; the second is as long as
-    the first by default. *_stair_count: stairs in a half; 0 for none. decay_step_size: steps of one
-    decay interval; 0 for no decay. In step d after the cycle the rate is
+    cycle_first_step_size, cycle_second_step_size: steps of the rising and the falling half; the
+    second defaults to the first. *_stair_count: stairs in a half; 0: a linear ramp.
+    decay_step_size: steps of one decay interval; 0: no decay. At step d after the cycle the rate is
     min_lr / (1 + decay_lr_rate d / decay_step_size), and the first beta
     max_mom (1 + decay_mom_rate d / decay_step_size).
     """
@@ -249,7 +249,7 @@ class OneCycle(Schedule):
         return [low / factor for low in self.min_lrs]
 
     def get_mom(self) -> list[Any] | None:
-        """Return the betas of each group at the last step; None where momentum is not cycled."""
+        """Return the betas of each group at the last step; None if momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
@@ -264,7 +264,7 @@ class OneCycle(Schedule):
         return [(beta, SECOND_BETA) for beta in first]
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Count a step, or set its number, and set rates and betas of that step."""
+        """Advance the step number, or set it, and set the rates and betas of that step."""
         super().step(batch_iteration)
         betas = self.get_mom()
         if betas is not None:
@@ -275,13 +275,13 @@ class OneCycle(Schedule):
             group["betas"] = (beta, SECOND_BETA)
 
     def _decay_intervals(self) -> float:
-        """The decay intervals since the cycle has ended, with the step that follows."""
+        """Return the decay intervals since the end of the cycle, the current step included."""
         if math.isclose(self.decay_step_size, 0):
             return 0.0
         return (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
 
     def _height(self) -> float:
-        """Return the place between the least rate (0) and the greatest (1)."""
+        """Return the position between the minimum rate (0) and the maximum (1)."""
         count = self.last_batch_iteration + 1
         place = count / self.total_size
         place = 1.0 + place - math.floor(1 + place)
@@ -291,7 +291,7 @@ class OneCycle(Schedule):
         stairs = self.first_stair_count if up else self.second_stair_count
         if stairs <= 0:
             return height
-        # From whole steps: `height` may be just below a stair where it should be on it.
+        # Computed from step counts: rounding may put `height` just below a stair.
         steps = count % self.total_size
         if steps <= self.first_step_size:
             stair = steps * stairs / self.first_step_size
@@ -301,7 +301,7 @@ class OneCycle(Schedule):
 
 
 class _Warmup(Schedule):
-    """Base of schedules that begin with a warm-up, by the logarithm of the step or linear."""
+    """Base of schedules with a warm-up, logarithmic or linear in the step number."""
 
     def __init__(
         self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
@@ -317,7 +317,7 @@ class _Warmup(Schedule):
         self.inverse_log_warm_up = 1.0 / math.log(self.warmup_num_steps)
 
     def _warmed_up(self) -> float | None:
-        """The share of the warm-up that is done, from 0 on; None after it."""
+        """Return the completed share of the warm-up, from 0 on; None after the warm-up."""
         if self.last_batch_iteration >= self.warmup_num_steps:
             return None
         if self.warmup_type == WARMUP_LOG_RATE:
@@ -326,8 +326,8 @@ class _Warmup(Schedule):
 
 
 class WarmupLR(_Warmup):
-    """A rate that grows from warmup_min_lr to warmup_max_lr (None: each group's own) in
-    warmup_num_steps steps, and stays there.
+    """A learning rate that grows from warmup_min_lr to warmup_max_lr (None: the rate that each
+    group has) in warmup_num_steps steps, and then stays constant.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """A warm-up as WarmupLR's, and then a linear decay to warmup_min_lr at total_num_steps."""
+    """WarmupLR's warm-up, then a linear decay to warmup_min_lr at total_num_steps."""
 
     def __init__(
         self,
@@ -387,8 +387,8 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """A warm-up of each group's own rate from warmup_min_ratio of it, and then half a cosine down
-    to cos_min_ratio of it at total_num_steps.
+    """A warm-up from warmup_min_ratio times each group's initial rate to that rate, then half a
+    cosine down to cos_min_ratio times the rate at total_num_steps.
     """
 
     def __init__(
@@ -409,7 +409,7 @@ class WarmupCosineLR(_Warmup):
         self._begin()
 
     def get_lr_ratio(self) -> float:
-        """Return the share of each group's own rate at the last step; 0 before the first."""
+        """Return the factor on each group's initial rate at the last step; 0 before the first."""
         if self.last_batch_iteration < 0:
             return 0.0
         warm = self._warmed_up()
@@ -446,7 +446,7 @@ SCHEDULES: dict[str, type[Schedule]] = {
 
 
 def scheduler_class(name: str) -> Any:
-    """Return the class of a schedule of the configuration: one of these, or of
+    """Return the class that the configuration's scheduler.type names: one of SCHEDULES or of
     `torch.optim.lr_scheduler`. Raises: DeepSpeedRefusal for another name.
     """
     found = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
@@ -468,11 +468,11 @@ _TUNING: dict[str, float | str | bool] = {
     WARMUP_MAX_LR: 0.001, WARMUP_NUM_STEPS: 1000, WARMUP_TYPE: WARMUP_LOG_RATE,
     WARMUP_MIN_RATIO: 0.0, COS_MIN_RATIO: 0.0001,
 }  # fmt: skip
-"""The options of `add_tuning_arguments` and their defaults; the default's type is the option's."""
+"""The options of `add_tuning_arguments` with their defaults, whose types are the options' types."""
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add options for the settings of the schedules to a parser, and return it."""
+    """Add an option for each schedule setting to a parser, and return the parser."""
     group = parser.add_argument_group("Convergence Tuning", "settings of learning rate schedules")
     group.add_argument("--lr_schedule", type=str, help="schedule that a script builds")
     for name, default in _TUNING.items():

@@ -1,7 +1,7 @@
-"""The configuration of an engine: read once, asked by name.
+"""An engine's configuration: parsed once, then read through methods.
 
-    Settings      the configuration as it was given, and what it became (`DeepSpeedRun`)
-    ConfigNames   the methods by which scripts ask an engine for its configuration
+    Settings      the configuration as given, and parsed (`DeepSpeedRun`)
+    ConfigNames   DeepSpeedEngine's methods that return settings of the configuration
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _STRAYS = (
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.stage3_prefetch_bucket_size",
 )
-"""Keys that TRL adds at the top for a reference model. DeepSpeed does not read them there, and in
-their own section they have no meaning here."""
+"""Keys that TRL adds at the top level for a reference model. DeepSpeed ignores them there; infinity
+has no use for them anywhere."""
 _STAGE_0 = (
     "zero_optimization.stage=0: states rest in CPU memory and are split over the ranks, as with "
     "stage 1, with the same numbers"
@@ -36,9 +36,7 @@ _STAGE_0 = (
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """config: the configuration as it was given. run: what the engine takes of it. stage: of ZeRO,
-    0 to 3.
-    """
+    """config: the configuration as given. run: its parsed settings. stage: ZeRO stage, 0 to 3."""
 
     config: Mapping[str, Any]
     run: inf.DeepSpeedRun
@@ -72,8 +70,8 @@ class Settings:
         return cls(values, run, stage)
 
     def check_filled(self, world_size: int, *, optimizer: bool, scheduler: bool) -> None:
-        """Check that no value that counts is "auto" still: DeepSpeed leaves them to its caller.
-        optimizer, scheduler: whether those of the configuration are taken.
+        """Check that the caller has replaced every "auto" value that will be used, as DeepSpeed
+        expects. optimizer, scheduler: whether the configuration's section is used.
 
         Raises: DeepSpeedRefusal naming the keys and the fix.
         """
@@ -88,36 +86,36 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype to which parameters are cast; None: they stay."""
+        """The dtype to which parameters are cast; None: no cast."""
         return None if self.run.dtype is None else getattr(torch, self.run.dtype)
 
     @property
     def autocast(self) -> torch.dtype | None:
-        """The dtype of autocast around forward; None: there is none."""
+        """The dtype of autocast around forward; None: no autocast."""
         return None if self.run.autocast is None else getattr(torch, self.run.autocast)
 
     def policy(self, device: torch.device) -> inf.Policy:
         """Return the policy for a model that computes on `device`. Raises: DeepSpeedRefusal for
-        settings that no policy has."""
+        settings that a Policy cannot express."""
         try:
             return inf.Policy.from_deepspeed(self.run, device=device)
         except ValueError as error:
             raise DeepSpeedRefusal(str(error)) from error
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """Return an object of the configuration as it was given; empty where there is none."""
+        """Return a section of the configuration as given; an empty mapping if it is missing."""
         found = self.config.get(name)
         return found if isinstance(found, Mapping) else {}
 
     @property
     def zero(self) -> Mapping[str, Any]:
-        """The section of ZeRO."""
+        """The section zero_optimization."""
         return self.section("zero_optimization")
 
 
 def written(config: Config) -> Mapping[str, Any]:
-    """Return a configuration as it is written: a mapping, a file's, or base64's. Raises:
-    DeepSpeedRefusal for what is none.
+    """Return a configuration as a mapping, without parsing its settings. config: a mapping, a path,
+    or base64. Raises: DeepSpeedRefusal for anything else.
     """
     try:
         return load(config)[1]
@@ -133,14 +131,14 @@ def _stage(config: Mapping[str, Any]) -> Any:
 
 
 def _as_stage_1(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration of stage 0 as one of stage 1, which offloads nothing more than it must."""
+    """Return a stage 0 configuration rewritten to stage 1, the lowest stage that infinity has."""
     zero = config.get("zero_optimization")
     kept = dict(zero) if isinstance(zero, Mapping) else {}
     return {**config, "zero_optimization": {**kept, "stage": 1}}
 
 
 class ConfigNames:
-    """The methods by which scripts ask an engine for its configuration, by DeepSpeed's names."""
+    """DeepSpeedEngine's methods that return settings of the configuration, by DeepSpeed's names."""
 
     settings: Settings
     micro_batch_size: int
@@ -150,11 +148,11 @@ class ConfigNames:
     # -- batches -----------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Return the samples of a step, of all ranks."""
+        """Return the samples of a step on all ranks together."""
         return self.micro_batch_size * self.accumulation_steps * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of a micro-batch of one rank."""
+        """Return the samples of one rank's micro-batch."""
         return self.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
@@ -162,11 +160,11 @@ class ConfigNames:
         return self.accumulation_steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the samples of a step, those of a micro-batch, and the micro-batches."""
+        """Return (train_batch_size, micro-batch size of a rank, gradient accumulation steps)."""
         return self.train_batch_size(), self.micro_batch_size, self.accumulation_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the samples of a step: the micro-batches follow. Raises: DeepSpeedRefusal."""
+        """Set the samples of a step by changing its micro-batches. Raises: DeepSpeedRefusal."""
         part = self.micro_batch_size * self.world_size
         if train_batch_size <= 0 or train_batch_size % part:
             raise DeepSpeedRefusal(
@@ -176,7 +174,7 @@ class ConfigNames:
         self.accumulation_steps = train_batch_size // part
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set the samples of a micro-batch: those of a step follow."""
+        """Set the samples of a micro-batch; a step's number of micro-batches stays."""
         self.micro_batch_size = micro_batch_size
 
     def managed_gradient_accumulation(self) -> bool:
@@ -184,11 +182,11 @@ class ConfigNames:
         return self.settings.run.managed_accumulation
 
     def gradient_clipping(self) -> float:
-        """Return the greatest norm of a step's gradients; 0 for any."""
+        """Return the norm to which a step's gradients are clipped; 0: no clipping."""
         return self.settings.run.clip_norm
 
     def steps_per_print(self) -> Any:
-        """Return the steps between two lines of log; None for no lines."""
+        """Return the steps between two progress lines in the log; None: no lines."""
         return self.settings.config.get("steps_per_print")
 
     # -- precision ---------------------------------------------------------------------------------
@@ -214,23 +212,23 @@ class ConfigNames:
         return self.settings.autocast
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes of parameters, and of gradients that wait."""
+        """Return the dtypes of parameters and of accumulated gradients."""
         params = self.settings.dtype or torch.float32
         grads = self.settings.run.policy.get("grad_dtype")
         return params, params if grads is None else getattr(torch, grads)
 
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale follows overflows."""
+        """Return whether the loss scale adapts to overflows."""
         scaling = self.settings.run.loss_scaling
         return scaling is not None and scaling.static is None
 
     def loss_scale(self) -> float:
-        """Return the fixed loss scale of the configuration; 0 for one that follows overflows."""
+        """Return the configuration's static loss scale; 0 if it is dynamic or there is none."""
         scaling = self.settings.run.loss_scaling
         return (scaling.static or 0.0) if scaling is not None else 0.0
 
     def initial_dynamic_scale(self) -> float:
-        """Return the first loss scale."""
+        """Return the initial loss scale."""
         scaling = self.settings.run.loss_scaling
         return 1.0 if scaling is None else scaling.initial_scale
 
@@ -267,47 +265,47 @@ class ConfigNames:
     zero_cpu_offload = zero_use_cpu_optimizer
 
     def zero_nvme_offload_optimizer(self) -> bool:
-        """Return whether the configuration has optimizer states on NVMe."""
+        """Return whether the configuration offloads optimizer states to NVMe."""
         return (self.zero_offload_optimizer() or {}).get("device") == "nvme"
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return whether `save_16bit_model` saves with stage 3."""
+        """Return whether `save_16bit_model` writes a file with stage 3."""
         return bool(self.settings.zero.get("stage3_gather_16bit_weights_on_model_save"))
 
     def zero_allow_untested_optimizer(self) -> bool:
-        """Return whether an optimizer of any class may be given."""
+        """Return whether `initialize` accepts an optimizer of any class."""
         return bool(self.settings.config.get("zero_allow_untested_optimizer"))
 
     def zero_ignore_unused_parameters(self) -> bool:
-        """Return whether a parameter without gradient is left as it is; else a step raises."""
+        """Return whether a step skips parameters without a gradient; else it raises."""
         return bool(self.settings.zero.get("ignore_unused_parameters", True))
 
     # -- optimizer and schedule --------------------------------------------------------------------
 
     def optimizer_name(self) -> str | None:
-        """Return the optimizer of the configuration, as it is written there in small letters where
-        DeepSpeed has it; None without one.
+        """Return the configuration's optimizer type: adam, adamw, lion and adagrad in lower case,
+        others as written; None without one.
         """
         name = self.settings.section("optimizer").get("type")
         own = ("adam", "adamw", "lion", "adagrad")
         return name.lower() if isinstance(name, str) and name.lower() in own else name
 
     def optimizer_params(self) -> Mapping[str, Any] | None:
-        """Return the settings of the optimizer of the configuration."""
+        """Return the settings of the configuration's optimizer."""
         return self.settings.section("optimizer").get("params")
 
     def scheduler_name(self) -> str | None:
-        """Return the schedule of the configuration; None without one."""
+        """Return the configuration's scheduler type; None without one."""
         return self.settings.section("scheduler").get("type")
 
     def scheduler_params(self) -> Mapping[str, Any] | None:
-        """Return the settings of the schedule of the configuration."""
+        """Return the settings of the configuration's scheduler."""
         return self.settings.section("scheduler").get("params")
 
     # -- what is not there -------------------------------------------------------------------------
 
     def _never(self) -> bool:
-        """Return False: the engine has no such mode, or its configuration is refused."""
+        """Return False: infinity has no such mode, or refuses a configuration that enables it."""
         return False
 
     amp_enabled = eigenvalue_enabled = pld_enabled = curriculum_learning_enabled = _never

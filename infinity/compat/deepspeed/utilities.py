@@ -25,22 +25,22 @@ SGD_OPTIMIZER = "sgd"
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message on some ranks; on all with None or [-1]."""
+    """Log a message on these ranks; on all ranks if `ranks` is empty or contains -1."""
     here = comm.get_rank()
     if not ranks or -1 in ranks or here in ranks:
         logger.log(level, "[Rank %s] %s", here, message)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log the memory in use with a message, if `force`."""
+    """Log a message with the memory in use on rank 0, if `force`."""
     if force and comm.get_rank() == 0:
         used = get_accelerator().memory_allocated() / 2**30
         logger.info("%s: %.2f GiB in use on %s", message, used, get_accelerator().device_name())
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
-    """Return a container with copies of its tensors, so that torch.save writes no larger storage.
-    """
+    """Copy a container and clone its tensors, so that torch.save writes no larger storages. device:
+    of the clones; None: the CPU."""
     where = torch.device("cpu") if device is None else device
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(where)
@@ -56,8 +56,8 @@ def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype
 ) -> Callable[..., torch.Tensor]:
-    """Return a constructor of tensors whose floating results are of another dtype. (`zero.Init`
-    casts parameters alone, and wraps none; transformers replaces this name around it.)
+    """Wrap a tensor constructor so that its floating-point results have `target_fp_dtype`.
+    (`zero.Init` does not use it; transformers patches this name around `zero.Init`.)
     """
 
     @functools.wraps(fn)
@@ -69,7 +69,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 class OnDevice:
-    """A context in which modules are built on a device ("meta", say), with a floating dtype."""
+    """A context in which modules are built on a device ("meta", say) with a default dtype."""
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
         self.dtype, self.enabled = dtype, enabled
@@ -108,6 +108,6 @@ def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     max_group_size: int | None = None,  # noqa: ARG001
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups as a list: there are no experts of DeepSpeed to split off."""
+    """Return the parameter groups as a list; DeepSpeed's experts, which it splits, do not exist."""
     groups = [param_groups] if isinstance(param_groups, Mapping) else param_groups
     return [dict(group) for group in groups]

@@ -1,4 +1,4 @@
-"""One rank of `python -m infinity.compat.deepspeed`: installs the stand-in, and runs the script."""
+"""One rank of `python -m infinity.compat.deepspeed`: calls `install()` and runs the script."""
 
 from __future__ import annotations
 

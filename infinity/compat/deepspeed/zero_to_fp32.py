@@ -1,7 +1,7 @@
 """`deepspeed.utils.zero_to_fp32`: the fp32 weights of a checkpoint, without an engine.
 
-Checkpoints are those of `engine.save_checkpoint` here. Weights with a master are its values, others
-are cast. The files that DeepSpeed wrote itself are read by `inf.load_deepspeed`.
+Reads checkpoints of this package's `engine.save_checkpoint`. A weight with a master is the master;
+other weights are cast to fp32. `inf.load_deepspeed` reads files that DeepSpeed itself wrote.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,  # noqa: ARG001 - the tensors are ordinary ones in either case
 ) -> StateDict:
-    """Return the state dict of a checkpoint: parameters in fp32 and persistent buffers, whole in
-    memory. Tied names share a tensor. Blocks; no collective.
+    """Return a checkpoint's full state dict: parameters in fp32, and persistent buffers. Tied names
+    share a tensor. Blocks; not collective.
 
-    tag: default what the file "latest" says. Raises: ValueError where there is none; AioError where
-    there is no whole checkpoint; ChecksumError naming what is damaged.
+    tag: default: the tag in the file "latest". Raises: ValueError if there is neither; AioError if
+    there is no complete checkpoint; ChecksumError naming damaged tensors.
     """
     with _opened(checkpoint_dir, tag) as weights:
         weights.check(frozen=not exclude_frozen_parameters)
@@ -54,7 +54,7 @@ def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: Directory, tag: str | None = None
 ) -> torch.nn.Module:
     """Load a checkpoint's fp32 weights into an ordinary model on the CPU, and return it. Raises: as
-    `get_fp32_state_dict_from_zero_checkpoint`; RuntimeError for a model of other names or shapes.
+    `get_fp32_state_dict_from_zero_checkpoint`; RuntimeError if the model's names or shapes differ.
     """
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag))
@@ -69,11 +69,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write a checkpoint's fp32 weights as files that transformers and torch load. Blocks; a file's
-    tensors are in memory at a time. Ranks may call it together: they write the same.
+    """Write a checkpoint's fp32 weights as files that transformers and torch can load. Blocks;
+    holds one file's tensors in memory at a time. Several ranks may call it: they write the same.
 
-    max_shard_size: bytes of a file, such as "5GB"; None: one file. safe_serialization: safetensors,
-    in which a tied tensor has its first name only; else files of torch.save. Raises: as
+    max_shard_size: bytes of a file, such as "5GB"; None: one file. safe_serialization: write
+    safetensors, with only the first name of a tied tensor; else files of torch.save. Raises: as
     `get_fp32_state_dict_from_zero_checkpoint`; OSError.
     """
     out = absolute(output_dir, "output_dir")
@@ -100,7 +100,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 class _Weights:
-    """The weights of an open checkpoint. names: all names of each tensor, by its first one."""
+    """The weights of an open checkpoint. names: maps a tensor's first name to all its names."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._job = ExportJob(checkpoint, masters=True, dtype=torch.float32)
@@ -112,7 +112,8 @@ class _Weights:
         self._step = checkpoint.step
 
     def check(self, *, frozen: bool) -> None:
-        """Raise where nothing tells which parameters learn."""
+        """Raise if frozen parameters are to be excluded and the checkpoint has no optimizer, which
+        alone tells them apart."""
         if not frozen and not self._learning:
             raise DeepSpeedRefusal(
                 f"exclude_frozen_parameters=True of {self._place}, which has no optimizer: nothing "
@@ -123,7 +124,7 @@ class _Weights:
         return frozen or name not in self._params or name in self._learning
 
     def sizes(self, *, frozen: bool) -> list[int]:
-        """Return the bytes of each tensor. frozen: of parameters without optimizer states, too."""
+        """Return the bytes of each tensor. frozen: include parameters without optimizer states."""
         return [
             each.size_bytes
             for each in self._job.described
@@ -167,7 +168,7 @@ def _write(tensors: StateDict, path: Path, *, safe: bool) -> None:
     if not safe:
         save_new(tensors, path)
         return
-    # Whole or not at all, also where several ranks write it.
+    # Replaced atomically: several ranks may write it at once.
     with replaced(path) as file:
         save_file(tensors, file.name, metadata={"format": "pt"})
 

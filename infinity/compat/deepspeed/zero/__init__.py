@@ -35,8 +35,8 @@ class MiCS_Init:  # noqa: N801 - DeepSpeed's name
 
 
 def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-    """Do nothing: a parameter is gathered wherever a forward uses it. Raises: RuntimeError for what
-    is no parameter.
+    """Do nothing: the engine gathers a parameter wherever a forward uses it. Raises: RuntimeError
+    unless given a module and a parameter.
     """
     if not isinstance(parameter, torch.nn.Parameter):
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
@@ -49,9 +49,9 @@ unregister_external_parameter = register_external_parameter
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Enter a context in which all parameters of an engine, or of its module, stay gathered, so
-    that `generate` gathers none of them anew. Yields the model. Collective; the device holds the
-    whole model meanwhile.
+    """Enter a context in which all parameters of an engine, or of its module, stay gathered:
+    `generate` inside it reads nothing again. Yields the model. Collective. The device must hold the
+    whole model.
     """
     with GatheredParameters(model.parameters()):
         yield model

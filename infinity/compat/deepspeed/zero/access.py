@@ -1,8 +1,8 @@
 """Access to states and gradients of single parameters: `safe_get_*` and `safe_set_*`.
 
-"full" is the whole parameter; "local" is this rank's part of it by DeepSpeed's rule, equal parts of
-the flattened parameter, the last one padded with zeros. All functions block, and all ranks call
-them together.
+"full" means the whole parameter. "local" means this rank's part, as DeepSpeed splits: the flattened
+parameter in one equal part a rank, the last one padded with zeros. All functions block and are
+collective.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MASTER = "master"
 
 
 def safe_get_full_fp32_param(param: Parameter) -> Tensor | None:
-    """Return the fp32 master of a parameter, a copy [param.shape] on its device; None for one that
-    no engine holds, and one that does not learn.
+    """Return a copy of a parameter's fp32 master [param.shape], on the parameter's device; None if
+    the parameter is not offloaded or has no requires_grad.
     """
     return _state(param, _MASTER)
 
@@ -35,23 +35,23 @@ def safe_set_full_fp32_param(param: Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
-    """Return a moment of a parameter ("exp_avg", say) in fp32, a copy [param.shape] on its device;
-    None for one that no engine holds, and one that does not learn.
+    """Return a copy of a parameter's optimizer state ("exp_avg", say) in fp32 [param.shape], on the
+    parameter's device; None if the parameter is not offloaded or has no requires_grad.
 
-    Raises: ValueError for a name that the optimizer has not.
+    Raises: ValueError if the optimizer has no state of that name.
     """
     return _state(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set a moment of a parameter. value: [param.shape]."""
+    """Set an optimizer state of a parameter. value: [param.shape]."""
     _set_state(param, optim_state_key, value)
 
 
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
-    """Return the accumulated gradient of a parameter, the mean over the ranks, in fp32: a copy
-    [param.shape] on its device, times the loss scale. None where there is none: before backward,
-    and after a step. Raises: RuntimeError inside of `no_sync`, where it is not reduced yet.
+    """Return a copy of a parameter's accumulated gradient in fp32 [param.shape], on the parameter's
+    device: the mean over the ranks, times the loss scale. None if there is no gradient: before
+    backward, and after a step. Raises: RuntimeError inside `no_sync`: it is not reduced yet.
     """
     handle = handle_of(param)
     if handle is None:
@@ -88,17 +88,17 @@ def safe_get_local_fp32_param(param: Parameter) -> Tensor | None:
 
 
 def safe_set_local_fp32_param(param: Parameter, value: Tensor) -> None:
-    """Set this rank's part of the fp32 master; the others set theirs. value: [numel of a part]."""
+    """Set the fp32 master; each rank passes its part. value: [numel of a part]."""
     safe_set_full_fp32_param(param, _joined(param, value))
 
 
 def safe_get_local_optimizer_state(param: Parameter, optim_state_key: str) -> Tensor | None:
-    """Return this rank's part of a moment [numel of a part]."""
+    """Return this rank's part of an optimizer state [numel of a part]."""
     return _part(safe_get_full_optimizer_state(param, optim_state_key))
 
 
 def safe_set_local_optimizer_state(param: Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of a moment; the others set theirs. value: [numel of a part]."""
+    """Set an optimizer state; each rank passes its part. value: [numel of a part]."""
     safe_set_full_optimizer_state(param, _joined(param, value), optim_state_key)
 
 
@@ -108,7 +108,7 @@ def safe_get_local_grad(param: Parameter) -> Tensor | None:
 
 
 def safe_set_local_grad(param: Parameter, value: Tensor) -> None:
-    """Set this rank's part of the gradient; the others set theirs. value: [numel of a part]."""
+    """Set the gradient; each rank passes its part. value: [numel of a part]."""
     safe_set_full_grad(param, _joined(param, value))
 
 
@@ -145,7 +145,7 @@ def _part(whole: Tensor | None) -> Tensor | None:
 
 
 def _joined(param: Parameter, value: Tensor) -> Tensor:
-    """The whole; each rank gives its part."""
+    """All-gather the ranks' parts into [param.shape]."""
     numel = _part_numel(param.numel())
     if value.numel() != numel:
         raise DeepSpeedRefusal(

@@ -1,8 +1,8 @@
-"""Memory in a file, for the values of a model that is built before it is offloaded.
+"""File-backed memory for a model's parameters until the model is offloaded.
 
-Tensors are mapped from a file without a name, in a directory on a drive. They are ordinary tensors.
-Their pages are written out and dropped when some have been made, so a model of any size is built in
-bounded memory.
+Ordinary tensors are mapped from an unnamed file in a directory on a drive. After every
+DIRTY_BYTES_MAX of new tensors their pages are written out and dropped, so a model of any size is
+built in bounded memory.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ DIRTY_BYTES_MAX = 64 << 20
 """Bytes of new tensors after which pages are written out."""
 
 SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 64 << 20, 1 << 30
-"""Bytes that are mapped at once: each mapping takes an open file, and a process has few."""
+"""Bytes of one mapping. Each mapping duplicates the file descriptor, and a process has few."""
 
 
 class FileMemory:
-    """A file that tensors are mapped from; it goes with the last of them.
+    """A file that tensors are mapped from; the last tensor's deletion frees it.
 
-    directory: made if it is not there. Raises: OSError.
+    directory: created if it does not exist. Raises: OSError.
     """
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        # No name: a killed process leaves nothing, and no other user can open it.
+        # Unnamed: a killed process leaves no file, and other users cannot open it.
         with tempfile.TemporaryFile(dir=directory) as file:
             self._file = os.dup(file.fileno())
-        # Mappings keep the file; its number is not used when this object has gone.
+        # Mappings keep the file alive; without this object the descriptor has no user.
         weakref.finalize(self, os.close, self._file)
         self._size_bytes = 0
         self._segment: mmap.mmap | None = None
@@ -43,7 +43,7 @@ class FileMemory:
 
     def copy_of(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a mapped tensor with the values of `tensor`, cast to `dtype`. May block while
-        pages are written out. Raises: OSError where the drive is full.
+        pages are written out. Raises: OSError if the drive is full.
         """
         wanted = tensor.dtype if dtype is None else dtype
         out = self._empty(tensor.shape, wanted)
@@ -55,14 +55,14 @@ class FileMemory:
         return out
 
     def write_out(self) -> None:
-        """Write changed pages, and drop all. Blocks."""
+        """Write dirty pages out, and drop all pages from memory. Blocks."""
         kept = []
         for reference, offset in self._mapped:
             mapping = reference()
             if mapping is None:
                 continue
             mapping.flush()
-            # Of a file's pages, which are read again when they are wanted.
+            # The pages are file-backed: the next access reads them again.
             mapping.madvise(mmap.MADV_DONTNEED)
             os.posix_fadvise(self._file, offset, len(mapping), os.POSIX_FADV_DONTNEED)
             kept.append((reference, offset))
@@ -74,15 +74,15 @@ class FileMemory:
         if self._segment is None or self._used + size_bytes > len(self._segment):
             self._map(size_bytes)
         assert self._segment is not None
-        # With its blocks: a write to a hole of a full drive would end the process (SIGBUS).
+        # Allocate the file's blocks: writing to a hole on a full drive kills the process (SIGBUS).
         os.posix_fallocate(self._file, self._start + self._used, size_bytes)
-        # The tensor holds the segment.
+        # The tensor keeps the segment alive.
         out = torch.frombuffer(self._segment, dtype=dtype, count=numel, offset=self._used)
         self._used += size_bytes
         return out.view(shape)
 
     def _map(self, size_bytes: int) -> None:
-        """Map a segment at the end of the file, of this size at least."""
+        """Map a new segment of at least `size_bytes` at the end of the file."""
         wanted = min(max(self._size_bytes, SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
         size_bytes = max(size_bytes, wanted)
         self._start, self._used = self._size_bytes, 0

@@ -1,4 +1,4 @@
-"""`GatheredParameters`: parameters that are readable and writable for a while."""
+"""`GatheredParameters`: a context in which parameters are readable and writable."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from infinity.compat.deepspeed.parameters import (
 
 
 def gather_whole(module: torch.nn.Module) -> None:
-    """Gather the parameters that each rank keeps whole (stages 0 to 2): from here on a script reads
-    them outside of forward, as with DeepSpeed, by one rank alone, too. Collective.
+    """With stages 0 to 2, gather all parameters once, since each rank keeps them whole: afterwards
+    a script can read them outside forward, even on one rank alone, as with DeepSpeed. Collective.
     """
     handle = inf.handle(module)
     if handle.policy.zero < 3:
@@ -32,12 +32,12 @@ def gather_whole(module: torch.nn.Module) -> None:
 class GatheredParameters:
     """A context inside which parameters can be read and written.
 
-    params: a parameter, or an iterable of them; those that no engine holds, and that were not built
-    under `zero.Init`, are left alone. modifier_rank: the rank whose values all ranks have at the
-    end; None: values stay as they were written, and all ranks must have written the same.
-    fwd_module: nothing depends on it. enabled: False makes it a context that does nothing.
+    params: a parameter, or an iterable of parameters; ignores any that is neither offloaded nor
+    built under `zero.Init`. modifier_rank: at the end of the context this rank's values are
+    broadcast; None: all ranks must have written the same values. fwd_module: ignored. enabled:
+    False: the context does nothing.
 
-    Blocks; all ranks enter and leave it together. Raises: what `inf.handle(model).gather` raises.
+    Blocks; collective on entry and exit. Raises: what `inf.handle(model).gather` raises.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GatheredParameters:
         self.enabled = enabled
         self.src_rank = modifier_rank
         given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-        # Each once, in the order given, which is the same on all ranks.
+        # Without duplicates, in the order given, which must be the same on all ranks.
         self.params: list[Any] = list(
             {
                 id(param): param
@@ -66,7 +66,7 @@ class GatheredParameters:
             return
         for handle, params in by_handle(self.params):
             self._windows.enter_context(handle.gather(params))
-        # A context around this one may have them open.
+        # An enclosing context may have set the status to AVAILABLE.
         self._before = [(param, param.ds_status) for param in self.params if is_zero_param(param)]
         for param, _ in self._before:
             set_status(param, ZeroParamStatus.AVAILABLE)
@@ -77,7 +77,7 @@ class GatheredParameters:
         with self._windows:
             for param, status in self._before:
                 set_status(param, status)
-            # After an exception the other ranks may not come.
+            # After an exception the other ranks may never join the broadcast.
             if self.src_rank is not None and exc[0] is None:
                 for param in self.params:
                     comm.broadcast_values(param.data, self.src_rank)

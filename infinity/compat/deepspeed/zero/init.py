@@ -1,15 +1,15 @@
-"""`zero.Init`: building a model of any size before it is offloaded.
+"""`zero.Init`: builds a model of any size before it is offloaded.
 
-Constructors and initialisers run as ever, and their values are kept. If the configuration has
-parameters on NVMe, a parameter moves to a file there as soon as a module registers it, so the model
-is never in memory as a whole:
+Constructors and initialisers run unchanged, and their values are kept. If the configuration puts
+parameters on NVMe, a parameter moves to a mapped file on the drive when a module registers it, so
+the whole model is never in memory:
 
-    self.weight = Parameter(torch.empty(...))   registered -> the parameter's memory is a file's
-    reset_parameters(self)                      writes there; changed pages go to the drive
-    deepspeed.initialize(model=...)             reads it unit by unit; the file goes
+    self.weight = Parameter(torch.empty(...))   registration maps the parameter to the file
+    reset_parameters(self)                      writes to the mapping; dirty pages are written out
+    deepspeed.initialize(model=...)             reads the file unit by unit; then it is deleted
 
-Else parameters stay in ordinary memory until `initialize`. They are ordinary tensors in either
-case: readable and writable, with or without `GatheredParameters`.
+Otherwise parameters stay in ordinary memory until `initialize`. In both cases they are ordinary
+tensors, readable and writable with or without `GatheredParameters`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from infinity.compat.deepspeed.settings import written
 from infinity.compat.deepspeed.zero.file_memory import FileMemory
 
 FILE_BYTES_MIN = 1 << 20
-"""Smaller parameters stay in memory: a mapping costs more."""
+"""Smaller parameters stay in memory: a mapping of whole pages costs more than it saves."""
 
 _DEVICES = (None, "none", "cpu", "nvme", "cuda")
 
@@ -39,17 +39,17 @@ _RESERVING: contextvars.ContextVar[bool] = contextvars.ContextVar("reserving", d
 
 
 class Init(contextlib.ContextDecorator):
-    """A context in which a model is built, in bounded memory where its parameters go to NVMe.
+    """A context in which a model is built; in bounded memory if its parameters go to NVMe.
 
-    module: a model that was built already: its parameters are taken now. remote_device: "cpu" or
-    "nvme", where `config_dict_or_path` has no offload_param. config_dict_or_path: the configuration
-    that `initialize` gets, for the drive and the dtype; config: its older name. dtype: of floating
-    parameters at the end of the context; None: that of the configuration, and without one that of
-    the constructors. enabled: False makes it a context that does nothing.
+    module: an existing model whose parameters the constructor processes at once. remote_device:
+    "cpu" or "nvme"; used if the configuration has no offload_param.device. config_dict_or_path: the
+    configuration that `initialize` gets, read for drive and dtype; config: its older name. dtype:
+    floating-point parameters are cast to it when the context ends; None: the configuration's dtype,
+    else no cast. enabled: False: the context does nothing.
 
-    Of several ranks each builds the model; `initialize` takes the values of the first. Blocks while
-    pages are written. Raises: DeepSpeedRefusal for groups of some of the ranks, quantized weights,
-    a device without a place, and what is no configuration.
+    Every rank builds the model; `initialize` uses rank 0's values. Blocks while pages are written
+    out. Raises: DeepSpeedRefusal for a group that lacks some ranks, quantized weights, an unknown
+    device, "nvme" without a path, and an unreadable configuration.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Init(contextlib.ContextDecorator):
         self.memory = FileMemory(path) if path is not None else None
         self._built: list[torch.nn.Parameter] = []
         self._hooks = contextlib.ExitStack()
-        # A launcher's ranks may ask each other while they build.
+        # Ranks of a launcher may call collectives while they build the model.
         if comm.is_launched():
             comm.init_distributed()
         if module is not None:
@@ -122,14 +122,14 @@ class Init(contextlib.ContextDecorator):
             self._take(param)
 
     def _take(self, param: torch.nn.Parameter) -> None:
-        """Move a parameter's values to the file, unless another context or an engine has them."""
+        """Move a parameter's values to the file, unless another Init or an engine holds them."""
         if is_zero_param(param) or hasattr(param, "infinity_link"):
             return
         note_zero_param(param)
         self._built.append(param)
         in_ram = param.device.type == "cpu"
         if self.memory is not None and in_ram and param.nbytes >= FILE_BYTES_MIN:
-            # A cast finds its memory here.
+            # `cast` and `set_values` read it.
             param.ds_memory = self.memory  # type: ignore[attr-defined]
         if _RESERVING.get():
             param.ds_reserved = True  # type: ignore[attr-defined]
@@ -147,8 +147,8 @@ class Init(contextlib.ContextDecorator):
 
 @contextlib.contextmanager
 def reserving() -> Iterator[None]:
-    """Enter a context in which `Init` keeps no values of constructors: a loader gives others, to
-    each parameter that `is_reserved`. Their memory is not written to, so it takes no RAM.
+    """Enter a context in which `Init` discards constructors' values: a loader will set those of
+    each parameter that `is_reserved`. Its memory is never written, so it occupies no RAM.
     """
     token = _RESERVING.set(True)
     try:
@@ -158,15 +158,15 @@ def reserving() -> Iterator[None]:
 
 
 def is_reserved(param: torch.Tensor) -> bool:
-    """Return whether a parameter waits for its values."""
+    """Return whether a parameter still needs `set_values`."""
     return getattr(param, "ds_reserved", False)
 
 
 def set_values(param: torch.nn.Parameter, values: torch.Tensor, *, mapped: bool = False) -> None:
-    """Give a parameter its values, a tensor [param.shape], in its dtype and its kind of memory.
+    """Set a parameter's values [param.shape], in its dtype and its kind of memory (RAM or file).
 
-    mapped: the memory of `values` is that of a file, and becomes the parameter's where that can be.
-    May block while pages are written out.
+    mapped: `values` is mapped from a file; if it is contiguous and of the parameter's dtype, that
+    mapping becomes the parameter's memory. May block while pages are written out.
     """
     param.ds_reserved = False  # type: ignore[attr-defined]
     memory: FileMemory | None = getattr(param, "ds_memory", None)
@@ -177,7 +177,7 @@ def set_values(param: torch.nn.Parameter, values: torch.Tensor, *, mapped: bool 
 
 
 def cast(param: torch.nn.Parameter, dtype: torch.dtype) -> None:
-    """Cast a floating parameter in place, within its kind of memory."""
+    """Cast a floating-point parameter in place; a parameter in a file stays in the file."""
     if not param.is_floating_point() or param.dtype == dtype or param.is_meta:
         return
     memory: FileMemory | None = getattr(param, "ds_memory", None)
@@ -200,7 +200,7 @@ def _dtype_of(settings: Mapping[str, Any]) -> torch.dtype | None:
 def _place_of(
     settings: Mapping[str, Any], remote_device: str | None
 ) -> tuple[str | None, Path | None]:
-    """The device of parameters before they are offloaded, and the directory of their file."""
+    """Return the device of parameters until `initialize`, and for "nvme" the file's directory."""
     offload = (settings.get("zero_optimization") or {}).get("offload_param") or {}
     device = offload.get("device", remote_device)
     if device not in _DEVICES:

@@ -1,10 +1,10 @@
 """Leaf modules: modules whose parameters are gathered together, whichever of their children runs.
 
-    flags    of the script (`set_z3_leaf_modules`) and of zero_optimization.leaf_module
-    units    on several ranks a leaf is a unit beside the blocks that the engine finds, so ranks may
-             run different children of it
-    zeros    once a backward has gone through a leaf, parameters of it without a gradient have one
-             of zeros, as in DeepSpeed
+    flags    the script (`set_z3_leaf_modules`) or zero_optimization.leaf_module flags a leaf
+    units    on several ranks each leaf is one unit, next to the blocks that the engine finds: ranks
+             may run different children of it
+    zeros    if a step has gradients of some of a leaf's parameters, the others get zeros, as in
+             DeepSpeed
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def z3_leaf_module(model: Module) -> bool:
 
 
 def z3_leaf_parameter(param: torch.nn.Parameter) -> bool:
-    """Return whether a parameter belongs to a flagged module, as noted on it."""
+    """Return whether a parameter has the attribute `ds_z3_leaf_module`."""
     return hasattr(param, "ds_z3_leaf_module")
 
 
@@ -63,7 +63,7 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[Module], list[str]]:
-    """Flag modules by their qualified names. Returns them, and the names that no module has."""
+    """Flag modules by their qualified names. Returns (flagged modules, names without a module)."""
     return _set_by(model, module_names, lambda name, key: name == key, flag, raise_if_not_found)
 
 
@@ -73,15 +73,15 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[Module], list[str]]:
-    """Flag modules by the ends of their qualified names. Returns them, and the ends that no name
-    has.
+    """Flag modules by the ends of their qualified names. Returns (flagged modules, suffixes without
+    a module).
     """
     return _set_by(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
 def flag_configured(model: Module, section: Mapping[str, Any]) -> None:
-    """Flag the modules that zero_optimization.leaf_module names. Names that no module has are
-    logged, as one file may serve several models.
+    """Flag the modules that zero_optimization.leaf_module names. Names without a module are only
+    logged: one configuration may serve several models.
     """
     missing = [
         kind
@@ -126,8 +126,8 @@ def leaf_units(model: Module) -> list[str] | None:
 
 
 def fill_missing_grads(model: Module) -> None:
-    """Give parameters of leaves without a gradient one of zeros, where others of the leaf have one.
-    Collective: ranks have gradients of the same parameters.
+    """Set a gradient of zeros on a leaf's parameters without one, if other parameters of the leaf
+    have gradients. Collective: all ranks then have gradients of the same parameters.
     """
     for leaf in get_z3_leaf_modules(model):
         params = [param for param in leaf.parameters() if param.requires_grad]

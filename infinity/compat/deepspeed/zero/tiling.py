@@ -1,7 +1,7 @@
-"""`deepspeed.zero.TiledLinear`: a linear layer cut into tiles, a module each.
+"""`deepspeed.zero.TiledLinear`: a linear layer split into tiles, each a module.
 
-A script builds it in place of `torch.nn.Linear`. `inf.tile_linears` cuts the layers of a model that
-is built already, keeps the names of its weights, and computes as the whole layer.
+A script builds it in place of `torch.nn.Linear`. `inf.tile_linears` instead splits the layers of an
+existing model, and keeps the names of its weights and its results.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from infinity.compat.deepspeed.zero.gather import GatheredParameters
 
 
 def bounds(numel: int, parts: int) -> list[int]:
-    """Return the ends of `parts` parts of about one size, which begin at 0: [parts + 1]. The first
-    ones are longer by one where they are not all of one size.
+    """Return [parts + 1] boundaries, from 0 to `numel`, of `parts` nearly equal parts. If sizes
+    differ, the first parts are longer by one.
     """
     least, longer = divmod(numel, parts)
     sizes = [least + 1] * longer + [least] * (parts - longer)
@@ -27,10 +27,10 @@ def bounds(numel: int, parts: int) -> list[int]:
 class TiledLinear(torch.nn.Module):
     """A linear layer of `out_splits` x `in_splits` tiles.
 
-    linears: [out_splits][in_splits] layers of class `linear_cls`, which also get `kwargs`; the last
-    one of a row has the bias. input_is_already_split: forward gets a sequence of `in_splits`
-    tensors. combine_out_splits: False returns a list of `out_splits` tensors. init_linear: a layer
-    whose values the tiles get.
+    linears: [out_splits][in_splits] layers of class `linear_cls`, built with `kwargs`; the last one
+    of a row has the bias. input_is_already_split: forward expects a sequence of `in_splits`
+    tensors. combine_out_splits: False: forward returns a list of `out_splits` tensors. init_linear:
+    a layer whose values are copied to the tiles.
 
     Raises: RuntimeError for splits out of range.
     """
@@ -77,7 +77,7 @@ class TiledLinear(torch.nn.Module):
         outputs = []
         for row, tiles in enumerate(self._tiles):
             output = None
-            # As DeepSpeed calls them: subclasses of a script's own override these two.
+            # DeepSpeed's method and argument names: scripts override them in subclasses.
             for column, (tile, part) in enumerate(zip(tiles, parts, strict=True)):
                 output = self._reduce_local_output(
                     in_id=column, out_id=row, current_out=output, new_out=tile(part)
@@ -112,7 +112,7 @@ class TiledLinear(torch.nn.Module):
         current_out: Any,
         new_out: Any,
     ) -> Any:
-        """Add the output of a tile to those of the tiles before it in its row."""
+        """Add a tile's output to the sum of the row's earlier tiles."""
         return new_out if current_out is None else current_out + new_out
 
     def _combine_output_splits(self, outputs: list[Any]) -> Any:
@@ -121,8 +121,8 @@ class TiledLinear(torch.nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: torch.nn.Linear) -> None:
-        """Take the values of a whole layer [out_features, in_features]; on several ranks those of
-        the first. Collective. Raises: ValueError for another shape, or a bias on one side only.
+        """Copy the values of an unsplit layer [out_features, in_features], on several ranks rank
+        0's. Collective. Raises: ValueError for another shape, or if only one of them has a bias.
         """
         shape = (self.out_features, self.in_features)
         if tuple(other.weight.shape) != shape or (other.bias is not None) != self.use_bias:
@@ -140,8 +140,8 @@ class TiledLinear(torch.nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """The same for layers that return (output, bias), as Megatron-LM's: biases are joined, not
-    added."""
+    """TiledLinear for layers that return (output, bias), such as Megatron-LM's. Returns the joined
+    biases instead of adding them."""
 
     def _reduce_local_output(
         self, in_id: int, out_id: int, current_out: Any, new_out: Any
