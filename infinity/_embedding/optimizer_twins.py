@@ -26,7 +26,7 @@ _NONE: Mapping[type, Any] = types.MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-    """How to build infinity's optimizer with the rule of a torch optimizer. make: builds it over
+    """Builder of infinity's optimizer with the rule of a torch optimizer. make: builds it over
     parameter groups. drops: settings of the groups that it does not support.
     """
 

@@ -48,7 +48,7 @@ class Checkpointed(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What to load from a checkpoint besides the parameters."""
+    """Parts to load from a checkpoint besides the parameters."""
 
     optimizer: bool
     scheduler: bool

@@ -335,7 +335,7 @@ class ZeROOptimizer:
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale adapts to overflows."""
+        """True if the loss scale adapts to overflows."""
         return self.loss_scaler.dynamic
 
     def override_loss_scale(self, loss_scale: float) -> None:

@@ -15,7 +15,7 @@ import infinity as inf
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether a parameter's values can be read."""
+    """States of a parameter's values: readable or not."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
