@@ -2,7 +2,7 @@
 
 The engine's forward returns a view of each output. A hook on the view divides its gradient by the
 number of micro-batches of a step, as `engine.backward` divides the loss. It raises if the loss
-should have been scaled and was not. Where the model computes one output from another (a loss from
+should have been scaled and was not. If the model computes one output from another (a loss from
 logits), no gradient is divided twice: the model used the original tensor, which has no hook.
 Inside `engine.backward` the hooks leave gradients unchanged.
 """
