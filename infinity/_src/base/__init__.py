@@ -1,1 +1,1 @@
-"""Helpers that know nothing of the engine: sizes, words, paths, files, progress, telemetry."""
+"""Helpers that do not depend on the engine: sizes, wording, paths, files, progress, telemetry."""

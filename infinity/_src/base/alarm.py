@@ -1,11 +1,12 @@
-"""Alarm: one flag between those who find a fault and the gathers that must not pass it.
+"""Alarm: one flag by which background work reports a fault to the next gather.
 
-    sound   native threads when a job fails; the owner of a lost drive, of a rank that failed, of a
-            save that failed, of an update that runs ahead of its step; the handle when it closes
-    read    each gather: one word of memory. While it is set, `EngineAccess.before_read` asks all
-            owners, and raises what it finds
+    sound   by native threads when a job fails; by the owners of drives, ranks and saves when one
+            of them fails; by an update mode that runs updates ahead of their step; by the handle on
+            close
+    read    by each gather, as one word of memory. While it is set, `EngineAccess.before_read`
+            queries all owners, and raises the fault of one
 
-A gather so costs the same however many updates are pending.
+So the cost of a gather does not depend on the number of pending updates.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import ctypes
 
 
 class Alarm:
-    """The flag of one engine. Any thread sounds it; the thread that gathers lowers it."""
+    """The flag of one engine. Any thread may sound it; only the gathering thread lowers it."""
 
     def __init__(self) -> None:
         self.word = ctypes.c_uint32(0)
@@ -25,10 +26,11 @@ class Alarm:
         return ctypes.addressof(self.word)
 
     def sound(self) -> None:
-        """Have the next gather ask all owners. Never blocks."""
+        """Make the next gather query all owners. Never blocks."""
         self.word.value = 1
 
     def lower(self) -> None:
-        """Clear the flag. Call this before the owners are asked: what one of them finds while they
-        are asked then stays for the next gather."""
+        """Clear the flag. Call this before querying the owners, so that a fault during the queries
+        sets it again for the next gather.
+        """
         self.word.value = 0

@@ -1,10 +1,9 @@
-"""Dtypes of torch: their names, their kinds, the names that safetensors has for them, and copies of
-tensors of every kind, bit for bit.
+"""torch's dtypes: names, kinds, safetensors names, and bitwise copies of tensors of every kind.
 
-    floating, complex, whole    torch converts them into each other
+    floating, complex, whole    torch converts between dtypes of these kinds
     packed                      containers of bits (float4_e2m1fn_x2, bits8, int4, …), which torch
-                                does not convert, and some of which it does not copy
-    quantized                   their scales lie beside their bits: nothing here keeps them
+                                does not convert; some it cannot copy
+    quantized                   their scales are separate from their bits; not supported here
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 BY_NAME: dict[str, torch.dtype] = {
     name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
-"""Every dtype of this torch by its names: "bfloat16", "half", "float16"."""
+"""Name -> dtype, with aliases: "bfloat16", "half", "float16"."""
 
 SAFETENSORS = {
     torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
@@ -29,25 +28,25 @@ SAFETENSORS = {
     torch.float8_e8m0fnu: "F8_E8M0", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8", torch.uint8: "U8", torch.float4_e2m1fn_x2: "F4", torch.bool: "BOOL",
 }  # fmt: skip
-"""Dtypes of safetensors, in the order in which a file has their tensors: large items first, so that
-all are aligned.
+"""Dtype -> safetensors name, in the order of tensors in a file: large items first, so that all
+tensors are aligned.
 """
 
 FROM_SAFETENSORS = {text: dtype for dtype, text in SAFETENSORS.items()}
 
-# Copied as these where torch has no copy of the dtype itself.
+# Bytes per item -> dtype for bitwise views of dtypes that torch cannot copy.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Kind = Literal["floating", "complex", "whole", "packed", "quantized"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name: "bfloat16" of torch.bfloat16."""
+    """Return a dtype's name: "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name: torch.bfloat16 of "bfloat16". Raises: ValueError."""
+    """Return the dtype with a name: torch.bfloat16 for "bfloat16". Raises: ValueError."""
     found = BY_NAME.get(name)
     if found is None:
         raise ValueError(f"dtype {name!r} is not known to this torch")
@@ -62,13 +61,13 @@ def kind_of(dtype: torch.dtype) -> Kind:
         return "complex"
     if dtype.is_floating_point:
         return "packed" if dtype is torch.float4_e2m1fn_x2 else "floating"
-    # Those that torch computes with are those of safetensors.
+    # torch computes with exactly the whole dtypes that safetensors has.
     return "whole" if dtype in SAFETENSORS else "packed"
 
 
 def converts(there: torch.dtype, here: torch.dtype) -> bool:
-    """Return whether values of one dtype are taken as another: the same, or of the same kind of
-    numbers.
+    """Return whether values of dtype `there` may be converted to `here`: equal, or of the same kind
+    (not packed or quantized).
     """
     kind = kind_of(there)
     return there == here or (kind == kind_of(here) and kind not in ("packed", "quantized"))
@@ -78,14 +77,13 @@ def converts(there: torch.dtype, here: torch.dtype) -> bool:
 
 
 def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that safetensors states: of float4_e2m1fn_x2, whose items are two numbers
-    each, it counts the numbers.
+    """Return a tensor's shape in safetensors, which counts both numbers of a float4_e2m1fn_x2 item.
     """
     return (*shape[:-1], 2 * shape[-1]) if dtype is torch.float4_e2m1fn_x2 and shape else shape
 
 
 def shape_of_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return torch's shape of a tensor whose shape safetensors states. Raises: ValueError."""
+    """Return torch's shape for a shape in safetensors. Raises: ValueError."""
     if dtype is not torch.float4_e2m1fn_x2:
         return shape
     if not shape or shape[-1] % 2:
@@ -94,8 +92,8 @@ def shape_of_stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ..
 
 
 def in_safetensors(dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-    """Return whether safetensors has such a tensor: all shapes of its dtypes, but no scalar of
-    float4_e2m1fn_x2, which it would count as two numbers.
+    """Return whether safetensors can store such a tensor: any shape of its dtypes except a scalar
+    of float4_e2m1fn_x2, which would be two numbers.
     """
     return dtype in SAFETENSORS and (dtype is not torch.float4_e2m1fn_x2 or bool(shape))
 
@@ -104,7 +102,7 @@ def in_safetensors(dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
 
 
 def why_not_bits(value: torch.Tensor) -> str:
-    """Say why a tensor is more than its shape and its bits; "" if it is not."""
+    """Return why shape and bits do not determine a tensor, or ""."""
     if kind_of(value.dtype) == "quantized":
         return "its scales lie beside its bits"
     if value.is_nested:
@@ -113,7 +111,7 @@ def why_not_bits(value: torch.Tensor) -> str:
 
 
 def check_kept(tensors: Iterable[tuple[str, torch.Tensor]], what: str) -> None:
-    """Raise ValueError naming the first of these buffers whose values `what` cannot keep."""
+    """Raise ValueError naming the first of these buffers that `what` cannot store."""
     for name, value in tensors:
         reason = why_not_bits(value)
         if reason:
@@ -125,7 +123,7 @@ def check_kept(tensors: Iterable[tuple[str, torch.Tensor]], what: str) -> None:
 
 
 def check_torch_saves(tensors: Iterable[tuple[str, torch.dtype]], what: str) -> None:
-    """Raise ValueError naming the first of these tensors that torch.save does not take."""
+    """Raise ValueError naming the first of these tensors that torch.save cannot write."""
     for name, dtype in tensors:
         if not torch_saves(dtype):
             raise ValueError(
@@ -135,17 +133,15 @@ def check_torch_saves(tensors: Iterable[tuple[str, torch.dtype]], what: str) -> 
 
 
 def as_integers(value: torch.Tensor) -> torch.Tensor:
-    """View a tensor's items, of at most 8 bytes, as integers of the same size, whose copies and
-    comparisons are those of bits.
+    """View a tensor's items of 1, 2, 4 or 8 bytes as integers, for bitwise copies and comparisons.
     """
     return value.view(_INTEGERS[value.element_size()])
 
 
 def bytes_of(value: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, one-dimensional, in row-major order; a view if it is
-    contiguous.
+    """Return a tensor's bytes as uint8 [n], in row-major order; a view if the tensor is contiguous.
     """
-    # A view as bytes would lose that values are conjugated when they are read.
+    # A view as bytes would ignore a lazy conjugation or negation.
     value = value.detach().resolve_conj().resolve_neg()
     if value.element_size() in _INTEGERS:
         value = as_integers(value)
@@ -155,8 +151,7 @@ def bytes_of(value: torch.Tensor) -> torch.Tensor:
 def from_bytes(
     data: bytes | bytearray | memoryview, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Make a tensor of these bytes, which it does not share. Raises: ValueError for another number
-    of bytes than such a tensor has.
+    """Create a tensor from a copy of these bytes. Raises: ValueError for a wrong number of bytes.
     """
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes are no {dtype} tensor of shape {shape}")
@@ -167,7 +162,7 @@ def from_bytes(
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the CPU, contiguous."""
+    """Return a contiguous copy of a tensor on the CPU."""
     data = bytes_of(value)
     # Memory of its own, in which every dtype is aligned.
     data = data.clone() if data.device.type == "cpu" else data.to("cpu")
@@ -175,14 +170,14 @@ def copied(value: torch.Tensor) -> torch.Tensor:
 
 
 def copy_(out: torch.Tensor, value: torch.Tensor) -> None:
-    """Give `out` these values, in place, where `converts` says that it may."""
+    """Copy `value` to `out`, in place; the caller has checked `converts`."""
     if kind_of(out.dtype) == "packed" and out.dtype == value.dtype:
         out, value = as_integers(out), as_integers(value)
     out.copy_(value)
 
 
 def torch_saves(dtype: torch.dtype) -> bool:
-    """Return whether torch.save takes tensors of a dtype: some packed ones it does not."""
+    """Return whether torch.save can write tensors of a dtype; it cannot for some packed ones."""
     if kind_of(dtype) == "packed":
         try:
             torch.save(torch.empty(0, dtype=dtype), io.BytesIO())

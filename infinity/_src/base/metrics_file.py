@@ -1,13 +1,13 @@
-"""metrics.jsonl: the record of a training run, one JSON object on a line.
+"""metrics.jsonl: the record of a training run, one JSON object per line.
 
-    kind        a line for
+    kind        one line for
     run         each process that trains the run: versions, the model, the drives as measured
     step        each step: loss, times, bytes, memory
     held_out    each measurement of the held-out loss
     summary     the end of `infinity train`
 
-Lines are appended and flushed one by one, so that an interrupted run keeps what it had; a kill may
-tear the last one. NaN and infinities are written as Python's `json` writes them.
+Each line is appended and flushed, so that an interrupted run loses no earlier line; a kill may
+truncate the last one. NaN and infinities are written as Python's `json` writes them.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from infinity._src.base.new_file import open_new
 FILE_NAME: Final = "metrics.jsonl"
 
 SCHEMA: Final = "infinity.train/1"
-"""The `schema` of a line of the kind "run"; it changes when a field changes its meaning."""
+"""The `schema` field of "run" lines; it changes when the meaning of a field changes."""
 
 TORN: Final = "torn"
-"""The kind that `read_rows` gives to a last line that a kill has torn."""
+"""The kind that `read_rows` returns for a truncated last line."""
 
 LINE_BYTES_MAX: Final = 1 << 20
-"""Longest line that is read: those that are written have a few thousand bytes."""
+"""Bytes of the longest line that is read; written lines have a few thousand."""
 
 
 class MetricsFile:
-    """A metrics.jsonl that is being written. path: None for a rank that writes none. keeps: lines
-    that are there already stay.
+    """Writer of a metrics.jsonl. path: None for a rank that writes no file. keeps: append to an
+    existing file.
     """
 
     def __init__(self, path: Path | None, *, keeps: bool = False) -> None:
@@ -46,11 +46,11 @@ class MetricsFile:
         self._file: IO[str] = (path or Path(os.devnull)).open(mode, encoding="utf-8", buffering=1)
 
     def cut(self, step: int) -> None:
-        """Drop what was recorded after that step, and lines that a kill tore."""
+        """Drop truncated lines and records of later steps."""
         if self._path is None:
             return
         self._file.close()
-        # In a file of its own first: a kill in between leaves the one or the other.
+        # Written to a temporary file and renamed, so that a kill leaves the old or the new version.
         partial = self._path.with_name(self._path.name + ".partial")
         with (
             self._path.open(encoding="utf-8", errors="replace") as lines,
@@ -58,7 +58,7 @@ class MetricsFile:
         ):
             for line in lines:
                 row = _row(line)
-                # Held-out losses of that step itself are measured once more.
+                # Held-out losses of `step` itself are dropped: they are measured again.
                 if (
                     row is not None
                     and row["kind"] != "summary"
@@ -76,7 +76,7 @@ class MetricsFile:
 
 
 def _mend(path: Path) -> None:
-    """Remove a last line that a kill has torn: a line that is appended would go on with it."""
+    """Remove a truncated last line, or end a complete one, so that the next line begins anew."""
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - LINE_BYTES_MAX, 0))
@@ -88,14 +88,14 @@ def _mend(path: Path) -> None:
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each line's number and record, one line at a time. A last line that is torn comes as a
-    record of the kind TORN; empty lines are passed over.
+    """Yield (line number, record) line by line. A truncated last line becomes a record of kind
+    TORN; empty lines are skipped.
 
-    Raises: ValueError for a line that is no record; OSError.
+    Raises: ValueError for any other invalid line; OSError.
     """
     with path.open("rb") as file:
         for number in itertools.count(1):
-            # Bounded: a file without line ends must not be read whole.
+            # Bounded, so that a file without line ends is not read into memory.
             line = file.readline(LINE_BYTES_MAX + 1)
             if not line:
                 return
@@ -122,7 +122,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _row(line: str | bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    # ValueError: no JSON, no UTF-8, or a number of thousands of digits.
+    # ValueError: not JSON, not UTF-8, or an integer with thousands of digits.
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("kind"), str) else None

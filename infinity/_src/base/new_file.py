@@ -1,10 +1,10 @@
-"""Files that are written under a temporary name, and renamed when they are whole.
+"""Files written under a temporary name and renamed when complete.
 
-    replaced, write_named    the name has the old file or the new one, whenever the process ends
-    write_durably            the same after a power cut: bytes reach the drive before the name does
+    replaced, write_named    a kill leaves the old or the new file under the name
+    write_durably            so does a power cut: the bytes are on the drive before the rename
 
-The directory may be shared: what another user has put there under that name is not written through
-(a link), and not waited for (a FIFO).
+The directory may be shared: a link or FIFO that another user created under the name is replaced,
+neither followed nor opened.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import BinaryIO
 
 
 def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Open a new file of this name to write; a file that had the name before loses it. mode: its
-    rights, less the umask. Raises: OSError naming the path, also for a device or a directory, which
-    stays."""
+    """Create a file for writing, unlinking an existing one of the name. mode: permissions, before
+    the umask. Raises: OSError naming the path, also for an existing device or directory.
+    """
     with contextlib.suppress(FileNotFoundError):
         kind = path.lstat().st_mode
         if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
             raise FileExistsError(errno.EEXIST, "a device has this name", str(path))
         path.unlink()
-    # "x": made here, or not opened. By path and not by descriptor: writers ask the file its name.
+    # "x": fail if another process has created the name. By path, since writers use the file's name.
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
 
 
 def write_all(file: BinaryIO, *parts: bytes | memoryview) -> None:
-    """Write bytes behind those that were written like this before. Raises: OSError."""
+    """Write all bytes at the file's position. Raises: OSError."""
     for part in parts:
         view = memoryview(part)
         # A write may be short.
@@ -41,21 +41,21 @@ def write_all(file: BinaryIO, *parts: bytes | memoryview) -> None:
 
 
 def write_new(path: Path, data: bytes | str) -> None:
-    """Write a new file of this name whole, text as UTF-8. Raises: as `open_new`."""
+    """Write a new file, text as UTF-8. Raises: as `open_new`."""
     with open_new(path) as file:
         write_all(file, data.encode() if isinstance(data, str) else data)
 
 
 def write_named(path: Path, data: bytes | str) -> None:
-    """Write a file that a user has named for a result, whole or not at all. A device or a pipe, as
-    /dev/stdout, is written to, and stays. Raises: OSError naming the path.
+    """Write a result to a user's path, atomically. An existing device or pipe, such as /dev/stdout,
+    is written to directly. Raises: OSError naming the path.
     """
     stays = path.exists() and not path.is_file()
     try:
         with path.open("wb") if stays else replaced(path) as file:
             file.write(data.encode() if isinstance(data, str) else data)
     except OSError as error:
-        # A write knows no name, and the name of a partial file says less.
+        # Name the user's path: a write error has no path, or that of the partial file.
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -63,10 +63,10 @@ def write_named(path: Path, data: bytes | str) -> None:
 def replaced(
     path: Path, mode: int = 0o666, *, partial: Path | None = None, durable: bool = False
 ) -> Iterator[BinaryIO]:
-    """Yield a new file in the directory of `path`, open to write. It replaces `path` when the block
-    ends well, and is removed after an error. mode: as `open_new`. partial: its name until then;
-    None gives one with the process's number. durable: it survives a crash from the return on.
-    Raises: as `open_new`.
+    """Yield a new file in the directory of `path`, open for writing. It replaces `path` when the
+    block succeeds, and is removed after an error. mode: as `open_new`. partial: the temporary path;
+    None: one with the process's number. durable: fsync file and directory, so that the new file
+    survives a crash after the return. Raises: as `open_new`.
     """
     partial = partial or path.with_name(f".{path.name}.{os.getpid()}.partial")
     file = open_new(partial, mode)
@@ -85,9 +85,8 @@ def replaced(
 
 
 def write_durably(path: Path, *parts: bytes | memoryview) -> None:
-    """Write a file whole, under `path` with ".partial" until it is. It survives a crash from the
-    return on; before, the name has the old file or the new one. Blocks for the drive. Raises: as
-    `open_new`.
+    """Write a file under `path` + ".partial", then rename it. It survives a crash after the return;
+    a crash before leaves the old or the new file. Blocks on fsync. Raises: as `open_new`.
     """
     partial = path.with_name(path.name + ".partial")
     with replaced(path, partial=partial, durable=True) as file:
@@ -95,32 +94,32 @@ def write_durably(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a file that is whole its name, replacing one that had it; durable after
-    `fsync_directory`. Blocks. Raises: OSError naming the path."""
-    # Before the rename: else a crash may leave the name with an empty file behind it.
+    """Fsync a complete file and rename it to `path`; durable after `fsync_directory`. Blocks.
+    Raises: OSError naming the path.
+    """
+    # Before the rename: otherwise a crash may leave an empty file under the name.
     fsync_file(partial)
-    # Atomic: a reader sees the old file or the new one.
+    # Atomic: readers see the old or the new file.
     partial.replace(path)
 
 
 def fsync_file(path: Path) -> None:
-    """Return when the file's bytes are on the drive. Blocks. Raises: OSError naming the path."""
+    """Block until the file's bytes are on the drive. Raises: OSError naming the path."""
     _fsync(path, os.O_RDONLY)
 
 
 def fsync_directory(path: Path) -> None:
-    """Return when the names in a directory are on the drive. Blocks. Raises: OSError naming the
-    path."""
+    """Block until a directory's entries are on the drive. Raises: OSError naming the path."""
     _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def _fsync(path: Path, flags: int) -> None:
-    # Any descriptor will do: fsync is of the file, not of what this one wrote.
+    # Any descriptor: fsync flushes all data of the file.
     opened = os.open(path, flags)
     try:
         os.fsync(opened)
     except OSError as error:
-        # fsync knows a descriptor only; the message has to name the file.
+        # Name the file, which the error of a descriptor does not.
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(opened)

@@ -1,12 +1,10 @@
-"""Waiting of OpenMP threads, by which torch computes on the CPU.
+"""Wait policy of the OpenMP threads with which torch computes on the CPU.
 
-Between two parallel regions the threads of a team wait, and by default they do so actively: those
-of libgomp turn 300,000 times in a loop before they sleep, those of Intel and LLVM for 200 ms. A
-thread in that loop holds its core. Beside another job on the same cores the thread that all wait
-for may have none meanwhile.
+Between two parallel regions the threads of a team wait, by default actively: libgomp's spin 300,000
+times before they sleep, Intel's and LLVM's for 200 ms. A spinning thread occupies its core. If
+another job shares the cores, the thread that the others wait for may then have no core.
 
-A runtime reads its variables once, when it is loaded, and torch loads it: a variable that is set
-later says nothing.
+A runtime reads its environment variables when torch loads it; setting them later has no effect.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ from pathlib import Path
 log = logging.getLogger("infinity")
 
 POLICY = "OMP_WAIT_POLICY"
-"""Variable that every runtime reads; "PASSIVE" has waiting threads sleep at once."""
+"""Variable that every runtime reads; with "PASSIVE" waiting threads sleep immediately."""
 
 _COUNTS = {"libgomp": "GOMP_SPINCOUNT", "libomp": "KMP_BLOCKTIME", "libiomp5": "KMP_BLOCKTIME"}
-"""Runtimes, and the variable of each that goes before the policy: turns, or milliseconds."""
+"""Runtime -> its variable that overrides the policy: spins, or milliseconds."""
 _COUNT = re.compile(r"\+?(\d+)\s*[a-z]*|infinit\w*", re.IGNORECASE)
 _MAPS = Path("/proc/self/maps")
 
@@ -32,21 +30,21 @@ _told = False
 
 
 def wait_passively() -> None:
-    """Have waiting threads sleep, unless the environment says otherwise. Called by commands before
-    torch is loaded; later it does nothing.
+    """Make waiting threads sleep, unless the environment sets a policy. Commands call this before
+    torch is loaded; later it has no effect.
     """
-    # A variable without effect would only deceive `why_active`.
+    # Once torch is loaded the variable has no effect, but `why_active` would read it.
     if "torch" not in sys.modules:
         os.environ.setdefault(POLICY, "PASSIVE")
 
 
 def why_active(runtime: str, environment: Mapping[str, str]) -> str:
-    """Name the setting by which threads of a runtime (a key of `_COUNTS`) wait actively, with this
-    environment when it was loaded. Empty where they sleep at once.
+    """Return the setting that makes threads of a runtime (a key of `_COUNTS`) wait actively if it
+    was loaded in this environment; "" if they sleep immediately.
     """
     name = _COUNTS[runtime]
     count = _COUNT.fullmatch(environment.get(name, "").strip())
-    # Runtimes ignore a count that is none.
+    # Runtimes ignore an invalid count.
     if count is not None:
         return "" if count[1] and not int(count[1]) else f"{name}={environment[name]}"
     policy = environment.get(POLICY, "").strip().upper()
@@ -63,16 +61,15 @@ def loaded_runtimes() -> list[str]:
 
 
 def active_here() -> str:
-    """Name the setting by which waiting threads of this process are active, as far as its
-    environment tells; empty where they sleep, or where no runtime is loaded.
+    """Return the setting that makes waiting threads of this process active, judged by its current
+    environment; "" if they sleep, or no runtime is loaded.
     """
     reasons = (why_active(name, os.environ) for name in loaded_runtimes())
     return next((reason for reason in reasons if reason), "")
 
 
 def warn_if_active(threads: int) -> None:
-    """Log, once in this process, that waiting threads are active. threads: of torch; a single one
-    does not wait for others.
+    """Log once per process if waiting threads are active. threads: torch's number; 1 never waits.
     """
     global _told
     if _told or threads < 2:

@@ -1,8 +1,7 @@
-"""Paths that a caller gives: absolute from the moment that they come in.
+"""Paths from callers, made absolute on entry.
 
-Files that are written or read later lie where the caller meant, even if the current directory is
-another by then. Symbolic links stay in the path: one that is changed later leads elsewhere, as it
-does in any program.
+So a later change of the current directory does not redirect them. Symbolic links are not resolved:
+a link that is changed later redirects the path, as in any program.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ from pathlib import Path
 
 
 def absolute(path: str | os.PathLike[str], what: str) -> Path:
-    """Make a path absolute, `~` and `~user` expanded as a shell does. what: the argument's name.
+    """Return an absolute path, with `~` and `~user` expanded as in a shell. what: the argument's
+    name.
 
-    Raises: ValueError for what is no path, for an empty one, and for a relative one while the
-    current directory is removed, or cannot be read.
+    Raises: ValueError for a value that is not a path, an empty path, and a relative one if the
+    current directory is removed or unreadable.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise ValueError(f"{what}={path!r} is no path: give a str or a pathlib.Path")
     if not os.fspath(path):
         raise ValueError(f"{what} is an empty path: for the current directory give '.'")
-    # Not Path.expanduser, which raises where there is no such user; a shell leaves the text.
+    # Not Path.expanduser, which raises for an unknown user; a shell leaves the text unchanged.
     given = Path(os.path.expanduser(path))  # noqa: PTH111
     try:
         return given.absolute()
@@ -34,7 +34,7 @@ def absolute(path: str | os.PathLike[str], what: str) -> Path:
 
 
 def check_link(path: Path) -> None:
-    """Raise ValueError for a symbolic link to something that is not there."""
+    """Raise ValueError for a dangling symbolic link."""
     if path.is_symlink() and not path.exists():
         raise ValueError(
             f"{path} is a symbolic link to {str(path.readlink())!r}, and there is nothing: bring "
@@ -43,8 +43,8 @@ def check_link(path: Path) -> None:
 
 
 def argument(text: str) -> Path:
-    """Make a path of the command line absolute; "-" stays, which is standard output where an option
-    takes it. Raises: argparse.ArgumentTypeError.
+    """Make a command line's path absolute, except "-" (standard output). Raises:
+    argparse.ArgumentTypeError.
     """
     try:
         return Path(text) if text == "-" else absolute(text, "path")

@@ -1,6 +1,6 @@
-"""A progress line for work that may take long. On a terminal it is shown after a second, with an
-estimate of what is left, and taken away at the end. Elsewhere, as in the log of a job, a line of
-its own is written every half minute.
+"""Progress line for long operations. On a terminal it appears after a second, with an estimate of
+the remaining time, and is erased at the end. In a log file, a new line is written every half
+minute.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from infinity._src.base.sizes import format_size
 SHOWN_AFTER_S = 1.0
 LOGGED_EVERY_S = 30.0
 _EVERY_S = 0.2
-# Of a standard error that is full, a pipe without a reader, closed, or None.
+# Errors of a standard error that is full, a pipe without a reader, closed, or None.
 _UNWRITABLE = (OSError, ValueError, AttributeError)
 
 
 def format_left(seconds: float) -> str:
-    """Format a time to go: "40 s", "12 min", "3.5 h"."""
+    """Format a remaining time: "40 s", "12 min", "3.5 h"."""
     if seconds < 90:
         return f"{max(seconds, 0):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -27,18 +27,18 @@ def format_left(seconds: float) -> str:
 
 @final
 class ProgressLine:
-    """Bytes done of a total, on standard error. One thread uses it at a time.
+    """Shows bytes done of a total on standard error. Not thread-safe.
 
-    total_bytes: None where it is not known. shown: False writes nothing (ranks but the first).
+    total_bytes: None if unknown. shown: False writes nothing (ranks other than 0).
 
-    Never raises for a line that cannot be written: it shows no more, and the work goes on.
+    A write error is not raised; it only ends the display.
     """
 
     def __init__(self, title: str, total_bytes: int | None, *, shown: bool) -> None:
         self._title = title
         self._total = total_bytes
         self._shown = shown
-        # In a log file the carriage returns would make one endless line.
+        # In a log file carriage returns would produce one endless line.
         self._in_place = False
         try:
             self._in_place = sys.stderr.isatty()
@@ -64,12 +64,11 @@ class ProgressLine:
 
     def _write(self, text: str) -> None:
         try:
-            # Not print, which writes to standard output where standard error is None.
+            # Not print, which writes to standard output if standard error is None.
             sys.stderr.write(text)
             sys.stderr.flush()
         except _UNWRITABLE:
-            # No silent fall-back: nothing but the display is lost. Raised, the error would break
-            # off a restore or a save whose own files are well.
+            # Only the display is lost; raising would abort a restore or a save.
             self._shown = False
 
     def _text(self, seconds: float) -> str:
@@ -83,7 +82,7 @@ class ProgressLine:
         return f"{done}, {format_left((self._total - self._done) / rate)} left"
 
     def end(self) -> None:
-        """Take the line away. Idempotent."""
+        """Erase the line. Idempotent."""
         if self._width and self._shown:
             self._write("\r" + " " * self._width + "\r")
         self._width = 0

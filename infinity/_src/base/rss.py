@@ -6,21 +6,20 @@ from pathlib import Path
 
 
 def peak_rss_bytes() -> int:
-    """Return the peak of resident memory, in bytes, since the process began, or since
-    `reset_peak_rss`. Raises: OSError where the kernel does not count it.
+    """Return the peak of resident memory, in bytes, since the process began or `reset_peak_rss`.
+    Raises: OSError if the kernel does not report it.
     """
     for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
         if line.startswith("VmHWM:"):
-            # proc(5) gives kB, and means 1024 bytes.
+            # "kB" of proc(5) is 1024 bytes.
             return int(line.split()[1]) * 1024
     raise OSError("/proc/self/status has no line VmHWM")
 
 
 def reset_peak_rss() -> bool:
-    """Reset the peak to the memory that is resident now; False where the kernel does not allow it.
-    """
+    """Reset the peak to the current resident memory. Returns False if the kernel forbids it."""
     try:
-        # proc(5): 5 resets the peak, and touches no page.
+        # proc(5): 5 only resets the peak.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return False

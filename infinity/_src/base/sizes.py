@@ -1,4 +1,4 @@
-"""Sizes in bytes: reading what a user writes, writing what a user reads."""
+"""Parsing and formatting of sizes in bytes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PATTERN = re.compile(r"^\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s
 
 
 def parse_size(value: float | str) -> int:
-    """Bytes named by `value`: an integer, or text such as "64GiB", "512M" (binary) or "10 GB"
+    """Return the bytes of a number, or of text such as "64GiB", "512M" (binary) or "10 GB"
     (decimal).
 
-    Raises: ValueError naming the value when it cannot be read or is negative.
+    Raises: ValueError naming a value that is invalid or negative.
     """
     if isinstance(value, bool):
         raise ValueError(
@@ -42,7 +42,7 @@ def parse_size(value: float | str) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """`size_bytes` for people, in binary units with at most one decimal: "1.5 GiB"."""
+    """Format a size in binary units with at most one decimal: "1.5 GiB"."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -54,7 +54,7 @@ def format_size(size_bytes: float) -> str:
 
 
 def round_size(size_bytes: float) -> str:
-    """As `format_size`, rounded up: so much is enough."""
+    """Format as `format_size`, but rounded up."""
     size_bytes = math.ceil(size_bytes)
     for unit, factor in (("B", 1), ("KiB", KIB), ("MiB", MIB), ("GiB", GIB), ("TiB", 1 << 40)):
         tenths = -(-size_bytes * 10 // factor)
@@ -64,5 +64,5 @@ def round_size(size_bytes: float) -> str:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Round `value` up to a multiple of `multiple`."""
     return -(-value // multiple) * multiple

@@ -1,11 +1,11 @@
-"""Standard output and error of a command, on which every write ends well.
+"""Standard output and error of a command, without exceptions from writes.
 
-    a letter that the encoding lacks     is replaced: the status is that of the work
-    a pipe or terminal that has gone     what is written is lost, in silence, as the reader chose
-    any other error, such as a full disk     one line on standard error, and a status that is not 0
-    closed before the command began      as /dev/null
+    a character outside the encoding    is replaced; the exit status is unaffected
+    a closed pipe or terminal           output is silently discarded, since the reader has ended
+    any other error (a full disk)       one line on standard error, and a non-zero exit status
+    closed before the command began     output is discarded, as by /dev/null
 
-A training of days goes on in all of them: what it shows is no part of its results.
+Training continues in all cases.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any, final
 
 @final
 class SafeStream:
-    """A text stream whose writes never raise. stream: None where there is none. tell: called with
-    the first error that is none of a reader that has gone.
+    """A text stream whose writes do not raise OSError. stream: may be None. tell: called with the
+    first error other than a reader that has closed.
     """
 
     def __init__(self, stream: Any, tell: Callable[[OSError], None]) -> None:
         self._stream = stream
         self._tell = tell
         self.failed = False
-        """True once an error was told."""
+        """True once `tell` was called."""
         self._terminal = self.isatty()
 
     @property
     def closed(self) -> bool:
-        """Return whether nothing that is written can arrive."""
+        """True if the stream is missing or closed."""
         return self._stream is None or bool(getattr(self._stream, "closed", False))
 
     def isatty(self) -> bool:
         return not self.closed and bool(self._stream.isatty())
 
     def write(self, text: str) -> int:
-        """Write `text`, with question marks for letters that the encoding lacks."""
+        """Write `text`, with question marks for characters outside the encoding."""
         if self.closed:
             return len(text)
         try:
@@ -58,7 +58,7 @@ class SafeStream:
             self.write(line)
 
     def flush(self) -> bool:
-        """Flush what was written. Returns whether that went well."""
+        """Flush the stream. Returns whether that succeeded."""
         if self.closed:
             return True
         try:
@@ -69,12 +69,12 @@ class SafeStream:
         return True
 
     def end(self) -> None:
-        """Flush for the last time, and give up the rest. The interpreter would try to write it
-        again at exit, and end with another status.
+        """Flush for the last time; on an error discard the buffer, which the interpreter would
+        flush again at exit, with another exit status.
         """
         if self.flush():
             return
-        # A stream without a number, or one that is gone, has nothing left to give up.
+        # A stream without a descriptor has no buffer to discard.
         with contextlib.suppress(OSError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -82,7 +82,7 @@ class SafeStream:
             self._stream.flush()
 
     def _note(self, error: OSError) -> None:
-        # EIO: of a terminal that was closed, and of a drive that fails.
+        # EIO: a terminal was closed, or a drive failed.
         gone = error.errno == errno.EPIPE or (error.errno == errno.EIO and self._terminal)
         if not gone and not self.failed:
             self.failed = True
@@ -93,12 +93,12 @@ class SafeStream:
 
 
 def with_safe_streams(command: Callable[[], int]) -> int:
-    """Run a command with streams on which every write ends well. Returns its exit status, or 1 in
-    place of 0 where standard output could not be written. Raises: SystemExit, likewise.
+    """Run a command with SafeStreams. Returns its exit status, or 1 instead of 0 if writing
+    standard output failed. Raises: SystemExit, likewise.
     """
     _open_closed()
     given = sys.stdout, sys.stderr
-    # A standard error that is full has no place where that could be told.
+    # Errors of standard error itself cannot be reported.
     err = SafeStream(sys.stderr, lambda _error: None)
     out = SafeStream(sys.stdout, lambda error: _tell(err, error))
     sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
@@ -118,8 +118,7 @@ def with_safe_streams(command: Callable[[], int]) -> int:
 
 
 def write_to_stdout(text: str) -> None:
-    """Write a record that a user wants on standard output. Raises: ValueError where it is closed.
-    """
+    """Write a record to standard output. Raises: ValueError if it is closed."""
     if getattr(sys.stdout, "closed", True):
         raise ValueError("the record is for standard output, which is closed; name a file")
     sys.stdout.write(text)
@@ -132,12 +131,13 @@ def _tell(err: SafeStream, error: OSError) -> None:
 
 
 def _open_closed() -> None:
-    """Open /dev/null in place of standard streams that are closed: the next file to be opened, as a
-    swap file, would have their number, and get what libraries write there.
+    """Open /dev/null in place of closed standard streams. Otherwise the next opened file, such as a
+    swap file, would get their number and receive libraries' output.
     """
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            # The system gives the least number that is free. Children shall have it, too.
+            # The kernel assigns the lowest free number, which is `fd`. Inheritable, for child
+            # processes.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)

@@ -1,13 +1,13 @@
-"""Timeline of one training step: bars in lanes, by unit, few enough to draw.
+"""Timeline of one training step: bars in lanes (kinds of work), by unit, few enough to draw.
 
     spans of the step   (`telemetry.Span`: each read of a chunk, each use of a unit)
       -> lanes          gather, waiting, compute, gradient, states, update, write ...
-      -> one bar        for what a lane does of one unit without a break
-      -> rows           where bars of a lane overlap
-      -> fewer bars     neighbours that are too short to be seen become one
+      -> one bar        for a lane's contiguous work on one unit
+      -> rows           for overlapping bars of a lane
+      -> fewer bars     by merging neighbours too short to be visible
 
-However large the model, a timeline has at most `BARS_MAX` bars. It is written as JSON, and what is
-read is checked: a file is not trusted to be one of ours.
+A timeline has at most `BARS_MAX` bars for any model. It is stored as JSON, and validated on
+reading.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ LANES: Final[tuple[str, ...]] = (
     "phase", "gather", "waiting", "compute", "gradient", "states", "update", "write",
     "activations", "copies", "save", "other",
 )  # fmt: skip
-"""Lanes, in the order in which they are shown. states: reads of states for an update."""
+"""Lanes, in display order. states: reads of states for an update."""
 
 BARS_MAX: Final = 3000
 ROWS_MAX: Final = 4
 _BYTES_MAX = 16 << 20
-# Of the step's time: less than a pixel.
+# Fraction of the step's time that is less than a pixel.
 _FINEST = 1 / 4000
 
 _OF_PYTHON = {
     "phases": "phase", "wait": "waiting", "compute": "compute", "gradients": "gradient",
     "updates": "update",
 }  # fmt: skip
-"""Lanes of tracks whose spans have one purpose."""
+"""Track -> lane, for tracks recorded by Python."""
 
 _OF_PURPOSES = {
     "gather": "gather", "update": "states", "gradient": "gradient", "activation": "activations",
     "copy": "copies", "save": "save", "other": "other",
 }  # fmt: skip
-"""Lanes of what the native threads move, by its purpose."""
+"""Purpose -> lane, for transfers of the native threads."""
 
 
 @dataclasses.dataclass
 class Bar:
-    """Work of a lane without a break, in seconds from the beginning of the step, on the units from
-    `first` to `last` (indices of names; the same for one unit).
+    """Contiguous work of a lane, in seconds from the step's start, on units `first` to `last`
+    (indices in `names`; equal for one unit).
     """
 
     row: int
@@ -67,8 +67,8 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimeline:
-    """One step: its number, seconds, names of units, and bars by lane. dropped: spans that the step
-    had beyond those that are kept.
+    """One step: its number, duration in seconds, names of units, and bars by lane. dropped: spans
+    of the step that were not recorded.
     """
 
     step: int
@@ -87,8 +87,8 @@ class StepTimeline:
         units: Sequence[str] = (),
         dropped: int = 0,
     ) -> StepTimeline:
-        """Make the timeline of what spans show from window_ns[0] to window_ns[1]. units: names in
-        the model's order; others are added as they come.
+        """Build the timeline of the spans between window_ns[0] and window_ns[1]. units: names in
+        the model's order; further names are appended as they occur.
         """
         start_ns, end_ns = window_ns
         seconds = max(end_ns - start_ns, 1) / 1e9
@@ -114,7 +114,7 @@ class StepTimeline:
         return cls(step, seconds, dropped, _renumber(lanes, list(numbers)), lanes)
 
     def write(self, path: Path) -> None:
-        """Write the timeline to `path`, replacing what is there in one step."""
+        """Write the timeline to `path`, atomically replacing an existing file."""
         document = {
             "schema": SCHEMA,
             "step": self.step,
@@ -135,7 +135,7 @@ class StepTimeline:
 
     @classmethod
     def read(cls, path: Path) -> StepTimeline:
-        """Read and check a timeline. Raises: ValueError for a file that is none; OSError."""
+        """Read and validate a timeline. Raises: ValueError for an invalid file; OSError."""
         try:
             if path.stat().st_size > _BYTES_MAX:
                 raise ValueError(f"more than {_BYTES_MAX} bytes")
@@ -166,21 +166,21 @@ class StepTimeline:
 
 
 def lane_of(span: Span) -> str:
-    """Return the lane in which a span is drawn."""
+    """Return the lane of a span."""
     if span.track in _OF_PYTHON:
         return _OF_PYTHON[span.track]
     purpose = str((span.args or {}).get("for", "other"))
     if span.track == "writes" and purpose in ("update", "other"):
         return "write"
-    # Parameters that an update hands over to a device, and states that it computes with there.
+    # Copies of an update: new parameters to a device, and states for a device update.
     if span.track in ("to device", "from device", "copies") and purpose == "update":
         return "update"
     return _OF_PURPOSES.get(purpose, "other")
 
 
 def _without_breaks(bars: list[Bar], resolution_s: float) -> list[Bar]:
-    """Join bars of one unit that overlap, or follow each other within `resolution_s`. Returns them
-    in order of start.
+    """Join bars of one unit that overlap or are at most `resolution_s` apart. Returns them by
+    start.
     """
     joined: list[Bar] = []
     latest: dict[int, Bar] = {}
@@ -196,7 +196,7 @@ def _without_breaks(bars: list[Bar], resolution_s: float) -> list[Bar]:
 
 
 def _in_rows(bars: list[Bar]) -> list[Bar]:
-    """Give bars that overlap rows of their own; in the last row those that still do are joined."""
+    """Assign overlapping bars to different rows; bars that overlap in the last row are joined."""
     last: list[Bar] = []
     kept = []
     for bar in bars:
@@ -211,7 +211,7 @@ def _in_rows(bars: list[Bar]) -> list[Bar]:
 
 
 def _coarser(bars: list[Bar], resolution_s: float) -> list[Bar]:
-    """Join neighbours of a row that are shorter than `resolution_s` and as near to each other."""
+    """Join neighbours of a row if they and the gap between are shorter than `resolution_s`."""
     kept: list[Bar] = []
     groups: dict[int, Bar] = {}
     for bar in bars:
@@ -229,7 +229,7 @@ def _coarser(bars: list[Bar], resolution_s: float) -> list[Bar]:
 
 
 def _renumber(lanes: Mapping[str, Sequence[Bar]], names: Sequence[str]) -> tuple[str, ...]:
-    """Have bars count the names that they use alone, in the same order, and return these."""
+    """Renumber the bars' names to the used ones, in the same order. Returns the used names."""
     bars = [bar for row in lanes.values() for bar in row]
     used = sorted({number for bar in bars for number in (bar.first, bar.last)})
     place = {number: index for index, number in enumerate(used)}
@@ -245,7 +245,7 @@ def _join(group: Bar, bar: Bar) -> None:
 
 
 def _number(value: Any) -> float:
-    # bool is an int to Python.
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{value!r:.60} is no number")
     return float(value)
@@ -259,7 +259,7 @@ def _text(value: Any) -> str:
 
 def _bar(values: Any, names: int, seconds: float) -> Bar:
     row, first, last, start_s, end_s, size_bytes = map(_number, values)
-    # A rounded end may lie a little behind the step's.
+    # Rounding may put an end slightly after the step's end.
     inside = 0 <= start_s <= end_s <= seconds * 1.001
     if not (inside and 0 <= row < ROWS_MAX and 0 <= first <= last < names and size_bytes >= 0):
         raise ValueError(f"bar {values!r:.100} lies outside of the step")

@@ -1,9 +1,9 @@
 """Logging and timelines, without torch.
 
-The logger `infinity` goes where the application or INFINITY_LOG sends it; where neither does, its
-warnings go to stderr, for a fault is never silent. A `Timeline` collects spans from Python and from
-native threads and writes Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing
-open. All times are CLOCK_MONOTONIC nanoseconds, so that spans of both origins lie on one axis.
+The application or INFINITY_LOG configures the logger `infinity`; if neither does, its warnings are
+printed to stderr, so that faults are never silent. A `Timeline` collects spans from Python and from
+native threads and writes Chrome trace JSON for https://ui.perfetto.dev and chrome://tracing. All
+times are CLOCK_MONOTONIC nanoseconds, in Python and in native threads.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ logger: Final = logging.getLogger("infinity")
 LEVELS: Final = ("debug", "info", "warning", "error")
 
 NATIVE_TRACKS: Final = ("reads", "writes", "updates", "copies", "to device", "from device")
-"""Track names by the number in the `track` field of an executor's spans."""
+"""Track names, indexed by the `track` field of an executor's spans."""
 
 TRACKS: Final = ("phases", "wait", "compute", "gradients", *NATIVE_TRACKS)
-"""The tracks every trace has, in the order in which they are shown. compute: a unit is gathered and
-in use by a forward or a backward. gradients: a gradient that autograd has made is taken in.
+"""Tracks of every trace, in display order. compute: a unit is gathered and used by a forward or a
+backward. gradients: a gradient from autograd is accumulated.
 """
 
 SHORT_NS: Final = 20_000
-"""Shorter waits and gradients are not drawn: they are the cost of asking, and of small tensors."""
+"""Waits and gradients shorter than this are not recorded."""
 
 PURPOSES: Final = ("gather", "update", "gradient", "activation", "save", "copy", "other")
-"""Purposes of native spans, by their number in `NativeSpans.purposes`."""
+"""Purposes of native spans, indexed by `NativeSpans.purposes`."""
 
 
 class _RankFormatter(logging.Formatter):
-    """Puts the rank before each message, so that the lines of several ranks can be told apart."""
+    """Prefixes each message with the rank."""
 
     def format(self, record: logging.LogRecord) -> str:
         rank = os.environ.get("RANK")
@@ -56,13 +56,15 @@ class _RankFormatter(logging.Formatter):
 
 
 class _LastResort(logging.Handler):
-    """Prints warnings to stderr while the log has no other handler."""
+    """Prints warnings to stderr while neither `infinity` nor the root logger has another
+    handler.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or logger.handlers != [self]:
             return
-        # A log that cannot be written (a full disk, a closed stream) ends no run: a warning may
-        # come amid the undo of a step. The stream of now: programs put others in its place.
+        # Errors (a full disk, a closed stream) are suppressed, since a warning may be logged while
+        # a step is undone. sys.stderr is read here, because programs replace it.
         with contextlib.suppress(OSError, ValueError):
             if sys.stderr is not None:
                 print(self.format(record), file=sys.stderr, flush=True)
@@ -78,10 +80,10 @@ logger.addHandler(_last_resort())
 
 
 def configure_logging(level: str | None = None) -> None:
-    """Send the log to stderr at `level`, else at $INFINITY_LOG; with neither, leave logging as it
-    is: warnings go to stderr where no handler takes them.
+    """Log to stderr at `level`, else at $INFINITY_LOG. Without both, logging is unchanged: warnings
+    go to stderr if there is no other handler.
 
-    Calling again changes the level and adds no second handler.
+    A further call changes the level, without a second handler.
     Raises: ValueError when the level is none of `LEVELS`.
     """
     chosen = level or os.environ.get("INFINITY_LOG")
@@ -91,7 +93,7 @@ def configure_logging(level: str | None = None) -> None:
         raise ValueError(
             f"log level {chosen!r} is not known; set INFINITY_LOG to {', '.join(LEVELS)}"
         )
-    # A handler of an earlier call is found, so lines are not doubled.
+    # Reuse the handler of an earlier call, so that lines are not duplicated.
     for handler in logger.handlers:
         if isinstance(handler, logging.StreamHandler) and isinstance(
             handler.formatter, _RankFormatter
@@ -105,13 +107,13 @@ def configure_logging(level: str | None = None) -> None:
 
 
 def now_ns() -> int:
-    """CLOCK_MONOTONIC in nanoseconds, the clock of every span."""
+    """Return CLOCK_MONOTONIC in nanoseconds, the clock of every span."""
     return time.clock_gettime_ns(time.CLOCK_MONOTONIC)
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """Something that took from `start_ns` to `end_ns` (CLOCK_MONOTONIC) on `track`."""
+    """An interval from `start_ns` to `end_ns` (CLOCK_MONOTONIC) on `track`."""
 
     track: str
     name: str
@@ -124,8 +126,7 @@ class Span:
 class NativeSpans:
     """Spans of an executor [n] (`aio.SPAN`), each with its unit and its purpose.
 
-    units: index in `names` of the unit that each belongs to, -1 for none. purposes: index in
-    PURPOSES.
+    units [n]: index in `names` of each span's unit; -1: none. purposes [n]: index in PURPOSES.
     """
 
     spans: np.ndarray[Any, Any]
@@ -137,7 +138,7 @@ class NativeSpans:
         return len(self.spans)
 
     def part(self, chosen: Any) -> NativeSpans:
-        """Return some of them: `chosen` is a slice, or a mask [n]."""
+        """Return a subset. chosen: a slice, or a mask [n]."""
         return NativeSpans(
             self.spans[chosen], self.units[chosen], self.purposes[chosen], self.names
         )
@@ -154,9 +155,9 @@ _NO_WAIT = -1
 class Timeline:
     """Collects spans and writes them as a Chrome trace.
 
-    Memory: the newest `spans_max` spans of Python and as many native ones; older ones are dropped,
-    and counted in `dropped`. Spans of Python take 48 bytes each, all of them from the beginning,
-    so that a process does not grow with its steps. Threads: `add` may be called from any.
+    Memory: retains the newest `spans_max` spans of Python and as many native ones; `dropped` counts
+    older ones. Spans of Python use 48 bytes each, allocated at the start, so that memory does not
+    grow with the steps. Thread-safe.
     """
 
     def __init__(self, *, spans_max: int = 100_000) -> None:
@@ -164,8 +165,8 @@ class Timeline:
             raise ValueError(f"spans_max={spans_max} must be at least 1")
         self.spans_max = spans_max
         self.dropped = 0
-        # A ring: span n is at n % spans_max. In columns, which share the names: a tuple
-        # with numbers of its own for each span would be four times as large.
+        # A ring: span n is at n % spans_max. In columns: a tuple per span would be four times as
+        # large.
         self._count = 0
         self._times = array("q", bytes(16 * spans_max))
         self._waited_ns = array("q", bytes(8 * spans_max))
@@ -189,10 +190,10 @@ class Timeline:
         *,
         waited_ns: int = _NO_WAIT,
     ) -> None:
-        """Record one span. Costs about a microsecond; does not block.
+        """Record one span, in about a microsecond.
 
-        args: kept as it is. Spans that are recorded for as long as a run lasts share theirs, or
-        have none. waited_ns: of the span, shown in milliseconds among its args.
+        args: stored by reference; spans of a whole run should share one mapping, or have none.
+        waited_ns: time waited in the span, shown as `waited_ms` among its args.
         """
         with self._lock:
             at = self._count % self.spans_max
@@ -204,7 +205,7 @@ class Timeline:
 
     @contextlib.contextmanager
     def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
-        """Record the time spent inside, also when it raises."""
+        """Record the block as a span, also if it raises."""
         start_ns = now_ns()
         try:
             yield
@@ -212,7 +213,7 @@ class Timeline:
             self.add(track, name, start_ns, now_ns(), args or None)
 
     def add_native_spans(self, spans: NativeSpans) -> None:
-        """Take the spans of an executor. Keeps the arrays."""
+        """Add an executor's spans. Keeps references to the arrays."""
         if not len(spans):
             return
         with self._lock:
@@ -227,9 +228,9 @@ class Timeline:
                 self.dropped += excess
 
     def spans(self, since_ns: int = 0) -> list[Span]:
-        """Return the spans that ended at `since_ns` or later, in order of start."""
+        """Return the spans that ended at `since_ns` or later, sorted by start."""
         with self._lock:
-            # Copies: whoever adds must not wait for the spans to be made of them.
+            # Copied, so that `add` does not wait while the spans are built.
             count, times = min(self._count, self.spans_max), self._times[:]
             columns = list(self._tracks), list(self._names), list(self._args)
             waited = self._waited_ns[:]
@@ -247,7 +248,7 @@ class Timeline:
     def clear(self) -> None:
         with self._lock:
             self._count = 0
-            # Names may be of a model that is gone.
+            # Drop references to names and args.
             for column in (self._tracks, self._names):
                 column[:] = [""] * self.spans_max
             self._args[:] = [None] * self.spans_max
@@ -256,11 +257,10 @@ class Timeline:
             self.dropped = 0
 
     def write(self, path: str | os.PathLike[str]) -> int:
-        """Write a Chrome trace to `path`, replacing it in one step; returns the number of spans
-        written.
+        """Write a Chrome trace to `path`, atomically. Returns the number of spans written.
 
-        Overlapping spans of one track go to rows of their own, since a row of a trace holds nested
-        spans only. Times are microseconds since the first span.
+        Overlapping spans of one track are in different rows, since a trace's row may only have
+        nested spans. Times are microseconds since the first span.
         """
         spans = self.spans()
         origin_ns = spans[0].start_ns if spans else 0
@@ -271,7 +271,7 @@ class Timeline:
             "traceEvents": events,
         }
         target = absolute(path, "path")
-        # Renamed when it is whole: a reader never sees half a trace.
+        # Renamed when complete: readers never see a partial trace.
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
             write_new(partial, json.dumps(document, separators=(",", ":")))
@@ -300,7 +300,7 @@ def _native_span(record: Any, unit: str, purpose: str) -> Span:
 
 
 def _trace_events(spans: list[Span], origin_ns: int) -> Iterator[dict[str, Any]]:
-    """Metadata and complete events ("X"). Spans come sorted by start."""
+    """Yield metadata and complete events ("X"). spans: sorted by start."""
     order = {track: index for index, track in enumerate(TRACKS)}
     for span in spans:
         order.setdefault(span.track, len(order))
@@ -344,8 +344,7 @@ def _trace_events(spans: list[Span], origin_ns: int) -> Iterator[dict[str, Any]]
 
 
 def _row(ends: list[int], span: Span) -> int:
-    """Return the first row that is free at the span's start. `ends` has each row's last end and is
-    updated.
+    """Return the first row that is free at the span's start. `ends`: each row's last end; updated.
     """
     for row, end_ns in enumerate(ends):
         if end_ns <= span.start_ns:
@@ -354,7 +353,7 @@ def _row(ends: list[int], span: Span) -> int:
     if len(ends) < 64:
         ends.append(span.end_ns)
         return len(ends) - 1
-    # More than 64 at once cannot be told apart on a screen; share the last row.
+    # At most 64 rows; further overlapping spans share the last one.
     ends[-1] = max(ends[-1], span.end_ns)
     return len(ends) - 1
 
@@ -365,7 +364,7 @@ def _row(ends: list[int], span: Span) -> int:
 @dataclasses.dataclass
 class LoopWaits:
     """Seconds that the training loop has waited: for units in forward and backward, and for pending
-    updates. Whoever waits adds to it.
+    updates. Callers that wait add to it.
     """
 
     units_s: float = 0.0
@@ -377,12 +376,12 @@ class LoopWaits:
 
 
 class Marks(NamedTuple):
-    """Counters of an engine at one moment: bytes and seconds since it was opened.
+    """Snapshot of an engine's counters: bytes and seconds since it was opened.
 
-    bytes_read, bytes_written: confirmed by the drives, of everything. params_read: of parameters
-    for a gather. grads_*: of spilled gradients. activations_*: of activations whose reading or
-    writing has begun. drives_busy_s: mean over the drives. h2d, d2h: copied to a GPU and from it.
-    h2d_s, d2h_s: while such a copy was in flight.
+    bytes_read, bytes_written: all completed drive traffic. params_read: parameters read for
+    gathers. grads_*: spilled gradients. activations_*: activations whose read or write has begun.
+    drives_busy_s: mean over the drives. h2d, d2h: bytes copied to and from a GPU. h2d_s, d2h_s:
+    time with such a copy in flight.
     """
 
     bytes_read: int = 0
@@ -403,7 +402,7 @@ class Marks(NamedTuple):
     def of(
         cls, executor: Any, params_read: int, wait_s: float, grads: tuple[int, int] = (0, 0)
     ) -> Marks:
-        """Make marks from the counters of an executor (`aio.ExecutorStats`), and others. grads:
+        """Build marks from an executor's counters (`aio.ExecutorStats`) and further ones. grads:
         (read, written).
         """
         drives = executor.drives
@@ -424,14 +423,13 @@ class Marks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PhaseFigures:
-    """All runs of one phase together: their count, time, and traffic meanwhile.
+    """Totals over all occurrences of one phase: count, time and traffic.
 
     wait_s: the part of `seconds` in which the training thread waited for a unit or for updates.
-    bytes_read, bytes_written: bytes that the drives confirmed, of whatever was in flight;
-    params_read_bytes, grads_*, activations_*: bytes whose move was begun, of parameters for a
-    gather, spilled gradients, activations (a run moves states besides). drives_busy_s: with a
-    request in flight, mean over the drives. h2d_bytes, d2h_bytes: copied to a GPU and from it;
-    h2d_s, d2h_s: with such a copy under way.
+    bytes_read, bytes_written: all completed drive traffic, including states; params_read_bytes,
+    grads_*, activations_*: transfers begun of parameters for gathers, spilled gradients,
+    activations. drives_busy_s: time with a request in flight, mean over the drives. h2d_bytes,
+    d2h_bytes: copied to and from a GPU; h2d_s, d2h_s: time with such a copy in flight.
     """
 
     count: int = 0
@@ -452,8 +450,7 @@ class PhaseFigures:
 
     @property
     def compute_s(self) -> float:
-        """Time without waits. Updates and reads beside it slow computation down, and are not taken
-        out."""
+        """Time without waits. The slowdown by concurrent updates and reads is included."""
         return self.seconds - self.wait_s
 
     def __add__(self, other: PhaseFigures) -> PhaseFigures:
@@ -463,7 +460,7 @@ class PhaseFigures:
         return PhaseFigures(*(a - b for a, b in zip(_values(self), _values(other), strict=True)))
 
     def per(self, steps: int) -> PhaseFigures:
-        """Means per step; counts and bytes rounded."""
+        """Return means per step; counts and bytes are rounded."""
         return PhaseFigures(
             *(round(v / steps) if isinstance(v, int) else v / steps for v in _values(self))
         )
@@ -474,20 +471,19 @@ def _values(figures: PhaseFigures) -> tuple[Any, ...]:
 
 
 PHASES: Final = ("first forward", "forward", "backward", "step", "evaluation", "idle")
-"""Phases of a run. "first forward": the training forward that follows a step; "forward": forwards
-of further micro-batches; "step": `opt.step()`; "idle": everything else, such as the data loader,
-clipping, and `flush()`.
+"""Phases of a run. "first forward": the first training forward after a step; "forward": those of
+further micro-batches; "step": `opt.step()`; "idle": all other time, such as data loading, clipping,
+and `flush()`.
 """
 
 
 class PhaseClock:
-    """Divides the time of a run into phases, and what is counted meanwhile. One thread uses it.
+    """Attributes time and counters of a run to phases. Not thread-safe.
 
-    marks: reads the engine's counters; called at every edge (tens of microseconds). activations:
-    (read, written) bytes of activations, where something takes these away. A phase is entered by
-    name; `enter("idle")` ends it. Times of steps are taken from the end of the first step to the
-    end of the last one, since the first one traces and fills pools: `steady`, over `steady_steps`
-    steps.
+    marks: reads the engine's counters; called at every change of phase (tens of microseconds).
+    activations: returns (read, written) bytes of offloaded activations. `enter` begins a phase by
+    name; `enter("idle")` ends it. `steady` covers the end of the first step to the end of the last
+    one (`steady_steps` steps), since the first step traces and fills pools.
     """
 
     def __init__(
@@ -511,21 +507,20 @@ class PhaseClock:
         self._after_step = True
 
     def marks(self) -> Marks:
-        """The engine's counters at this moment."""
+        """Return the engine's current counters."""
         read, written = self._activations() if self._activations is not None else (0, 0)
         return self._marks()._replace(activations_read=read, activations_written=written)
 
     def enter(self, phase: str, *, quiet: bool = False) -> None:
-        """The running phase ends and `phase` begins; "forward" tells by itself whether it is the
-        first one of a step.
+        """End the current phase and begin `phase`. The first "forward" after a step becomes "first
+        forward".
 
-        quiet: for a training forward: no update is pending, so that it computes undisturbed by
-            them.
+        quiet: for a training forward: no update is pending, so none slows its computation down.
         """
         if phase == "forward" and self._after_step:
             phase, self._after_step = "first forward", False
         before = self._close()
-        # The next training forward is the first of a step.
+        # The next training forward is a first forward.
         if before == "step":
             self._after_step = True
             self._steps += 1
@@ -534,7 +529,7 @@ class PhaseClock:
         self._phase, self._quiet = phase, quiet
 
     def _close(self) -> str:
-        """Book what passed since the running phase began; returns the phase."""
+        """Add time and counters since the current phase began to its totals. Returns the phase."""
         end_ns, marks = now_ns(), self.marks()
         phase, at = self._phase, self._at
         passed = PhaseFigures(
@@ -555,7 +550,7 @@ class PhaseClock:
             marks.d2h_s - at.d2h_s,
         )
         self._totals[phase] += passed
-        # Not before the first step, which traces and fills pools.
+        # Excluding the first step, which traces and fills pools.
         if self._quiet and phase in ("first forward", "forward") and self._steps:
             self._quiet_forward += passed
         if phase != "idle":
@@ -571,26 +566,26 @@ class PhaseClock:
 
     @property
     def steady_steps(self) -> int:
-        """Steps after the first one that have ended."""
+        """Number of ended steps after the first one."""
         return max(self._steps - 1, 0)
 
     def totals(self) -> dict[str, PhaseFigures]:
-        """Every phase since the clock was made, the running one as far as it has come."""
+        """Return the totals of all phases since construction, including the current one so far."""
         self._close()
-        # The running phase goes on: it is the same run of it, not another.
+        # The current phase continues, so it must not count twice.
         found = dict(self._totals)
         self._totals[self._phase] -= PhaseFigures(1)
         return found
 
     def steady(self) -> dict[str, PhaseFigures]:
-        """Every phase from the end of the first step to the end of the last; zeros before there
-        were two."""
+        """Return the totals from the end of the first step to the end of the last; zeros before the
+        second.
+        """
         if self._first is None or self._last is None:
             return dict.fromkeys(PHASES, PhaseFigures())
         return {phase: self._last[phase] - self._first[phase] for phase in PHASES}
 
     @property
     def quiet_forward(self) -> PhaseFigures:
-        """Training forwards after the first step that began with no update pending: after
-        `flush()`, and those of further micro-batches."""
+        """Totals of training forwards after the first step that began without a pending update."""
         return self._quiet_forward

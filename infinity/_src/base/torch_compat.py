@@ -1,9 +1,9 @@
-"""Semi-private corners of torch that the engine stands on, in one place, with a test each.
+"""Semi-private interfaces of torch that the engine uses, in one file, with a test for each.
 
 `make torch-matrix` runs `tests/unit/test_torch_compat.py` and the tests of the engine's core with
 every version in `TESTED`: the oldest that the metadata allows, the pinned one, and the newest. Each
-corner below is in all of them, and does the same there, unless its line says otherwise. When a new
-torch moves one, a test of `test_torch_compat.py` fails, and the line says what would break.
+interface below behaves the same in all of them, unless its row says otherwise. If a new torch
+changes one, a test of `test_torch_compat.py` fails, and the row says what would break.
 
     name here                    corner of torch                    what breaks without it
     graph_task_id                _C._current_graph_task_id          a nested backward ends the uses
@@ -106,8 +106,8 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
     is_out_of_memory             what the CPU's allocator says      `infinity train` ends with a
                                                                     traceback where memory is short
 
-The tests also cover public functions that do more than torch's manual says: a prehook on a node
-runs after hooks on its tensors; hooks with `always_call` run after an exception, and not after
+The tests also cover undocumented behaviour of public functions: a prehook on a node runs after
+hooks on its tensors; hooks with `always_call` run after an exception, but not after
 KeyboardInterrupt; saving and loading iterate `Module._parameters` once.
 """
 
@@ -130,7 +130,7 @@ import torch.nn.modules.module as nn_module
 import torch.utils.checkpoint as torch_checkpoint
 
 TESTED = ("2.10.0", "2.13.0", "2.15.0")
-"""Versions of torch that `make torch-matrix` has run: the floor of the metadata, pin, newest."""
+"""Versions of torch that `make torch-matrix` tests: oldest allowed, pinned, newest."""
 
 _C: Any = torch._C
 _TENSOR: Any = torch.Tensor
@@ -140,31 +140,31 @@ NO_TASK = -1
 """Result of `graph_task_id` outside of backward."""
 
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
-"""The id of the backward that this thread runs now; nested backwards have their own."""
+"""Return the id of the backward that this thread is running; nested backwards have other ids."""
 
 graph_is_kept: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
-"""True where this thread's running backward retains its graph, which may then run again."""
+"""Return whether this thread's running backward retains its graph, which may then run again."""
 
 sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
-"""The number that the next autograd node made by this thread gets.
+"""Return the sequence number of the next autograd node that this thread creates.
 
-Backward runs higher numbers first.
+Among ready nodes backward runs the highest number first.
 """
 
 FakeTensor = fake_tensor.FakeTensor
-"""A tensor of a device, with strides and storage, and without memory."""
+"""A tensor with device, strides and storage, but without memory."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
-"""Mode under which operations compute shapes and aliases of tensors alone."""
+"""Mode in which operations compute only shapes and aliases."""
 
 FAKE_HAS_NO_VALUES: tuple[type[Exception], ...] = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
 )
-"""Errors of operations that ask a `FakeTensor` for values."""
+"""Errors of operations that need the values of a `FakeTensor`."""
 
 DisableTorchFunctionSubclass: Any = _C.DisableTorchFunctionSubclass
-"""Context in which `__torch_function__` of subclasses is not called."""
+"""Context that disables `__torch_function__` of subclasses."""
 
 assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 """Assert that a tensor of one element is not zero: raises RuntimeError on the CPU; on a GPU a
@@ -172,42 +172,41 @@ device-side assertion, without a wait.
 """
 
 NO_TORCH_FUNCTION: Any = _C._disabled_torch_function_impl
-"""`__torch_function__` of a subclass that leaves everything to `__torch_dispatch__`."""
+"""`__torch_function__` for a subclass that only uses `__torch_dispatch__`."""
 
 
 def all_gather_single(
     whole: torch.Tensor, mine: torch.Tensor, *, group: Any, async_op: bool = False
 ) -> Any:
-    """Put the equal parts of all ranks of `group` one after another into `whole`. Blocks.
+    """Gather the equal parts of all ranks of `group` into `whole`, in order of rank. Blocks.
 
-    async_op: return at once, with a handle to wait for it.
+    async_op: do not block; returns a handle with `wait`.
     """
     import torch.distributed as dist
 
-    # torch 2.13 renamed it, and will drop the old name some day.
+    # Renamed in torch 2.13; a later version may remove the old name.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, mine, group=group, async_op=async_op)
 
 
 def make_mem_pool() -> Any:
-    """A pool of CUDA memory on the current device. Allocations outside of it that find no room
-    anywhere else are served from its free blocks.
+    """Create a CUDA memory pool on the current device. On out-of-memory, other allocations use its
+    free blocks.
     """
     return torch.cuda.MemPool(use_on_oom=True)
 
 
 def clear_autocast_cache(device_type: str) -> None:
-    """Drop the 16-bit copies of weights that autocast keeps until its region ends, if one is open
-    for `device_type`. Values do not change: the next use casts again.
+    """Inside an autocast region for `device_type`, drop its cached 16-bit copies of weights.
+    Results do not change: the next use casts again.
     """
     if torch.is_autocast_enabled(device_type):
         torch.clear_autocast_cache()
 
 
 def profiled(name: str) -> contextlib.AbstractContextManager[object]:
-    """A range of that name in torch's profiler, while one runs.
-
-    So also in NVTX, under `torch.autograd.profiler.emit_nvtx()`.
+    """Return a context that records a range in torch's profiler, if one is active; also in NVTX,
+    under `torch.autograd.profiler.emit_nvtx()`.
     """
     if not _C._autograd._profiler_enabled():
         return contextlib.nullcontext()
@@ -215,7 +214,7 @@ def profiled(name: str) -> contextlib.AbstractContextManager[object]:
 
 
 def resize_storage(tensor: torch.Tensor, size_bytes: int) -> None:
-    """Resize the storage that `tensor` and all its views share; 0 frees it.
+    """Resize the storage shared by `tensor` and its views; 0 frees it.
 
     The contents are lost.
     """
@@ -225,68 +224,68 @@ def resize_storage(tensor: torch.Tensor, size_bytes: int) -> None:
 
 
 def is_resizable(tensor: torch.Tensor) -> bool:
-    """Tell whether the storage may be resized.
+    """Return whether the storage may be resized.
 
-    Exporting it once, to numpy for instance, forbids that for good.
+    An export, for instance to numpy, makes it permanently non-resizable.
     """
     return bool(cast("Any", tensor.untyped_storage()).resizable())
 
 
 def storage_size(tensor: torch.Tensor) -> int:
-    """Bytes that the storage of `tensor` holds now."""
+    """Return the current bytes of the storage of `tensor`."""
     return tensor.untyped_storage().size()
 
 
 def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
     """Set version counters.
 
-    Backward compares the counter of a saved tensor with what it was when saved.
+    Backward compares a saved tensor's counter with its value at saving.
     """
     _C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def bump_version(tensor: torch.Tensor) -> None:
-    """Count `tensor` as modified: graphs that saved it before raise when they run backward."""
+    """Increment the version counter: backward raises for graphs that saved `tensor` before."""
     torch.autograd.graph.increment_version(tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The version counter of `tensor`."""
+    """Return the version counter of `tensor`."""
     return int(tensor._version)
 
 
 def version_found_by(error: RuntimeError) -> int | None:
-    """The version of a saved tensor by which autograd has refused it; None for another error."""
+    """Parse the saved tensor's version from autograd's error; None for another error."""
     found = re.search(r"is at version (\d+); expected version", str(error))
     return int(found[1]) if found else None
 
 
 def tensor_refs(tensor: torch.Tensor) -> int:
-    """References to the tensor from C++: by graphs, views and its Python object."""
+    """Count the C++ references to a tensor: of graphs, views and its Python object."""
     return int(cast("Any", tensor)._use_count())
 
 
 def storage_refs(tensor: torch.Tensor) -> int:
-    """Tensors that share the storage of `tensor`, this one included."""
+    """Count the tensors that share the storage of `tensor`, including itself."""
     return int(_C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 class BackwardWatcher(Protocol):
-    """Listener to backwards."""
+    """Observer of backwards."""
 
     def hook_exits(self, roots: Sequence[Any]) -> None:
-        """A backward from these nodes begins, in this thread."""
+        """Called before a backward from these nodes, in its thread."""
 
     def failed(self, error: RuntimeError) -> None:
-        """A backward has raised; may raise another error in its place."""
+        """Called when a backward has raised; may raise another error instead."""
 
 
 _backward_watchers: weakref.WeakSet[BackwardWatcher] = weakref.WeakSet()
 
 
 def watch_backward(watcher: BackwardWatcher) -> None:
-    """Tell `watcher`, while it lives, of each call of `Tensor.backward`, `torch.autograd.backward`
-    and `torch.autograd.grad`, nested ones included. torch is changed once, by the first watcher.
+    """Notify `watcher`, held weakly, of each call of `Tensor.backward`, `torch.autograd.backward`
+    and `torch.autograd.grad`, including nested ones. The first watcher patches torch.
     """
     _backward_watchers.add(watcher)
     plain_run = torch.autograd.graph._engine_run_backward
@@ -314,25 +313,25 @@ def watch_backward(watcher: BackwardWatcher) -> None:
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Run `callback` once when the backward of this thread has ended well; never if it raises."""
+    """Run `callback` once when this thread's backward succeeds; not if it raises."""
     engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     engine.queue_callback(callback)
 
 
 def register_post_accumulate(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
-    """`tensor.register_post_accumulate_grad_hook` past what a subclass makes of it."""
+    """Call `Tensor.register_post_accumulate_grad_hook`, bypassing a subclass's override."""
     with DisableTorchFunctionSubclass():
         torch.Tensor.register_post_accumulate_grad_hook(tensor, hook)
 
 
 def node_sequence_number(node: Any) -> int:
-    """The sequence number of an autograd node (see `sequence_number`)."""
+    """Return the sequence number of an autograd node (see `sequence_number`)."""
     return int(node._sequence_nr())
 
 
 def leaf_of(node: Any) -> torch.Tensor | None:
-    """The leaf whose gradient an autograd node accumulates; None for another node."""
-    # Such a node has the highest number that there is, and so has the node that only raises.
+    """Return the leaf whose gradient an autograd node accumulates; None for other nodes."""
+    # AccumulateGrad nodes have the highest number; so have error nodes, which have no variable.
     highest = node._sequence_nr() >= 2**63
     leaf: torch.Tensor | None = getattr(node, "variable", None) if highest else None
     return leaf
@@ -351,8 +350,8 @@ def make_wrapper(
     requires_grad: bool,
     strides: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """A tensor of subclass `cls` that has metadata and no storage. strides: None: contiguous."""
-    # A parameter made under inference mode could not be trained.
+    """Create a tensor of subclass `cls` with metadata but no storage. strides: None: contiguous."""
+    # A parameter created in inference mode is not trainable.
     with torch.inference_mode(False):
         made: torch.Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, strides=strides, dtype=dtype, device=device, requires_grad=requires_grad
@@ -361,19 +360,18 @@ def make_wrapper(
 
 
 def exchange(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Let two tensor objects exchange all that they are: class, attributes, hooks, and the tensor
-    in C++. References to an object find the content of the other one in it. A second exchange
-    undoes the first.
+    """Exchange class, attributes, hooks and C++ tensor of two tensor objects, so that references to
+    either object see the contents of the other. A second exchange undoes the first.
 
-    `torch.utils.swap_tensors` refuses objects with weak references, and tensors that a graph holds.
-    Raises: RuntimeError where C++ has weak references to one; nothing has changed then.
+    Unlike `torch.utils.swap_tensors`, it accepts objects with weak references and tensors that a
+    graph holds. Raises: RuntimeError if C++ has weak references to one; then nothing has changed.
     """
     with DisableTorchFunctionSubclass():
         of_first, of_second = _hook_dicts(first), _hook_dicts(second)
         _C._swap_tensor_impl(first, second)
         first.__class__, second.__class__ = second.__class__, first.__class__
         first.__dict__, second.__dict__ = second.__dict__, first.__dict__
-        # These two belong to the objects, and C++ has them besides.
+        # These two dicts belong to the Python objects, but C++ also stores them.
         _set_hook_dicts(second, of_first)
         _set_hook_dicts(first, of_second)
 
@@ -387,7 +385,7 @@ def _set_hook_dicts(tensor: Any, dicts: tuple[Any, Any]) -> None:
 
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor of any class; None for one without (sparse, wrapped by functorch)."""
+    """Return a tensor's storage; None if it has none (sparse, wrapped by functorch)."""
     try:
         with DisableTorchFunctionSubclass():
             return torch.Tensor.untyped_storage(tensor)
@@ -396,14 +394,15 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int:
-    """Count the tensors in C++ that have this storage."""
-    # One reference is that of the Python object.
+    """Count the C++ tensors with this storage."""
+    # Without the reference of the Python object.
     return int(_C._storage_Use_Count(storage._cdata)) - 1
 
 
 def gradient_node(leaf: torch.Tensor) -> Any:
-    """The node at which a living graph accumulates the gradient of `leaf`; None where no graph
-    leads there."""
+    """Return the node at which a live graph accumulates the gradient of `leaf`; None without such a
+    graph.
+    """
     if not leaf.requires_grad or _TENSOR._use_count(leaf) == 1:
         return None
     node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
@@ -437,27 +436,25 @@ METADATA: frozenset[Any] = frozenset(
     | {getattr(torch, name) for name in _FUNCTIONS.split()}
     | {_TENSOR.grad.__delete__, _TENSOR.grad_dtype.__set__}
 )
-"""Functions that ask for metadata only, as `__torch_function__` of a subclass gets them."""
+"""Functions that only read metadata, as passed to `__torch_function__`."""
 
 
 def separate_version(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same storage with a version counter of its own, and no autograd history."""
-    # The getter of `Tensor.data`, which subclasses may have replaced.
+    """Return a tensor on the same storage with a new version counter and no autograd history."""
+    # The getter of `Tensor`, which subclasses may override.
     separate: torch.Tensor = _TENSOR.data.__get__(tensor)
     return separate
 
 
 def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value` past a subclass: the object stays, its storage changes."""
+    """Assign `tensor.data`, bypassing a subclass's override: replaces the object's storage."""
     _TENSOR.data.__set__(tensor, value)
 
 
 def parse_to(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None, bool]:
-    """Return the request in the arguments of `Tensor.to`: device, dtype, and whether a copy is
-    forced.
-    """
+    """Parse the arguments of `Tensor.to`: (device, dtype, whether a copy is forced)."""
     kwargs = dict(kwargs)
     copy = bool(kwargs.pop("copy", False))
     if args and isinstance(args[0], torch.Tensor):
@@ -467,7 +464,7 @@ def parse_to(
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """The address of the first element; 0 when there is none.
+    """Return the address of the first element; 0 if there is none.
 
     Meta, fake, functorch-wrapped, empty and sparse tensors have none.
     """
@@ -476,20 +473,20 @@ def address_of(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
     except RuntimeError:
-        # Wrapped by a functorch transform, or sparse: no address, so no view of a unit.
+        # Wrapped by a functorch transform, or sparse: no address.
         return 0
 
 
 def dynamo_disable(function: F, *, recursive: bool = True) -> F:
-    """`function`, never traced by torch.compile, nor (if `recursive`) anything that it calls."""
+    """Exclude `function`, and if `recursive` its callees, from tracing by torch.compile."""
     disable: Any = torch.compiler.disable
     return cast("F", disable(function, recursive=recursive))
 
 
 def calling_module_frame() -> FrameType | None:
-    """The frame of the `Module.__call__` that runs the hook that calls this; None if not found."""
+    """Return the frame of the `Module.__call__` whose hook called this; None if not found."""
     frame: FrameType | None = sys._getframe(1)
-    # `Hook` and the wrapper that `dynamo_disable` makes lie between.
+    # Frames in between: `Hook` and the wrapper of `dynamo_disable`.
     for _ in range(10):
         if frame is None:
             return None
@@ -500,11 +497,11 @@ def calling_module_frame() -> FrameType | None:
 
 
 def is_running(wanted: FrameType, thread: int) -> bool:
-    """Tell whether `wanted` is on the Python stack of `thread`."""
+    """Return whether frame `wanted` is on the Python stack of `thread`."""
     frame: FrameType | None = (
         sys._getframe(1) if thread == get_ident() else sys._current_frames().get(thread)
     )
-    # A frame that is on no stack any more belongs to a call that was interrupted.
+    # If it is not on the stack, its call has ended or was interrupted.
     while frame is not None:
         if frame is wanted:
             return True
@@ -513,7 +510,7 @@ def is_running(wanted: FrameType, thread: int) -> bool:
 
 
 def is_replicating() -> bool:
-    """Tell whether torch.nn.DataParallel is copying a model in this thread."""
+    """Return whether torch.nn.DataParallel is replicating a model in this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.nn.parallel.replicate":
@@ -523,7 +520,7 @@ def is_replicating() -> bool:
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor that shares the version counter of `tensor`, and not its memory."""
+    """Return an empty tensor that shares only the version counter of `tensor`."""
     witness = tensor.detach()
     _TENSOR.data.__set__(witness, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
     return witness
@@ -533,7 +530,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
-    """The hooks that a call of `module` runs, those on all modules included."""
+    """Return the hooks that a call of `module` runs, including global ones."""
     return [
         hook
         for name in _HOOKS
@@ -543,8 +540,7 @@ def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """True for a module whose call is compiled: by its `compile()`, or by `torch.compile`, which
-    returns a module around it."""
+    """Return whether a module is compiled: by its `compile()`, or wrapped by `torch.compile`."""
     own = module.__dict__.get("forward")
     return (
         "_orig_mod" in module._modules
@@ -554,13 +550,14 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 _names = threading.local()
-"""Attribute `name`: of the module whose checkpointed calls begin in this thread."""
+"""Attribute `name`: the module set by `named_checkpoints` in this thread."""
 
 
 @contextlib.contextmanager
 def named_checkpoints(name: str) -> Iterator[None]:
-    """Have checkpointed calls inside know that they belong to the module `name`, which begins
-    them itself: nothing that is called in one would tell."""
+    """Label checkpointed calls in the block with the module `name`. For modules that checkpoint by
+    themselves: the called function does not identify them.
+    """
     before = getattr(_names, "name", "")
     _names.name = name
     try:
@@ -570,10 +567,10 @@ def named_checkpoints(name: str) -> Iterator[None]:
 
 
 class CheckpointCall:
-    """A call of `torch.utils.checkpoint`, with gradients and outside of backward. Its graph holds
-    its inputs; this object holds no tensors.
+    """A call of `torch.utils.checkpoint`, with gradients and outside of backward. Holds no tensors;
+    its graph holds its inputs.
 
-    owner, label: watchers set them. A label is given by `named_checkpoints`.
+    owner: set by watchers. label: from `named_checkpoints`; watchers may change it.
     """
 
     __slots__ = ("_inputs", "_saved", "label", "owner")
@@ -585,8 +582,8 @@ class CheckpointCall:
         self._saved: Callable[[], list[Any]] = list
 
     def keeps(self, saved: Callable[[], list[Any]]) -> None:
-        """Set the source of `pairs`. saved: returns the SavedTensors of the inputs, in order; none
-        when the graph is gone.
+        """Set the source of `pairs`. saved: returns the inputs' SavedTensors, in order; [] once the
+        graph is freed.
         """
         self._saved = saved
 
@@ -594,7 +591,7 @@ class CheckpointCall:
         return [tensor for ref in self._inputs if (tensor := ref()) is not None]
 
     def pairs(self) -> list[tuple[torch.Tensor, Any]]:
-        """The inputs that live, each with its SavedTensor (it has `register_hooks`)."""
+        """Return the live inputs with their SavedTensors (which have `register_hooks`)."""
         saved = self._saved()
         if not saved:
             return []
@@ -605,29 +602,30 @@ class CheckpointCall:
 
 
 class CheckpointWatcher(Protocol):
-    """Listener to checkpointed calls."""
+    """Observer of checkpointed calls."""
 
     def checkpoint_begins(self, call: CheckpointCall) -> None:
-        """A call begins.
+        """Called when a call begins.
 
-        Reentrant ones keep their inputs when they end, the others before their function runs.
+        Reentrant calls save their inputs when they end, others before their function runs.
         """
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:
-        """The graph holds the inputs from now on: `call.pairs()` returns them."""
+        """Called once the graph holds the inputs; `call.pairs()` returns them."""
 
 
 _watchers: list[CheckpointWatcher] = []
 
 
 def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
-    """Tell `watcher` of every call of `torch.utils.checkpoint.checkpoint`; returns a stop function.
+    """Notify `watcher` of calls of `torch.utils.checkpoint.checkpoint`. Returns a function that
+    ends this.
 
-    Calls of both kinds, reentrant or not, except calls inside of other checkpoints and calls under
-    the user's own hooks on saved tensors. Without a watcher torch is unchanged. Raises:
-    ValueError when this torch holds the inputs of checkpoints in an unknown way.
+    Reentrant and non-reentrant calls, except those inside other checkpoints or under the user's
+    saved-tensor hooks. Without a watcher torch is unchanged. Raises: ValueError if this torch saves
+    the inputs of checkpoints in an unknown way.
     """
-    # torch's functions are replaced once, whatever the number of watchers.
+    # Only the first watcher replaces torch's functions.
     if not _watchers:
         _stop_telling.append(_tell_of_checkpoints())
     _watchers.append(watcher)
@@ -643,11 +641,11 @@ def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
 
 
 _stop_telling: list[Callable[[], None]] = []
-"""One function while anyone watches: it puts torch's own functions back."""
+"""One function while there are watchers; it restores torch's functions."""
 
 
 def _tell_of_checkpoints() -> Callable[[], None]:
-    """Put the engine's functions before torch's. Returns a function that removes them."""
+    """Wrap torch's functions. Returns a function that restores them."""
     checkpoint: Any = torch_checkpoint
     frame_class: Any = getattr(checkpoint, "_CheckpointFrame", None)
     saver_class: Any = getattr(checkpoint, "_NoopSaveInputs", None)
@@ -677,14 +675,14 @@ def _tell(call: CheckpointCall) -> None:
 
 
 def _tell_of_frames(frame_class: Any) -> Callable[[], None]:
-    """Checkpoints that are not reentrant: the frame of a call has its inputs as SavedTensors."""
+    """Wrap non-reentrant checkpoints: a call's frame has its inputs as SavedTensors."""
     plain_save = frame_class.save_inputs
 
     def save_inputs(frame: Any, *args: Any) -> None:
         plain_save(frame, *args)
         if not _keeps_plainly():
             return
-        # Weak: the graph holds the frame, and the engine must not keep the graph alive.
+        # Weak: the graph holds the frame, and a strong reference would keep both alive.
         alive = weakref.ref(frame)
 
         def saved() -> list[Any]:
@@ -707,7 +705,7 @@ def _tell_of_frames(frame_class: Any) -> Callable[[], None]:
 
 
 def _tell_of_savers(saver_class: Any) -> Callable[[], None]:
-    """Checkpoints that are not reentrant: a node that never runs saves a dummy and the inputs."""
+    """Wrap non-reentrant checkpoints: a node that never runs saves a dummy and the inputs."""
     plain_apply = saver_class.apply
 
     def apply(dummy: torch.Tensor, kwargs: dict[str, Any], *args: Any) -> Any:
@@ -735,7 +733,7 @@ def _tell_of_savers(saver_class: Any) -> Callable[[], None]:
 
 
 def _tell_of_reentrant(function_class: Any) -> Callable[[], None]:
-    """Reentrant checkpoints: a call is an autograd function, whose node saves the inputs."""
+    """Wrap reentrant checkpoints: a call is an autograd function, whose node saves the inputs."""
     plain_apply = function_class.apply
 
     def apply(run_function: Any, preserve_rng_state: bool, *args: Any) -> Any:
@@ -758,7 +756,7 @@ def _tell_of_reentrant(function_class: Any) -> Callable[[], None]:
             call.keeps(lambda: list(node._raw_saved_tensors))  # type: ignore[attr-defined]
             for watcher in tuple(_watchers):
                 watcher.checkpoint_saved(call)
-            # From here on whoever holds the call does not hold the graph.
+            # Drop the node, so that the call does not keep the graph alive.
             call.keeps(list)
         return outputs
 
@@ -771,25 +769,26 @@ def _tell_of_reentrant(function_class: Any) -> Callable[[], None]:
 
 
 def _keeps_plainly() -> bool:
-    """True when saved tensors stay until backward, and no saved-tensor hooks of others take
-    them."""
+    """Return whether autograd saves tensors until backward, without the user's saved-tensor
+    hooks.
+    """
     hooks = _C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled() and graph_task_id() == NO_TASK and hooks is None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True where memory ran out, the machine's or a device's. The CPU's allocator has no error of
-    its own for that.
+    """Return whether an error means that host or device memory ran out. The CPU allocator raises a
+    plain RuntimeError.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    # The second in builds for systems other than Linux.
+    # The second text is of builds for other systems than Linux.
     texts = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def dcp_storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """The place of a tensor, as torch.distributed.checkpoint notes it in `.metadata`."""
+    """Create the record of a tensor's place in a torch.distributed.checkpoint `.metadata`."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(relative_path, offset, length)

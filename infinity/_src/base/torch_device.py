@@ -1,8 +1,7 @@
-"""Parts of every launch: the current CUDA device, and small tables on it.
+"""Current CUDA device and small tables for kernel launches.
 
-torch's own operations run on the device of their tensors. Three things run on the thread's current
-device instead, whatever their tensors are on: Triton's kernels, memory pools, and questions about
-"the current stream".
+torch's operations run on the device of their tensors. Triton kernels, memory pools and
+`torch.cuda.current_stream()` use the thread's current device instead.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ _HERE: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make `device` the thread's current CUDA device inside the block, and put back the one before.
+    """Make `device` the thread's current CUDA device inside the block, then restore the previous
+    one.
 
-    Does nothing where it is current already, or is no GPU (Triton's interpreter).
+    No effect if it is already current, or not a GPU (Triton's interpreter).
     """
-    # Most launches come here, on the device that is current: no context is entered for them.
+    # The common case: avoid a context manager per launch.
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _HERE
     return torch.cuda.device(device)
 
 
 def table_on(device: torch.device, words: npt.NDArray[np.generic]) -> torch.Tensor:
-    """Copy a flat table, of integers, to `device` on the current stream, without waiting for it.
+    """Copy a flat integer table to `device` on the current stream. Never blocks.
 
-    On a GPU the table travels through pinned memory of torch's allocator of such: the driver copies
-    pageable memory in pieces, and may wait for the stream before it does. That allocator is a ring
-    for all threads. It hands memory out again only behind the event of the copy that has read it,
-    and has as much as copies are under way at once.
+    On a GPU the copy is staged through torch's pinned-memory allocator, since a copy from pageable
+    memory may block on the stream. The allocator reuses a block only after the copy that reads it
+    has ended.
     """
     table = torch.from_numpy(words)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Wording that messages have in common: lists of names, and what a user of a trainer calls."""
+"""Shared wording of messages: lists of names, and calls for users of trainers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ TRAINERS = (
     "infinity.integrations.transformers.embed(trainer), "
     "infinity.integrations.accelerate.attach(accelerator), or Lightning's strategy='infinity'"
 )
-"""The calls that teach a trainer to leave parameters where they rest, and to save and resume."""
+"""Calls that make a trainer keep parameters offloaded, and save and resume through infinity."""
 LISTED_MAX = 5
-"""Names in a message, before the rest is only counted."""
+"""Maximum names in a message; the others are counted."""
 
 
 def listed(names: Iterable[str], most: int = LISTED_MAX) -> str:
-    """Write names as "a, b and 3 more", so that a message stays a message."""
+    """Format names as "a, b and 3 more"."""
     every = list(names)
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more
 
 
 def listed_are(names: Iterable[str], most: int = LISTED_MAX) -> str:
-    """Write names with their verb: "a is", "a, b and 3 more are"."""
+    """Format names with a verb: "a is", "a, b and 3 more are"."""
     every = list(names)
     return f"{listed(every, most)} {'is' if len(every) == 1 else 'are'}"
 
