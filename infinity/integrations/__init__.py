@@ -1,4 +1,4 @@
-"""Integrations: the engine as the offload backend of other trainers.
+"""Integrations: infinity as the offload backend of other trainers.
 
     infinity.integrations.transformers   Trainer, Seq2SeqTrainer, and TRL's trainers
     infinity.integrations.accelerate     scripts with an Accelerator
@@ -6,7 +6,6 @@
     infinity.integrations.lightning      Trainer and Fabric: strategy="infinity"
     infinity.integrations.torchtitan     parallelize function and optimizers (experimental)
 
-Each module needs its trainer alone, and imports nothing of the engine but its public names, as a
-trainer of your own would. This one imports nothing. docs/embedding.md says how a trainer is
-embedded.
+Each module requires only its own trainer and uses only infinity's public names, as a trainer that
+you write would. This package imports nothing. docs/embedding.md explains how to embed a trainer.
 """

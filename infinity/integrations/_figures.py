@@ -1,4 +1,4 @@
-"""Figures of the drives beside the loss."""
+"""A callback that logs drive statistics with the loss."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from infinity._embedding import only_engine
 
 
 class DriveFigures(transformers.TrainerCallback):
-    """Callback of an embedded trainer that logs the drives beside each loss, to all that
-    `report_to` names, to the progress bar and to `trainer_state.json`:
+    """Callback of an embedded trainer that adds drive statistics to each logged loss: in every
+    `report_to` backend, the progress bar and `trainer_state.json`:
 
         drive_read_gb_per_s, drive_write_gb_per_s   all drives of this rank, while training
-        waiting                                     share of the time that waited for drives
-        eta                                         limit of any schedule / measured, since the
-                                                    second step
-        written_tb_per_day                          wear, if training went on all day
+        waiting                                     share of the time spent waiting for drives
+        eta                                         lower bound of the step time / measured time,
+                                                    from the second step on
+        written_tb_per_day                          drive wear of a day of training at this rate
 
-    The first three are means since the last line, without evaluations and saves. `eta` is left out
-    until it is known; and where the drives' bandwidths are not, which `Policy(io=...)` tells.
+    The first three are means since the previous log line; evaluations and saves do not count.
+    `eta` is omitted until it is known, and if the drives' bandwidths (`Policy(io=...)`) are not.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class DriveFigures(transformers.TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
     ) -> None:
-        """Begin to count. Raises: ValueError for a model that is not offloaded."""
+        """Start counting. Raises: ValueError for a model that is not offloaded."""
         self._module = only_engine(kwargs["model"], "DriveFigures")
         self._begin()
 
@@ -53,24 +53,24 @@ class DriveFigures(transformers.TrainerCallback):
     def on_evaluate(
         self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
     ) -> None:
-        """Leave an evaluation out."""
+        """Exclude the evaluation: restart the interval."""
         if self._module is not None:
             self._begin()
 
     def on_save(
         self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
     ) -> None:
-        """Leave a save out."""
+        """Exclude the save: restart the interval."""
         self._begin()
 
     def on_train_end(
         self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
     ) -> None:
-        """Let go of the model."""
+        """Drop the reference to the model."""
         self._module = None
 
     def take(self) -> dict[str, float]:
-        """Return the figures since the last call; none before a step has ended."""
+        """Return the figures since the last call; an empty dict if no step has ended since."""
         if not self._seconds:
             return {}
         stats, seconds = self._last, self._seconds

@@ -1,5 +1,5 @@
-"""Optimizers of transformers' `TrainingArguments.optim`: each name gives an optimizer of the
-engine, or is refused by name.
+"""Optimizers for transformers' `TrainingArguments.optim`: each name selects an optimizer of
+infinity or is refused.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _OF_TORCH: dict[str, type] = {
     "adagrad": Adagrad,
     "rmsprop": RMSprop,
 }
-"""Names for which Trainer builds a class of torch, whose settings the engine's takes."""
+"""Names for which Trainer chooses a torch class; infinity's class accepts the same settings."""
 
 _SAME_RULE = ("adamw_torch_xla", "adamw_torch_npu_fused", "paged_adamw_32bit")
-"""Other implementations of AdamW in 32 bits. Each needs a package or a device that is not needed
-here."""
+"""Other implementations of 32-bit AdamW. Each requires a package or a device that infinity's does
+not."""
 
 _LION = ("lion_32bit", "paged_lion_32bit")
 
@@ -46,22 +46,22 @@ _FEW_BITS = {
     "adamw_bnb_8bit": "adamw_torch", "adamw_8bit": "adamw_torch",
     "paged_adamw_8bit": "adamw_torch", "lion_8bit": "lion_32bit", "paged_lion_8bit": "lion_32bit",
 }  # fmt: skip
-"""Names that say how moments are stored, and the name of the same rule: here the policy says it."""
+"""Names that imply a storage format of moments (the policy sets it here), and the plain rule's."""
 
 Build = Callable[[], tuple[Any, dict[str, Any]]]
 
 
 def optimizer_of(args: Any, build: Build) -> tuple[type, dict[str, Any]]:
-    """Return the engine's class and its settings for `args.optim`.
+    """Return infinity's optimizer class and its settings for `args.optim`.
 
-    build: Trainer's own choice, which is asked for names of torch's classes.
+    build: returns Trainer's own choice; called only for the names of torch's classes.
 
-    Raises: ValueError for an optimizer that the engine does not have, with what to use instead.
+    Raises: ValueError for an optimizer that infinity does not have, naming an alternative.
     """
     name = getattr(args.optim, "value", args.optim)
     if name in _OF_TORCH:
         _, settings = build()
-        # Of how torch computes, not of what.
+        # "fused" selects torch's kernel, not the update rule.
         return _OF_TORCH[name], {key: settings[key] for key in settings if key != "fused"}
     betas = (args.adam_beta1, args.adam_beta2)
     if name in _SAME_RULE:

@@ -1,19 +1,19 @@
-"""The methods of transformers' Trainer that an offloaded model changes, as a mixin.
+"""A mixin of the Trainer methods that work differently with an offloaded model.
 
     Trainer method                     here
-    _move_model_to_device              nothing: the engine places
-    _wrap_model                        autocast and compile; no DDP: the engine reduces
-    create_optimizer                   the engine's, by the names of `TrainingArguments.optim`
-    training_step                      micro-batches are marked; plain adapters are reduced
-    _get_grad_norm                     none where updates take gradients in backward
-    log                                figures of the drives, if they are asked for
-    evaluation_loop                    no cast of the whole model
-    _save                              streamed, on all ranks
+    _move_model_to_device              does nothing: the engine places parameters
+    _wrap_model                        applies autocast and compile; no DDP: the engine reduces
+    create_optimizer                   builds infinity's optimizer for `TrainingArguments.optim`
+    training_step                      enters no_sync; averages gradients of plain adapters
+    _get_grad_norm                     returns None if updates consume gradients in backward
+    log                                adds the statistics of a DriveFigures callback
+    evaluation_loop                    does not cast the model
+    _save                              streams the weights; collective
     _save_optimizer_and_scheduler, _load_from_checkpoint,
     _load_optimizer_and_scheduler, _load_best_model
-                                       the engine's states, in a directory of the checkpoint
+                                       the engine's states, in a subdirectory of the checkpoint
 
-Random generators, the scheduler, the scaler and the place in the data are saved by Trainer as ever.
+Trainer itself saves random generators, scheduler, scaler and the position in the data.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _TRAINING_ARGS = "training_args.bin"
 _SCHEDULER = "scheduler.pt"
 _OPTIMIZER = "optimizer.pt"
 _MANIFEST_BYTES_MAX = 1 << 30
-"""More than names and step counts of any model take: a larger file has moments."""
+"""A larger optimizer.pt has moments: names and step counts of any model need less."""
 
 _TRAINER = "_infinity_trainer"
 """Attribute of an offloaded module that refers to its trainer."""
@@ -72,14 +72,14 @@ _TRAINER = "_infinity_trainer"
 class EmbeddedTrainer:
     """Mixin of a trainer whose model is offloaded. `embed` puts it before the trainer's class."""
 
-    # Names that Trainer gives its objects.
+    # Attributes that Trainer sets.
     model: Any
     args: Any
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
     state: Any
-    # What `embed` was called with; None where the model was offloaded before.
+    # The policy given to `embed`; None if the model was offloaded before.
     _infinity_policy: inf.Policy | None
 
     @property
@@ -92,8 +92,8 @@ class EmbeddedTrainer:
 
     @property
     def _infinity_plain(self) -> list[torch.nn.Parameter]:
-        """Trained parameters that were added to the offloaded model: adapters, beside it in
-        memory, with an optimizer of torch.
+        """Trainable parameters added after the offload: adapters in ordinary memory, updated by a
+        torch optimizer.
         """
         params = self.model.parameters()
         return [param for param in params if param.requires_grad and not inf.is_offloaded(param)]
@@ -101,7 +101,7 @@ class EmbeddedTrainer:
     # -- the model ---------------------------------------------------------------------------------
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """Build a model for a run of its own, and offload it in place of the last one."""
+        """Build the model of another trial, and offload it; close the previous model's engine."""
         for module in inf.offloaded_modules(self.model):
             inf.handle(module).close()
         model = super().call_model_init(trial)  # type: ignore[misc]
@@ -115,11 +115,11 @@ class EmbeddedTrainer:
         self, model: Any, training: bool = True, dataloader: Any = None  # noqa: ARG002
     ) -> Any:
         if self.accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
-            return model  # compiled, by an earlier call
+            return model  # an earlier call has compiled it
         if not training and self.accelerator._models:
             return model
         begin = time.monotonic()
-        # Autocast and compile. It neither moves the model nor wraps it in DDP.
+        # Applies autocast and compile; with these arguments it neither moves nor wraps the model.
         wrapped = self.accelerator.prepare_model(
             model, device_placement=False, evaluation_mode=True
         )
@@ -132,8 +132,8 @@ class EmbeddedTrainer:
     def create_optimizer(self, model: Any = None) -> Any:
         """Build the optimizer that the arguments name, over the offloaded parameters.
 
-        Raises: ValueError for one of torch, for a name that the engine has no optimizer for, and
-        for clipping and checkpoints upon a signal where updates take gradients in backward.
+        Raises: ValueError for a torch optimizer and for a name without an optimizer of infinity;
+        with updates in backward, for max_grad_norm and enable_jit_checkpoint.
         """
         if not _has_norm(inf.handle(self._infinity_module).policy):
             self._check_backward()
@@ -160,7 +160,7 @@ class EmbeddedTrainer:
             )
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
-        """Return the engine's class for `args.optim`, and its settings; Trainer's own where plain
+        """Return infinity's optimizer class and settings for `args.optim`; Trainer's own if plain
         adapters are trained.
         """
         own = super().get_optimizer_cls_and_kwargs  # type: ignore[misc]
@@ -172,7 +172,7 @@ class EmbeddedTrainer:
     # -- a step ------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute forward and backward of a micro-batch; the last of a step is not marked."""
+        """Run forward and backward of a micro-batch, under no_sync unless it ends a step."""
         last = self.accelerator.gradient_state.sync_gradients
         engine = inf.handle(self._infinity_module)
         with contextlib.nullcontext() if last else engine.no_sync():
@@ -187,7 +187,7 @@ class EmbeddedTrainer:
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the figures of a `DriveFigures` callback beside each loss."""
+        """Log; add the statistics of a `DriveFigures` callback to each loss."""
         if "loss" in logs:
             for callback in self.callback_handler.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, DriveFigures):
@@ -197,8 +197,8 @@ class EmbeddedTrainer:
     # -- evaluation --------------------------------------------------------------------------------
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate. bf16_full_eval and fp16_full_eval save memory that an offloaded model does not
-        take: it is evaluated in its own dtype, which is said once.
+        """Evaluate in the model's dtype: bf16_full_eval and fp16_full_eval are ignored, with one
+        warning. The memory that they save is not used by an offloaded model.
         """
         with self._without_cast():
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
@@ -224,12 +224,12 @@ class EmbeddedTrainer:
     # -- weights out -------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:  # noqa: ARG002
-        """Write the weights, streamed, and what lies beside them. All ranks call it."""
+        """Stream the weights to files, and write the tokenizer and the arguments. Collective."""
         out = Path(output_dir if output_dir is not None else self.args.output_dir)
         if self.args.should_save:
             out.mkdir(parents=True, exist_ok=True)
-            # Of an earlier run in the same directory: they would be taken for the states of these
-            # weights. Those of this run are written after.
+            # States of an earlier run in this directory do not belong to these weights. This run's
+            # states are written later.
             shutil.rmtree(out / STATES, ignore_errors=True)
         if is_adapted(self.model):
             export_adapters(self.model, out, first=self.args.should_save)
@@ -253,10 +253,10 @@ class EmbeddedTrainer:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         out = Path(output_dir)
         if self._infinity_optimizer is None:
-            # Plain adapters: the base is frozen, and nothing of it belongs to a checkpoint.
+            # Plain adapters: the base is frozen, and no checkpoint includes it.
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        # What is frozen is in no checkpoint of adapters; the base has it.
+        # Checkpoints of adapters omit frozen parameters: they are the base's.
         inf.save(
             self._infinity_module,
             self._infinity_optimizer,
@@ -264,8 +264,8 @@ class EmbeddedTrainer:
             frozen=not is_adapted(self.model),
         ).wait()
         if self.args.should_save:
-            # Names and step counts. Without the file Trainer, not embedded, would go on from here
-            # with an optimizer that begins anew, and say nothing.
+            # Names and step counts only. Without this file, a Trainer that is not embedded would
+            # silently resume with a fresh optimizer.
             save_new(self.optimizer.state_dict(), out / _OPTIMIZER)
             save_new(self.lr_scheduler.state_dict(), out / _SCHEDULER)
 
@@ -274,10 +274,10 @@ class EmbeddedTrainer:
         own: Any = super()
         if self._has_states(directory):
             if is_peft_model(self.model) and len(self.model.peft_config) > 1:
-                # Adapters that do not train (a reference) are in their own files, and in no states.
+                # Adapters that are not trained (a reference) are only in PEFT's files.
                 with _activity(self.model):
                     own._load_from_checkpoint(resume_from_checkpoint, model)
-            # Training restores all states together, once there is an optimizer.
+            # In training, _load_optimizer_and_scheduler restores all states together.
             if not self.is_in_train:  # type: ignore[attr-defined]
                 inf.restore(self._infinity_module, None, directory / STATES)
         elif has_own_adapters(self.model):
@@ -288,11 +288,11 @@ class EmbeddedTrainer:
             self._load_weights(directory)
 
     def _has_states(self, directory: Path) -> bool:
-        """Return whether a checkpoint has states of the engine, written with its other files.
+        """Return whether a checkpoint has the engine's states.
 
-        Raises: ValueError where they are another run's: a trainer that was not embedded has written
-        over the rest; and for adapters that were added after `inf.offload`, beside states of ones
-        that were offloaded.
+        Raises: ValueError if a trainer that was not embedded has since overwritten the other files,
+        so that the states are an earlier run's; and if adapters were added after `inf.offload`,
+        while the checkpoint has states of offloaded adapters.
         """
         if not has_states(directory):
             return False
@@ -303,7 +303,7 @@ class EmbeddedTrainer:
                 "after get_peft_model"
             )
         manifest = directory / _OPTIMIZER
-        # All of it, to see that there are no moments; torch's states are refused by their size.
+        # Small files are read to look for the manifest; a large one has torch's moments.
         kept = (
             torch.load(manifest, map_location="cpu", weights_only=True)
             if manifest.is_file() and manifest.stat().st_size < _MANIFEST_BYTES_MAX
@@ -325,7 +325,7 @@ class EmbeddedTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._infinity_optimizer is None:
-            # Raises for states of adapters that were offloaded.
+            # _has_states raises if the checkpoint has states of offloaded adapters.
             if checkpoint is not None:
                 self._has_states(Path(checkpoint))
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -350,7 +350,7 @@ class EmbeddedTrainer:
         directory = Path(self.state.best_model_checkpoint)
         if self._has_states(directory):
             log.info("best model: %s (score %s)", directory, self.state.best_metric)
-            # Parameters, to which masters are set; moments stay, as ever.
+            # Restores parameters, and sets masters to them. Moments stay, as with plain Trainer.
             inf.restore(self._infinity_module, None, directory / STATES)
         elif has_own_adapters(self.model):
             load_own_adapter(self.model, directory)
@@ -360,8 +360,8 @@ class EmbeddedTrainer:
             self._load_weights(directory)
 
     def end(self) -> None:
-        """End training. On several ranks this destroys the process groups, so engines, which need
-        theirs to end, are closed before.
+        """End training. On several ranks this destroys the process groups. Engines need their
+        groups to close, so they are closed first.
         """
         if _world() > 1:
             for model in (self.model, getattr(self, "ref_model", None)):
@@ -375,21 +375,21 @@ def _world() -> int:
 
 
 def _average(params: list[torch.nn.Parameter]) -> None:
-    """Replace the gradients of this rank by the means over all."""
+    """Replace gradients by their means over the ranks. Collective."""
     for param in params:
-        # A rank whose batch does not use one has a part in the sum all the same.
+        # A rank whose batch did not use the parameter must join the all_reduce, too.
         grad = param.grad if param.grad is not None else torch.zeros_like(param)
         dist.all_reduce(grad)
         param.grad = grad.div_(_world())
 
 
 def _has_norm(policy: inf.Policy) -> bool:
-    """True where all gradients of a step are there before an update takes the first."""
+    """Return whether all gradients of a step exist before an update consumes the first."""
     return policy.update != "backward" or policy.generations > 1
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise ValueError for an optimizer that is not the engine's."""
+    """Raise ValueError for an optimizer that is not infinity's."""
     if engine_optimizer(optimizer) is None:
         kind = type(optimizer)
         raise ValueError(
@@ -403,10 +403,8 @@ def check_optimizer(optimizer: Any) -> None:
 def offload_for(
     model: Any, policy: inf.Policy | None, device: torch.device, load: Any = None
 ) -> Any:
-    """Offload a model of a trainer, if it is not offloaded yet, and return it. All ranks begin with
-    the values of the first one, new heads and adapters among them.
-
-    device: of the trainer.
+    """Offload a trainer's model, if it is not offloaded yet, and return it. All ranks start with
+    rank 0's values, also of new heads and adapters. device: the trainer's.
     """
     engines = inf.offloaded_modules(model)
     for module in engines:
@@ -428,8 +426,8 @@ def offload_for(
 
 
 def _check_ranks(model: Any, ranks: int) -> None:
-    """Raise ValueError for an engine of other ranks than the trainer's: each would train a model of
-    its own, on rows of its own."""
+    """Raise ValueError if an engine's number of ranks is not the trainer's: each rank would train a
+    separate model on its part of the data."""
     if ranks != _world():
         raise ValueError(
             f"{type(model).__name__} is offloaded for {ranks} rank(s), and the trainer runs "
@@ -440,8 +438,8 @@ def _check_ranks(model: Any, ranks: int) -> None:
 
 @contextlib.contextmanager
 def _activity(model: Any) -> Iterator[None]:
-    """Keep adapters of PEFT active, and trained, that are: Trainer, when it has loaded files of
-    several, goes on with the first."""
+    """Preserve which PEFT adapters are active and trained: after loading several adapters, Trainer
+    activates only the first."""
     active = list(model.active_adapters)
     trained = [param for param in model.parameters() if param.requires_grad]
     yield
@@ -452,7 +450,7 @@ def _activity(model: Any) -> Iterator[None]:
 
 
 def _check_plain(model: Any) -> None:
-    """Raise ValueError for trained parameters beside offloaded ones that would not be saved."""
+    """Raise ValueError for trainable parameters that are not offloaded and would not be saved."""
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     plain = [name for name, param in trained if not inf.is_offloaded(param)]
     if plain and (len(plain) < len(trained) or not is_adapted(model)):
@@ -464,8 +462,8 @@ def _check_plain(model: Any) -> None:
 
 
 def _generate_in_step(model: Any) -> None:
-    """Let `model.generate` go on on each rank until all are done: each of its forwards gathers
-    parameters from all of them.
+    """Keep `model.generate` running on each rank until all ranks are done: each of its forwards
+    gathers parameters from all ranks.
     """
     if not hasattr(model, "generate") or "generate" in model.__dict__:
         return
@@ -473,21 +471,21 @@ def _generate_in_step(model: Any) -> None:
 
     @functools.wraps(own)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        # Seq2SeqTrainer passes False, where it knows nothing of the engine.
+        # Overrides the False that Seq2SeqTrainer passes without DeepSpeed or FSDP.
         return own(*args, **(kwargs | {"synced_gpus": True}))
 
     model.generate = generate
 
 
 def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
-    """Do the work of `infinity.integrations.transformers.embed`."""
+    """Implement `infinity.integrations.transformers.embed`."""
     if isinstance(trainer, EmbeddedTrainer):
         raise ValueError("this trainer is embedded already")
     _check_trainer(trainer)
     kind = type(trainer)
     of_trl = any(base.__module__.partition(".")[0] == "trl" for base in kind.__mro__)
     if of_trl:
-        # Of no use to others, who need not have TRL.
+        # Imported here: TRL need not be installed for other trainers.
         from infinity.integrations import _trl
 
         _trl.check_trainer(trainer)
@@ -497,7 +495,7 @@ def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, torch.nn.Module) and not inf.offloaded_modules(reference):
         own = policy or inf.handle(only_engine(trainer.model, "embed(trainer)")).policy
-        # It has no states and takes no step: nothing that a durable run would go on with.
+        # The reference model takes no steps, so a durable run has nothing to commit.
         frozen = dataclasses.replace(own, durable=False, durable_every=1)
         offload_for(reference.requires_grad_(False), frozen, trainer.args.device)
     for module in inf.offloaded_modules(trainer.model):
@@ -509,8 +507,8 @@ def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
 
 
 def _check_device(trainer: Any) -> None:
-    """Raise ValueError for a model that was offloaded to compute elsewhere than the trainer's
-    batches are."""
+    """Raise ValueError for a model that was offloaded for another kind of device than the
+    trainer's."""
     for module in inf.offloaded_modules(trainer.model):
         computes = next(module.parameters()).device
         if computes.type != trainer.args.device.type:
@@ -522,8 +520,8 @@ def _check_device(trainer: Any) -> None:
 
 
 def _on_its_device(policy: inf.Policy | None, device: torch.device) -> inf.Policy | None:
-    """Return the policy with the device to which the trainer sends its batches, where it names
-    none: a model that the trainer has left on the CPU (or on meta) would compute there.
+    """Return the policy with the trainer's device, if it names none: otherwise a model that is
+    still on the CPU or on meta would compute on the CPU.
     """
     if device.type == "cpu" or (policy is not None and policy.device is not None):
         return policy
@@ -531,8 +529,8 @@ def _on_its_device(policy: inf.Policy | None, device: torch.device) -> inf.Polic
 
 
 def _take_over(module: torch.nn.Module, trainer: Any) -> None:
-    """Note that a module is this trainer's, and take it from the one before, if that lives on: its
-    optimizer lets go of the parameters, which can have one only.
+    """Record that a module belongs to this trainer. If a previous trainer still exists, drop its
+    optimizer: a parameter can have only one.
     """
     reference = module.__dict__.get(_TRAINER)
     before = reference() if reference is not None else None
@@ -561,7 +559,7 @@ def _check_trainer(trainer: Any) -> None:
             "CUDA_VISIBLE_DEVICES to one GPU"
         )
     if inf.offloaded_modules(trainer.model) and is_adapted(trainer.model):
-        return  # adapters that were added since are for an optimizer of torch
+        return  # adapters added after the offload have a torch optimizer
     if trainer.optimizer is not None:
         check_optimizer(trainer.optimizer)
     given = trainer.optimizer_cls_and_kwargs

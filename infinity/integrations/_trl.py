@@ -1,13 +1,13 @@
-"""TRL's trainers: what they need beyond transformers' Trainer. `embed` of
-infinity.integrations.transformers asks for it where a trainer is TRL's.
+"""Support for TRL's trainers, beyond transformers' Trainer. `embed` of
+infinity.integrations.transformers imports this module if a trainer's class is TRL's.
 
     TRL                                here
-    SyncRefModelCallback               a parameter of both models is gathered at a time
-    checkpoints with sync_ref_model    the reference, too, which training changes
+    SyncRefModelCallback               gathers one parameter of each model at a time
+    checkpoints with sync_ref_model    include the reference model, which training changes
     activation_offloading, vLLM, continuous batching, BEMACallback
                                        refused by name
 
-The reference model is offloaded by `embed`, and ranks generate in step, whatever the trainer is.
+For every trainer `embed` itself offloads the reference model and keeps ranks generating in step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _REFERENCE = "infinity_reference"
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise ValueError for what a trainer of TRL does to parameters that an offloaded model cannot
-    bear, with what to use instead.
+    """Raise ValueError for settings of a TRL trainer that an offloaded model does not support,
+    naming an alternative.
     """
     if getattr(trainer.args, "activation_offloading", False):
         raise ValueError(
@@ -57,7 +57,8 @@ def check_trainer(trainer: Any) -> None:
 
 
 def adapt(trainer: Any) -> type:
-    """Prepare an offloaded trainer of TRL, and return the mixin that its class gets first."""
+    """Replace a TRL trainer's SyncRefModelCallback, and return the mixin for the trainer's class.
+    """
     callbacks = trainer.callback_handler.callbacks
     for at, callback in enumerate(callbacks):
         if isinstance(callback, SyncRefModelCallback):
@@ -66,29 +67,29 @@ def adapt(trainer: Any) -> type:
 
 
 class _SyncOffloaded(SyncRefModelCallback):  # type: ignore[misc]
-    """TRL's callback for two offloaded models. One parameter of each is in memory at a time."""
+    """SyncRefModelCallback for two offloaded models. Gathers one parameter of each at a time."""
 
     @staticmethod
     def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
-        """Move the parameters of the target toward those of the model by the share `alpha`."""
+        """Set each target parameter to (1 - alpha) target + alpha model."""
         source, sink = (
             inf.handle(only_engine(each, "embed(trainer)")) for each in (model, target_model)
         )
         pairs = zip(target_model.parameters(), model.parameters(), strict=True)
         for target, param in pairs:
-            # Without `.data`, whose writes no version counter counts.
+            # Not through `.data`: writes to it do not raise the version counter.
             with source.gather(param), sink.gather(target), torch.no_grad():
                 target.mul_(1.0 - alpha).add_(param, alpha=alpha)
 
 
 class EmbeddedTRLTrainer:
-    """Mixin of a trainer of TRL whose model is offloaded, before the one of any Trainer."""
+    """Mixin of an embedded TRL trainer. Its class lists it before EmbeddedTrainer."""
 
     callback_handler: Any
     ref_model: Any
 
     def _infinity_changing_reference(self) -> torch.nn.Module | None:
-        """The offloaded reference model, if training changes it."""
+        """Return the offloaded reference model if training changes it, else None."""
         syncs = any(isinstance(each, _SyncOffloaded) for each in self.callback_handler.callbacks)
         return only_engine(self.ref_model, "embed(trainer)") if syncs else None
 
@@ -101,7 +102,7 @@ class EmbeddedTRLTrainer:
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         reference = self._infinity_changing_reference()
-        # A checkpoint from before the reference was synchronised has none.
+        # A checkpoint of a run without sync_ref_model has no reference model.
         if reference is not None and checkpoint and (Path(checkpoint) / _REFERENCE).is_dir():
             inf.restore(reference, None, Path(checkpoint) / _REFERENCE)
 

@@ -1,4 +1,4 @@
-"""Weights of transformers' models, from files to the tiers and back, streamed."""
+"""Streams weights of transformers' models from files to the tiers, and from the tiers to files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import infinity as inf
 from infinity._embedding import check_methods, only_engine, share_values
 
 TESTED = "5.23.0"
-"""The release of transformers that this, and the methods of `_trainer`, were written against."""
+"""The release of transformers that this module and `_trainer` were written against."""
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -32,16 +32,16 @@ _PLACING = (
     "quantization_config", "key_mapping", "gguf_file", "subfolder", "adapter_kwargs",
     "output_loading_info",
 )  # fmt: skip
-"""Arguments of `from_pretrained` that say where values come from and go to."""
+"""Arguments of `from_pretrained` that set the source or the placement of values."""
 
 
 def save_new(value: Any, path: Path) -> None:
-    """Write a file by torch.save, whole or not at all. Links of others below its names are not
-    written through, and FIFOs not waited for. Raises: OSError, or torch's RuntimeError for a write
-    that failed; then nothing is left of it."""
+    """Write a file by torch.save and rename it into place. Does not follow a symbolic link, nor
+    block on a FIFO, that another user put under its names. Raises: OSError, or torch's RuntimeError
+    if the write fails; then no partial file remains."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
-    # Made here, or not opened.
+    # "x": fails unless this call creates the file.
     file = partial.open("xb")
     try:
         with file:
@@ -53,7 +53,7 @@ def save_new(value: Any, path: Path) -> None:
 
 
 def from_pretrained(cls: Any, directory: Path, policy: inf.Policy, settings: dict[str, Any]) -> Any:
-    """Do the work of `infinity.integrations.transformers.from_pretrained`."""
+    """Implement `infinity.integrations.transformers.from_pretrained`."""
     refused = sorted(name for name in _PLACING if settings.get(name) is not None)
     if refused:
         raise ValueError(
@@ -76,7 +76,7 @@ def from_pretrained(cls: Any, directory: Path, policy: inf.Policy, settings: dic
         else:
             tensor.zero_()
 
-    # What the files lack is there from the start; they give all else.
+    # First set the tensors that the files lack; then the files overwrite the others' zeros.
     inf.offload(model, policy, load=begin)
     loaded = inf.load_safetensors(model, directory, strict=False)
     absent = [name for name in loaded.missing if name not in made]
@@ -87,8 +87,8 @@ def from_pretrained(cls: Any, directory: Path, policy: inf.Policy, settings: dic
 
 
 def _on_meta(cls: Any, directory: Path, settings: dict[str, Any]) -> tuple[Any, set[str], set[str]]:
-    """Build the model as `from_pretrained` does, without values. Returns it with the names of the
-    tensors that the files lack, and of those that it has no use for.
+    """Build the model on meta, as `from_pretrained` does. Returns (model, names of tensors that the
+    files lack, names of tensors that only the files have).
     """
     kept = {
         name: settings.pop(name)
@@ -106,7 +106,7 @@ def _on_meta(cls: Any, directory: Path, settings: dict[str, Any]) -> tuple[Any, 
         with torch.device("meta"):
             kind = type(cls.from_config(config))
     if getattr(config, "quantization_config", None) is not None:
-        # The engine dequantizes what it reads: the modules are those of the plain model.
+        # The engine dequantizes while it reads, so the model needs no quantized modules.
         with torch.device("meta"):
             model = kind._from_config(config, **kept)
         missing: set[str] = set()
@@ -130,7 +130,7 @@ def _on_meta(cls: Any, directory: Path, settings: dict[str, Any]) -> tuple[Any, 
 
 
 def _shapes(directory: Path) -> dict[str, torch.Tensor]:
-    """Return tensors without values in place of those in the files."""
+    """Return a meta tensor for each tensor in the files."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -156,8 +156,9 @@ def _shapes(directory: Path) -> dict[str, torch.Tensor]:
 def _initialised(
     model: Any, missing: set[str], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Initialise the tensors that no file has by the model's own rules, and return them. They are
-    the same on all ranks; those of a head are small. device: of the ranks' collectives.
+    """Initialise the tensors that no file has by the model's `initialize_weights`, and return them:
+    the same on all ranks. They are in memory together (a new head is small). device: the device on
+    which the process group communicates.
     """
     for name in missing:
         owner, _, attribute = name.rpartition(".")
@@ -168,7 +169,7 @@ def _initialised(
         else:
             grad = module._parameters[attribute].requires_grad
             module._parameters[attribute] = torch.nn.Parameter(empty, requires_grad=grad)
-    # Tensors that were found are marked, and left; their modules were marked with them.
+    # Tensors from files stay marked and are skipped; a marked module would be skipped as a whole.
     for module in model.modules():
         module.__dict__.pop("_is_hf_initialized", None)
     model.initialize_weights()
@@ -179,26 +180,25 @@ def _initialised(
 
 
 def is_adapted(model: Any) -> bool:
-    """Return whether the checkpoints of a model are adapters: it is PEFT's, or has adapters of its
-    own.
-    """
+    """Return whether a model's checkpoints contain adapters alone: a PeftModel, or a transformers
+    model with adapters."""
     return is_peft_model(model) or has_own_adapters(model)
 
 
 def is_peft_model(model: Any) -> bool:
-    """Return whether a model is PEFT's, around that of transformers."""
+    """Return whether a model is a PeftModel around a transformers model."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def has_own_adapters(model: Any) -> bool:
-    """Return whether adapters were added to a model of transformers itself, by
-    `model.add_adapter` or by loading a directory of adapters.
+    """Return whether adapters were added to a transformers model without a PeftModel: by
+    `model.add_adapter`, or by loading a directory of adapters.
     """
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 SHARD_BYTES_MIN = 128 << 20
-"""Bytes of a file of weights, at least: one is in memory at a time."""
+"""Minimum size of a weight file by default. One file is in memory at a time."""
 
 _FILES_MAX = 100
 
@@ -206,9 +206,8 @@ _FILES_MAX = 100
 def save_pretrained(
     model: Any, directory: Path, *, max_shard_size: int | str | None = None, first: bool = True
 ) -> None:
-    """Write weights, streamed, and what `from_pretrained` reads beside them. All ranks call it.
-
-    first: whether this rank writes the files beside the weights.
+    """Stream the weights to files, and write the configuration files that `from_pretrained` reads.
+    Collective. first: whether this rank writes the configuration files.
     """
     if max_shard_size is None:
         total = sum(param.numel() * param.dtype.itemsize for param in model.parameters())
@@ -227,10 +226,10 @@ def save_pretrained(
 
 
 def export_adapters(model: Any, directory: Path, *, first: bool) -> None:
-    """Write PEFT's adapters as `save_pretrained` does, gathered together: they are small, and the
-    base stays where it is. All ranks call it; `first` writes.
+    """Write adapters by `model.save_pretrained`. Gathers all of them together, since they are
+    small; the base is not read. Collective; the rank with `first` writes.
 
-    Of adapters of the model itself `save_pretrained` writes the active one.
+    Without a PeftModel, `save_pretrained` writes the active adapter only.
     """
     values = adapter_values(model)
     if first:
@@ -238,10 +237,10 @@ def export_adapters(model: Any, directory: Path, *, first: bool) -> None:
 
 
 def load_own_adapter(model: Any, directory: Path) -> None:
-    """Set the active adapter of a model of transformers itself from the files that
-    `export_adapters` wrote. All ranks call it.
+    """Set the active adapter of a transformers model without a PeftModel, from the files that
+    `export_adapters` wrote. Collective.
 
-    Raises: ValueError for files of another adapter.
+    Raises: ValueError for files with tensors that the adapter does not have.
     """
     from peft import set_peft_model_state_dict
     from peft.utils import load_peft_weights
@@ -258,12 +257,12 @@ def load_own_adapter(model: Any, directory: Path) -> None:
 
 
 def adapter_values(model: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that PEFT's checkpoints of all adapters are made of, by the names of the
-    model's state dict. Collective on several ranks.
+    """Return CPU copies of all tensors that PEFT's checkpoints of the adapters contain, by their
+    names in the model's state dict. Collective on several ranks.
     """
     from peft import get_peft_model_state_dict
 
-    # Parameters themselves: PEFT chooses by names, and reads none.
+    # PEFT selects by names and reads no values, so the parameters need not be gathered yet.
     shown = model.state_dict(keep_vars=True)
     chosen = {id(param) for param in model.parameters() if param.requires_grad}
     for adapter in model.peft_config:

@@ -5,20 +5,20 @@
     opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, opt, loader, sched = accelerator.prepare(model, opt, loader, sched)
 
-The rest of a script stays as it is, on one rank and on several. Models that are not offloaded are
-prepared as ever.
+The rest of the script is unchanged, on one rank and on several. Models that are not offloaded are
+prepared by accelerate as usual.
 
-    prepare             leaves an offloaded model in its place and out of DDP: the engine reduces
-                        its gradients. Autocast and torch.compile are applied. An optimizer of torch
-                        over its parameters is replaced by the engine's of the same rule
-    no_sync             is handle.no_sync(), so `accumulate` works with every update mode
-    save_state          saves parameters, masters and moments with inf.save, beside accelerate's
-    load_state          files; load_state restores every bit of them, on any number of ranks. Of a
-                        PEFT model what is frozen is left out: the script loads the base as before
+    prepare             does not move an offloaded model or wrap it in DDP: the engine reduces its
+                        gradients. Applies autocast and torch.compile. Replaces a torch optimizer
+                        over its parameters by infinity's with the same update rule
+    no_sync             enters handle.no_sync(), so `accumulate` works with every update mode
+    save_state          saves parameters, masters and moments by inf.save, next to accelerate's
+                        files; of a PEFT model only the trained parameters
+    load_state          restores them bit for bit, on any number of ranks
     save_model          streams safetensors
     free_memory         closes the engines; on several ranks end_training does, too
 
-Each rank calls save_state, load_state, save_model and get_state_dict: they are collective.
+save_state, load_state, save_model and get_state_dict are collective.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 
 
 def attach(accelerator: Accelerator) -> Accelerator:
-    """Make `accelerator` work with offloaded models from here on. Returns it; it gets a subclass of
-    its class.
+    """Make `accelerator` work with offloaded models, by setting its class to a subclass. Returns
+    the accelerator.
 
-    Raises: ValueError for what cannot go together with an engine: FSDP, DeepSpeed, Megatron, tensor
-    parallelism, fp8, communication hooks of DDP.
+    Raises: ValueError for features that an engine does not support: FSDP, DeepSpeed, Megatron,
+    tensor parallelism, fp8, DDP's communication hooks.
     """
     if isinstance(accelerator, _Offloading):
         return accelerator
@@ -94,21 +94,21 @@ def attach(accelerator: Accelerator) -> Accelerator:
             "Policy(reduce_dtype=...) and Policy(qgz=True) reduce in fewer bits"
         )
     cls = type(accelerator)
-    # On top of any subclass: its methods stay.
+    # Also for subclasses of Accelerator: their methods remain.
     accelerator.__class__ = type(f"Offloading{cls.__name__}", (_Offloading, cls), {})
     return accelerator
 
 
 class _States(dict[str, torch.Tensor]):
-    """Stands for the state dict of an offloaded model while a checkpoint is written."""
+    """Placeholder for an offloaded model's state dict while save_state runs."""
 
 
 class _Offloading(Accelerator):  # type: ignore[misc]
     """Methods that differ for offloaded models."""
 
-    # Set while save_state runs: the whole state dict would go to RAM.
+    # True while save_state runs: get_state_dict would copy the whole model to RAM.
     _offloading_saves = False
-    # Optimizers of torch that were replaced, and what replaced them: schedulers name the former.
+    # (torch's, infinity's) optimizers. Schedulers refer to torch's until prepare_scheduler.
     _offloading_twins: tuple[tuple[torch.optim.Optimizer, torch.optim.Optimizer], ...] = ()
 
     # -- prepare -----------------------------------------------------------------------------------
@@ -122,14 +122,14 @@ class _Offloading(Accelerator):  # type: ignore[misc]
         if inf.offloaded_modules(model):
             whole = self.unwrap_model(model, keep_torch_compile=False)
             check_all_offloaded(whole, "accelerator.prepare")
-            # Autocast and compile are applied in this mode, too; it leaves DDP out.
+            # This mode applies autocast and compile, without DDP.
             device_placement, evaluation_mode = False, True
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> Any:
-        # Wrapped ones are prepared already.
+        # A wrapped optimizer of infinity needs no replacement.
         theirs = engine_optimizer(optimizer) is None
         if theirs and any(inf.is_offloaded(param) for param in _params_of(optimizer)):
             twin = _replacement_of(optimizer)
@@ -170,11 +170,11 @@ class _Offloading(Accelerator):  # type: ignore[misc]
             weights[:] = [each for each in weights if not isinstance(each, _States)]
             for engine, place in self._places(directory):
                 opts = optimizers_of(engine, self._optimizers)
-                # A frozen base comes from where the script takes it.
+                # The script loads a frozen base itself, so checkpoints omit it.
                 saves.append(inf.save(engine, opts or None, place, frozen=not has_adapters(engine)))
 
-        # Registered now, so that it runs after the script's own, which may count on one entry for
-        # each model.
+        # Registered last, so that it runs after the script's hooks: these may expect one entry of
+        # `weights` for each model.
         hook = self.register_save_state_pre_hook(save)
         self._offloading_saves = True
         try:
@@ -182,7 +182,7 @@ class _Offloading(Accelerator):  # type: ignore[misc]
         finally:
             self._offloading_saves = False
             hook.remove()
-        # They ran beside accelerate's own files.
+        # The saves ran while accelerate wrote its files.
         for each in saves:
             each.wait()
         return written
@@ -201,7 +201,7 @@ class _Offloading(Accelerator):  # type: ignore[misc]
                     )
                 inf.restore(engine, optimizers_of(engine, self._optimizers) or None, place)
 
-        # Before accelerate loads the optimizers' manifests, which must agree with the states.
+        # Runs before accelerate loads the optimizers' manifests: they must match restored states.
         hook = self.register_load_state_pre_hook(load)
         try:
             super().load_state(input_dir, *args, **kwargs)
@@ -209,8 +209,8 @@ class _Offloading(Accelerator):  # type: ignore[misc]
             hook.remove()
 
     def _places(self, directory: str | os.PathLike[str]) -> list[tuple[torch.nn.Module, Path]]:
-        """Return the offloaded models and the directories of their states, numbered as accelerate
-        numbers its files."""
+        """Return each offloaded model with its states' directory, numbered like accelerate's files.
+        """
         engines = [engine for model in self._models for engine in inf.offloaded_modules(model)]
         return [
             (engine, Path(directory) / (f"{STATES}_{index}" if index else STATES))
@@ -224,8 +224,8 @@ class _Offloading(Accelerator):  # type: ignore[misc]
         max_shard_size: int | str = "512MB",
         safe_serialization: bool = True,
     ) -> None:
-        """As accelerate's. Of an offloaded model one file is in memory at a time, so the default of
-        `max_shard_size` is smaller.
+        """Write weights as accelerate does. For an offloaded model one file is in memory at a time,
+        which is why the default of `max_shard_size` is smaller.
         """
         if not inf.offloaded_modules(model):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -236,7 +236,7 @@ class _Offloading(Accelerator):  # type: ignore[misc]
                 "leave it out, and safetensors are streamed"
             )
         engine = only_engine(model, "accelerator.save_model")
-        # The names of the state dict: load_checkpoint_in_model wants them.
+        # Names of the state dict: load_checkpoint_in_model expects them.
         inf.export_safetensors(
             engine, save_directory, shard_bytes_max=max_shard_size, names="modules"
         )
@@ -248,7 +248,7 @@ class _Offloading(Accelerator):  # type: ignore[misc]
 
 
     def end_training(self) -> Any:
-        # On several ranks it destroys the process groups, and engines need theirs to end.
+        # On several ranks end_training destroys the process groups. Engines need them to close.
         if self.use_distributed:
             _close(self._models)
         return super().end_training()
@@ -269,9 +269,9 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _replacement_of(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the engine's optimizer of the same rule over the same groups.
+    """Return infinity's optimizer with the same update rule over the same groups.
 
-    Raises: ValueError for a rule that the engine does not have, and for states that were loaded.
+    Raises: ValueError for settings that it refuses, and for an optimizer that has states.
     """
     try:
         twin = twin_of(optimizer).build(optimizer.param_groups)

@@ -1,30 +1,30 @@
-"""Lightning's Trainer and Fabric over offloaded models: `strategy="infinity"`.
+"""Lightning's Trainer and Fabric with offloaded models: `strategy="infinity"`.
 
-    import infinity.integrations.lightning          # registers the name for both
+    import infinity.integrations.lightning          # registers the name with both
 
     trainer = Trainer(strategy=InfinityStrategy(inf.Policy(params="nvme", optim="nvme", nvme=...)))
     fabric = Fabric(strategy=FabricInfinityStrategy(policy))
 
-Ranks are launched as by `ddp`. A module that is not offloaded yet is offloaded as a whole, with the
-policy given; one that offloads its net itself (in `configure_model`, where the ranks have met) is
-taken as it is. Optimizers of offloaded parameters are infinity's: `inf.AdamW(self.parameters())`.
+Ranks are launched as with `ddp`. The strategy offloads a whole module with the given policy, unless
+the module has offloaded a net itself (in `configure_model`, where the process group exists).
+Offloaded parameters need infinity's optimizers: `inf.AdamW(self.parameters())`.
 
 A checkpoint is a directory:
 
-    trainer.ckpt        what the trainer keeps: loops, callbacks, schedulers, hyper-parameters, and
-                        the state of what is not offloaded
+    trainer.ckpt        loops, callbacks, schedulers, hyper-parameters, and the state of modules
+                        that are not offloaded
     infinity/<i>        states of the i-th offloaded module (`inf.save`), or
-    weights/<i>         its values alone (safetensors), for `save_weights_only`
+    weights/<i>         its values alone (safetensors), with `save_weights_only`
 
-`fit(ckpt_path=)` and its likes take it, and `fabric.load`; `load_from_checkpoint` reads files only:
-`inf.export_safetensors` writes what other programs read.
+`fit(ckpt_path=)`, `validate(ckpt_path=)` and so on load it, and so does `fabric.load`.
+`load_from_checkpoint` reads only files; `inf.export_safetensors` writes files for other programs.
 
-The engine stays open after `fit`, so that the module can be validated, exported, or trained on;
-`inf.handle(module).close()` ends it, or the end of the process. (Where the module offloads its net
-itself, `inf.handle(module.net)`.)
+The engine stays open after `fit`, so that the module can be validated, exported, or trained again;
+`inf.handle(module).close()` closes it, else the end of the process does. (If the module offloads
+its net itself: `inf.handle(module.net)`.)
 
-This is for the package `lightning`; objects of `pytorch_lightning` and `lightning_fabric` are other
-classes, and do not know the strategy.
+This works with the package `lightning`. `pytorch_lightning` and `lightning_fabric` have separate
+classes that do not know the strategy.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _OVERRIDDEN_FABRIC = (
 check_methods(trainer_strategies.DDPStrategy, _OVERRIDDEN, "lightning", _TESTED)
 check_methods(fabric_strategies.DDPStrategy, _OVERRIDDEN_FABRIC, "lightning", _TESTED)
 
-# Of DDPStrategy's settings those that are not of its wrapper or its launchers.
+# DDPStrategy's settings, without those of the DDP wrapper and of launchers.
 _SETTINGS = (
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io",
     "process_group_backend", "timeout",
@@ -99,7 +99,7 @@ _COMPARES = (
     "it compares parameters by their values when it unfreezes some; call requires_grad_() and "
     "optimizer.add_param_group(...) in a callback of your own"
 )
-# Callbacks that would fail in the middle of a run, and what to do instead.
+# Callbacks that would fail during the run, each with the reason and an alternative.
 _REFUSED_CALLBACKS = (
     (WeightAveraging, _COPIES),
     (StochasticWeightAveraging, _COPIES),
@@ -111,16 +111,16 @@ _REFUSED_CALLBACKS = (
 class InfinityStrategy(trainer_strategies.DDPStrategy):
     """Strategy of Lightning's Trainer for offloaded modules, on one process or several.
 
-    policy: for a LightningModule that comes without an offloaded module in it; `device` is set to
-    the trainer's. settings: of DDPStrategy, but those of its wrapper and of launchers other than
-    "popen" (spawned processes would give back nothing that they trained).
+    policy: for a LightningModule that contains no offloaded module; None: `inf.Policy()`. Without
+    `device` it gets the trainer's. settings: DDPStrategy's, except those of the DDP wrapper and of
+    launchers other than "popen" (a spawned process could not return what it trained).
 
-    With policy=None such a module gets `inf.Policy()`. On several ranks every trainable parameter
-    has to be offloaded. Refused: callbacks that need a module's values at all times
-    (WeightAveraging, StochasticWeightAveraging, ModelPruning, BaseFinetuning), sync_batchnorm
-    (convert before offloading), and, where a module optimizes by hand, offloading it as a whole.
+    On several ranks every trainable parameter must be offloaded. Refused: callbacks that need a
+    module's values at all times (WeightAveraging, StochasticWeightAveraging, ModelPruning,
+    BaseFinetuning), sync_batchnorm (convert before offloading), and offloading a whole module that
+    uses manual optimization.
 
-    Raises: ValueError naming a setting that it does not take.
+    Raises: ValueError naming an unknown setting.
     """
 
     strategy_name = "infinity"
@@ -129,21 +129,21 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
         _check_settings(type(self).__name__, settings, (*_SETTINGS, "precision_plugin"))
         super().__init__(**settings)
         self._policy = policy
-        self._source: Path | None = None  # the checkpoint that is being loaded, if it is ours
-        # A checkpoint that was loaded before there was an engine: its entries for what is not
-        # offloaded, and whether they must be all.
+        self._source: Path | None = None  # the checkpoint being loaded, if a strategy here wrote it
+        # (state dict of modules that are not offloaded, strict) of a checkpoint that was loaded
+        # before the engine existed.
         self._waiting: tuple[Mapping[str, Any], bool] | None = None
         self._is_set_up = False
 
     # -- set-up ------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """Meet the other ranks, and refuse callbacks that cannot work before any hook runs."""
+        """Create the process group, and refuse unsupported callbacks before any hook runs."""
         super().setup_environment()
         self._waiting, self._is_set_up = None, False
         _check_callbacks(self.lightning_module.trainer.callbacks)
         if getattr(self.cluster_environment, "auto_requeue", False):
-            # Its signal handler would save amid a forward, when no engine can.
+            # Its signal handler may save during a forward, when an engine cannot.
             self.cluster_environment.auto_requeue = False
             log.warning(
                 "SLURM's auto-requeue is off: it saves in the midst of a step, which an offloaded "
@@ -152,7 +152,7 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
             )
 
     def setup(self, trainer: Any) -> None:
-        """Offload the module, unless it was; build its optimizers when fitting."""
+        """Offload the module, unless it is offloaded; build its optimizers when fitting."""
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync is not None:
@@ -162,10 +162,10 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
                 "as in configure_model"
             )
         module = self.lightning_module
-        # The trainer drops gradients when it begins to run; those of an earlier run go now.
+        # Drop gradients of an earlier run now: the trainer does it only when its loop starts.
         module.zero_grad()
         _prepare(module, self._policy, self.precision_plugin, self.root_device, self.world_size)
-        # A loop of the module's own steps inside of `training_step`, and so outside of a forward.
+        # With manual optimization `training_step` steps the optimizer: illegal inside a forward.
         self.model = _Entrance(module) if module.automatic_optimization else module
         self.model_to_device()
         if fitting:
@@ -177,38 +177,38 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
             self._waiting = None
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Build the optimizers anew; those of an earlier run give their parameters back first."""
+        """Build the optimizers. First release the parameters from an earlier run's optimizers."""
         for engine in inf.offloaded_modules(self.lightning_module):
             before = _FITTED.get(engine)
             if before is not None:
                 before._reset_optimizers_and_schedulers()
-                # Optimizers and their schedulers refer to each other.
+                # Optimizers and schedulers form reference cycles.
                 gc.collect()
             _FITTED[engine] = self
         super().setup_optimizers(trainer)
         _check_optimizers(self.lightning_module, self.optimizers, "configure_optimizers returned")
 
     def model_to_device(self) -> None:
-        """Move what is not offloaded, such as metrics."""
+        """Move modules that are not offloaded, such as metrics."""
         self.lightning_module.to(self.root_device)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Enter the context in which modules are built: in CPU memory, for they may not fit the
-        device; on the meta device with `empty_init`, for `inf.offload(..., load=)`.
+        """Enter the context in which modules are built: in CPU memory, since they may not fit on
+        the device; with `empty_init` on meta, for `inf.offload(..., load=)`.
         """
         device = torch.device("meta") if empty_init else contextlib.nullcontext()
         with device, self.precision_plugin.tensor_init_context():
             yield
 
     def block_backward_sync(self) -> contextlib.ExitStack:
-        """Return the context of micro-batches that are not the last of a step."""
+        """Return the context for every micro-batch of a step but the last."""
         return _no_sync(self.lightning_module)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state of what is not offloaded. The rest goes to files of its own."""
+        """Return the state of modules that are not offloaded. Engines write their own files."""
         return _plain_state(self.lightning_module)
 
     def save_checkpoint(
@@ -232,16 +232,15 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what the trainer keeps, of a checkpoint of this strategy or of another."""
+        """Read the trainer's part of a checkpoint that this or another strategy wrote."""
         self._source = _source(checkpoint_path)
         path = self._source / _TRAINER_FILE if self._source is not None else checkpoint_path
         found: dict[str, Any] = super().load_checkpoint(path, weights_only=weights_only)
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Set the module's values and, when fitting, the states of its optimizers. The trainer
-        calls this before `setup`, where it tells `load_checkpoint` of its `weights_only`: what goes
-        into an engine waits for one.
+        """Set the module's values and, when fitting, the states of its optimizers. If the trainer
+        calls this before `setup`, the values wait until the engine exists.
         """
         if self._source is None:
             super().load_model_state_dict(checkpoint, strict=strict)
@@ -251,7 +250,7 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
             self._waiting = checkpoint["state_dict"], strict
 
     def _read_states(self, plain: Mapping[str, Any], strict: bool) -> None:
-        """Read the checkpoint `_source`. plain: what it has of modules that are not offloaded."""
+        """Load the checkpoint `_source`. plain: its state of modules that are not offloaded."""
         assert self._source is not None
         module = self.lightning_module
         _load_plain(module, plain, strict=strict)
@@ -259,7 +258,7 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
         _read_engines(module, self.optimizers if fitting else [], self._source)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint, or a link to one."""
+        """Remove a checkpoint, or a symbolic link to one."""
         if self.is_global_zero:
             path = Path(filepath)
             if path.is_symlink():
@@ -275,7 +274,7 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
             inf.handle(engine).flush()
 
     def teardown(self) -> None:
-        """End the run, and leave the module where it is: offloaded, and open."""
+        """End the run. The module stays offloaded, and its engine open."""
         self.model = self.lightning_module
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -290,7 +289,7 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
         )
 
 
-# The strategy that fitted a module last. Its optimizers hold the parameters.
+# The strategy that fitted each module last: its optimizers hold the parameters.
 _FITTED: weakref.WeakKeyDictionary[torch.nn.Module, InfinityStrategy] = (
     weakref.WeakKeyDictionary()
 )
@@ -299,15 +298,15 @@ _FITTED: weakref.WeakKeyDictionary[torch.nn.Module, InfinityStrategy] = (
 class FabricInfinityStrategy(fabric_strategies.DDPStrategy):
     """Strategy of Fabric for offloaded modules, on one process or several.
 
-    Either offload the module after `fabric.launch()`, build `inf.AdamW` on it, and give both to
-    `fabric.setup`; or give a plain module to `fabric.setup_module`, which offloads it with `policy`
-    (`inf.Policy()` for None), and then the optimizer to `fabric.setup_optimizers`. settings: of
-    DDPStrategy, as InfinityStrategy takes them.
+    Either offload the module after `fabric.launch()`, build `inf.AdamW` on it, and pass both to
+    `fabric.setup`. Or pass a plain module to `fabric.setup_module`, which offloads it with `policy`
+    (None: `inf.Policy()`), and then its optimizer to `fabric.setup_optimizers`. settings: as
+    InfinityStrategy's.
 
-    `fabric.save` and `load` take a directory. A module in the state is saved with the optimizers
-    that were set up for it; a module that is loaded without its optimizer gets its values alone.
+    `fabric.save` writes a directory, and `fabric.load` reads it. A module in the state is saved
+    with the optimizers set up for it; if loaded without its optimizer, only its values are set.
 
-    Raises: ValueError naming a setting that it does not take.
+    Raises: ValueError naming an unknown setting.
     """
 
     def __init__(self, policy: inf.Policy | None = None, **settings: Any) -> None:
@@ -315,15 +314,15 @@ class FabricInfinityStrategy(fabric_strategies.DDPStrategy):
         super().__init__(**settings)
         self._policy = policy
         self._backward_sync_control = _BackwardSync()
-        # In the order of their set-up, which is the same on all ranks. Weak: an optimizer that its
-        # user drops gives its parameters back.
+        # In the order of set-up, the same on all ranks. Weak: an optimizer that the script drops
+        # must release its parameters.
         self._optimizers: list[weakref.ref[Any]] = []
         self._modules: list[weakref.ref[torch.nn.Module]] = []
 
     # -- set-up ------------------------------------------------------------------------------------
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Offload the module, unless it was."""
+        """Offload the module, unless it is offloaded."""
         module.zero_grad()
         module = _prepare(module, self._policy, self.precision, self.root_device, self.world_size)
         self._modules.append(weakref.ref(module))
@@ -332,8 +331,8 @@ class FabricInfinityStrategy(fabric_strategies.DDPStrategy):
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[torch.nn.Module, list[Any], Any]:
-        """Take an offloaded module with its optimizers. Raises: ValueError for one that is not:
-        offloading replaces the parameters which the optimizers hold.
+        """Set up an offloaded module with its optimizers. Raises: ValueError for a module that is
+        not offloaded: offloading now would replace the parameters that the optimizers hold.
         """
         if not inf.offloaded_modules(module):
             raise ValueError(
@@ -348,7 +347,7 @@ class FabricInfinityStrategy(fabric_strategies.DDPStrategy):
         return ready
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Note an optimizer, whose states are saved with its module's."""
+        """Record an optimizer: `save_checkpoint` saves its states with its module's."""
         for module in _alive(self._modules):
             _check_optimizers(module, [optimizer], "Fabric got")
         if engine_optimizer(optimizer) is not None:
@@ -356,13 +355,13 @@ class FabricInfinityStrategy(fabric_strategies.DDPStrategy):
         return optimizer
 
     def module_to_device(self, module: torch.nn.Module) -> None:
-        """Move a module, unless `setup_module` is going to offload it."""
+        """Move a module to the device, unless `setup_module` will offload it."""
         if inf.offloaded_modules(module) or next(module.parameters(), None) is None:
             module.to(self.root_device)
 
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.ExitStack:
-        """Return the context in which modules are built: in CPU memory, for they may not fit the
-        device; on the meta device with `empty_init`, for `inf.offload(..., load=)`.
+        """Return the context in which modules are built: in CPU memory, since they may not fit on
+        the device; with `empty_init` on meta, for `inf.offload(..., load=)`.
         """
         stack = contextlib.ExitStack()
         if empty_init:
@@ -415,7 +414,7 @@ class FabricInfinityStrategy(fabric_strategies.DDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Set what is in `state` from a checkpoint; return the rest."""
+        """Load the entries of `state` from a checkpoint; return the checkpoint's other entries."""
         source = _source(path)
         if source is None:
             found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
@@ -438,7 +437,7 @@ class FabricInfinityStrategy(fabric_strategies.DDPStrategy):
             )
         offloaded = _offloaded_in(state)
         optimizers = [engine_optimizer(value) for value in state.values()]
-        # Modules first: the optimizers' manifests are compared with what these hold then.
+        # Modules first: optimizers' manifests are then compared with the restored states.
         both = state.keys() & checkpoint.keys()
         for name in sorted(both, key=lambda name: name not in offloaded):
             value, saved = state[name], checkpoint.pop(name)
@@ -463,12 +462,12 @@ class FabricInfinityStrategy(fabric_strategies.DDPStrategy):
 
 
 class _BackwardSync(_BackwardSyncControl):
-    """`fabric.no_backward_sync` of offloaded modules."""
+    """Implements `fabric.no_backward_sync` for offloaded modules."""
 
     def no_backward_sync(
         self, module: torch.nn.Module, enabled: bool
     ) -> contextlib.AbstractContextManager[object]:
-        """Return the context of micro-batches that are not the last of a step."""
+        """Return the context for every micro-batch of a step but the last."""
         return _no_sync(module) if enabled else contextlib.nullcontext()
 
 
@@ -476,8 +475,8 @@ class _BackwardSync(_BackwardSyncControl):
 
 
 class _Entrance(torch.nn.Module):
-    """A module behind which the strategy's trainer runs `training_step` and its likes as the
-    `forward` of `module`: inside of a forward all parameters can be used, in any order.
+    """Wrapper through which the trainer calls `training_step`, `validation_step` and so on as the
+    `forward` of `module`: inside a forward all parameters can be used, in any order.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -500,9 +499,9 @@ def _prepare(
     device: torch.device,
     world: int,
 ) -> torch.nn.Module:
-    """Return the module, offloaded as a whole unless it has an offloaded module in it.
+    """Offload the module unless it contains an offloaded module, and return it.
 
-    Raises: ValueError if it is not offloaded for this device, precision and number of ranks.
+    Raises: ValueError if it was offloaded for another device, precision or number of ranks.
     """
     engines = inf.offloaded_modules(module)
     manual = not getattr(module, "automatic_optimization", True)
@@ -531,8 +530,8 @@ def _prepare(
 
 
 def _converted(module: torch.nn.Module, precision: Any) -> torch.nn.Module:
-    """Return the module as the precision plugin wants it. Raises: ValueError if that would convert
-    offloaded parameters.
+    """Apply the precision plugin to the module. Raises: ValueError if it would convert offloaded
+    parameters.
     """
     try:
         converted: torch.nn.Module = precision.convert_module(module)
@@ -563,7 +562,7 @@ def _check_engine(engine: torch.nn.Module, device: torch.device, world: int) -> 
 
 
 def _check_reduced(module: torch.nn.Module, engines: Iterable[torch.nn.Module]) -> None:
-    """Raise ValueError for trainable parameters which are not offloaded, on several ranks."""
+    """Raise ValueError for trainable parameters that are not offloaded: nothing reduces them."""
     held = {id(param) for engine in engines for param in engine.parameters()}
     left = [
         name
@@ -586,8 +585,8 @@ def _no_sync(module: torch.nn.Module) -> contextlib.ExitStack:
 
 
 def _plain_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the entries of the state dict that no engine saves: of all that is outside of the
-    offloaded modules, and of modules such as metrics in them, which keep states of their own.
+    """Return the state dict's entries that no engine saves: of modules outside the offloaded ones,
+    and inside these, states that are neither parameters nor buffers (metrics have some).
     """
     engines = {id(engine) for engine in inf.offloaded_modules(module)}
     found: dict[str, Any] = {}
@@ -596,7 +595,7 @@ def _plain_state(module: torch.nn.Module) -> dict[str, Any]:
         inside = inside or id(child) in engines
         saved = child.parameters() if inside else inf.offloaded_modules(child)
         if next(iter(saved), None) is None:
-            # An engine saves the buffers of its module, wherever they are in it.
+            # An engine saves all buffers inside its module.
             left_out = {f"{prefix}{name}" for name, _ in child.named_buffers()} if inside else ()
             state = child.state_dict(prefix=prefix)
             found.update((name, value) for name, value in state.items() if name not in left_out)
@@ -613,7 +612,7 @@ def _plain_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _load_plain(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Set what `_plain_state` returned. Raises: ValueError naming keys that differ (strict)."""
+    """Load the entries of `_plain_state`. Raises: ValueError naming keys that differ (strict)."""
     wanted = _plain_state(module).keys()
     if strict and wanted != state.keys():
         raise ValueError(
@@ -638,7 +637,7 @@ def _offloaded_in(state: Mapping[str, Any]) -> dict[str, torch.nn.Module]:
 def _write_trainer(checkpoint_io: Any, checkpoint: dict[str, Any], directory: Path) -> None:
     path = directory / _TRAINER_FILE
     checkpoint_io.save_checkpoint(checkpoint, path)
-    # The directory is about to get another name.
+    # The directory will be renamed, so the file must exist now.
     if not path.is_file():
         raise ValueError(
             f"{type(checkpoint_io).__name__} had not written {path.name} when it returned: "
@@ -649,7 +648,7 @@ def _write_trainer(checkpoint_io: Any, checkpoint: dict[str, Any], directory: Pa
 def _write_engines(
     module: torch.nn.Module, optimizers: Iterable[Any] | None, directory: Path
 ) -> None:
-    """Save all engines in `module`; without optimizers (None) their values alone."""
+    """Save all engines in `module`; with optimizers=None, only their values."""
     for index, engine in enumerate(inf.offloaded_modules(module)):
         if optimizers is None:
             inf.export_safetensors(engine, directory / _WEIGHTS / str(index), names="modules")
@@ -659,9 +658,9 @@ def _write_engines(
 
 
 def _read_engines(module: torch.nn.Module, optimizers: Iterable[Any], directory: Path) -> None:
-    """Restore all engines in `module`; without optimizers their values alone.
+    """Restore all engines in `module`; without optimizers, only their values.
 
-    Raises: ValueError for a checkpoint of another number of offloaded modules.
+    Raises: ValueError if the checkpoint has another number of offloaded modules.
     """
     engines = inf.offloaded_modules(module)
     there = sum(1 for _ in (directory / (STATES if has_states(directory) else _WEIGHTS)).iterdir())
@@ -679,18 +678,18 @@ def _read_engines(module: torch.nn.Module, optimizers: Iterable[Any], directory:
 
 
 def _write_directory(strategy: Any, path: Path, write: Callable[[Path], None]) -> None:
-    """Have all ranks write a directory, which takes the place of `path` when it is whole."""
-    # A trainer that looks for its last checkpoint, by a part of its name, must not find these.
+    """Have all ranks write a new directory, and rename it to `path` when it is complete."""
+    # A hash: trainers search for the last checkpoint by part of its name, and must not find these.
     tag = hashlib.sha256(path.name.encode()).hexdigest()[:16]
     partial, replaced = path.with_name(f".{tag}.partial"), path.with_name(f".{tag}.replaced")
     if strategy.is_global_zero:
-        _remove(partial)  # of a run that broke off
+        _remove(partial)  # of a run that was killed
         partial.mkdir(parents=True)
     strategy.barrier()
     try:
         write(partial)
     except BaseException:
-        # Other checkpoints have other names: it would never be removed, and may fill the drive.
+        # No later checkpoint would reuse this name and so remove it.
         if strategy.is_global_zero:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -723,8 +722,8 @@ def _local(path: str) -> Path:
 
 
 def _source(path: Any) -> Path | None:
-    """Return the directory if this is a checkpoint of ours, or None (a file of another strategy).
-    Raises: ValueError for another directory.
+    """Return the path if it is a checkpoint directory of this module; None for a file (another
+    strategy's checkpoint). Raises: ValueError for any other directory.
     """
     source = Path(path)
     if (source / _TRAINER_FILE).is_file():
@@ -761,7 +760,7 @@ def _check_callbacks(callbacks: Iterable[Callback]) -> None:
 
 
 def _check_optimizers(module: torch.nn.Module, optimizers: Iterable[Any], met: str) -> None:
-    """Raise ValueError for an optimizer of torch that holds offloaded parameters."""
+    """Raise ValueError for a torch optimizer that holds offloaded parameters."""
     names = {
         id(param): name
         for engine in inf.offloaded_modules(module)

@@ -1,18 +1,18 @@
-"""PEFT: adapters over a base that is offloaded, and frozen.
+"""PEFT: adapters on an offloaded, frozen base model.
 
     model = get_peft_model(base, LoraConfig(...))
     model = inf.offload(model, policy)               # after get_peft_model
-    opt = inf.AdamW(model.parameters(), lr=1e-4)     # frozen parameters cost no states
+    opt = inf.AdamW(model.parameters(), lr=1e-4)     # frozen parameters have no states
 
-    save_adapters        writes what PeftModel.save_pretrained writes, kilobytes, and reads nothing
-                         but the adapters
-    load_adapter         sets the values of an adapter from such files
-    merge                adds the adapters to the base, one layer in memory at a time
-    export_merged        writes the merged model as the base's class loads it, streamed
-    tile_experts         cuts stacks of experts that have adapters (`target_parameters`) into tiles
+    save_adapters        writes the files of PeftModel.save_pretrained; reads only the adapters
+    load_adapter         sets an adapter's values from such files
+    merge                adds the adapters to the base's weights, with one layer in memory at a time
+    export_merged        streams the merged model to files that the base's class loads
+    tile_experts         splits stacks of experts that have adapters (`target_parameters`) into
+                         tiles
 
-The whole model is never in memory. `inf.save(model, opt, directory, frozen=False)` keeps what a run
-goes on from without the base. All functions are collective: each rank calls them.
+The whole model is never in memory. `inf.save(model, opt, directory, frozen=False)` saves a run's
+states without the base. All functions are collective.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def adapter_state_dict(
     *,
     save_embedding_layers: bool | str = "auto",
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter on the CPU, under the names of adapter files: what PEFT's
-    get_peft_model_state_dict gives of a model in memory. Collective.
+    """Return an adapter's tensors on the CPU, by their names in adapter files, as PEFT's
+    get_peft_model_state_dict does for a model in memory. Collective.
 
-    save_embedding_layers: as there. Raises: ValueError for a model that is not PEFT's, or not
-    offloaded as a whole, and for prompt learning.
+    save_embedding_layers: as in PEFT. Raises: ValueError unless `model` is an entirely offloaded
+    PeftModel; for prompt learning.
     """
     peft_model = _checked(model, "adapter_state_dict")
     choice = {"adapter_name": adapter_name, "save_embedding_layers": save_embedding_layers}
@@ -73,10 +73,10 @@ def save_adapters(
     adapters: Sequence[str] | None = None,
     save_embedding_layers: bool | str = "auto",
 ) -> None:
-    """Write adapters and their configurations as PeftModel.save_pretrained does:
-    PeftModel.from_pretrained reads them. Collective; rank 0 writes, and all return when it has.
+    """Write adapters and their configurations as PeftModel.save_pretrained does, for
+    PeftModel.from_pretrained. Collective; rank 0 writes, and all ranks wait for it.
 
-    adapters: their names; None writes all. Raises: as `adapter_state_dict`.
+    adapters: names; None: all. Raises: as `adapter_state_dict`.
     """
     peft_model = _checked(model, "save_adapters")
     selected = list(peft_model.peft_config) if adapters is None else list(adapters)
@@ -102,11 +102,12 @@ def load_adapter(
     directory: str | os.PathLike[str],
     adapter_name: str = "default",
 ) -> None:
-    """Set the values of an adapter of the model from the files of one: a directory, or its name on
-    the hub. Masters take them too; moments and step counts stay. Collective.
+    """Set the values of one of the model's adapters from adapter files, and its masters with them.
+    Moments and step counts stay. Collective.
 
-    Raises: ValueError for an adapter that the model does not have, and for files that lack one of
-    its tensors or have others; RuntimeError for a tensor of another shape. Nothing is set then.
+    directory: of the files, or their name on the hub. Raises: ValueError for an adapter that the
+    model does not have, and for missing or unexpected tensors in the files; RuntimeError for a
+    tensor of another shape. An error leaves all values unchanged.
     """
     peft_model = _checked(model, "load_adapter")
     if adapter_name not in peft_model.peft_config:
@@ -142,15 +143,14 @@ def load_adapter(
 def merge(
     model: torch.nn.Module, *, adapters: Sequence[str] | None = None, safe_merge: bool = False
 ) -> torch.nn.Module:
-    """Add adapters to the weights of the base, in place, one layer in memory at a time. Returns the
-    model: it stays offloaded, and computes with the merged weights alone. Collective.
+    """Add adapters to the base's weights, in place, with one layer in memory at a time. Returns the
+    model, which stays offloaded and computes with the merged weights alone. Collective.
 
-    The weights are those of PEFT's merge_and_unload, bit for bit. `export_merged` writes them. The
-    base is another from here on: a checkpoint without it (`inf.save(frozen=False)`) does not fit.
+    The weights have the bits of PEFT's merge_and_unload. `export_merged` writes them. Checkpoints
+    saved without the base (`inf.save(frozen=False)`) no longer match it after a merge.
 
-    adapters: their names; None merges those that are active. safe_merge: look for NaN first.
-    Raises: ValueError for a model that is not PEFT's, or not offloaded as a whole, and for adapters
-    that have no merge.
+    adapters: names; None: the active ones. safe_merge: check for NaN first. Raises: ValueError
+    unless `model` is an entirely offloaded PeftModel; for adapters that cannot be merged.
     """
     peft_model = _checked(model, "merge")
     tuner = _tuner(peft_model, "merge")
@@ -170,11 +170,10 @@ def export_merged(
     *,
     shard_bytes_max: int | str = "2GiB",
 ) -> None:
-    """Write a merged model as safetensors with the names of the base, and its configuration:
-    `from_pretrained` of the base's class reads them. Collective; streamed as
-    `inf.export_safetensors`, which also says what is raised.
+    """Write a merged model as safetensors with the base's names, and its configuration, for
+    `from_pretrained` of the base's class. Collective. Streams as `inf.export_safetensors` does.
 
-    Raises: ValueError where `merge` was not called.
+    Raises: ValueError if `merge` was not called; as `inf.export_safetensors`.
     """
     peft_model = _checked(model, "export_merged")
     tuner = _tuner(peft_model, "export_merged")
@@ -207,27 +206,27 @@ M = TypeVar("M", bound=torch.nn.Module)
 def tile_experts(
     model: M, *, experts: int, names: str | Sequence[str] | None = None
 ) -> M:
-    """Cut stacks of experts into tiles as `inf.tile_experts` does, in a model whose adapters have
-    such stacks (`target_parameters`, "all-linear"): after get_peft_model, and before the optimizer
-    and `inf.offload`.
+    """Split stacks of experts into tiles, as `inf.tile_experts` does, in a model whose adapters
+    target such stacks (`target_parameters`, "all-linear"). Call it after get_peft_model, before
+    `inf.offload` and the optimizer.
 
-    The adapter of each expert is added when the expert is computed, forward and backward, so
-    neither the whole stack nor a change of it is ever in memory. Losses and gradients have the bits
-    of the uncut model's eager implementation; the gradients of several active adapters of rank 1
-    may differ by rounding. `merge` takes the stacks of one layer at a time.
+    The adapter's change of an expert is added when that expert is computed, in forward and
+    backward, so neither the whole stack nor its whole change is ever in memory. Losses and
+    gradients have the bits of the unsplit model's eager implementation; the gradients of several
+    active adapters of rank 1 may differ by rounding. `merge` gathers one layer's stacks at a time.
 
     Raises: as `inf.tile_experts`.
     """
     for module in model.modules():
         if type(module) is ParamWrapper and int(module.num_experts) > 1:  # type: ignore[arg-type]
-            # As torch's parametrize gives a module another class: names and values stay.
+            # Only the class changes, as with torch's parametrize: names and values stay.
             module.__class__ = TiledParamWrapper
     inf.tile_experts(model, experts=experts, names=names)
     return model
 
 
 class TiledParamWrapper(ParamWrapper):
-    """PEFT's adapter of a parameter, of a stack of experts that may be tiled."""
+    """PEFT's ParamWrapper for a stack of experts that may be tiled."""
 
     takes_tiles = True
 
@@ -236,7 +235,7 @@ class TiledParamWrapper(ParamWrapper):
         return base if isinstance(base, TiledExperts) else None
 
     def get_param(self) -> torch.Tensor:
-        """Return the parameter, or what has its shape, dtype and device."""
+        """Return the parameter; with tiles, a stand-in of its shape, dtype and device."""
         tiles = self._tiles()
         found = super().get_param() if tiles is None else tiles.stack(self.parameter_name)
         assert isinstance(found, torch.Tensor)
@@ -254,11 +253,11 @@ class TiledParamWrapper(ParamWrapper):
             yield
 
     def _change(self, adapter: str) -> LowRank:
-        """Return an adapter's change of the stack, in the adapter's dtype."""
+        """Return an adapter's change of the stack as low-rank factors, in the adapter's dtype."""
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         a = a.reshape(self.num_experts, -1, a.shape[-1])
         b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
-        # PEFT swaps where the stack lies as [experts, out, in].
+        # For stacks of shape [experts, out, in] PEFT swaps in and out.
         lhs, rhs = (b, a) if self._did_swap_in_out_features else (a.mT, b.mT)
         return LowRank(lhs, rhs, self.scaling[adapter])
 
@@ -281,7 +280,7 @@ class TiledParamWrapper(ParamWrapper):
             self.merged_adapters.append(name)
 
     def unmerge(self) -> None:
-        """Take the adapters out of the stack again, tile by tile."""
+        """Subtract the merged adapters from the stack, tile by tile."""
         tiles = self._tiles()
         if tiles is None or not self.merged:
             super().unmerge()
@@ -305,8 +304,8 @@ class TiledParamWrapper(ParamWrapper):
 
 
 def _checked(model: torch.nn.Module, call: str) -> Any:
-    """Return the PeftModel. Each of its parameters is the engine's. Raises: ValueError."""
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    """Return the PeftModel, unwrapped. Raises: ValueError unless it is entirely offloaded."""
+    inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     if not isinstance(inner, PeftModel):
         raise ValueError(f"{call} wants a PeftModel, not a {type(inner).__name__}")
     check_all_offloaded(inner, call)
@@ -326,7 +325,7 @@ def _tuner(model: Any, call: str) -> Any:
 
 
 def _has_active(layer: Any) -> bool:
-    """Return whether an active adapter has a part in this layer, so that `merge` merges it."""
+    """Return whether an active adapter has weights in this layer, so that `merge` merges it."""
     return bool(set(layer.active_adapters) & set(layer._get_available_adapters()))
 
 
@@ -334,13 +333,13 @@ def _has_active(layer: Any) -> bool:
 
 
 def _at_rest(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict with the parameters themselves: none is read."""
+    """Return the state dict with the Parameter objects; reads no values."""
     return model.state_dict(keep_vars=True)
 
 
 def _chosen(model: torch.nn.Module, **choice: Any) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers that PEFT writes for an adapter, under the names of its
-    files. PEFT chooses by names, so none is read."""
+    """Return the parameters and buffers that PEFT writes for an adapter, by their names in its
+    files. PEFT selects by names, so no values are read."""
     found: dict[str, torch.Tensor] = get_peft_model_state_dict(
         model, state_dict=_at_rest(model), **choice
     )
@@ -348,7 +347,7 @@ def _chosen(model: torch.nn.Module, **choice: Any) -> dict[str, torch.Tensor]:
 
 
 def _read(model: torch.nn.Module, chosen: Any) -> dict[str, torch.Tensor]:
-    """Read the chosen tensors to the CPU, one by one, under all their names in the state dict."""
+    """Copy the chosen tensors to the CPU one by one. Returns them by all state dict names."""
     wanted = {id(tensor) for tensor in chosen}
     places = _places(model)
     values: dict[int, torch.Tensor] = {}
@@ -359,7 +358,7 @@ def _read(model: torch.nn.Module, chosen: Any) -> dict[str, torch.Tensor]:
         if id(tensor) not in values:
             if inf.is_offloaded(tensor):
                 owner, leaf = places[id(tensor)]
-                # A copy of this module's own parameters; their unit is not gathered.
+                # The owner's state_dict copies its direct parameters without gathering their unit.
                 values[id(tensor)] = owner.state_dict()[leaf]
             else:
                 values[id(tensor)] = tensor.detach().to("cpu", copy=True)
@@ -368,7 +367,7 @@ def _read(model: torch.nn.Module, chosen: Any) -> dict[str, torch.Tensor]:
 
 
 def _places(model: torch.nn.Module) -> Mapping[int, tuple[torch.nn.Module, str]]:
-    """Return the module that has each parameter or buffer, and its name there, by identity."""
+    """Map the id() of each parameter and buffer to (owning module, name in that module)."""
     return {
         id(tensor): (module, name)
         for module in model.modules()
@@ -382,8 +381,8 @@ def _places(model: torch.nn.Module) -> Mapping[int, tuple[torch.nn.Module, str]]
 
 
 def _merged_name(tuner: Any, name: str) -> str | None:
-    """Return the name that a tensor of the PeftModel has in the merged model; None for adapters and
-    what they replace."""
+    """Return the name in the merged model of a PeftModel's tensor; None for adapters and for
+    weights that they replace."""
     module, path = tuner.model, name.removeprefix("base_model.model.").split(".")
     merged: list[str] = []
     while path:
@@ -420,7 +419,7 @@ def _save_config(base: Any, directory: str | os.PathLike[str]) -> None:
 
 
 def _untied(base: Any) -> bool:
-    """Return whether an adapter has replaced the output embedding that was tied to the input's."""
+    """Return whether an adapter replaced one of two tied embeddings, so that they differ now."""
     embeddings = (base.get_input_embeddings(), base.get_output_embeddings())
     weights = [_weight_of(module) for module in embeddings if module is not None]
     return len({id(weight) for weight in weights}) > 1
@@ -445,7 +444,7 @@ def _rank() -> int:
 
 
 def _meet() -> None:
-    """Return when all ranks have come here."""
+    """Wait for all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 

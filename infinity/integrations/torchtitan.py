@@ -7,14 +7,14 @@
         config.checkpoint, InfinityCheckpoints.Config, last_save_model_only=False
     )
 
-(`derive` is torchtitan's, in `torchtitan.config.override`.) The Trainer builds the model on meta,
-`parallelize_fn` offloads it with the values of its own `init_weights`, and the calls that would
-allocate it (`to_empty`, `init_weights`) do nothing once. All ranks are data parallel, whatever
-`data_parallel_*_degree` says of replicas. Gradients are sums over ranks, as torchtitan wants them.
-It always takes their norm, so `update="backward"` needs `generations=2`.
+(`derive` is in `torchtitan.config.override`.) The Trainer builds the model on meta.
+`parallelize_fn` offloads it with the values of its `init_weights`; the Trainer's next calls of
+`to_empty` and `init_weights`, which would allocate the model, then do nothing. All ranks are
+data-parallel, whatever the `data_parallel_*_degree` settings are. Gradients are sums over ranks, as
+torchtitan expects. It always computes their norm, so `update="backward"` needs `generations=2`.
 
-Run: torchtitan 0.3.0's Trainer with Llama 3 on CPUs, one and two ranks, with accumulation,
-clipping, full and selective checkpointing, the chunked loss, checkpoints. Not run: any GPU, MoE,
+Tested: torchtitan 0.3.0's Trainer with Llama 3 on CPUs, on one and two ranks, with accumulation,
+clipping, full and selective checkpointing, the chunked loss, checkpoints. Not tested: GPUs, MoE,
 Flux, quantized and LoRA converters, the validator.
 """
 
@@ -73,10 +73,10 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def parallelize(policy: inf.Policy | None = None) -> Callable[..., nn.Module]:
-    """Return a `parallelize_fn` for a `ModelSpec`: it offloads the model in place of sharding it,
-    and applies activation checkpointing as the configuration says.
+    """Return a `parallelize_fn` for a `ModelSpec` that offloads the model instead of sharding it,
+    and applies the configuration's activation checkpointing.
 
-    The function raises ValueError for what cannot go with it: tensor, pipeline, context and expert
+    The function raises ValueError for unsupported settings: tensor, pipeline, context and expert
     parallelism, `enable_cpu_offload`, compiled blocks, CUDA graphs, a `mixed_precision_param` other
     than `dtype`.
     """
@@ -93,7 +93,7 @@ def parallelize(policy: inf.Policy | None = None) -> Callable[..., nn.Module]:
     ) -> nn.Module:
         _check(parallel_dims, training, parallelism, compile_config)
         inf.offload(model, policy, init=lambda: _in_memory(model))
-        # Afterwards, so that no wrapper is in the names of checkpoints.
+        # After the offload, so that checkpoints' names contain no wrapper.
         if ac_config is not None:
             ac_config.build(dump_folder=dump_folder).apply(model)
         _skip_once(model, "to_empty")
@@ -147,8 +147,8 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
 
 
 def _in_memory(model: nn.Module) -> Any:
-    """Build the model anew from its twin on meta, and initialise it by its own rules."""
-    # On meta: structure and wrappers are copied, and no values.
+    """Return a copy of the meta model in CPU memory, initialised by its `init_weights`."""
+    # The model is on meta: deepcopy copies structure and wrappers, no values.
     fresh: Any = copy.deepcopy(model)
     made: dict[int, torch.Tensor] = {}
     for module in fresh.modules():
@@ -156,7 +156,7 @@ def _in_memory(model: nn.Module) -> Any:
             for name, tensor in held.items():
                 if tensor is None:
                     continue
-                # Not `to_empty`: a tensor that is made of none gets memory when it is wanted.
+                # Not `to_empty`: `inf.offload(init=)` allocates torch.empty's memory when written.
                 if id(tensor) not in made:
                     made[id(tensor)] = _empty(tensor)
                 held[name] = made[id(tensor)]
@@ -171,7 +171,7 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _skip_once(model: nn.Module, name: str) -> None:
-    """Let the Trainer's next call of a method do nothing: the model has its values."""
+    """Make the next call of a method do nothing: the model already has its values."""
 
     def skipped(*args: object, **kwargs: object) -> nn.Module:  # noqa: ARG001 - of the method
         del model.__dict__[name]
@@ -181,15 +181,15 @@ def _skip_once(model: nn.Module, name: str) -> None:
 
 
 def _sum_over_ranks(model: nn.Module, world: int) -> None:
-    """Make gradients sums over the ranks: losses are divided by the tokens of all ranks before
-    backward, and the engine takes means.
+    """Scale gradients so that they become sums over the ranks: the engine computes means, while
+    torchtitan has already divided the loss by the tokens of all ranks.
     """
 
     def scale(_: nn.Module, __: Any, out: torch.Tensor) -> None:
         if out.requires_grad:
             out.register_hook(lambda grad: grad * world)
 
-    # The chunked loss calls the head by itself, and all else lies before the head.
+    # The chunked loss calls the head outside the model; all other gradients flow through the head.
     last = getattr(model, "lm_head", None)
     (model if last is None else last).register_forward_hook(scale)
 
@@ -198,10 +198,10 @@ def _sum_over_ranks(model: nn.Module, world: int) -> None:
 
 
 class InfinityOptimizers(OptimizersContainer):
-    """torchtitan's container with the engine's optimizers: AdamW, SGD, Lion by their names.
+    """torchtitan's optimizer container with infinity's optimizers, by name: AdamW, SGD, Lion.
 
-    `implementation` has no meaning: the engine has kernels of its own. Raises: ValueError for
-    another optimizer, arguments that it does not take, or a model that is not offloaded.
+    `implementation` is ignored: infinity has its own kernels. Raises: ValueError for another
+    optimizer, for unknown arguments, and for a model that is not offloaded.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -229,7 +229,7 @@ class InfinityOptimizers(OptimizersContainer):
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Raise: states stay where they rest."""
+        """Raise RuntimeError: states rest on their tiers and are not copied."""
         raise RuntimeError(
             "optimizer states of an offloaded model are not copied into a state dict; set "
             "config.checkpoint = derive(config.checkpoint, InfinityCheckpoints.Config)"
@@ -267,10 +267,11 @@ _UNUSED: dict[str, Any] = {
 
 
 class InfinityCheckpoints(BaseCheckpointManager):
-    """Checkpoints by `inf.save`, beside training; resumes on any number of ranks, with any policy.
+    """Checkpoints by `inf.save`, written while training runs. They can be resumed on any number of
+    ranks, with any policy.
 
-    The last one is as the others; `inf.export_safetensors` writes weights, with the names of the
-    modules' parameters. Raises: ValueError for fields of DCP's manager that have no counterpart.
+    The last checkpoint has the same format; `inf.export_safetensors` writes weights alone. Raises:
+    ValueError for settings of DCP's manager that have no counterpart here.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -305,7 +306,7 @@ class InfinityCheckpoints(BaseCheckpointManager):
                 "InfinityOptimizers.Config)"
             )
         self.config = config
-        # Absolute: a save ends, and older ones are removed, at a later step.
+        # Absolute: it is used again at later steps, to remove old checkpoints.
         self.folder = (Path(base_folder) / config.folder).absolute()
         self.model = only_engine(model_parts[0], "InfinityCheckpoints")
         self.optimizers = list(optimizers)
@@ -333,7 +334,7 @@ class InfinityCheckpoints(BaseCheckpointManager):
             try:
                 extra = inf.restore(self.model, self.optimizers, directory).extra
             except AioError as error:
-                # A run that ended amid a save left it without a whole one.
+                # The run was killed during its save of this step.
                 if error.errno != errno.ENOENT or step != -1:
                     raise
                 log.warning("%s has no whole checkpoint; trying the one before", directory)
@@ -344,12 +345,12 @@ class InfinityCheckpoints(BaseCheckpointManager):
         return False
 
     def _steps(self) -> list[int]:
-        """Steps of the checkpoints in the folder."""
+        """Return the steps that have a checkpoint in the folder."""
         found = ((_STEP.fullmatch(path.name), path) for path in self.folder.glob("step-*"))
         return [int(match.group(1)) for match, path in found if match and has_states(path)]
 
     def _end_save(self) -> None:
-        """Wait until the last save is whole, then remove those beyond `keep_latest_k`."""
+        """Wait for the last save, then remove all but the newest `keep_latest_k` checkpoints."""
         if self._begun is None:
             return
         self._begun.wait()
@@ -360,7 +361,7 @@ class InfinityCheckpoints(BaseCheckpointManager):
                 shutil.rmtree(self.folder / f"step-{step}")
 
     def _maybe_wait_for_staging(self) -> None:
-        """Nothing to wait for: an update waits until a save has read what it changes."""
+        """Do nothing: an update that would overwrite states waits until the save has read them."""
 
     def _wait_for_saving(self) -> None:
         self._end_save()

@@ -1,12 +1,12 @@
 """transformers' Trainer, and its subclasses (Seq2SeqTrainer, TRL's), with an offloaded model.
 
-    trainer = Trainer(model, args, train_dataset=data)     # the script, as it is
+    trainer = Trainer(model, args, train_dataset=data)     # the unchanged script
     embed(trainer, inf.Policy(params="nvme", optim="nvme", nvme="/mnt/nvme0", ram="8GiB"))
     trainer.train()
 
-`from_pretrained` reads a checkpoint straight to the tiers of a policy, and `save_pretrained` writes
-one; neither has the model in memory as a whole. `DriveFigures` is a callback that logs the drives
-beside the loss.
+`from_pretrained` streams a checkpoint to a policy's tiers and `save_pretrained` streams it back;
+neither holds the whole model in memory. The callback `DriveFigures` logs drive statistics with the
+loss.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 
 def embed(trainer: T, policy: inf.Policy | None = None, load: Any = None) -> T:
-    """Offload the model of a trainer, and its reference model if it has one, and return the
-    trainer: from here on its methods run on the engine.
+    """Offload a trainer's model, and its reference model if there is one, and return the trainer,
+    whose methods then use the engine.
 
-    Call it after the trainer is built, and before `trainer.train()`, on all ranks: they get the
-    values of the first one, as with DDP. A model that is offloaded already stays so. Checkpoints of
-    adapters (PEFT's, and those of `model.add_adapter`) are adapters and their states. load: of
-    `inf.offload`, for a model on the meta device.
+    Call it after the trainer is built and before `trainer.train()`. Collective: all ranks get rank
+    0's values, as with DDP. A model that is already offloaded keeps its policy. With adapters
+    (PEFT's, or those of `model.add_adapter`) checkpoints contain the adapters and their states.
+    load: as in `inf.offload`, for a model on the meta device.
 
-    Raises: ValueError for an optimizer of torch, for `deepspeed` and `fsdp`, for several GPUs
-    without ranks, and for a model of each rank's own; as `inf.offload`. `trainer.train()` raises
-    ValueError for names of `TrainingArguments(optim=...)` that the engine has no optimizer for.
+    Raises: ValueError for a torch optimizer, for `deepspeed` and `fsdp`, for several GPUs in one
+    process, and for a model offloaded for another number of ranks; as `inf.offload`.
+    `trainer.train()` raises ValueError if infinity has no optimizer for `TrainingArguments.optim`.
     """
     embedded: T = _trainer.embed_trainer(trainer, policy, load)
     return embedded
@@ -44,18 +44,18 @@ def embed(trainer: T, policy: inf.Policy | None = None, load: Any = None) -> T:
 def from_pretrained(
     cls: Any, path: str | os.PathLike[str], policy: inf.Policy, **kwargs: Any
 ) -> Any:
-    """Return the model that `cls.from_pretrained(path, **kwargs)` returns, offloaded: its values go
-    from the files to the tiers some at a time.
+    """Return the model of `cls.from_pretrained(path, **kwargs)`, offloaded: its values are streamed
+    from the files to the tiers. Collective.
 
-    cls: `AutoModelForCausalLM`, another Auto class, or a model's own. path: a directory of
-    safetensors on this machine. kwargs: those of `from_pretrained` (dtype, attn_implementation,
-    num_labels, ...) but the ones that place or convert. For a GPU give `Policy(device=...)`, the
-    trainer's: the model is built on meta, and would compute on the CPU. Tensors that the files lack
-    (a new head) are initialised by the model's own rules, and named in a warning of transformers;
-    those are the same on all ranks. On several ranks all call it.
+    cls: `AutoModelForCausalLM`, another Auto class, or a model class. path: a local directory of
+    safetensors. kwargs: those of `from_pretrained` (dtype, attn_implementation, num_labels, ...)
+    except arguments that place or convert values. On a GPU give the trainer's device as
+    `Policy(device=...)`: the model is built on meta and computes on the CPU otherwise. Tensors that
+    the files lack (a new head) are initialised by the model's `initialize_weights`, the same on all
+    ranks; a warning of transformers names them.
 
-    Raises: ValueError for arguments that place or convert, and for a directory without config or
-    safetensors; as `inf.offload`.
+    Raises: ValueError for arguments that place or convert values, and for a directory without
+    config.json or safetensors; as `inf.offload`.
     """
     return _weights.from_pretrained(cls, Path(path), policy, kwargs)
 
@@ -63,11 +63,11 @@ def from_pretrained(
 def save_pretrained(
     model: Any, directory: str | os.PathLike[str], max_shard_size: int | str | None = None
 ) -> None:
-    """Write an offloaded model of transformers so that `from_pretrained(directory)` loads it, with
-    the hub's names. On several ranks all call it; the first writes.
+    """Write an offloaded transformers model with the hub's names, for `from_pretrained(directory)`.
+    Collective; rank 0 writes the configuration.
 
-    max_shard_size: bytes of a file, which is in memory as a whole. None: 128 MiB, or a hundredth
-    of the model where that is more.
+    max_shard_size: bytes of a file; one whole file is in memory at a time. None: 128 MiB, or a
+    hundredth of the model if that is larger.
 
     Raises: as `inf.export_safetensors`.
     """
