@@ -1,1 +1,1 @@
-"""Collectives over torch.distributed, and the watchdog that ends them when a rank is gone."""
+"""Collectives over torch.distributed, and the watchdog that ends them when a rank has failed."""

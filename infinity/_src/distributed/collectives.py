@@ -1,22 +1,22 @@
-"""Hierarchical collectives over a transport, without a thread (that is `comm_streams`).
+"""Hierarchical collectives over a transport. `comm_streams` calls them in its threads.
 
-    all_gather            every rank has one part of a whole, and gets the others       (weights)
-    reduce_scatter_mean   every rank has a whole, and gets the mean of one part of it   (gradients)
+    all_gather            each rank has one part of a whole, and receives the others    (weights)
+    reduce_scatter_mean   each rank has a whole, and gets the mean of its part          (gradients)
 
-With several nodes of several ranks both have two levels, so that no byte crosses between nodes
-twice. Counterparts are the ranks with the same local rank, one of each node.
+With several nodes of several ranks both have two levels, so that each byte crosses between nodes
+once. Counterparts are the ranks with the same local rank, one per node.
 
-    all_gather            counterparts exchange their parts, then each node those it has
-    reduce_scatter_mean   each node sums, then counterparts sum the results of the nodes
+    all_gather            counterparts exchange their parts, then the ranks of each node
+    reduce_scatter_mean   the ranks of each node sum, then counterparts sum these sums
 
 **Order of sums**: fp32, in the order of ranks, divided by their number, and rounded once. With two
-levels it is rounded twice: the mean of a node in the order of its ranks, rounded to the dtype that
-travels, and the mean of these in the order of nodes. The sum depends on nothing else: not on the
-backend of torch.distributed, its algorithms, sizes, or timing. So the bits are the same in every
-run, which is why all_reduce and reduce_scatter of the backend are not used.
+levels it is rounded twice: the mean of a node in the order of its ranks, rounded to the dtype of
+the messages, then the mean of these in the order of nodes. So the sum does not depend on the
+backend of torch.distributed, its algorithms, sizes, or timing, and has the same bits in every run;
+all_reduce and reduce_scatter of a backend do not guarantee that.
 
-Quantized parts (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3) travel as
-`infinity._src.kernels.comm_codec` lays them out.
+Quantized parts (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3) are sent in the layout of
+`infinity._src.kernels.comm_codec`.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from infinity._src.kernels import comm_codec as wire
 from infinity._src.kernels.quantized import wire_bytes
 
 SCALE_GROUP_NUMEL = 64
-"""Elements that share a scale. Parameters start at multiples of it: no group spans two of them."""
+"""Elements per scale. Parameters start at multiples of it, so no group spans two parameters."""
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
 Parts = Sequence[torch.Tensor]
-"""One tensor for each rank, in the order of ranks."""
+"""One tensor per rank, in the order of ranks."""
 
 
 @dataclasses.dataclass
 class Volume:
-    """Bytes that this rank has sent, to ranks of its node and to those of others."""
+    """Bytes that this rank has sent: inside its node, and across nodes."""
 
     inside: int = 0
     across: int = 0
 
 
 class Collectives:
-    """Collectives of one queue. Methods block; one thread calls at a time.
+    """Collectives of one queue. Methods block. Not thread-safe.
 
-    transport: of tensors of `device`.
+    transport: for tensors on `device`.
     """
 
     def __init__(self, topology: Topology, transport: Transport, device: torch.device) -> None:
@@ -58,18 +58,18 @@ class Collectives:
         self.volume = Volume()
         self._transport = transport
         self._device = device
-        # Kept between collectives: a step allocates nothing once the largest unit has passed.
+        # Reused by later collectives, so that steps allocate no memory after the first.
         self._buffers: dict[str, torch.Tensor] = {}
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Buffer [numel], not initialized, that is reused under this name by later collectives.
+        """Return an uninitialized buffer [numel]; later calls with this name reuse its memory.
 
-        Its memory grows to the largest size ever asked for.
+        The memory grows to the largest requested size.
         """
         size_bytes = numel * dtype.itemsize
         found = self._buffers.get(name)
         if found is None or found.numel() < size_bytes:
-            # The smaller one goes first, so that both are never held.
+            # Free the smaller buffer before allocating the larger one.
             self._buffers.pop(name, None)
             found = self._buffers[name] = torch.empty(
                 size_bytes, dtype=torch.uint8, device=self._device
@@ -77,20 +77,20 @@ class Collectives:
         return found[:size_bytes].view(dtype)
 
     def all_gather(self, wholes: Sequence[torch.Tensor], *, across: bool = True) -> None:
-        """Complete each whole [world, part]. This rank has its part.
+        """All-gather into each whole [world, part], in which this rank's part is set.
 
-        across: False where it has the parts of its counterparts, too (secondary shards): then
-        nothing travels between nodes.
+        across: False if the counterparts' parts are set, too (secondary shards): then no message
+        crosses nodes.
         """
         t = self.topology
         if min(t.nodes, t.local_world) == 1 and (across or t.nodes == 1):
-            # One level: each rank's part goes to all others, which a backend may have a better way
-            # for than messages. Counted alike: in a ring, too, a rank sends so many bytes.
+            # One level: the transport may use the backend's all_gather. In a ring a rank sends the
+            # same number of bytes.
             for whole in wholes:
                 self._count((rank, whole[t.rank]) for rank in range(t.world) if rank != t.rank)
             self._transport.all_gather(wholes, t.rank)
             return
-        # Across nodes first: each byte crosses once, and the node then shares what it has.
+        # Across nodes first, so that each byte crosses once.
         if across and t.nodes > 1:
             others = [rank for rank in t.counterparts if rank != t.rank]
             self._send_receive(
@@ -98,7 +98,7 @@ class Collectives:
                 [(rank, parts[rank]) for rank in others for parts in wholes],
             )
         others = [rank for rank in t.node_ranks if rank != t.rank]
-        # A rank gives its node the parts of all its counterparts: in the node it alone has them.
+        # Inside the node each rank sends the parts of all its counterparts, which only it has.
         self._send_receive(
             [(rank, parts[mine]) for rank in others for parts in wholes for mine in t.counterparts],
             [
@@ -110,9 +110,9 @@ class Collectives:
         )
 
     def all_gather_quantized(self, wholes: Sequence[torch.Tensor]) -> None:
-        """All-gather in groups of int8 (ZeRO++: qwZ).
+        """All-gather quantized to int8 with a scale per group (ZeRO++: qwZ).
 
-        This rank's own part is rounded, too, so that all ranks compute with the same weights.
+        This rank's part is quantized, too, so that all ranks have the same weights.
         """
         t = self.topology
         wires = [
@@ -123,18 +123,19 @@ class Collectives:
             wire.encode(
                 parts[t.rank], coded[t.rank], bits=WEIGHT_BITS, group_numel=SCALE_GROUP_NUMEL
             )
-        # The codes travel, and each rank decodes all of them, its own included.
+        # Each rank decodes all codes, including its part's.
         self.all_gather(wires)
         for parts, coded in zip(wholes, wires, strict=True):
             for part, one in zip(parts, coded, strict=True):
                 wire.decode(one, part, bits=WEIGHT_BITS, group_numel=SCALE_GROUP_NUMEL)
 
     def all_reduce_or(self, flags: torch.Tensor) -> None:
-        """Combine flags (uint8) in place: each is set if any rank has set it."""
-        # Level by level: flags of the whole world reach each rank without a message to every rank.
+        """OR flags (uint8) over the ranks, in place."""
+        # By levels, so that no rank sends a message to every other rank.
         for ranks in self._levels():
             others = [rank for rank in ranks if rank != self.topology.rank]
-            # Buffers of their own: `flags` is being sent, and changes only after all have arrived.
+            # Separate buffers: `flags` is being sent, and changes only after all messages have
+            # arrived.
             found = [torch.empty_like(flags) for _ in others]
             self._send_receive(
                 [(rank, flags) for rank in others], list(zip(others, found, strict=True))
@@ -143,28 +144,27 @@ class Collectives:
                 flags |= each
 
     def reduce_scatter_mean(self, wholes: Sequence[Parts], means: Sequence[torch.Tensor]) -> None:
-        """Write the mean over all ranks of this rank's part of whole i into means[i], in its dtype.
+        """Write the mean over ranks of this rank's part of whole i to means[i], in its dtype.
 
         The wholes are overwritten.
         """
         t = self.topology
-        # One level is enough on one node, or with one rank on each. Then the mean is rounded once.
+        # One level on one node, or with one rank per node; the mean is then rounded once.
         if min(t.nodes, t.local_world) == 1:
             self._reduce_level(wholes, range(t.world), means, divisor=t.world)
             return
-        # Sums of the node go where this rank's own values were: no further buffer of a whole's
-        # size.
+        # The node's sums overwrite this rank's values, which saves a buffer.
         partial = [[parts[rank] for rank in t.counterparts] for parts in wholes]
         flat = [part for parts in partial for part in parts]
         self._reduce_level(
-            # Node first, so that what crosses between nodes is one sum, not one part of each rank.
+            # Inside the node first, so that one sum crosses between nodes, not one part per rank.
             [self._for_node(parts, rank) for parts in wholes for rank in range(t.nodes)],
             t.node_ranks,
             flat,
             divisor=t.local_world,
         )
         self._reduce_level(
-            # `_reduce_level` looks a rank's part up by the rank, also where only some take part.
+            # `_reduce_level` indexes parts by rank, also for a subset of ranks.
             [_placed(parts, t.counterparts, t.world) for parts in partial],
             t.counterparts,
             means,
@@ -177,22 +177,21 @@ class Collectives:
         means: Sequence[torch.Tensor],
         errors: Callable[[int, int], Parts | None],
     ) -> None:
-        """Reduce-scatter in groups of int4 (ZeRO++: qgZ). The wholes are overwritten.
+        """Reduce-scatter quantized to int4 with a scale per group (ZeRO++: qgZ). Overwrites the
+        wholes.
 
-        errors(level, index): error-feedback buffers of whole `index` on this level of the
-        hierarchy, one tensor for each part, or None. They hold what rounding took last time, which
-        is added now, and then what it takes this time.
+        errors(level, index): error-feedback buffers of whole `index` on this level, one tensor per
+        part, or None. The previous rounding errors in them are added, then replaced by the new
+        ones.
         """
         t = self.topology
         levels = self._levels()
         work: list[Parts] = list(wholes)
         for level, ranks in enumerate(levels):
             last = level == len(levels) - 1
-            # On the last level a rank ends with its own part; before, with those of its
-            # counterparts.
+            # On the last level a rank ends with its part, before that with its counterparts' parts.
             columns = [[rank] for rank in ranks] if last else [self._column(rank) for rank in ranks]
-            # The first level cuts a whole into parts of all ranks, the second those of the
-            # counterparts.
+            # The first level has parts for all ranks, the second for the counterparts.
             places = {
                 rank: place for place, rank in enumerate(range(t.world) if level == 0 else ranks)
             }
@@ -202,7 +201,7 @@ class Collectives:
                 outs = (
                     [means[index]] if last else self._partials(index, len(mine), parts[0].numel())
                 )
-                # Divided once, at the end: partial sums are fp32, and int4 groups scale with them.
+                # Divide only at the end: partial sums are fp32, and scales of int4 groups adapt.
                 divisor = t.world if last else 1
                 self._reduce_level_quantized(
                     level, index, parts, ranks, columns, places, outs, errors, divisor
@@ -213,32 +212,31 @@ class Collectives:
     # -- inside ------------------------------------------------------------------------------------
 
     def _levels(self) -> list[Sequence[int]]:
-        """Levels of the hierarchy: the ranks that exchange with each other, one level after the
-        other."""
+        """Return the ranks that exchange with this rank, level by level."""
         t = self.topology
         if min(t.nodes, t.local_world) == 1:
             return [range(t.world)]
-        # The node first: then one sum of each node crosses between nodes, not one of each rank.
+        # Inside the node first: then one sum per node crosses between nodes, not one per rank.
         return [t.node_ranks, t.counterparts]
 
     def _column(self, rank: int) -> list[int]:
-        """Counterparts of any rank: the ranks with its local rank, one of each node."""
+        """Return the counterparts of `rank`, including itself."""
         t = self.topology
         return [node * t.local_world + rank % t.local_world for node in range(t.nodes)]
 
     def _for_node(self, parts: Parts, node: int) -> Parts:
-        """Select, for each rank, the part that its counterpart in `node` will have."""
+        """Select, for each rank, the part of its counterpart in `node`."""
         t = self.topology
         return [parts[node * t.local_world + rank % t.local_world] for rank in range(t.world)]
 
     def _partials(self, index: int, count: int, numel: int) -> list[torch.Tensor]:
-        # fp32: the next level rounds to int4, and a first rounding here would add to its error.
+        # fp32: the next level quantizes, and rounding here would add to its error.
         return list(
             self.buffer(f"partial {index}", count * numel, torch.float32).view(count, numel)
         )
 
     def _coded_buffers(self, name: str, parts: Parts | torch.Tensor, bits: int) -> torch.Tensor:
-        """Buffers for so many parts as codes: [parts, bytes]."""
+        """Return a buffer for the codes of these parts: uint8 [parts, bytes]."""
         size_bytes = wire_bytes(parts[0].numel(), bits, SCALE_GROUP_NUMEL)
         return self.buffer(name, len(parts) * size_bytes, torch.uint8).view(len(parts), size_bytes)
 
@@ -250,15 +248,16 @@ class Collectives:
         *,
         divisor: int,
     ) -> None:
-        """Send each of `ranks` its parts, and sum those of this rank into sums[i], in the order of
-        `ranks`."""
+        """Exchange parts with `ranks`, and sum this rank's part of whole i into sums[i], in the
+        order of `ranks`.
+        """
         me = self.topology.rank
         others = [rank for rank in ranks if rank != me]
-        # All wholes travel in one batch: one round trip for a unit, not one for each of its flats.
+        # One batch for all wholes: one round trip per unit, not one per flat.
         sends, receives, found = [], [], []
         for index, parts in enumerate(wholes):
             here = parts[me]
-            # One buffer for each whole: all are received before the first is summed.
+            # A buffer per whole: all are received before the first is summed.
             space = self.buffer(f"sums {index}", len(others) * here.numel(), here.dtype).view(
                 len(others), -1
             )
@@ -267,8 +266,7 @@ class Collectives:
             receives += [(rank, theirs[rank]) for rank in others]
             found.append([here if rank == me else theirs[rank] for rank in ranks])
         self._send_receive(sends, receives)
-        # All pieces are there before the first is added: their order is that of ranks, not of
-        # arrival.
+        # All pieces have arrived, so they are added in the order of ranks, not of arrival.
         for pieces, out in zip(found, sums, strict=True):
             wire.sum_in_order(pieces, out, divisor=divisor)
 
@@ -286,20 +284,19 @@ class Collectives:
     ) -> None:
         """Reduce whole `index` over `ranks` on one level: encode, exchange, decode and sum.
 
-        columns: the parts that each of `ranks` ends with. places: where a rank's part is in
-            `parts`.
-        outs: receive the sums of the parts in this rank's column.
+        columns: the parts that each of `ranks` ends with. places: rank -> index in `parts`. outs:
+            the sums of the parts in this rank's column.
         """
         me = self.topology.rank
         wires = self._coded_buffers(f"coded {level} {index}", parts, GRADIENT_BITS)
-        # By level: rounding inside a node and between nodes makes different errors.
+        # Separate error feedback per level, since each level rounds different values.
         taken = errors(level, index)
         for place, (part, coded) in enumerate(zip(parts, wires, strict=True)):
             error = None if taken is None else taken[place]
             wire.encode(part, coded, bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, error=error)
         others = [rank for rank in ranks if rank != me]
         mine = columns[ranks.index(me)]
-        # Parts are equally long, so all wires are.
+        # Parts have equal lengths, so all codes have.
         size_bytes = wires[0].numel()
         space = self.buffer(
             f"came {level} {index}", len(others) * len(mine) * size_bytes, torch.uint8
@@ -310,22 +307,22 @@ class Collectives:
             [(rank, one) for rank in others for one in theirs[rank]],
         )
         for at, whose in enumerate(mine):
-            # This rank's own part is rounded as the others' are, or the sum would depend on who
-            # sums.
+            # This rank's part is quantized, too; otherwise the sum would depend on the summing
+            # rank.
             pieces = [wires[places[whose]] if rank == me else theirs[rank][at] for rank in ranks]
             wire.decode_sum(
                 pieces, outs[at], bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, divisor=divisor
             )
 
     def _send_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Send each tensor to its rank, and receive each from its rank, and count them. Blocks."""
+        """Exchange messages, and count the sent bytes. Blocks."""
         self._count(sends)
         self._transport.exchange(sends, receives)
 
     def _count(self, sends: Iterable[Message]) -> None:
         here = self.topology.node_ranks
         for rank, tensor in sends:
-            # Counted where they are sent: each byte once, over all ranks.
+            # The sender counts, so that the sum over ranks has each byte once.
             if rank in here:
                 self.volume.inside += tensor.nbytes
             else:
@@ -333,7 +330,7 @@ class Collectives:
 
 
 def _placed(parts: Parts, ranks: Sequence[int], world: int) -> Parts:
-    """Place the parts of `ranks` in a list for all ranks, each at the index of its rank."""
+    """Return a list of all ranks with the parts of `ranks` at their indices."""
     placed = [parts[0]] * world  # the other entries are never read
     for part, rank in zip(parts, ranks, strict=True):
         placed[rank] = part

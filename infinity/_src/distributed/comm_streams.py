@@ -1,23 +1,21 @@
-"""Communication streams: collectives that run beside the main thread, in an order that is the same
-on all ranks.
+"""Communication streams: threads that run collectives in an order that is the same on all ranks.
 
     CommStream          submit ──► queue ──► its thread: work(group), one by one ──► Pending...
     OrderedCommStream   submit ──► several queues ──► one thread: the head that rank 0 names ──► one
                         thread: work(group), one by one ──► Pending...
 
-Each communication stream has its own thread and process group, so a stream that waits holds no
-other stream up. Every rank must submit the same collectives to the same queue in the same order.
-After a failure nothing more runs, groups are aborted (`process_groups.abort_groups`), and every
+Each communication stream has its own thread and process group, so a waiting stream does not delay
+another. All ranks must submit the same collectives to the same queue in the same order. After a
+failure no further collective runs, groups are aborted (`process_groups.abort_groups`), and every
 call raises the first failure.
 
-A gather may be *excused* on a rank whose update failed: the shard that it needs is not there. The
-ranks tell each other so (`order_agreement`), and no rank runs the gather. On all ranks it ends with
+A gather may be *excused* if a rank lacks its shard, because an update failed there. The ranks
+exchange this (`order_agreement`), and none runs the gather: on all ranks it ends with
 `CollectiveRefused` in its turn, and the stream continues with the next collective.
 
 Two communication streams must not both launch on a GPU: NCCL requires that all ranks launch the
-collectives of all communicators in one order, and independent threads have no common order. So
-every collective on tensors of the device goes through one `OrderedCommStream` and one communicator,
-over gloo as well.
+collectives of all communicators in one order, and independent threads have no common order. So all
+collectives on device tensors use one `OrderedCommStream` and one communicator, with gloo, too.
 """
 
 from __future__ import annotations
@@ -45,40 +43,41 @@ from infinity.errors import AioError, InfinityError, RankFailed
 log = logging.getLogger("infinity")
 
 Work = Callable[[Any], None]
-# A call whose group was aborted returns at once, unless it is stuck in the backend.
+# Limit for calls of an aborted group: they return immediately, unless stuck in the backend.
 GIVE_UP_S = 5.0
-# A thread that waits for a change looks at the failure again after this long.
+# Seconds after which a waiting thread checks for a failure again.
 _POLL_S = 0.25
-# Memory that stuck calls may still write into, kept for as long as the process lives.
+# Memory that stuck calls may still write to, retained until the process ends.
 _GIVEN_UP: list[object] = []
 
 CPU = torch.device("cpu")
 
 
 class CollectiveRefused(InfinityError, RuntimeError):
-    """A collective that no rank has run, since one of them lacks what it needs; raised by
-    `PendingCollective.wait` on all ranks. The ranks continue."""
+    """No rank has run the collective, since a rank lacks its shard. `PendingCollective.wait` raises
+    this on all ranks; the engine continues.
+    """
 
 
 class DeviceEvent:
-    """CUDA event that can be waited for with a limit, as `threading.Event` can.
+    """CUDA event with a timed wait, like `threading.Event`.
 
-    `synchronize` has none: behind a kernel of NCCL whose peer has died it would never return.
+    `synchronize` has no timeout: behind an NCCL kernel whose peer has died it never returns.
     """
 
     def __init__(self, event: Any) -> None:
         self._event = event
 
     def is_set(self) -> bool:
-        """Return whether the device has come to the event. Does not block."""
+        """Return whether the device has reached the event. Never blocks."""
         try:
             return bool(self._event.query())
         except RuntimeError:
-            # The device has failed for good, so that nothing runs there any more.
+            # The device has failed permanently, so no kernel runs any more.
             return True
 
     def wait(self, timeout: float) -> bool:
-        """Block until the device has come to the event, at most `timeout` seconds. Returns whether
+        """Block until the device has reached the event, at most `timeout` seconds. Returns whether
         it has.
         """
         end_s, pause_s = time.monotonic() + timeout, 20e-6
@@ -87,18 +86,18 @@ class DeviceEvent:
             if left_s <= 0:
                 return False
             time.sleep(min(pause_s, left_s))
-            # Short at first, since most waits are; a thread that polls for long must not cost.
+            # Exponential back-off: most waits are short, and long polling must be cheap.
             pause_s = min(2 * pause_s, 2e-3)
         return True
 
 
 class PendingCollective:
-    """One collective in a communication stream: a handle to wait for it, as `Work` is in
-    torch.distributed.
+    """Handle of one collective in a communication stream, like `Work` in torch.distributed.
 
-    needs: tickets that must be filled before it is launched. excuses: whether a fault of theirs
-    lets all ranks leave the collective out, asked in another thread; None: it ends the engine.
-    behind: CUDA event of the submitting stream, after which the input of `work` is complete.
+    needs: tickets that must be filled before the launch. excuses: called in another thread with a
+    ticket's fault; True lets all ranks skip the collective, else the fault ends the engine (None:
+    always). behind: CUDA event of the submitting stream, after which the input of `work` is
+    complete.
     """
 
     def __init__(
@@ -129,19 +128,18 @@ class PendingCollective:
 
     @property
     def done(self) -> bool:
-        """True once the work has ended, well or not; on CUDA, once launched. Does not block."""
+        """True once the work has ended or failed; on CUDA, once launched. Never blocks."""
         return self._done.is_set()
 
     @property
     def ready(self) -> bool:
-        """True once it can be launched as far as this rank goes. Does not block."""
+        """True once this rank's tickets are filled. Never blocks."""
         return all(ticket.filled for ticket in self.needs)
 
     def await_needs(self, *, check: Callable[[], None] | None = None) -> AioError | None:
-        """Block until what it needs of this rank is there. Returns the fault that keeps it away,
-        where that is excused.
+        """Block until this rank's tickets are filled. Returns an excused fault, or None.
 
-        check: called meanwhile; what it raises ends the wait. Raises: AioError.
+        check: called during the wait; an exception from it ends the wait. Raises: AioError.
         """
         try:
             for ticket in self.needs:
@@ -154,60 +152,60 @@ class PendingCollective:
 
     @property
     def refused(self) -> bool:
-        """True once it is known that no rank runs it. Does not block."""
+        """True once the ranks have agreed to skip it. Never blocks."""
         return self._refused is not None
 
     def refuse(self, fault: AioError | None) -> None:
-        """Note that no rank runs it. fault: what this rank lacks its shard for, if it does."""
+        """Mark it as skipped by all ranks. fault: the fault of this rank's shard, if any."""
         self._refused = CollectiveRefused(
             f"{self.what} is run by no rank, since one lacks its shard"
         )
         self._refused.__cause__ = fault
 
     def wait(self) -> None:
-        """Block until it is done; on CUDA, until the device's current stream is behind it.
+        """Block until it is done; on CUDA, also make the current stream wait for it.
 
-        Raises: the work's own error if it failed on this rank; CollectiveRefused; RankFailed if a
-            rank does not come, or after any failure.
+        Raises: the work's error if it failed on this rank; CollectiveRefused; RankFailed if another
+            rank does not reach it, or after any failure.
         """
         error: BaseException | None = None
         try:
             self._watchdog.wait(self._done, self.what, self.number)
         except RankFailed as failure:
             error = failure
-        # This rank's own error says more than the failure that follows from it. `_run_one` sets the
-        # error before it reports the failure, so it is there by now.
+        # Prefer this rank's error to the failure that it caused. `_run_one` sets the error before
+        # it reports the failure.
         error = self._error or error
         if error is not None:
-            # One exception is raised many times: its traceback would grow, and hold frames.
+            # The exception is raised repeatedly: without this its traceback would grow and hold
+            # frames.
             raise error.with_traceback(None)
         if self._event is not None:
-            # The stream waits, not the thread: `done` means launched, and kernels that read the
-            # result are queued behind it.
-            # Of the model's device: another one may be current in this thread.
+            # `done` means launched: make the stream wait, not the thread, so that later kernels see
+            # the result. By device, since another device may be current in this thread.
             torch.cuda.current_stream(self._device).wait_event(self._event)
-            # Memory that is used or freed from here on is behind the kernels in this stream.
+            # Later uses and frees of the memory are ordered after the collective by this stream.
             self._work = None
 
     @property
     def landed(self) -> bool:
-        """True once nothing writes into the work's memory any more. Does not block."""
+        """True once the collective no longer writes to the work's memory. Never blocks."""
         return self.done and (self._event is None or DeviceEvent(self._event).is_set())
 
     def finished(self, limit_s: float | None = None) -> bool:
-        """Block until nothing writes into the work's memory any more. Raises nothing of the work's.
+        """Block until the collective no longer writes to the work's memory. Does not raise its
+        error.
 
-        Returns False where that cannot be had: after a failure the call is stuck. The work's
-        tensors are then kept until the process ends. The caller must keep memory of any other kind,
-        such as a mapping that it was about to unmap. limit_s: after a failure the call is taken for
-        stuck after so long; None: after GIVE_UP_S.
+        Returns False if the call is stuck after a failure; the work's tensors are then retained
+        until the process ends, and the caller must retain other memory, such as a mapping. limit_s:
+        seconds after a failure until the call counts as stuck; None: GIVE_UP_S.
         """
         limit_s = GIVE_UP_S if limit_s is None else limit_s
-        # The caller wants its memory back, whatever became of the collective.
+        # The caller only needs the memory, not the collective's result.
         with contextlib.suppress(RankFailed):
             self._watchdog.wait(self._done, self.what, self.number)
         if not self._begun:
-            # After a failure it will not begin, either: the communication stream runs nothing more.
+            # It has not begun before the failure, so it never will.
             return True
         if not self._done.wait(limit_s):
             return self._give_up()
@@ -216,14 +214,14 @@ class PendingCollective:
             landed = DeviceEvent(self._event)
             with contextlib.suppress(RankFailed):
                 self._watchdog.wait(landed, self.what, self.number)
-            # The groups are aborted at a failure, which ends the kernel, unless that is stuck, too.
+            # The abort of the groups after a failure ends the kernel, unless the abort hangs.
             if not landed.wait(limit_s):
                 return self._give_up()
             self._work = None
         return True
 
     def _give_up(self) -> bool:
-        # None if it has ended meanwhile: then there is nothing to keep.
+        # None if the work has ended meanwhile.
         work = self._work
         if work is not None:
             log.warning("%s is stuck; its memory is kept until the process ends", self.what)
@@ -232,23 +230,23 @@ class PendingCollective:
 
     def _end(self, error: BaseException | None = None) -> None:
         if self._done.is_set():
-            # A read that failed has ended it, beside the thread that launches.
+            # The thread that waits for reads has ended it with a failed read.
             return
-        # An error that was set before the failure was reported says more than the failure.
+        # Prefer an error that was set before the failure was reported.
         self._error = self._error or error
         if self._event is None:
-            # Dropped here, so that a PendingCollective that is kept holds no tensors. On CUDA its
-            # kernels may still run, and `wait` or `finished` drops it.
+            # Drop the tensors with the work. On CUDA its kernels may still run; then `wait` or
+            # `finished` drops it.
             self._work = None
         self._done.set()
 
 
 class CommStream:
-    """A daemon thread that runs collectives in a process group of its own.
+    """Daemon thread that runs collectives in one process group.
 
-    group: of this communication stream alone; who makes it aborts it at a failure. device: of the
-    tensors. On CUDA, work runs on a CUDA stream that belongs to it, behind what the submitting
-    thread's stream held at submission.
+    group: used by no other stream; its creator aborts it on failure. device: of the tensors. On
+    CUDA, work runs on a separate CUDA stream, after the work that the submitting thread's stream
+    had at submission.
     """
 
     def __init__(
@@ -263,25 +261,25 @@ class CommStream:
         self._group = group
         self._watchdog = watchdog
         self._device = device
-        # First in, first out: the order of the program, which is the same on every rank.
+        # FIFO: the order of the program, which is the same on every rank.
         self._queue: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         self._closed = False
-        # Of each queue. First in, first out: when the last one has ended, all have. After a failure
-        # the last ones may never begin, while one before them still runs.
+        # The last collective by queue; normally all have ended when the last one has. After a
+        # failure the last one may never begin while an earlier one still runs.
         self._last: dict[str, PendingCollective] = {}
-        self._launched: deque[PendingCollective] = deque()  # those that may still run
-        # A forked child inherits the object and the exit callback, but not the thread.
+        self._launched: deque[PendingCollective] = deque()  # may still be running
+        # A forked child inherits the exit callback, but not the thread.
         self._pid = os.getpid()
         atexit.register(self._exits)
-        # A daemon: the interpreter must be able to end while a call is stuck in the backend.
+        # A daemon, so that the interpreter can exit while a call is stuck in the backend.
         self._thread = threading.Thread(target=self._run, name=f"infinity-comm-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, what: str, work: Work, *, numbered: bool = True) -> PendingCollective:
-        """Run `work(group)` after everything submitted before. Does not block.
+        """Run `work(group)` after all work submitted before. Never blocks on the work.
 
-        numbered: count it among the main thread's collectives, by which the watchdog knows which
-        ranks have not come. For the main thread only: the numbers follow the order of the program.
+        numbered: count it among the main thread's collectives; by the counts the watchdog finds
+        ranks that are behind. Main thread only, since numbers follow the order of the program.
         Raises: RankFailed after a failure.
         """
         op = self._last[""] = self._make(what, work, numbered)
@@ -296,14 +294,13 @@ class CommStream:
         needs: Sequence[Ticket] = (),
         excuses: Callable[[AioError], bool] | None = None,
     ) -> PendingCollective:
-        # Nothing is queued after a failure: the other ranks would never come to it.
+        # After a failure the other ranks would never reach it.
         self._watchdog.check()
         assert not self._closed, f"communication stream {self.name} is closed"
-        # Numbered at submission, in the main thread: communication streams run beside each other.
+        # Numbered here, in the main thread, since streams run concurrently.
         number = self._watchdog.next_number(what) if numbered else None
         behind = (
-            # The submitting stream's work up to here makes the input of `work`: the communication
-            # stream waits for no more.
+            # The input of `work` is complete after the submitting stream's work so far.
             torch.cuda.current_stream(self._device).record_event()
             if self._device.type == "cuda"
             else None
@@ -320,18 +317,18 @@ class CommStream:
         )
 
     def close(self) -> None:
-        """Wait for what was submitted, and end the thread. Idempotent.
+        """Wait for all submitted work, and end the thread. Idempotent; blocks.
 
-        Returns at once after a failure, and does not raise it.
+        After a failure it waits at most GIVE_UP_S for each stuck part, and does not raise.
         """
         if self._closed:
             return
         self._closed = True
-        # The exit callback would keep the communication stream alive.
+        # The registered exit callback would keep the object alive.
         atexit.unregister(self._exits)
-        # The thread ends after everything that was submitted before.
+        # The thread ends after all work submitted before.
         self._no_more()
-        # A stuck call would never return: its thread is given up, not joined.
+        # A thread in a stuck call is abandoned, not joined.
         self._thread.join(GIVE_UP_S if self.drain() else 0.0)
         if self._thread.is_alive():
             self._keep_groups()
@@ -341,22 +338,22 @@ class CommStream:
 
     @property
     def on_device(self) -> bool:
-        """True where its work runs on a stream of a device."""
+        """True if its work runs on a CUDA stream."""
         return self._device.type == "cuda"
 
     def drain(self) -> bool:
-        """Block until nothing that was submitted is under way, on the device either.
+        """Block until no submitted work is in progress, on the device either.
 
-        Returns False where that cannot be had: after a failure something is stuck.
+        Returns False if work is stuck after a failure.
         """
         limit_s, drained = GIVE_UP_S, True
-        # The last ones first: nothing begins behind them. Then each that was launched before, a
-        # copy of them, which the thread that launches cannot change.
+        # The last ones first, so that no further one begins; then a copy of the launched ones,
+        # which the launching thread changes.
         for ops in (lambda: list(self._last.values()), lambda: list(self._launched)):
             for op in ops():
-                # Also where an earlier one is stuck: a stuck call holds memory.
+                # Check all, even after a stuck one, since each retains its memory if stuck.
                 if not op.finished(limit_s):
-                    # What is behind it has had its time, too.
+                    # Later ones have had the same time.
                     limit_s, drained = 0.0, False
         return drained
 
@@ -364,35 +361,38 @@ class CommStream:
         self._queue.put(None)
 
     def _keep_groups(self) -> None:
-        """Keep the groups until the process ends: destructors would wait for the stuck call."""
+        """Retain the groups until the process ends: their destructors would wait for the stuck
+        call.
+        """
         _GIVEN_UP.append(self._group)
 
     def _exits(self) -> None:
-        """Close at the interpreter's exit, where close() was not called.
+        """Close at the interpreter's exit if close() was not called.
 
-        A thread that returns from a call into torch after the exit ends the process by SIGABRT.
+        A thread that returns from a torch call after the exit aborts the process (SIGABRT).
         """
-        if self._pid == os.getpid():  # a forked child has no such thread
-            # First: after a failure `close` does not wait for collectives that may never end.
+        if self._pid == os.getpid():  # not in a forked child
+            # Reported as a failure first, so that `close` does not wait for collectives that may
+            # never end.
             self._watchdog.report_exit()
             self.close()
 
     def _run(self) -> None:
-        # Taken once: `close` drops the attribute while this thread may still be in a call.
+        # A local reference: `close` drops the attribute while this thread may still be in a call.
         group = self._group
         try:
             with self._stream() as stream:
                 while (op := self._take()) is not None:
                     self._run_one(op, group, stream)
-                    del op  # its tensors would be kept until the next one comes
+                    del op  # free its tensors before the next one arrives
         except BaseException as error:
-            # No stream was to be had: else all that is submitted would wait until its timeout.
+            # The stream could not be created: fail now, so that submitted work does not wait for a
+            # timeout.
             self._watchdog.report_failure(error)
             raise
 
     def _take(self) -> PendingCollective | None:
-        """Return what runs next, and None at the end. Blocks. Called by the communication stream's
-        thread."""
+        """Return the next collective, or None at the end. Blocks. Called by the stream's thread."""
         return self._queue.get()
 
     def _run_one(
@@ -405,33 +405,34 @@ class CommStream:
         while self._launched and self._launched[0].landed:
             self._launched.popleft()
         self._launched.append(op)
-        # Before the failure is looked at: a read that fails ends the collective beside this thread.
+        # Read before the failure is checked: a failed read may end the collective in another
+        # thread.
         work = op._work
-        # `finished` looks at the failure first, and at `_begun` then. In this order here, work that
-        # it found not begun sees the failure, and does not run.
+        # `finished` reads the failure before `_begun`; here `_begun` is set before the failure is
+        # read. So work that `finished` saw as not begun does not run.
         if self._watchdog.failure is not None:
             op._end(self._watchdog.failure)
             return
-        # Ended here and not where it was refused: the end of the last one is the end of all.
+        # Ended in its turn, so that the last collective always ends last.
         if op._refused is not None:
             op._end(op._refused)
             return
         assert work is not None, "only a failure ends what has not run"
         try:
             if stream is not None:
-                # The CUDA stream waits, not the thread: the thread can launch
-                # the next one.
+                # The CUDA stream waits, not the thread, which can launch the next one.
                 stream.wait_event(op._behind)
             work(group)
             if stream is not None:
-                # Behind the collective's kernels: `wait` puts the compute stream behind it.
+                # After the collective's kernels; `wait` makes the compute stream wait for this
+                # event.
                 op._event = stream.record_event()
         except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
-            # The traceback holds this frame, and `work` holds tensors.
+            # The traceback references this frame, and `work` the tensors.
             del work
             if stream is not None:
-                # Some of the work's kernels may run. A device that has failed refuses the event,
-                # and runs nothing any more.
+                # Some of the work's kernels may run. A failed device refuses the event, and runs no
+                # kernels.
                 with contextlib.suppress(RuntimeError):
                     op._event = stream.record_event()
             self._fail(op, error)
@@ -439,16 +440,16 @@ class CommStream:
         op._end()
 
     def _fail(self, op: PendingCollective, error: BaseException) -> None:
-        """End a collective, and with it the engine, with the error of this rank or of a peer."""
-        # Collectives raise a plain RuntimeError (or one of torch's subclasses), whichever rank
-        # failed. Any other error is this rank's own.
+        """End a collective and the engine with this rank's or a peer's error."""
+        # A collective raises RuntimeError (or a torch subclass) whichever rank failed. Any other
+        # error is of this rank.
         peer = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
         if not peer:
-            # Before the failure is known: a waiting thread would raise the failure instead of it.
+            # Before the failure is reported: otherwise a waiting thread would raise the failure.
             op._error = error
         failure = self._watchdog.find_culprit(error, op.what, op.number) if peer else None
         if failure is None:
-            # First: a waiting thread raises this error, and not the one that is published.
+            # Set first: a waiting thread raises this error instead of the published failure.
             op._error = error
             self._watchdog.report_failure(error)
         else:
@@ -460,29 +461,28 @@ class CommStream:
         if self._device.type != "cuda":
             yield None
             return
-        # The current device is the thread's own, and a new thread begins with device 0.
+        # The current device is per thread; a new thread begins with device 0.
         torch.cuda.set_device(self._device)
-        # It asks events, which would break a graph that another thread captures.
+        # This thread queries events, which would invalidate another thread's graph capture.
         relax_capture_mode()
-        # A CUDA stream apart: on the compute stream a collective would wait for
-        # all of the compute.
+        # A separate CUDA stream: on the compute stream a collective would wait for all kernels.
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
             yield stream
 
 
 class OrderedCommStream(CommStream):
-    """CommStream with several queues, whose collectives one thread launches in one order on all
-    ranks.
+    """CommStream with several queues, whose collectives all ranks launch in the same order.
 
-    queues: their names. A collective is named when it is the head of its queue, what it needs on
-    this rank is there, and rank 0 names its queue; `order_agreement` says why that never ends in a
-    deadlock. The names of collectives are compared on the way (`names.agree`), so that all ranks
-    are ready when the first one launches: no kernel waits on a device for a drive of another rank.
+    queues: their names. The next collective is the head of the queue that rank 0 chooses; rank 0
+    chooses a head whose tickets are filled on rank 0, and the other ranks wait until theirs are.
+    `order_agreement` shows that this cannot deadlock. The ranks compare the collective's name
+    (`names.agree`), so that all ranks are ready when the first one launches: no kernel waits on a
+    device for another rank's drive.
 
-        reads      waits for shards of weights
-        names      agrees on the next collective, while the one before still runs
-        launches   runs them, in the order that was agreed on
+        reads      waits for tickets of shards
+        names      agrees on the next collective, while the previous one still runs
+        launches   runs collectives in the agreed order
     """
 
     def __init__(
@@ -497,22 +497,23 @@ class OrderedCommStream(CommStream):
     ) -> None:
         self._names = names
         self._order: LaunchOrder[PendingCollective] = LaunchOrder(queues)
-        # Guards `_order` and `_ending`; notified when one of them, or readiness, changes.
+        # Guards `_order` and `_ending`; notified when one of them or a collective's readiness
+        # changes.
         self._changed = threading.Condition()
         self._ending = False
-        self._chosen = 0  # the queue of the collective that `_next` has returned last
-        # Agreed on by all ranks, to be launched in this order; None at the end.
+        self._chosen = 0  # queue of the collective that `_next` returned last
+        # Agreed collectives, to be launched in this order; None at the end.
         self._agreed: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
-        # Agrees beside the launches: the ranks' names travel while a collective runs.
+        # A separate thread, so that ranks exchange names while a collective runs.
         self._namer = threading.Thread(
             target=self._agree_on_all, name=f"infinity-comm-{name}-names", daemon=True
         )
-        # Waits for reads, so that the thread that launches never waits for one alone.
+        # A separate thread, so that the launching thread does not wait for reads.
         self._reads: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         self._reader = threading.Thread(
             target=self._await_reads, name=f"infinity-comm-{name}-reads", daemon=True
         )
-        # It may wait for a change that no rank will make.
+        # Wake the waiting thread on failure.
         watchdog.on_failure.append(self._notify)
         super().__init__(name, group=group, watchdog=watchdog, device=device)
         self._reader.start()
@@ -528,7 +529,8 @@ class OrderedCommStream(CommStream):
         excuses: Callable[[AioError], bool] | None = None,
         numbered: bool = True,
     ) -> PendingCollective:
-        """Run `work(group)` in this queue's turn, once `needs` are filled. Does not block.
+        """Run `work(group)` in this queue's turn, once `needs` are filled. Never blocks on the
+        work.
 
         excuses: as in `PendingCollective`, given on all ranks or on none. numbered: as in `submit`.
         Raises: RankFailed after a failure.
@@ -537,10 +539,11 @@ class OrderedCommStream(CommStream):
         ready = op.ready
         with self._changed:
             self._order.add(queue_name, op)
-            # After it: an interrupt must not leave one for `close` to wait for that never runs.
+            # Set after `add`, so that after an interrupt `close` does not wait for one that never
+            # runs.
             self._last[queue_name] = op
-            # Another thread for nothing costs more than it seems while this one holds the GIL. On
-            # rank 0 the thread that waits for reads will wake it.
+            # Avoid a needless wake-up, which competes for the GIL: on rank 0, if not ready, the
+            # reading thread will notify.
             if ready or self._names.parent is not None:
                 self._changed.notify_all()
         if not ready:
@@ -552,7 +555,7 @@ class OrderedCommStream(CommStream):
             return
         super().close()
         self._reads.put(None)
-        # They look at the failure in each wait, so they end unless a call is stuck.
+        # Both threads check for the failure in each wait, so they end unless a call is stuck.
         self._namer.join(GIVE_UP_S)
         self._reader.join(GIVE_UP_S)
         if self._namer.is_alive():
@@ -582,11 +585,10 @@ class OrderedCommStream(CommStream):
     # -- the thread that names ---------------------------------------------------------------------
 
     def _agree_on_all(self) -> None:
-        """Agree with the other ranks on one collective after the other."""
         while (op := self._next()) is not None:
             try:
                 if self._watchdog.failure is None:
-                    # Filled by now. Raises the fault of a read.
+                    # Already filled; raises a read's fault.
                     fault = op.await_needs()
                     lacks = None if op.excuses is None else fault is not None
                     if self._names.agree(self._chosen, op.what, lacks=lacks):
@@ -594,21 +596,21 @@ class OrderedCommStream(CommStream):
             except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
                 self._fail(op, error)
             else:
-                # After a failure, too: the thread that launches ends it, and does not run it.
+                # After a failure, too: the launching thread then ends it without running it.
                 self._agreed.put(op)
-            del op  # its tensors would be kept until the next one comes
+            del op  # free its tensors before the next one arrives
         self._agreed.put(None)
 
     def _next(self) -> PendingCollective | None:
-        """Return the collective that all ranks launch next; None at the end."""
+        """Return the next collective for all ranks; None at the end."""
         while True:
             with self._changed:
                 self._await(lambda: len(self._order) > 0 or self._ending)
                 if self._watchdog.failure is not None or not len(self._order):
-                    # After a failure each one is ended, and not run.
+                    # After a failure the launching thread ends each without running it.
                     return self._pop_oldest()
-            # A rank asks for a name only with something to launch: rank 0 may be idle for as long
-            # as it likes, and a receive has a limit.
+            # Receive only when this rank has work queued: the receive times out, and rank 0 may be
+            # idle indefinitely.
             chosen = self._choose() if self._names.parent is None else self._follow()
             if chosen is not None:
                 self._chosen = chosen
@@ -616,13 +618,15 @@ class OrderedCommStream(CommStream):
                     return self._order.pop(chosen)
 
     def _choose(self) -> int | None:
-        """Wait for a head that is ready here, and return its queue; None after a failure."""
+        """Wait until a head is ready on this rank. Returns its queue; None after a failure."""
         with self._changed:
             self._await(lambda: self._order.choose(_is_ready) is not None)
             return None if self._watchdog.failure else self._order.choose(_is_ready)
 
     def _follow(self) -> int | None:
-        """Wait for the queue that is named, and for its head here; None after a failure."""
+        """Receive rank 0's choice, and wait until that queue's head is ready here. Returns the
+        queue; None after a failure.
+        """
         try:
             queue_index = self._names.follow()
         except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
@@ -641,7 +645,7 @@ class OrderedCommStream(CommStream):
         return None if self._watchdog.failure else queue_index
 
     def _await(self, holds: Callable[[], bool]) -> None:
-        """Wait until it holds, or for a failure. The lock is held."""
+        """Wait until `holds()` is true or a failure. The caller holds the lock."""
         while not holds() and self._watchdog.failure is None:
             self._changed.wait(_POLL_S)
 
@@ -654,16 +658,16 @@ class OrderedCommStream(CommStream):
     def _await_reads(self) -> None:
         while (op := self._reads.get()) is not None:
             try:
-                # An excused fault is told to the others in the collective's turn.
+                # An excused fault is sent to the other ranks in the collective's turn.
                 op.await_needs(check=self._watchdog.check)
             except RankFailed:
-                # The engine has ended; the other thread ends what is in the queues.
+                # The engine has ended; the launching thread ends the queued collectives.
                 pass
             except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
-                # At once: rank 0 may be about to wait for this rank.
+                # Fail immediately: rank 0 may be about to wait for this rank.
                 self._fail(op, error)
             self._notify()
-            del op  # its tensors would be kept until the next one comes
+            del op  # free its tensors before the next one arrives
 
 
 def _is_ready(op: PendingCollective) -> bool:

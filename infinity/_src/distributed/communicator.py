@@ -4,11 +4,11 @@
     exchange stream   shards of weights ("gather")  once this rank's shard is read, ahead of compute
                       gradients ("reduce")          while backward runs
 
-Each communication stream is a thread with a process group of its own. The control stream runs what
-it gets in the order of submission, which is the order of the program, and so the same on every
-rank. The exchange stream has a queue for each kind, so that a gather that waits for a
-drive holds no reduction up. It launches from both in one order, which rank 0 names
-(`order_agreement`). One rank alone calls nothing.
+Each communication stream is a thread with a separate process group. The control stream runs
+collectives in the order of submission, which is the order of the program and the same on every
+rank. The exchange stream has a queue per kind, so that a gather that waits for a drive does not
+delay a reduction. All ranks launch from both queues in the order that rank 0 chooses
+(`order_agreement`). An engine of one rank has no communication streams.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ from infinity._src.distributed.watchdog import Watchdog
 from infinity.aio import Ticket
 from infinity.errors import AioError, EngineClosed, RankFailed
 
-# Ranks may run on unlike processors, which round differently: numbers may differ by this part.
+# Relative tolerance for numbers of ranks on processors that round differently.
 _ROUNDING = 1e-5
-# A relative tolerance alone would call 0.0 and 1e-17 different.
+# Absolute tolerance, so that 0.0 and 1e-17 count as equal.
 _ROUNDING_NEAR_ZERO = 1e-15
 
 
 class Comm:
-    """Communicator of this rank: its topology, and the communication streams to the other ranks of
-    the model.
+    """Communicator of this rank: topology and communication streams of one model's ranks.
 
-    The constructor alone makes a communicator without communication streams, as one rank needs it.
-    `open` adds them.
+    The constructor creates a communicator of one rank, without communication streams; `open`
+    creates one with streams.
     """
 
     def __init__(self, topology: Topology | None = None) -> None:
@@ -59,13 +58,13 @@ class Comm:
         self._control: CommStream | None = None
         self._control_agreement: OrderAgreement | None = None
         self._exchange: OrderedCommStream | None = None
-        # Of the exchange stream, by queue: the bytes of each are counted by themselves.
+        # By queue of the exchange stream, so that bytes are counted per queue.
         self._collectives: dict[str, Collectives] = {}
         self._timeout_s = 0.0
         self._groups: list[dist.ProcessGroup] = []
         self._forks: list[CommStream] = []
         self._owns_watchdog = True
-        # The error of everything once the device is stuck. Kept: it is raised after `close`, too.
+        # The error of `check_stuck` once the device is stuck, also after `close`.
         self._stuck: RankFailed | None = None
 
     @classmethod
@@ -78,20 +77,20 @@ class Comm:
         name: str,
         transport: type[Transport] | None = None,
     ) -> Comm:
-        """Make a communicator with communication streams, for a model that computes on `device`.
-        Collective; blocks.
+        """Create a communicator with communication streams, for a model on `device`. Collective;
+        blocks.
 
-        name: the engine's, the same on all ranks and used once: the records of its heartbeat stay
-        in the store under it. transport: of tensors of the device; None: the device's own.
+        name: of the engine, the same on all ranks and never reused, since it keys the heartbeat's
+        records in the store. transport: for the device's tensors; None: the device's default.
         """
         comm = cls(Topology.find(mesh, timeout_s=timeout_s))
         if comm.world == 1:
             return comm
         comm._timeout_s = timeout_s
-        # Before the communication streams: making a group waits for all ranks, and only the
-        # watchdog names a dead one.
+        # Before the communication streams: creating a group waits for all ranks, and the watchdog
+        # names a dead one.
         comm.watchdog = Watchdog(comm.topology, default_store(), timeout_s=timeout_s, name=name)
-        # The failure must reach threads that are stuck in a backend, and cannot look at it.
+        # Threads stuck in a backend cannot check for the failure; the abort ends their calls.
         comm.watchdog.on_failure.append(comm._abort)
         try:
             comm.watchdog.wait_for_all_ranks()
@@ -99,28 +98,27 @@ class Comm:
             comm._open_control("control")
             comm._open_exchange(device, transport or transport_for(device))
         except BaseException as error:
-            # Before close(): the others may wait for this rank in the making of a communication
-            # stream.
+            # Before close(): other ranks may be waiting for this rank to create a group.
             comm.report_failure(error)
             comm.close()
             raise
         return comm
 
     def _open_control(self, name: str) -> None:
-        """Make a control stream with its process group. Collective; blocks."""
+        """Create a control stream and its process group. Collective; blocks."""
         assert self.watchdog is not None
-        # Small values that the caller reads at once: on the CPU whatever the model computes on.
+        # On the CPU for every device: small values that the caller reads immediately.
         (group,) = self._make_groups(name, ["gloo"])
         self._control_agreement = OrderAgreement(self.topology, group)
         self._control = CommStream(name, group=group, watchdog=self.watchdog)
 
     def _open_exchange(self, device: torch.device, transport: type[Transport]) -> None:
-        """Make the exchange stream with its process groups. Collective; blocks."""
+        """Create the exchange stream and its process groups. Collective; blocks."""
         assert self.watchdog is not None
-        # Names have a group of their own: they travel beside the data, and on the CPU.
+        # A separate group for names, which are CPU tensors sent concurrently with the data.
         group, for_names = self._make_groups("exchange", [transport.backend, "gloo"])
         names = OrderAgreement(self.topology, for_names)
-        # One for both queues, whose work one thread launches.
+        # One transport for both queues, since one thread launches both.
         moved = transport(group, device)
         self._collectives = {
             queue: Collectives(self.topology, moved, device) for queue in ("gather", "reduce")
@@ -138,13 +136,13 @@ class Comm:
     def _warm_up(
         self, stream: OrderedCommStream, transport: Transport, device: torch.device
     ) -> None:
-        """Exchange a little in every way that training does. Blocks.
+        """Run each kind of collective once, with few bytes. Blocks.
 
-        A backend connects ranks when they first exchange something, and CUDA loads kernels when
-        they are first launched. Both may wait for all that runs on the device: they come here,
-        while nothing does.
+        A backend connects ranks at their first exchange, and CUDA loads kernels at their first
+        launch. Both may wait for all work on the device, so they are triggered here, while the
+        device is idle.
         """
-        # Of its own: its bytes and buffers are not training's.
+        # A separate object, so that its bytes and buffers do not count as training's.
         collectives = Collectives(self.topology, transport, device)
         gathered = torch.zeros(self.world, 1, dtype=torch.float32, device=device)
         reduced = torch.zeros_like(gathered)
@@ -164,9 +162,9 @@ class Comm:
             raise RankFailed("the first exchange between the ranks does not end on the device")
 
     def _make_groups(self, name: str, backends: Sequence[str]) -> list[dist.ProcessGroup]:
-        """Make the process groups of a communication stream, in a thread that can be given up.
+        """Create the process groups of a communication stream, in a thread that can be abandoned.
 
-        new_group() waits for all ranks with no way to stop it, also for one that has failed.
+        new_group() waits for all ranks, even for a failed one, and cannot be interrupted.
         """
         assert self.watchdog is not None
         maker = CommStream(f"{name}-maker", group=None, watchdog=self.watchdog)
@@ -180,7 +178,7 @@ class Comm:
         try:
             maker.submit(f"the making of the {name} stream", make, numbered=False).wait()
         except BaseException as error:
-            # Before close(), which would wait for the rank that does not come.
+            # Before close(), which would wait for the missing rank.
             self.report_failure(error)
             raise
         finally:
@@ -188,7 +186,7 @@ class Comm:
         return self._groups[-len(backends) :]
 
     def fork(self) -> Comm:
-        """Make a communicator of the same ranks with a control stream of its own, for another
+        """Create a communicator of the same ranks with a separate control stream, for another
         thread.
 
         Collective; blocks.
@@ -196,13 +194,13 @@ class Comm:
         other = Comm(self.topology)
         if self.world > 1:
             assert self.watchdog is not None
-            # One watchdog for both: a rank that fails has failed for every communication stream.
+            # One watchdog for both, since a rank's failure ends all communication streams.
             other.watchdog, other._timeout_s, other._owns_watchdog = (
                 self.watchdog,
                 self._timeout_s,
                 False,
             )
-            # Destroyed by the communicator that owns the watchdog.
+            # Shared list: the communicator that owns the watchdog destroys the groups.
             other._groups = self._groups
             other._open_control("fork")
             assert other._control is not None
@@ -218,7 +216,7 @@ class Comm:
         needs: Sequence[Ticket] = (),
         excuses: Callable[[AioError], bool] | None = None,
     ) -> PendingCollective:
-        """Submit `work` to the gathers, behind the tickets in `needs`. Never blocks.
+        """Submit `work` to the queue of gathers, after the tickets in `needs`. Never blocks.
 
         what: its name, the same on all ranks. excuses: as in `PendingCollective`, given on all
         ranks or on none.
@@ -228,7 +226,9 @@ class Comm:
     def submit_reduce_scatter(
         self, what: str, work: Callable[[Collectives], None]
     ) -> PendingCollective:
-        """Submit `work` to the reductions. Never blocks. what: its name, the same on all ranks."""
+        """Submit `work` to the queue of reductions. Never blocks. what: its name, the same on all
+        ranks.
+        """
         return self._submit("reduce", what, work, (), None)
 
     def _submit(
@@ -246,14 +246,14 @@ class Comm:
         )
 
     def volume(self, queue: str) -> Volume:
-        """Bytes that this rank has sent from a queue ("gather", "reduce")."""
+        """Return the bytes that this rank has sent from a queue ("gather", "reduce")."""
         found = self._collectives.get(queue)
         return found.volume if found is not None else Volume()
 
     # -- control -----------------------------------------------------------------------------------
 
     def _run_control(self, what: str, work: Callable[[Any], object]) -> None:
-        """Run a collective in the control stream, once all ranks have come to the same. Blocks.
+        """Run a collective in the control stream, after the ranks have compared its name. Blocks.
 
         Raises: EngineClosed; RanksDiverged.
         """
@@ -264,28 +264,29 @@ class Comm:
         names = self._control_agreement
 
         def checked(group: Any) -> None:
-            # First: without it, ranks that differ would take each other's data for what they
-            # expect.
+            # First: otherwise ranks in different collectives would misinterpret each other's data.
             names.check(what)
             work(group)
 
-        # A fork is used beside the main thread, so its collectives have no place in the numbering.
+        # A fork's collectives run concurrently with the main thread's, so they have no number.
         self._control.submit(what, checked, numbered=self._owns_watchdog).wait()
 
     def check_same_collective(self, what: Callable[[], str]) -> None:
-        """Wait until all ranks have come here with the same `what`. Blocks. Raises: RanksDiverged.
+        """Wait until all ranks have called this with the same `what`. Blocks. Raises:
+        RanksDiverged.
 
-        what: called with several ranks only, since a name may take a digest to make.
+        what: returns the name; called only with several ranks, since it may compute a digest.
         """
         if self.world > 1:
             self._run_control(what(), lambda _group: None)
 
     def check_same_numbers(self, what: str, numbers: Sequence[float], names: Sequence[str]) -> None:
-        """Wait until all ranks have come here with the same `what` and the same numbers, but for
+        """Wait until all ranks have called this with the same `what`, and compare numbers up to
         rounding.
 
         Blocks. names: the name of each number, for the message.
-        Raises: RanksDiverged; ValueError on all ranks where numbers differ, and all may go on.
+        Raises: RanksDiverged; ValueError on all ranks if numbers differ, after which the engine can
+        continue.
         """
         if self.world == 1:
             return
@@ -307,15 +308,15 @@ class Comm:
         Blocks."""
         everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
         self._run_control(
-            # The length is in the name: ranks that differ in it would send messages that do not
-            # fit.
+            # The name has the length, so that ranks with different lengths raise instead of
+            # exchanging messages of different sizes.
             f"{what} of {mine.numel()}",
             lambda group: all_gather_single(everyone, mine, group=group),
         )
         return everyone.view(self.world, -1)
 
     def broadcast(self, what: str, values: torch.Tensor) -> None:
-        """Write rank 0's `values` (uint8, on the CPU) over those of the others. Blocks.
+        """Broadcast rank 0's `values` (uint8, on the CPU), in place. Blocks.
 
         what: its name, the same on all ranks. Raises: RanksDiverged.
         """
@@ -327,12 +328,12 @@ class Comm:
     def scatter(
         self, what: str, out: torch.Tensor, parts: Sequence[torch.Tensor] | None
     ) -> None:
-        """Fill `out` with this rank's one of the equal `parts` that rank 0 has; None on the others.
-        Bits of any dtype, on the CPU. Blocks.
+        """Scatter rank 0's equal `parts` (None on other ranks) to each rank's `out`, bitwise, for
+        any dtype, on the CPU. Blocks.
 
         what: its name, the same on all ranks. Raises: RanksDiverged.
         """
-        # As bytes: backends know fewer dtypes.
+        # As bytes: backends do not support all dtypes.
         pieces = None if parts is None else [part.view(uint8) for part in parts]
         self._run_control(
             f"scatter of {what}, {out.nbytes} bytes each",
@@ -340,29 +341,29 @@ class Comm:
         )
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """All-gather bytes of any length but 0, which may differ by rank. Blocks. Returns them by
-        rank."""
+        """All-gather bytes, at least one per rank; lengths may differ. Blocks. Returns them by
+        rank.
+        """
         if self.world == 1:
             return [data]
         sizes = self._all_gather_rows("object sizes", torch.tensor([len(data)]))[:, 0].tolist()
-        # Padded to the longest: an all_gather wants one length on all ranks.
+        # Padded to the longest, since an all_gather needs one length.
         mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         rows = self._all_gather_rows("object bytes", mine)
         return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def all_gather_vector(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-        """All-gather an fp32 vector [numel]. Every rank holds one part, from `start` on.
-        Blocks.
+        """All-gather an fp32 vector [numel], in which this rank's part begins at `start`. Blocks.
 
-        Bits are kept, those of NaN and of -0.0 too. Parts may be empty, and differ in length.
+        Bitwise, including NaN and -0.0. Parts may be empty, and differ in length.
         """
         if part.numel() == numel:
             start = 0
         whole = torch.zeros(numel, dtype=torch.float32)
         whole[start : start + part.numel()] = part
         if self.world > 1:
-            # Every element is one rank's and zero bits elsewhere: an integer sum copies them, while
-            # a sum of floats would turn -0.0 into 0.0.
+            # Each element is non-zero on one rank only, so an integer sum copies the bits; a float
+            # sum would turn -0.0 into 0.0.
             bits = whole.view(torch.int32)
             self._run_control(
                 f"a whole of {numel} from its parts",
@@ -371,8 +372,7 @@ class Comm:
         return whole
 
     def all_gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """All-gather numbers, as many on each rank, in double: those of rank 0, of rank 1, ...
-        Blocks."""
+        """All-gather numbers, equally many per rank, as fp64. Blocks. Returns them by rank."""
         if self.world == 1:
             return [list(values)]
         mine = torch.tensor(values, dtype=torch.float64)
@@ -380,17 +380,16 @@ class Comm:
         return rows
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Sum each value over ranks, in double. Blocks. The result has the same bits on every
-        rank."""
-        # Gathered and added in the order of ranks: an all_reduce may add in another order on each
-        # rank.
+        """Sum each value over ranks, in fp64. Blocks. All ranks get the same bits."""
+        # Gathered and added in the order of ranks: an all_reduce may add in a different order on
+        # each rank.
         first, *others = self.all_gather_floats(values)
         for row in others:
             first = [total + value for total, value in zip(first, row, strict=True)]
         return first
 
     def all_reduce_any(self, flags: Sequence[bool]) -> list[bool]:
-        """Combine flags over ranks: each is set in the result if any rank has set it. Blocks."""
+        """OR flags over ranks. Blocks."""
         if self.world == 1 or not flags:
             return list(flags)
         return [
@@ -401,8 +400,7 @@ class Comm:
         ]
 
     def differing_indices(self, values: Sequence[int]) -> list[int]:
-        """Compare whole numbers below 2^63 over ranks. Blocks. Returns the indices of those that
-        differ."""
+        """Compare integers below 2^63 over ranks. Blocks. Returns the indices of differing ones."""
         if self.world == 1 or not values:
             return []
         rows = self._all_gather_rows("comparison", torch.tensor(values, dtype=torch.int64))
@@ -411,19 +409,21 @@ class Comm:
     # -- failures and the end ----------------------------------------------------------------------
 
     def report_exception(self, where: str, error: BaseException) -> None:
-        """Tell ranks that wait for this one that its forward or backward broke off. Never
-        blocks."""
+        """Publish that this rank's forward or backward raised, for ranks that wait for it. Never
+        blocks.
+        """
         if self.watchdog is not None:
             self.watchdog.report_exception(where, error)
 
     def report_failure(self, error: BaseException) -> None:
-        """End the engine on all ranks, and publish why this one cannot go on. Never blocks."""
+        """End the engine on all ranks, and publish why this rank failed. Never blocks."""
         if self.watchdog is not None:
             self.watchdog.report_failure(error)
 
     def check_group(self) -> None:
-        """Raise ProcessGroupChanged if torch.distributed has a default group of another size by
-        now."""
+        """Raise ProcessGroupChanged if the size of torch.distributed's default group has
+        changed.
+        """
         check_group(self._group_world, self.world)
 
     def check(self) -> None:
@@ -432,44 +432,45 @@ class Comm:
             self.watchdog.check()
 
     def on_failure(self, callback: Callable[[], None]) -> None:
-        """Call this, in another thread, once a rank is known to have failed."""
+        """Register a callback for the first failure; the watchdog's thread calls it."""
         if self.watchdog is not None:
             self.watchdog.on_failure.append(callback)
 
     def check_stuck(self) -> None:
-        """Raise RankFailed once nothing on the device may end any more: a rank has failed, and the
-        abort of a group of NCCL hangs. Never blocks.
+        """Raise RankFailed once the device may be stuck: a rank has failed, and the abort of an
+        NCCL group hangs. Never blocks.
         """
         if self._stuck is not None:
-            # One exception is raised many times: its traceback would grow, and hold frames.
+            # The exception is raised repeatedly: without this its traceback would grow and hold
+            # frames.
             raise self._stuck.with_traceback(None)
 
     def drain(self) -> None:
-        """Block until no all_gather and no reduce_scatter is under way, on the device either.
+        """Block until no all_gather and no reduce_scatter is in progress, on the device either.
 
-        Raises: RankFailed where that cannot be had, after a rank has failed: the device is stuck,
-        and so may be all copies that are behind its kernels. Their memory must not be freed.
+        Raises: RankFailed if, after a rank's failure, the device is stuck. Copies queued behind its
+        kernels may be stuck, too, so their memory must not be freed.
         """
-        # A call that is stuck on the CPU holds the memory of its own tensors, and nothing else
-        # waits behind it.
+        # Only for a device: a call stuck on the CPU only uses its tensors' memory, and no copy
+        # waits for it.
         stream, watchdog = self._exchange, self.watchdog
         if stream is not None and watchdog is not None and not stream.drain() and stream.on_device:
             self._stuck = device_stuck(watchdog.failure)
         self.check_stuck()
 
     def _abort(self) -> None:
-        """Abort all groups, those of forks too; the watchdog's thread calls this at the first
+        """Abort all groups, including those of forks. The watchdog's thread calls this at the first
         failure.
         """
         watchdog = self.watchdog
-        # A copy: another thread may be making a group.
+        # A copy: another thread may be adding a group.
         if not abort_groups(list(self._groups)) and watchdog is not None:
             self._stuck = device_stuck(watchdog.failure)
 
     def close(self, *, ok: bool = True) -> None:
         """Close the communication streams, and publish that this rank leaves. Idempotent.
 
-        Blocks until what was submitted has ended, if all ranks live.
+        Blocks until all submitted work has ended, if no rank has failed.
         """
         streams = [self._control, self._exchange, *self._forks]
         for stream in streams:
@@ -480,23 +481,22 @@ class Comm:
         self._collectives.clear()
         if self.watchdog is not None and self._owns_watchdog:
             failed = self.watchdog.failure is not None
-            # After the communication streams, which still need its verdict on ranks that do not
-            # come.
+            # After the communication streams, which need it to detect failed ranks.
             self.watchdog.close(ok)
             if self._abort in self.watchdog.on_failure:
                 self.watchdog.on_failure.remove(self._abort)
             while self._groups:
                 group = self._groups.pop()
-                # An aborted group has no peers to part from, and destroying it would wait for a
-                # call that is stuck in it.
+                # An aborted group is not destroyed: that would wait for a stuck call in it.
                 if not failed and dist.is_initialized():
                     dist.destroy_process_group(group)
         self.watchdog = None
 
 
 def device_stuck(failure: RankFailed | None) -> RankFailed:
-    """Make the error of collectives that cannot be broken off. failure: of the rank that they wait
-    for."""
+    """Return the error for collectives that cannot be aborted. failure: of the rank that they wait
+    for.
+    """
     return RankFailed(
         f"{failure}; collectives that wait for it cannot be broken off, and what is behind them on "
         "the device never ends: the engine keeps its memory, and this process must end",
@@ -505,11 +505,11 @@ def device_stuck(failure: RankFailed | None) -> RankFailed:
 
 
 def digest(values: Tensor) -> int:
-    """Digest of a tensor's bits, below 2^63. Copies a tensor that is not on the CPU or not
+    """Return a digest of a tensor's bits, below 2^63. Copies a tensor that is not on the CPU or not
     contiguous.
 
-    Ranks compare digests before values have an effect. Each rank keeps only its part of them, and
-    parts of different values would make a whole that no rank has. No loss would show that.
+    Ranks compare digests of values before they assign them. Each rank stores only its part of the
+    values, so different values would silently combine to a mixture.
     """
     return (
         xxhash.xxh3_64_intdigest(
@@ -521,11 +521,13 @@ def digest(values: Tensor) -> int:
 
 
 def digest_of_text(text: str) -> int:
-    """Digest of a text, below 2^63."""
+    """Return a digest of a text, below 2^63."""
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 def fingerprinted(what: str, number: int) -> str:
-    """Name of a collective with the digest of its values, for `Comm.check_same_collective`."""
-    # At the end of the name: only the end of a long name travels.
+    """Return a collective's name with the digest of its values, for
+    `Comm.check_same_collective`.
+    """
+    # At the end, since only the end of a long name is sent.
     return f"{what} (digest {number:016x})"

@@ -1,8 +1,7 @@
-"""Heartbeat: one small record per rank in the store of the default group, which all ranks read.
+"""Heartbeat: each rank writes a small record to the default group's store, and all ranks read it.
 
-A thread of its own talks to the store, because a store whose host is stopped holds the caller for
-as long as that lasts. `Host` and `PeerProcess` tell which ranks run on this host, and whether they
-live; they read /proc, and ask nothing of the network.
+A separate thread calls the store, because a call blocks while the store's host is stopped. `Host`
+and `PeerProcess` find the ranks on this host and whether they are alive, by /proc alone.
 """
 
 from __future__ import annotations
@@ -31,44 +30,46 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EPERM, errno.EACCES)
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """Host that a process runs on. Each container, or network namespace, of a machine is one."""
+    """Host of a process. Each network namespace (container) of a machine is a separate host."""
 
     name: str
     boot_id: str
     network: int
-    """Inode of the network namespace, within which an address reaches one host."""
+    """Inode of the network namespace."""
     pids: int
-    """Inode of the pid namespace, within which a pid means one process."""
+    """Inode of the pid namespace, in which pids are unique."""
 
     @classmethod
     def this(cls) -> Host:
-        """Read the host of this process."""
+        """Return the host of this process."""
         return cls(platform.node(), this_boot(), _namespace("net"), _namespace("pid"))
 
     @property
     def node(self) -> tuple[str, str, int]:
-        """Key that is equal for processes of one node. Without a boot id, the host's name decides.
+        """Key that is equal for processes of one node: by boot id, or without one by the host's
+        name.
         """
         return (self.boot_id or self.name, "" if self.boot_id else self.name, self.network)
 
     def sees(self, other: Host) -> bool:
-        """Check that a pid of `other` can be looked up here."""
-        # Inodes of namespaces repeat after a boot, and on other machines.
+        """Return whether a pid of `other` can be looked up here."""
+        # With the boot id, since inodes of namespaces are not unique across boots and machines.
         return bool(self.boot_id) and (self.boot_id, self.pids) == (other.boot_id, other.pids)
 
 
 class PeerProcess:
     """Process of another rank on this host.
 
-    Named by pid and start time: a pid that was used again is another process.
+    Identified by pid and start time, since pids are reused.
     """
 
     def __init__(self, pid: int, start_time: int) -> None:
         self.pid = pid
         self._start_time = start_time
         self.fd = -1
-        """pidfd, readable when the process has ended; -1 where the kernel forbids it, or it is
-        gone."""
+        """pidfd, readable when the process has ended; -1: forbidden by the kernel, or no such
+        process.
+        """
         try:
             self.fd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -81,16 +82,16 @@ class PeerProcess:
                 error,
             )
             return
-        # 0 where it has just ended, which the pidfd says, or where /proc hides the processes of
-        # other users. Looked at after opening: from here on the pidfd is that of this process.
+        # Compared after opening, since the pidfd then refers to one process. 0: it has just ended,
+        # which the pidfd shows, or /proc hides other users' processes.
         if start_time_of(pid) not in (0, start_time):
             self.close()
 
     def ended(self) -> bool:
-        """Check whether it has ended; a zombie has."""
+        """Return whether it has ended or is a zombie."""
         if self.fd >= 0:
             poll = select.poll()
-            # A zombie's pidfd is readable too.
+            # A zombie's pidfd is readable, too.
             poll.register(self.fd, select.POLLIN)
             return bool(poll.poll(0))
         return start_time_of(self.pid) != self._start_time
@@ -110,40 +111,40 @@ def _namespace(kind: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class RankRecord:
-    """State that a rank publishes about itself."""
+    """State that a rank publishes."""
 
     host: tuple[str, str, int, int] = ("", "", 0, 0)
     pid: int = 0
     start_time: int = 0
     beat: int = 0
     number: int = 0
-    """Count of the collectives that its main thread has submitted."""
+    """Number of collectives that its main thread has submitted."""
     last: str = ""
-    """Name of the last of them."""
+    """Name of the last submitted collective."""
     recent: tuple[tuple[int, str], ...] = ()
-    """Numbers and names of the last few, while it waits for one."""
+    """Numbers and names of the last few collectives, published while the rank waits."""
     raised: tuple[tuple[int, str], ...] = ()
-    """Forwards and backwards that broke off: the number before each, and the error."""
+    """Forwards and backwards that raised: (last collective's number before, error)."""
     failed: tuple[int | None, str] | None = None
     """Failure that ended its engine: the rank that caused it, and the message."""
     left: str = ""
-    """"closed" or "ended", once it has left."""
+    """"closed" or "ended" once it has left."""
     read: bool = False
-    """Acknowledgement that rank 0, whose process may host the store, has left."""
+    """Acknowledges that rank 0, whose process may host the store, has left."""
 
     @property
     def names(self) -> dict[int, str]:
-        """Names of its collectives, as far as they are known, by number."""
+        """Number -> name of its published collectives."""
         return {**dict(self.recent), **({self.number: self.last} if self.last else {})}
 
     @classmethod
     def parse(cls, text: bytes) -> RankRecord:
-        """Parse the text that `json` made. Raises: ValueError for another one: whoever reaches the
-        store's port may write there.
+        """Parse the text of `json`. Raises: ValueError for invalid text, since any process that
+        reaches the store's port may write to it.
         """
         try:
             found = json.loads(text)
-            # JSON has lists only; records are compared, and tuples compare with tuples.
+            # JSON has no tuples; converted, since records are compared.
             found["host"] = tuple(found["host"])
             found["recent"] = tuple((int(number), str(what)) for number, what in found["recent"])
             found["raised"] = tuple((int(number), str(why)) for number, why in found["raised"])
@@ -157,7 +158,7 @@ class RankRecord:
             rank, message = record.failed or (None, "")
             whole &= (rank is None or type(rank) is int) and type(message) is str
             whole &= [type(each) for each in record.host] == [str, str, int, int]
-        # Each is raised by values of another type than a record has.
+        # Raised by values of wrong types.
         except (
             ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
         ) as error:  # fmt: skip
@@ -167,16 +168,15 @@ class RankRecord:
         return record
 
     def json(self) -> str:
-        """Format the record for the store."""
+        """Return the record as JSON, for the store."""
         return json.dumps(dataclasses.asdict(self))
 
 
 class Heartbeat:
-    """Thread that writes this rank's record, and reads those of all ranks, about every
-    `interval_s`.
+    """Thread that writes this rank's record and reads all ranks' records, about every `interval_s`.
 
-    quiet_s: changes that are not urgent (`number`) are written at most this often.
-    on_exchange: called from the thread after every exchange, and when the store is lost.
+    quiet_s: minimum seconds between writes of non-urgent changes (`number`).
+    on_exchange: called by the thread after every exchange, and when the store is lost.
     """
 
     def __init__(
@@ -198,20 +198,20 @@ class Heartbeat:
         self._urgent = True
         self._stop = False
         self._begun = 0
-        self._written_s = -1e9  # so that the first record is written at once
-        # Keys that have been seen: they never go, so each is checked for once.
+        self._written_s = -1e9  # the first record is written immediately
+        # Ranks whose keys exist. Keys are never deleted, so each is checked until it is found.
         self._on_store: set[int] = set()
         self.beating = False
-        """True where each exchange counts `beat` up and writes it.
+        """True: each exchange increments and writes `beat`.
 
-        Ranks of other hosts have no other sign of life. Between ranks of one host it would only
-        load the store.
+        It shows ranks on other hosts that this rank is alive; on one host it would only load the
+        store.
         """
         self.rounds = 0
-        """Count of the exchanges that have ended."""
+        """Number of the last completed exchange."""
         self.records: list[RankRecord | None] = [None] * world
         self.lost: str = ""
-        """Error of the lost store, if it is lost; the records are then the last that were read."""
+        """Error by which the store was lost, or ""; `records` are then the last ones read."""
         self._thread = threading.Thread(target=self._run, name="infinity-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -219,7 +219,7 @@ class Heartbeat:
         self._thread.start()
 
     def publish(self, *, urgent: bool = True, **fields: Any) -> None:
-        """Change fields of this rank's record. Does not block. urgent: write it at once."""
+        """Change fields of this rank's record. Never blocks. urgent: write it immediately."""
         with self._changed:
             self._mine = dataclasses.replace(self._mine, **fields)
             if urgent:
@@ -227,12 +227,12 @@ class Heartbeat:
                 self._changed.notify_all()
 
     def refresh(self, limit_s: float) -> bool:
-        """Wait for an exchange that begins after this call, for `limit_s` at most.
+        """Wait for an exchange that begins after this call, at most `limit_s` seconds.
 
-        Returns whether there was one.
+        Returns False at the timeout, or if the store is lost.
         """
         with self._changed:
-            # One that runs now may have read the other records already.
+            # Not the current exchange, which may already have read the records.
             wanted = self._begun + 1
             self._urgent = True
             self._changed.notify_all()
@@ -242,7 +242,8 @@ class Heartbeat:
             )
 
     def stop(self, limit_s: float) -> None:
-        """Write the last changes, and end the thread. After `limit_s` it is left to end by itself.
+        """Write the last changes, and end the thread. Blocks at most `limit_s`, then leaves the
+        thread running.
         """
         with self._changed:
             self._stop = True
@@ -251,15 +252,15 @@ class Heartbeat:
             self._thread.join(limit_s)
 
     def _run(self) -> None:
-        # The store raises what its transport does: RuntimeError, DistError, OSError.
+        # The store raises RuntimeError, DistError (a RuntimeError) or OSError.
         try:
-            # `_stop` is read without the condition: a late reading costs one more exchange.
+            # `_stop` is read without the lock: a stale value costs one exchange.
             while not self._stop:
                 self._exchange()
                 self._on_exchange()
                 with self._changed:
                     self._changed.wait_for(lambda: self._urgent or self._stop, self._interval_s)
-            # The last record, that this rank has left, must still be written.
+            # Write the last record, which says that this rank has left.
             if self._urgent:
                 self._exchange()
         except (RuntimeError, OSError, ValueError) as error:
@@ -268,27 +269,25 @@ class Heartbeat:
                 self._changed.notify_all()
             self._on_exchange()
         finally:
-            # The connection is this thread's: closing it elsewhere could wait for a stuck call.
+            # Closed in this thread: in another, closing could wait for a stuck call.
             self._store = None
 
     def _exchange(self) -> None:
         with self._changed:
             self._begun += 1
-            # `rounds` becomes this number: `refresh` waits for an exchange that began after it was
-            # called.
+            # `rounds` is set to this number at the end, for `refresh`.
             begun = self._begun
             if self.beating:
                 self._mine = dataclasses.replace(self._mine, beat=self._mine.beat + 1)
             due = self._urgent or self.beating or time.monotonic() - self._written_s > self._quiet_s
             self._urgent = False
             mine = self._mine
-        # An unchanged record is not written again: each write is a request to one host for all
-        # ranks.
+        # Unchanged records are not written, since one host serves the requests of all ranks.
         if due and mine != self.records[self._rank]:
             self._store.set(str(self._rank), mine.json())
             self._written_s = time.monotonic()
         others = [other for other in range(self._world) if other != self._rank]
-        # get() waits for a key that is not there yet, so each is checked for until it has come.
+        # get() blocks on a missing key, so check first.
         for other in others:
             if other not in self._on_store and self._store.check([str(other)]):
                 self._on_store.add(other)
@@ -304,7 +303,7 @@ class Heartbeat:
     def _read(self, keys: list[str]) -> list[bytes]:
         if not keys:
             return []
-        # One request for all keys, where the store knows it.
+        # One request for all keys, if the store supports it.
         if self._store.has_extended_api():
             return list(self._store.multi_get(keys))
         return [self._store.get(key) for key in keys]

@@ -1,61 +1,60 @@
-"""Agreement of ranks on the order of collectives. Before each collective the ranks compare its
-name; where there are several queues, rank 0 also names the queue of the next collective.
+"""Ordering agreement: before each collective the ranks compare its name; for several queues, rank 0
+also chooses the queue of the next collective.
 
-    check      all ranks have come to the same collective                     (control streams)
-    follow     rank 0's name has come: from which queue is the next one?      (other ranks)
-    agree      all ranks launch the same one from this queue, and are ready   (the exchange stream)
+    check      compare the name of this collective                            (control streams)
+    follow     receive rank 0's choice of the next queue                      (other ranks)
+    agree      compare the name; all ranks are ready to launch it             (exchange stream)
 
-Names travel between the ranks that exchange data: if any two ranks differ, some such pair does.
-Rank 0's name reaches the ranks of its node and its counterparts on the other nodes directly, and
-the others through the counterpart on their node. So naming the queue needs no messages of its own:
-a rank only waits for its parent's name before it sends its own.
+A rank sends its name to the ranks with which it exchanges data: if any two ranks differ, some such
+pair does. Rank 0's choice reaches the ranks of its node and its counterparts directly, and other
+ranks through the counterpart on their node. So the choice needs no additional messages: a rank only
+waits for the name from its parent (rank 0, or its node's first rank) before it sends a name.
 
-With its name a rank also says whether its input is missing. If one rank's input is missing, no
-rank runs the collective. With several nodes of several ranks this takes one more exchange, because
-no rank hears of all others directly; only collectives that may be refused pay for it.
+The message also says whether the rank lacks its input. If any rank does, no rank runs the
+collective. With several nodes of several ranks this needs a second exchange, because no rank
+receives messages from all others; only collectives that may be refused have it.
 
 # Launch order
 
-A rank launches collectives from several queues in one order, the same on all ranks:
+All ranks launch collectives from several queues in one order:
 
     queues     each in the order of the program, which is the same on every rank
-    rank 0     launches the head that is ready first, and names its queue to the others
-    the others launch the head of the queue that was named, once it is submitted and ready there
+    rank 0     launches the head that is ready first, and sends its queue
+    others     launch the head of that queue, once it is submitted and ready there
 
-Ready means that what the collective needs of this rank alone is there: a shard has been read.
+A collective is ready on a rank when this rank's shard has been read.
 
-Launching in one order is what NCCL demands of collectives that share a device, and what a
-communicator demands of those that share it. Choosing on one rank lets a reduction pass a gather
-whose drive is slow, which the order of submission would not.
+NCCL requires one launch order for all collectives on a device, and a communicator for all its
+collectives. The order of submission would satisfy this, but rank 0's choice also lets a reduction
+overtake a gather that waits for a slow drive.
 
-**No deadlock.** Let c1, c2, ... be the collectives in the order in which rank 0 names them. Rank 0
-names c(n) once its own program has submitted it. Everything that its program had waited for by then
-was complete there, and so was launched by all ranks: it is among c1 ... c(n-1), or in a
-communication stream of its own. Another rank runs the same program and so waits, up to its own
-submission of c(n), for the same collectives only. By induction they complete, it submits c(n), and
-c(n) gets ready if readiness depends on no collective but those. It does not, wait by wait:
+**No deadlock.** Let c1, c2, ... be the collectives in the order in which rank 0 chooses them. Rank
+0 chooses c(n) after its program has submitted it. Every collective that its program had waited for
+by then was complete there, and so was launched by all ranks: it is among c1 ... c(n-1), or in
+another communication stream. Every other rank runs the same program, and so waits, before it
+submits c(n), only for the same collectives. By induction they complete, the rank submits c(n), and
+c(n) becomes ready if its readiness depends on no other collectives. It does not, wait by wait:
 
-- reads of the shard wait for slots of the executor, for their turn on a chunk, for a drive. Jobs
-  that hold slots or come before on a chunk are reads, writes and updates that are submitted, and
-  these wait for nothing but each other, closed gates and the device. A closed gate holds no slot
-  that a read wants (`inf_prefetch_yield`), and waiting for a ticket lets gates that are before it
-  on a chunk escape. A gate is open before a gather is submitted behind its update;
-- a shard that its rank lacks, since an update failed there, is ready: the ranks refuse its gather
-  in its turn (`comm_streams`);
+- reads of the shard wait for slots of the executor, for earlier jobs on a chunk, for a drive. Jobs
+  with slots and earlier jobs are submitted reads, writes and updates, which only wait for each
+  other, closed gates and the device. Jobs at a closed gate yield their slots to reads
+  (`inf_prefetch_yield`), and waiting for a ticket makes the gates before it on a chunk escape. A
+  gate is open before a gather that depends on its update is submitted;
+- a shard that is missing because an update failed counts as ready: the ranks refuse its gather in
+  its turn (`comm_streams`);
 - an update reads gradients of accumulators, which are reduced before it is submitted;
-- copies to a device wait for the compute stream, which waits for collectives that were launched:
-  `PendingCollective.wait` orders a stream behind an event that exists only then;
-- memory of the unit, of its gradients, of windows is taken by the thread that submits, before it
-  submits. That thread may have to wait: for a reduction or an evicted gather, the same ones on all
-  ranks (`REDUCING_UNITS`, `Unsharder._may_evict`); or for a copy or an update, as above.
-  Memory that a launch itself allocates may wait for the device, which again runs only what was
-  launched.
+- copies to a device wait for the compute stream, which only waits for launched collectives:
+  `PendingCollective.wait` makes a stream wait for an event that is recorded at the launch;
+- memory of the unit, its gradients and windows is allocated by the submitting thread, before it
+  submits. That thread may wait for a reduction or an evicted gather, the same ones on all ranks
+  (`REDUCING_UNITS`, `Unsharder._may_evict`), or for a copy or an update, as above. Memory that a
+  launch allocates may wait for the device, which only runs launched work.
 
-With `find_unused_parameters` programs differ in the units that they use. They submit the same in
-one order all the same (`Unsharder._fill_all`, `ReduceOrder`), but a rank may wait for a gather that
-rank 0 does not want. All gathers are submitted before the forward, and rank 0 waits for all of them
-before it submits a reduction (`Unsharder.backward_start`). So no reduction is named before such a
-gather.
+With `find_unused_parameters` the ranks' programs use different units. They still submit the same
+collectives in one order (`Unsharder._fill_all`, `ReduceOrder`), but a rank may wait for a gather
+that rank 0 does not use. All gathers are submitted before the forward, and rank 0 waits for all of
+them before it submits a reduction (`Unsharder.backward_start`). So no reduction is chosen before
+such a gather.
 """
 
 from __future__ import annotations
@@ -72,42 +71,43 @@ from infinity._src.distributed.topology import Topology
 from infinity.errors import RanksDiverged
 
 NAME_BYTES = 128
-"""Bytes of a name that travel, the queue and what the rank lacks among them."""
+"""Bytes of a message: whether input is missing, queue, and name."""
 
-# In a message: whether the rank lacks what it needs; the queue; the name.
+# Offsets in a message: whether the rank lacks its input; the queue; the name.
 _LACKS_AT, _QUEUE_AT, _NAME_AT = range(3)
 
 
 class OrderAgreement:
-    """Exchange of names over one group. Methods block; one thread calls at a time.
+    """Exchange of names over one group. Methods block. Not thread-safe.
 
-    group: of gloo, since names are CPU tensors whatever the data is.
+    group: of gloo, since names are always CPU tensors.
     """
 
     def __init__(self, topology: Topology, group: Any) -> None:
         self.rank = topology.rank
         self._group = group
         self._others = sorted({*topology.node_ranks, *topology.counterparts} - {topology.rank})
-        # The node's first rank has rank 0 as its counterpart.
+        # Rank 0's choice comes from rank 0, or else from the node's first rank, its counterpart.
         parent = 0 if 0 in self._others else topology.node_ranks[0]
         self.parent = parent if topology.rank != 0 else None
-        """Rank from which the name of the next collective comes; None on rank 0, which chooses."""
+        """Rank from which `follow` receives; None on rank 0, which chooses."""
         self._indirect = min(topology.nodes, topology.local_world) > 1
-        # Received by `follow`, and compared by `agree`.
+        # The message that `follow` has received, for `agree` to compare.
         self._named: torch.Tensor | None = None
 
     def check(self, what: str) -> None:
-        """Wait until the ranks that this one exchanges data with have come to the same collective.
+        """Wait until the ranks with which this rank exchanges data have reached the same
+        collective.
 
-        Without this, ranks whose programs differ would take each other's data for what they expect.
+        Without this, ranks whose programs differ would misinterpret each other's data.
         Raises: RanksDiverged.
         """
         self.agree(0, what)
 
     def follow(self) -> int:
-        """Wait for the parent's name of the next collective, and return the queue that it is in.
+        """Wait for the parent's message about the next collective, and return its queue.
 
-        `agree` must follow, for the head of this queue. Not called on rank 0.
+        The caller then calls `agree` for the head of this queue. Not on rank 0.
         """
         assert self.parent is not None
         assert self._named is None
@@ -117,12 +117,11 @@ class OrderAgreement:
         return int(named[_QUEUE_AT])
 
     def agree(self, queue: int, what: str, *, lacks: bool | None = None) -> bool:
-        """Send this rank's name, and wait until the others have sent the same one. Returns whether
-        any rank lacks what the collective needs, the same on all ranks. queue: up to 255.
+        """Exchange names, and wait until the other ranks have sent the same one. Returns whether
+        any rank lacks its input, the same value on all ranks. queue: up to 255.
 
-        lacks: whether this one does; None where no rank can, for this collective. After it no rank
-        that this one exchanges data with waits for anything but the exchange. Raises:
-        RanksDiverged.
+        lacks: whether this rank lacks its input; None if the collective cannot be refused. After
+        the call, all ranks with which this rank exchanges data are ready. Raises: RanksDiverged.
         """
         mine = _encode(queue, what, lacks=bool(lacks))
         theirs = {rank: torch.zeros(NAME_BYTES, dtype=torch.uint8) for rank in self._others}
@@ -132,7 +131,7 @@ class OrderAgreement:
             assert self.parent is not None
             theirs[self.parent] = received
             del wanted[self.parent]
-        # All sends and receives in one batch, so that no rank waits for another's receive.
+        # One batch, so that no rank's send waits for another's receive.
         self._exchange(
             [dist.P2POp(dist.isend, mine, rank, self._group) for rank in self._others]
             + [dist.P2POp(dist.irecv, to, rank, self._group) for rank, to in wanted.items()]
@@ -151,7 +150,9 @@ class OrderAgreement:
         return self._any(lacking) if self._indirect and lacks is not None else lacking
 
     def _any(self, lacking: bool) -> bool:
-        """Unite over all ranks what each has united over those that it hears of directly."""
+        """OR the ranks' results once more, which covers ranks that exchange no messages
+        directly.
+        """
         mine = torch.tensor([lacking], dtype=torch.uint8)
         theirs = [torch.zeros_like(mine) for _ in self._others]
         self._exchange(
@@ -169,8 +170,8 @@ class OrderAgreement:
 
 
 def _encode(queue: int, what: str, *, lacks: bool) -> torch.Tensor:
-    """Encode a queue, what the rank lacks and the end of a name in a message of fixed size."""
-    # The end tells most: it has the unit and the digest, and names begin alike.
+    """Encode queue, `lacks` and the end of a name in a message of fixed size."""
+    # The end of a name has the unit and the digest; names begin alike.
     text = what.encode()[_NAME_AT - NAME_BYTES :]
     return torch.tensor(
         [lacks, queue, *text.ljust(NAME_BYTES - _NAME_AT, b"\0")], dtype=torch.uint8
@@ -185,11 +186,11 @@ T = TypeVar("T")
 
 
 class LaunchOrder(Generic[T]):
-    """Queues of one rank. No thread and no message; its user locks it."""
+    """Queues of one rank. Not thread-safe."""
 
     def __init__(self, queues: Sequence[str]) -> None:
         self.names = tuple(queues)
-        # Each entry with its place in the program, over all queues.
+        # Entries: (position in the order of submission over all queues, item).
         self._queues: list[deque[tuple[int, T]]] = [deque() for _ in queues]
         self._count = 0
 
@@ -202,19 +203,19 @@ class LaunchOrder(Generic[T]):
         self._count += 1
 
     def head(self, queue: int) -> T | None:
-        """Return the next item of a queue, by its index; None if none is submitted."""
+        """Return the head of a queue, by its index; None if it is empty."""
         waiting = self._queues[queue]
         return waiting[0][1] if waiting else None
 
     def choose(self, ready: Callable[[T], bool]) -> int | None:
-        """Return the queue whose head is ready; of several the one that was submitted first."""
+        """Return the queue whose head is ready; of several, the one with the earliest head."""
         heads = [(*waiting[0], at) for at, waiting in enumerate(self._queues) if waiting]
-        # By the place in the program: a queue must not starve another.
+        # By order of submission, so that no queue starves.
         heads.sort(key=lambda head: head[0])
         return next((at for _, item, at in heads if ready(item)), None)
 
     def oldest(self) -> int | None:
-        """Return the queue whose head was submitted first; None if all are empty."""
+        """Return the queue with the earliest head; None if all are empty."""
         return self.choose(lambda _item: True)
 
     def pop(self, queue: int) -> T:

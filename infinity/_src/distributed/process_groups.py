@@ -1,17 +1,17 @@
-"""Process groups of communication streams, and aborting the collectives that are stuck in them.
+"""Process groups of communication streams, and the abort of stuck collectives in them.
 
-`ProcessGroupGloo.abort` does nothing in torch 2.13: a stuck collective stays so until its timeout
-(a test would notice the change). But gloo fails at once when a connection closes. So aborting shuts
-down this group's own connections. They are the sockets in the epoll set that gloo made for the
-group; it is found by what new_group() adds to the process's descriptors.
+`ProcessGroupGloo.abort` has no effect in torch 2.13 (a test checks this): a stuck collective
+remains until its timeout. But gloo fails immediately when a connection closes. So aborting shuts
+down the group's connections. They are the sockets in the group's epoll set, which is the descriptor
+that new_group() adds to the process.
 
-One gap is gloo's: gloo does not end a send that is in the middle of a write when its connection
-closes, so a thread that waits for that send waits until the timeout. Nothing comes to its memory
-any more, and the thread is given up.
+One limitation: when a connection closes in the middle of a write, gloo does not end this send, so a
+thread that waits for it waits until the timeout. No data reaches its memory any more, and the
+thread is abandoned.
 
-NCCL has an abort of its own. torch's watchdog would end the process by SIGABRT on an error of NCCL
-or a timeout, before a `RankFailed` that names the rank could be raised. It is switched off for the
-groups made here, as torch asks of programs that abort by themselves.
+NCCL has an abort. On an NCCL error or timeout torch's watchdog would end the process by SIGABRT,
+before a `RankFailed` that names the rank could be raised. It is disabled for the groups created
+here, as torch recommends to programs that abort by themselves.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ import torch.distributed as dist
 
 log = logging.getLogger("infinity")
 
-# Aborts of NCCL are over by then, or hang.
+# Seconds after which an NCCL abort counts as hanging.
 ABORT_S = 5.0
-# NoHandling = 0: errors and timeouts of NCCL are this engine's to handle.
+# 0 (NoHandling): the engine handles errors and timeouts of NCCL.
 _TEARDOWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# The group's own timeout comes this much after the watchdog's, which names the rank.
+# The group's timeout exceeds the watchdog's by this, since the watchdog's error names the rank.
 SLACK_S = 60.0
 _EPOLL = "anon_inode:[eventpoll]"
 _EPOLLS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# One at a time: the descriptors that a group adds are found by comparing before and after.
+# One group at a time: its descriptors are the difference of before and after.
 _MAKING = threading.Lock()
 
 
 def make_group(
     *, timeout_s: float, ranks: Sequence[int] | None = None, backend: str = "gloo"
 ) -> dist.ProcessGroup | None:
-    """Make a group of `ranks` (None: all) that `abort_groups` can abort; None on ranks outside
-    of it.
+    """Create a group of `ranks` (None: all) that `abort_groups` can abort. Returns None on ranks
+    outside of it.
 
-    Collective over the whole world: every rank makes the same groups in the same order, while no
-    other thread of the rank makes one. Blocks.
-    timeout_s: the watchdog's. The group's own is later, so that the watchdog's message is raised.
+    Collective over all ranks: every rank creates the same groups in the same order, from one thread
+    at a time. Blocks. timeout_s: the watchdog's; the group's is SLACK_S longer, so that the
+    watchdog's error is raised.
     """
     with _MAKING:
         before = _epolls()
@@ -63,11 +63,11 @@ def make_group(
             )
         added = _epolls() - before
     if not isinstance(group, dist.ProcessGroup):
-        return None  # torch returns a sentinel to ranks that are not members
-    # Descriptors that another backend has added are not gloo's connections.
+        return None  # torch returns a sentinel on ranks that are not members
+    # Only gloo's connections are shut down.
     if backend != "gloo":
         return group
-    # Another thread may have opened an epoll set meanwhile: with several no guess is made.
+    # Another thread may have created an epoll set meanwhile; then the group's is unknown.
     if len(added) == 1:
         _EPOLLS[group] = added.pop()
     else:
@@ -80,20 +80,19 @@ def make_group(
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_S) -> bool:
-    """Make the collectives of these groups fail on this rank, running ones included. The groups are
-    unusable then.
+    """Make the collectives of these groups fail on this rank, including running ones. The groups
+    are unusable afterwards.
 
-    Blocks for `limit_s` at most. Returns False where the abort of a group of NCCL hangs or fails:
-    its kernels may be stuck on the device, and all that waits behind them. Collectives of gloo
-    whose connections are not known end with their timeout.
+    Blocks for `limit_s` at most. Returns False if the abort of an NCCL group hangs or fails: its
+    kernels, and work queued behind them, may be stuck on the device. Collectives of a gloo group
+    with unknown connections end with their timeout.
     """
     threads: list[threading.Thread] = []
     aborted: list[dist.ProcessGroup] = []  # of NCCL
     for group in groups:
         try:
             if group in _EPOLLS:
-                # gloo fails at once when a connection closes, so this ends the calls that wait in
-                # it.
+                # Ends gloo's waiting calls.
                 for fd in _watched(_EPOLLS.pop(group)):
                     _shut_down(fd)
             elif dist.get_backend(group) == "nccl":
@@ -102,12 +101,12 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_
                 )
             else:
                 log.debug("a process group cannot be aborted")
-        # The other groups are aborted all the same.
+        # Continue with the other groups.
         except Exception:
             log.exception("a process group cannot be aborted")
-    # gloo first, since aborting NCCL may hang. All of NCCL together: one communicator's abort may
-    # wait for a kernel that waits for another communicator's. And each in a thread, because there
-    # is no way out of a call that hangs.
+    # NCCL last, since its abort may hang. All NCCL groups concurrently, since one's abort may wait
+    # for a kernel that waits for another group. In threads, because a hanging call cannot be
+    # interrupted.
     for thread in threads:
         thread.start()
     end_s = time.monotonic() + limit_s
@@ -129,15 +128,15 @@ def _abort_nccl(group: dist.ProcessGroup, aborted: list[dist.ProcessGroup]) -> N
     try:
         group.abort()
         aborted.append(group)
-    # No thread waits for this one's error.
+    # Logged, since no thread joins for the error.
     except Exception:
         log.exception("a communicator of NCCL cannot be aborted")
 
 
 @contextlib.contextmanager
 def _without_teardown() -> Iterator[None]:
-    """Switch off that torch's watchdog ends the process, for groups of NCCL made in the block."""
-    # Read once, by the group's constructor. The older name counts where the first one is not set.
+    """Keep torch's watchdog from ending the process, for NCCL groups created in the block."""
+    # The group's constructor reads the variable; this name has precedence over the older one.
     before = os.environ.get(_TEARDOWN)
     os.environ[_TEARDOWN] = "0"
     try:
@@ -152,23 +151,23 @@ def _without_teardown() -> Iterator[None]:
 def _epolls() -> set[int]:
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
+        with contextlib.suppress(OSError):  # the listing's descriptor is already closed
             if str(entry.readlink()) == _EPOLL:
                 found.add(int(entry.name))
     return found
 
 
 def _watched(epoll: int) -> list[int]:
-    """Read the descriptors in an epoll set from /proc."""
+    """Return the descriptors in an epoll set, from /proc."""
     text = Path(f"/proc/self/fdinfo/{epoll}").read_text(encoding="ascii")
     return [int(fd) for fd in re.findall(r"^tfd:\s*(\d+)", text, re.MULTILINE)]
 
 
 def _shut_down(fd: int) -> None:
-    with contextlib.suppress(OSError):  # not a socket, not connected, or closed meanwhile
-        # A duplicate, so that closing it leaves gloo's descriptor open.
+    with contextlib.suppress(OSError):  # not a connected socket, or closed meanwhile
+        # A duplicate, so that gloo's descriptor stays open.
         with socket.socket(fileno=os.dup(fd)) as connection:
-            # Raises for the listener, which is left alone: gloo ends the process when accepting
+            # Raises for the listener, which must not be shut down: gloo ends the process if accept
             # fails.
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)

@@ -1,13 +1,12 @@
-"""Rendezvous: ranks that set something up in rounds of all_gather, and fail together.
+"""Rendezvous: ranks exchange objects in rounds of all_gather, and fail together.
 
     with Rendezvous(comm, "inf.offload") as rendezvous:
         everyone = rendezvous.all_gather_object({"free": 12})     # a round
         ...                                                       # an error is sent in the next one
                                                                   # the end is a round, too
 
-Every round is the same collective, whatever it is for. So a rank that fails between two rounds
-takes part in the next one of the others with its failure, and no rank waits for a round that does
-not come.
+Every round is the same collective. So a rank that fails between two rounds sends its failure in the
+others' next round, and no rank waits for one that never comes.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ _ERROR_CHARACTERS_MAX = 2000
 class Rendezvous:
     """Context in which the ranks of `comm` exchange objects in rounds, and fail together.
 
-    what: named in errors. With one rank nothing is sent. Inside, ranks call another collective
-    only where no rank can have failed since the last round. Leaving the context without an error is
-    the last round, unless `end` was called before. An error that is no Exception
-    (KeyboardInterrupt) is not sent.
+    what: named in errors. With one rank there are no messages. Inside the context, call other
+    collectives only if no rank can have failed since the last round. Leaving the context without an
+    error runs the last round, unless `end` was called. A BaseException such as KeyboardInterrupt is
+    not sent.
     """
 
     def __init__(self, comm: Comm, what: str) -> None:
@@ -50,13 +49,13 @@ class Rendezvous:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # With one rank nothing is sent; after `end`, or a failed round, no rank waits for another.
+        # One rank, or after `end` or a failed round: no other rank waits for a round.
         if self._over:
             return
         if error is None:
             self.end()
         elif isinstance(error, Exception):
-            # The others are in their next round, or come to it: this is this rank's part of it.
+            # Take part in the next round of the other ranks, with the failure.
             self._over = True
             try:
                 self._gather({"failed": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS_MAX]})
@@ -68,16 +67,15 @@ class Rendezvous:
                 )
 
     def all_gather_object(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """All-gather one object (JSON) from each rank in a round. Collective; blocks. Returns them
-        by rank.
+        """All-gather a JSON object in one round. Collective; blocks. Returns the objects by rank.
 
-        Raises: PeerFailed that names the ranks that failed before it, and their errors. The
-        rendezvous is over then.
+        Raises: PeerFailed, naming the ranks that failed since the last round, and their errors;
+        this ends the rendezvous.
         """
         if self._comm.world == 1:
             return [dict(value)]
         assert not self._over, "a rendezvous that is over has no rounds"
-        # Also if the round itself raises: then no rank is left to send a failure to.
+        # Set first: if the round itself raises, the other ranks have failed, too.
         self._over = True
         everyone = self._gather({"value": value})
         failed = {rank: row["failed"] for rank, row in enumerate(everyone) if "failed" in row}
@@ -89,7 +87,7 @@ class Rendezvous:
         return [row["value"] for row in everyone]
 
     def end(self) -> None:
-        """Hold the last round before the context ends. Raises as `all_gather_object`."""
+        """Run the last round. Collective; blocks. Raises: as `all_gather_object`."""
         self.all_gather_object({})
         self._over = True
 

@@ -1,7 +1,7 @@
 """Topology of the ranks: this rank's node, and its counterparts on the other nodes.
 
-Ranks of a node share memory and drives. They are consecutive, and all nodes have equally many.
-If that does not hold, the world counts as one flat node, and the log says so.
+Ranks of a node share memory and drives. Each node must have the same number of consecutive ranks;
+otherwise all ranks count as one node, and a warning is logged.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ _JOIN = (
 
 
 def check_launched() -> None:
-    """Check that ranks which a launcher has started have met, before one offloads a model.
+    """Check that ranks started by a launcher have initialized torch.distributed.
 
-    Each would make an engine of one rank, and train a model of its own in silence. Raises:
-    ValueError.
+    Otherwise each rank would silently train a separate model. Raises: ValueError.
     """
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks.isdecimal() and int(ranks) > 1 and group_world() is None:
@@ -62,12 +61,13 @@ def group_world() -> int | None:
 
 
 def check_group(world: int | None, engine_world: int) -> None:
-    """Check that the default group is as large as it was when an engine was made.
+    """Check that the default group's size has not changed since an engine was created.
 
-    world: of the group then. engine_world: ranks of the engine. Raises: ProcessGroupChanged.
+    world: the group's size then (None: no group). engine_world: ranks of the engine. Raises:
+    ProcessGroupChanged.
     """
     now = group_world()
-    # Without a group at the end of a program there is no other rank to train with.
+    # None: the program has destroyed the group, and trains with no other rank.
     if now is not None and now != (world or 1):
         raise ProcessGroupChanged(
             f"torch.distributed has a process group of {now} ranks, and the model was offloaded "
@@ -78,14 +78,13 @@ def check_group(world: int | None, engine_world: int) -> None:
 
 
 def is_own(mesh: DeviceMesh | None) -> bool:
-    """Return whether a mesh holds this rank alone."""
+    """Return whether a mesh has only this rank."""
     return mesh is not None and mesh.mesh.flatten().tolist() == [dist.get_rank()]
 
 
 def own_numbers() -> tuple[int, int]:
-    """Return the rank of this process, and its number within its node, for an engine of this rank
-    alone, whose topology counts no others. The second as the launcher says; without one the first,
-    as on one machine.
+    """Return the default group's (rank, local rank) for an engine of this rank alone, whose
+    topology has neither. Without LOCAL_RANK the local rank is the rank, as on one machine.
     """
     rank = dist.get_rank()
     return rank, int(os.environ.get("LOCAL_RANK", rank))
@@ -107,12 +106,12 @@ class Topology:
 
     @classmethod
     def alone(cls) -> Topology:
-        """Make the topology of a world of one rank."""
+        """Return the topology of a single rank."""
         return cls.of(0, 1, 1)
 
     @classmethod
     def of(cls, rank: int, world: int, local_world: int) -> Topology:
-        """Make the topology of `rank` where every node has `local_world` consecutive ranks."""
+        """Return the topology of `rank` if every node has `local_world` consecutive ranks."""
         assert world % local_world == 0
         return cls(
             rank, world, rank // local_world, world // local_world, rank % local_world, local_world
@@ -120,12 +119,12 @@ class Topology:
 
     @classmethod
     def find(cls, mesh: DeviceMesh | None = None, *, timeout_s: float) -> Topology:
-        """Find the topology of the default group of torch.distributed; one rank if there is none.
+        """Find the topology of torch.distributed's default group; a single rank if there is none.
 
         Collective; blocks.
-        mesh: one-dimensional over all ranks (nodes are found as without a mesh), or
-        two-dimensional: (nodes, ranks of a node); or of this rank alone, which has no others then.
-        Raises: ValueError if the mesh does not hold every rank once, in ascending order; RankFailed
+        mesh: one-dimensional over all ranks (nodes are found as without a mesh), two-dimensional
+        (nodes, ranks of a node), or this rank alone, for a single rank.
+        Raises: ValueError if the mesh does not have every rank once, in ascending order; RankFailed
         naming the ranks that have not published their host within `timeout_s`.
         """
         if not (dist.is_available() and dist.is_initialized()):
@@ -140,7 +139,7 @@ class Topology:
             return cls.alone()
         if mesh is not None:
             _check(mesh, world)
-            # Two dimensions say the nodes; they are not looked for.
+            # Two dimensions define the nodes.
             if mesh.ndim == 2:
                 return cls.of(rank, world, int(mesh.size(1)))
         if world == 1:
@@ -176,15 +175,15 @@ def _check(mesh: DeviceMesh, world: int) -> None:
 
 
 def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
-    """Exchange, through the store, the host of each rank and its LOCAL_WORLD_SIZE. Blocks."""
-    # A collective would need the backend of the default group, which may be any, on a device.
-    # A name of its own: the keys must not collide with those of other libraries.
+    """Exchange each rank's host and LOCAL_WORLD_SIZE through the store. Blocks."""
+    # Not by a collective, whose backend may need a device. The prefix separates the keys from those
+    # of other libraries.
     store: Any = PrefixStore("infinity/host", _store())
-    # With the network namespace in it: each container of a machine counts as a host.
+    # `node` includes the network namespace, so each container of a machine counts as a host.
     mine = [*Host.this().node, os.environ.get("LOCAL_WORLD_SIZE", "")]
     store.set(str(rank), json.dumps(mine))
     deadline = time.monotonic() + timeout_s
-    # Polled, since store.wait() would say only that some key is missing, and not whose.
+    # Polled, since store.wait() does not report which key is missing.
     while missing := [other for other in range(world) if not store.check([str(other)])]:
         if time.monotonic() > deadline:
             raise RankFailed(
@@ -199,12 +198,13 @@ def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
 
 
 def _local_world(everyone: list[tuple[Any, str]]) -> int:
-    """Derive the number of ranks of a node: torchrun's where it is true, else those of a host, else
-    all."""
+    """Return the ranks per node: torchrun's number if it is consistent, else the ranks per host,
+    else all.
+    """
     world = len(everyone)
     hosts = [host for host, _ in everyone]
     given = {size for _, size in everyone}
-    # torchrun's comes first: it may run several agents, with a node each, on one host.
+    # torchrun's number first: several of its agents, each a node, may run on one host.
     if len(given) == 1 and (size := next(iter(given))).isdecimal() and _fits(hosts, int(size)):
         return int(size)
     if (
@@ -220,7 +220,7 @@ def _local_world(everyone: list[tuple[Any, str]]) -> int:
 
 
 def _fits(hosts: list[Any], size: int) -> bool:
-    """Tell whether every `size` consecutive ranks share a host."""
+    """Return whether each group of `size` consecutive ranks shares a host."""
     world = len(hosts)
     if size < 1 or world % size:
         return False
@@ -228,8 +228,8 @@ def _fits(hosts: list[Any], size: int) -> bool:
 
 
 def default_store() -> Any:
-    """Open another connection to the store of the default group, for one thread."""
-    return _store().clone()  # a connection serves one request at a time, and waiting blocks it
+    """Open another connection to the default group's store, for one thread."""
+    return _store().clone()  # a connection serves one, possibly blocking, request at a time
 
 
 def _store() -> Any:

@@ -1,29 +1,28 @@
-"""Transports: tensors of the computing device, moved between the ranks of a process group.
+"""Transports send tensors of the compute device between the ranks of a process group.
 
     GlooTransport     CPU tensors, over gloo
     NcclTransport     a GPU's tensors, over NCCL
-    StagedTransport   a device's tensors, over gloo through host memory (tests alone ask for it)
+    StagedTransport   a device's tensors, over gloo through host memory (for tests)
 
-`Collectives` says which part goes where, and adds up. A transport only moves bytes, so results have
-the same bits over each.
+`Collectives` chooses parts and ranks, and sums. A transport only sends bytes, so results have the
+same bits with each.
 
-All but one of the engine's collectives are messages from point to point. An all_gather of whole
-units over NCCL is all_gather_single. The reasons of the others (figures of bench/README.md,
-"Collectives over gloo"):
+The engine's collectives are point-to-point messages, except all_gather of whole units over NCCL,
+which is all_gather_single. Reasons (figures: bench/README.md, "Collectives over gloo"):
 
-- **all_gather over gloo.** all_gather_single works in a temporary of the whole's size, and copies
-  that to its place, in each call: 1.5 to 2.5 times the CPU time. Messages land in place, and a step
-  allocates nothing.
-- **reduce_scatter.** A backend adds in an order of its own, in the dtype that travels. Ranks add
-  here in their own order, in fp32, and round once (`comm_codec.sum_in_order`). An exchange is left.
-  all_to_all_single is the same messages in gloo and in NCCL, and costs as much. But it takes one
-  tensor, so that a unit of several flats needs several calls, and parts of a node, which lie apart,
-  a copy; and it copies this rank's own part, too, into a buffer that is larger by it.
-- **Two levels.** Collectives of a node, or of counterparts, need groups of their own. Over NCCL
-  these are further communicators, whose launches all ranks would have to order against those of the
-  first. Messages all go through one.
-- **Flags and names.** A few bytes, which go level by level, and count as they travel. all_reduce
-  of flags takes 1.6 times the CPU time or more.
+- **all_gather over gloo.** In each call, all_gather_single gathers into a temporary of the whole's
+  size and copies it: 1.5 to 2.5 times the CPU time. Messages are received in place, without
+  allocations.
+- **reduce_scatter.** A backend sums in an unspecified order, in the dtype of the messages. Here
+  ranks sum in the order of ranks, in fp32, and round once (`comm_codec.sum_in_order`), so only an
+  exchange is needed. all_to_all_single sends the same messages in gloo and in NCCL, at the same
+  cost. But it needs one contiguous tensor: several calls for a unit of several flats, a copy for
+  the non-contiguous parts of a node, and a larger buffer, since it copies this rank's part, too.
+- **Two levels.** Collectives of a node, or of counterparts, need further groups. With NCCL these
+  are further communicators, whose launches all ranks would have to order with the first one's.
+  Messages need one communicator.
+- **Flags and names.** A few bytes, sent level by level. all_reduce of flags takes at least 1.6
+  times the CPU time.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ import torch.distributed as dist
 from infinity._src.base.torch_compat import all_gather_single
 
 Message = tuple[int, torch.Tensor]
-"""A rank, and the contiguous tensor that is sent to it or received from it."""
+"""A rank, and the contiguous tensor to send to it or receive from it."""
 
 _ALIGN_BYTES = 64
-"""Staged tensors begin at multiples of it, so that a tensor of any dtype can."""
+"""Staged tensors begin at multiples of this, so that every dtype is aligned."""
 
 
 class Transport(abc.ABC):
-    """Base of the transports. Methods block; one thread calls at a time.
+    """Base class of transports. Methods block. Not thread-safe.
 
-    With tensors of a GPU, that thread is on the stream of a communication stream, and what was
-    moved is complete for work behind it on this stream.
+    For GPU tensors, the calling thread's current CUDA stream is that of a communication stream;
+    received data is complete for later work on this CUDA stream.
     """
 
     backend: ClassVar[str]
-    """Backend that the group has, whose tensors may be those of `device` or copies of them."""
+    """Backend of the group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
@@ -62,11 +61,11 @@ class Transport(abc.ABC):
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Send each tensor to its rank, and receive each from its rank.
 
-        Messages have no tags: between two ranks, both must list them in the same order.
+        Messages have no tags: both ranks must list their messages in the same order.
         """
 
     def all_gather(self, wholes: Sequence[torch.Tensor], rank: int) -> None:
-        """Complete each whole [world, shard]. This rank has its row."""
+        """All-gather into each whole [world, shard], in which this rank's row is set."""
         self.exchange(
             [(to, whole[rank]) for whole in wholes for to in range(len(whole)) if to != rank],
             [(of, whole[of]) for whole in wholes for of in range(len(whole)) if of != rank],
@@ -74,16 +73,16 @@ class Transport(abc.ABC):
 
 
 class GlooTransport(Transport):
-    """Messages from point to point, and nothing else."""
+    """Point-to-point messages only."""
 
     backend = "gloo"
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         if not sends and not receives:  # torch refuses an empty batch
             return
-        # In one batch, so that no rank waits for another's receive before it posts its own. NCCL
-        # launches a batch as one kernel of the group's communicator; single messages would make
-        # communicators of their own for each pair of ranks.
+        # One batch, so that no rank waits for another's receive before it posts its receives. NCCL
+        # launches a batch as one kernel of the group's communicator; for single messages it would
+        # create a communicator per pair of ranks.
         operations = [dist.P2POp(dist.isend, tensor, rank, self._group) for rank, tensor in sends]
         operations += [
             dist.P2POp(dist.irecv, tensor, rank, self._group) for rank, tensor in receives
@@ -93,14 +92,14 @@ class GlooTransport(Transport):
 
 
 class NcclTransport(GlooTransport):
-    """Messages from point to point, and all_gather as NCCL has it, in place."""
+    """Point-to-point messages, and NCCL's all_gather, in place."""
 
     backend = "nccl"
 
     def all_gather(self, wholes: Sequence[torch.Tensor], rank: int) -> None:
-        # NCCL chooses rings, trees or NVLink's multicast, where messages go to each rank by itself.
+        # NCCL's all_gather uses rings, trees or NVLink multicast instead of a message per rank.
         works = [
-            # As bytes, so that no dtype is one that the backend does not know.
+            # As bytes, since the backend does not support all dtypes.
             all_gather_single(
                 whole.view(-1).view(torch.uint8),
                 whole[rank].view(torch.uint8),
@@ -109,17 +108,16 @@ class NcclTransport(GlooTransport):
             )
             for whole in wholes
         ]
-        # All are launched before the first wait: a unit of several flats is one round trip.
+        # All are launched before the first wait: one round trip for all flats of a unit.
         for work in works:
             work.wait()
 
 
 class StagedTransport(Transport):
-    """Messages of a device's tensors through host memory, over a transport of the CPU's.
+    """Sends a device's tensors through host memory, over a CPU transport.
 
-    A test seam: with it the communication streams, streams, events and allocators of two ranks run
-    on one GPU, where NCCL refuses the second. Nothing else asks for it, since it is slow: each
-    exchange waits for the device. over: the transport of the copies.
+    For tests: two ranks can share one GPU, which NCCL refuses. It is slow, since each exchange
+    waits for the device. over: the transport of the host copies.
     """
 
     backend = "gloo"
@@ -129,7 +127,7 @@ class StagedTransport(Transport):
     ) -> None:
         super().__init__(group, device)
         self._over = over or GlooTransport(group, torch.device("cpu"))
-        # Kept between exchanges, as the buffers of `Collectives` are; grows to the largest.
+        # Reused by later exchanges; grows to the largest.
         self._host: torch.Tensor | None = None
 
     @property
@@ -138,14 +136,14 @@ class StagedTransport(Transport):
         return self._host.numel() if self._host is not None else 0
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        # A part goes to each of several ranks, and is copied once.
+        # A part sent to several ranks is copied once.
         sent = {_memory(tensor): tensor for _, tensor in sends}
         copies = self._place([*sent.values(), *(tensor for _, tensor in receives)])
         departures, arrivals = dict(zip(sent, copies, strict=False)), copies[len(sent) :]
         for memory, tensor in sent.items():
             departures[memory].copy_(tensor, non_blocking=True)
-        # The backend reads the copies from the host, which no stream orders. Behind this, copies to
-        # the device that the last exchange launched have read theirs, too.
+        # The backend reads host memory, which no CUDA stream orders, so wait for the copies; this
+        # also waits for the previous exchange's copies to the device.
         self._wait_for_copies()
         try:
             self._over.exchange(
@@ -153,24 +151,22 @@ class StagedTransport(Transport):
                 [(rank, copy) for (rank, _), copy in zip(receives, arrivals, strict=True)],
             )
         except BaseException:
-            # Messages that broke off may still be written into this memory: it is not used again.
+            # An aborted message may still write to this memory, so it is not reused.
             self._host = None
             raise
         for (_, tensor), copy in zip(receives, arrivals, strict=True):
             tensor.copy_(copy, non_blocking=True)
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Host memory for each tensor, not initialized, of its shape and dtype."""
+        """Return uninitialized host memory for each tensor, of its shape and dtype."""
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
         if self._host is None or self._host.numel() < end:
-            # The smaller one goes first, so that both are never held. torch frees pinned memory
-            # only behind the copies that use it.
+            # Free the smaller buffer first. torch frees pinned memory after the copies that use it.
             self._host = None
-            # Pinned: a copy from pageable memory would block, and not go by the CUDA stream of the
-            # communication stream.
+            # Pinned: a copy from pageable memory would block.
             self._host = torch.empty(end, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         host = self._host
         return [
@@ -184,10 +180,10 @@ class StagedTransport(Transport):
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and bytes of a tensor: views of the same elements are one."""
+    """Key of a tensor's memory: equal for views of the same elements."""
     return tensor.data_ptr(), tensor.nbytes
 
 
 def transport_for(device: torch.device) -> type[Transport]:
-    """The transport of tensors of `device` that is no test's."""
+    """Return the default transport for tensors of `device`."""
     return NcclTransport if device.type == "cuda" else GlooTransport

@@ -1,19 +1,19 @@
-"""Watchdog: names a rank that died, failed, left or does not come, so that no rank waits for it for
-ever.
+"""Watchdog: finds a rank that died, failed, left or does not arrive, so that no rank waits for it
+for ever.
 
     this rank        next_number, report_exception, report_failure, close ──► Heartbeat ──► store
     its thread       pids of this host (at once) · records of all ranks (0.5 s)
                      · beats of other hosts (15 s) ──► failure
     a waiting call   raises the failure; or finds that a rank broke off before this collective, has
-                     closed, came to another one, or does not come
+                     closed, submitted another one, or does not arrive
 
-A failure is final: every later call raises the first one that was found, on every rank.
+A failure is final: every later call on every rank raises the first one.
 
-Time is counted in turns of the thread that counts it, and each turn counts for at most a second. So
-a process that was stopped, or a machine that slept, does not take its own pause for silence of
-others.
+Waiting times are summed over loop iterations, each counted as at most a second. So a process that
+was stopped, or a machine that slept, does not count the pause as silence of other ranks.
 
-The functions at the end are pure: they derive errors from the records of the ranks.
+"Broke off": its forward or backward raised. The functions at the end are pure: they derive errors
+from the ranks' records.
 """
 
 from __future__ import annotations
@@ -38,49 +38,49 @@ from infinity.errors import RankFailed, RanksDiverged
 
 log = logging.getLogger("infinity")
 
-# Exchanges with the store: the records of other ranks are at most this old while it answers.
+# Seconds between exchanges with the store.
 INTERVAL_S = 0.5
 SILENCE_S = 15.0
 _TURN_MAX_S = 1.0
-# A waiting call looks at the failure and the records again after this long.
+# Seconds after which a waiting call checks the failure and the records again.
 _POLL_S = 0.25
-# Time for the others to read that rank 0 left, and for the answer of a rank that has closed.
+# Seconds for other ranks to read that rank 0 left, and for the result from a rank that has closed.
 _LINGER_S = 2.0
-# A dying process of this host is gone by then, and its store known to be, also on a busy machine.
+# Seconds after which a dying process of this host has ended and its store is known to be lost, also
+# on a busy machine.
 _DYING_S = 10.0
-# Time for a late rank to read why rank 0 leaves after a failure, also on a busy machine.
+# Seconds for a late rank to read why rank 0 leaves after a failure, also on a busy machine.
 _SURVIVORS_S = 10.0
-# Records travel with every exchange, so the lists in them have an end.
+# Lists in records are bounded, since every exchange sends them.
 _RAISED_MAX = 16
-# More than are submitted ahead of a stuck one: gathers (AHEAD_MAX), and reductions of a few units.
+# More than can be submitted after a stuck one: gathers (AHEAD_MAX), and reductions of a few units.
 _RECENT_MAX = 48
 _MESSAGE_MAX = 500  # characters of an error in a record
-_NAME_MAX = 128  # characters, from the end, which tells most
-# Messages of gloo and NCCL when the connection broke, as opposed to a call that was wrong.
+_NAME_MAX = 128  # characters, from the end, which has unit and digest
+# Errors of gloo and NCCL for a broken connection, as opposed to an invalid call.
 _CONNECTION = re.compile(
     r"gloo/transport|[Cc]onnection|closed by peer|[Tt]imed out|Broken pipe|NCCL|[Aa]borted"
 )
 
 
 class Settable(Protocol):
-    """Thing that is set once and can be waited for: a `threading.Event`, an event of a device."""
+    """Event that is set once: a `threading.Event` or a device's event."""
 
     def is_set(self) -> bool:
-        """Return whether it is set. Does not block."""
+        """Return whether it is set. Never blocks."""
 
     def wait(self, timeout: float, /) -> bool:
         """Block until it is set, at most `timeout` seconds. Returns whether it is."""
 
 
 class Watchdog:
-    """Watchdog over the ranks of one engine; every rank makes one, at the same point of its
+    """Watchdog over the ranks of one engine; every rank creates one, at the same point of its
     program.
 
-    store: a client of the default group's store for this watchdog alone (`Store.clone()`).
-    timeout_s: how long a collective waits for other ranks.
-    name: the same on all ranks, and used once: the records of an earlier engine stay in the store.
-    silence_s: how long a rank of another host may send no sign of life. Python code that holds the
-    interpreter lock, or a stopped process, must not take longer.
+    store: a separate client of the default group's store (`Store.clone()`). timeout_s: how long a
+    collective waits for other ranks. name: the same on all ranks, and never reused, since records
+    remain in the store. silence_s: how long a rank on another host may be silent; Python code that
+    holds the GIL must not take longer.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Watchdog:
         self._name = name
         self._silence_s = silence_s
         self._number = 0
-        # Replaced, never changed in place: the watchdog and waiting threads read it meanwhile.
+        # Replaced, never mutated: other threads read it.
         self._recent: tuple[tuple[int, str], ...] = ()
         self._raised: dict[int, str] = {}
         self._unconfirmed = False
@@ -119,17 +119,17 @@ class Watchdog:
         self._heartbeat: Heartbeat | None = None
         if topology.world == 1:
             return
-        # Closed by the thread itself, under the lock: a later wake must not write to a reused
+        # The thread closes it, under the lock, so that a later wake does not write to a reused
         # descriptor.
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._heartbeat = Heartbeat(
             topology.rank,
             topology.world,
-            # An earlier engine's records stay in the store: the name keeps them apart.
+            # The name separates the records from an earlier engine's.
             PrefixStore(f"infinity/{name}", store),
             interval_s=INTERVAL_S,
-            # Well before the timeout, so that its error can say to which collective a late rank has
-            # come.
+            # Well below the timeout, so that the timeout's error can name a late rank's last
+            # collective.
             quiet_s=min(5.0, timeout_s / 4),
             on_exchange=self._wake_thread,
         )
@@ -138,48 +138,46 @@ class Watchdog:
         self._thread = threading.Thread(
             target=self._run, name=f"infinity-watchdog-{name}", daemon=True
         )
-        # After the first record is there to write: the others learn this rank's process from it.
+        # After the first record is published, which names this rank's process.
         self._heartbeat.start()
         self._thread.start()
-        # A process that ends without close() would be missed by the timeout only.
+        # Without this, a process that ends without close() would only be found by the timeout.
         atexit.register(self._exits)
 
     @property
     def failure(self) -> RankFailed | None:
-        """Failure that ended the engine, if one did. Does not block."""
+        """Failure that ended the engine, or None. Never blocks."""
         return self._failure
 
     def check(self) -> None:
-        """Raise the failure, if there is one. Does not block."""
+        """Raise the failure, if there is one. Never blocks."""
         if self._failure is not None:
-            # One exception object is raised many times: its traceback would grow.
+            # The exception is raised repeatedly: without this its traceback would grow.
             raise self._failure.with_traceback(None)
 
     def next_number(self, what: str = "") -> int:
-        """Number the collective that this rank's main thread now submits, from 1 on.
+        """Assign a number, from 1 on, to the collective that this rank's main thread submits next.
 
-        Does not block, except after `report_exception`: then until all ranks are known to have
-        broken off after the same collective. Otherwise this rank's next collective could be matched
-        with a different one of the others, and both complete, with wrong values.
-        Raises: RankFailed if they have not.
+        Never blocks, except after `report_exception`: then until all ranks are known to have broken
+        off after the same collective. Otherwise the ranks could match different collectives, which
+        would complete with wrong values. Raises: RankFailed if a rank did not break off there.
         """
         if self._unconfirmed:
             self._confirm_exception()
             self._unconfirmed = False
-        # Before it is submitted: the order of the program gives the number, not the communication
-        # stream's thread.
+        # Numbered in the order of the program, before the submission.
         self._number += 1
         what = what[-_NAME_MAX:]
         self._recent = (*self._recent[1 - _RECENT_MAX :], (self._number, what))
         if self._heartbeat is not None:
-            # Not urgent: one exchange with the store per collective would slow training down.
+            # Not urgent: an exchange per collective would slow training down.
             self._heartbeat.publish(urgent=False, number=self._number, last=what, recent=())
         return self._number
 
     def wait_for_all_ranks(self) -> None:
         """Block until all ranks have published a record. Raises: RankFailed.
 
-        A rank that died before that would be missed by the timeout only.
+        Until then a rank's death is only found by the timeout.
         """
         waited_s, before_s = 0.0, time.monotonic()
         while (
@@ -193,34 +191,32 @@ class Watchdog:
             self._heartbeat.refresh(INTERVAL_S)
             self._wake_thread()
             now_s = time.monotonic()
-            # A turn counts for a second at most, so that this process's own pause is not taken for
-            # silence.
+            # At most a second per iteration, so that a pause of this process does not count.
             waited_s, before_s = waited_s + min(now_s - before_s, _TURN_MAX_S), now_s
 
     def report_exception(self, where: str, error: BaseException) -> None:
-        """Record that this rank's forward or backward broke off. Does not block.
+        """Publish that this rank's forward or backward raised. Never blocks.
 
-        A rank that waits for a later collective raises, unless it broke off at the same point
-        itself. If all did, training may go on; this rank's next collective waits until that is
+        A rank that waits for a later collective raises, unless it broke off at the same point, too.
+        If all ranks did, training can continue; this rank's next collective waits until that is
         known.
         """
         if self._number not in self._raised:
             self._raised[self._number] = shorten(f"{type(error).__name__} in {where}: {error}")
-            # Kept for the last few only; the others compare them with the collective that they wait
-            # for.
+            # Retain the last few; other ranks compare the numbers with the collective that they
+            # wait for.
             for old in list(self._raised)[:-_RAISED_MAX]:
                 del self._raised[old]
         if self._heartbeat is not None:
-            # Until all broke off at the same collective, the next one could be matched with
-            # another.
+            # `next_number` then waits until all ranks have broken off at the same collective.
             self._unconfirmed = True
             self._heartbeat.publish(raised=tuple(self._raised.items()), number=self._number)
 
     def report_failure(self, error: BaseException) -> None:
-        """Record that this rank cannot go on. Does not block.
+        """Publish that this rank has failed, which ends the engine. Never blocks.
 
-        Ranks that wait for it raise RankFailed with this message, and so does everything that
-        follows here.
+        Waiting ranks raise RankFailed with this error's message, and so do all later calls on this
+        rank.
         """
         if isinstance(error, RankFailed):
             self._set_failure(error)
@@ -233,11 +229,11 @@ class Watchdog:
         self._set_failure(failure)
 
     def wait(self, done: Settable, what: str, number: int | None) -> None:
-        """Block until `done` is set. what, number: of the collective that sets it; None if not
-        numbered.
+        """Block until `done` is set. what, number: of the collective that sets it (number None:
+        unnumbered).
 
-        Raises: RankFailed as soon as a rank is known to have failed, or not to come to this
-        collective; or after `timeout_s`, naming the ranks that have not come.
+        Raises: RankFailed as soon as a rank is known to have failed or not to reach this
+        collective, or after `timeout_s`, naming the missing ranks.
         """
         waited_s, before_s, closed_s = 0.0, time.monotonic(), 0.0
         while not done.is_set():
@@ -245,21 +241,21 @@ class Watchdog:
             if done.wait(min(_POLL_S, self.timeout_s)):
                 break
             if waited_s == 0.0 and number is not None and self._heartbeat is not None:
-                # Names are compared by the ranks that wait, so only these publish theirs.
+                # Only waiting ranks publish recent names, since only these compare them.
                 self._heartbeat.publish(recent=self._recent)
             now_s = time.monotonic()
             turn_s = min(now_s - before_s, _TURN_MAX_S)
             waited_s, before_s = waited_s + turn_s, now_s
             if found := self._find_failure(what, number):
-                # A collective without a number may be complete: the other rank did its part and
-                # closed, and the result has only not arrived here yet.
+                # An unnumbered collective may have completed on the other rank, which then closed;
+                # wait _LINGER_S for its result.
                 closed_s += turn_s
                 if number is not None or closed_s > _LINGER_S:
                     self._set_failure(found)
             elif waited_s > self.timeout_s:
-                # The records are read once more first: they may say which rank it is, and why.
+                # Reads the records again, which may name the rank and the reason.
                 found = self._timeout_error(what, number)
-                # The work may have completed while the records were read.
+                # It may have been set while the records were read.
                 if not done.is_set():
                     self._set_failure(found)
         self.check()
@@ -267,17 +263,16 @@ class Watchdog:
     def find_culprit(
         self, error: BaseException, what: str, number: int | None
     ) -> RankFailed | None:
-        """Find the failure that an error of a collective follows from; None if it looks like this
-        rank's own.
+        """Find the failure that caused a collective's error; None if the error is probably this
+        rank's.
 
-        Blocks for a second or two. After a broken connection, some rank broke it: then for up to
-        ten seconds, or twice `silence_s` where ranks run on other hosts.
+        Blocks for a second or two. After a broken connection, up to ten seconds, or twice
+        `silence_s` if there are ranks on other hosts.
         """
         broken = bool(_CONNECTION.search(str(error)))
         limit_s = 3 * INTERVAL_S
         if broken:
-            # Silence of another host is known only after `silence_s`, so it is waited for twice
-            # that.
+            # Another host's silence is detected only after `silence_s`, so wait twice that.
             limit_s = max(_DYING_S, 2 * self._silence_s if self._remote else 0.0)
         end_s = time.monotonic() + limit_s
         while (
@@ -297,9 +292,8 @@ class Watchdog:
     def close(self, ok: bool = True) -> None:
         """Publish that this rank leaves, and end the thread. Idempotent.
 
-        Blocks for 11 seconds at most, and on rank 0 after a failure for 19, for ranks that are late
-        to read it.
-        ok: False records a failure of this rank, unless there is one.
+        Blocks at most 11 seconds, on rank 0 after a failure 19, so that late ranks can read the
+        record. ok: False: publish a failure of this rank, unless there is one.
         """
         if self._closed:
             return
@@ -312,17 +306,18 @@ class Watchdog:
         if self._heartbeat is None:
             return
         atexit.unregister(self._exits)
-        if self._pid == os.getpid():  # a forked child has no threads, and speaks for no rank
-            # After a failure the others look for its cause, and one on a busy machine looks late.
+        if self._pid == os.getpid():  # not in a forked child, which is no rank
+            # After a failure wait longer, since slow ranks still look for its cause.
             self._leave("closed", linger_s=_LINGER_S if self._failure is None else _SURVIVORS_S)
 
     def report_exit(self) -> None:
-        """Record that this process ends without close(), a failure for all that wait. Does not
-        block."""
+        """Publish that this process ends without close(), a failure for waiting ranks. Never
+        blocks.
+        """
         if self._failure is None and not self._closed:
             rank = self.topology.rank
-            # Its last collective: a break-off long before is not why it ended.
-            broke = self._raised.get(self._number)  # the last thing that it did
+            # Only if it broke off after its last collective; an earlier exception did not end it.
+            broke = self._raised.get(self._number)  # None: it continued
             why = f"; it had broken off ({broke})" if broke else ""
             self._exit_failure = RankFailed(
                 shorten(f"rank {rank} has ended without closing its engine{why}"), rank=rank
@@ -336,7 +331,7 @@ class Watchdog:
         text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"
         while True:
             self.check()
-            # Every rank compares, so a rank that went on is found by all that broke off.
+            # All ranks that broke off find a rank that continued.
             records = self._others()
             for rank, record in records.items():
                 if here not in dict(record.raised) and (record.number > here or record.left):
@@ -362,12 +357,12 @@ class Watchdog:
             self._heartbeat.refresh(_POLL_S)
 
     def _exits(self) -> None:
-        """Leave at the interpreter's exit, where close() was not called."""
+        """Leave at the interpreter's exit if close() was not called."""
         if not self._closed and self._pid == os.getpid():
             self.report_exit()
             self._closed = True
-            # Its end is known without it: its process is gone. The cause of an earlier failure, by
-            # which most programs come here, is in its store alone.
+            # Other ranks see this process's end without the store. But the cause of an earlier
+            # failure is only in the store, so wait for readers.
             ends = self._failure is self._exit_failure
             self._leave("ended", linger_s=0.0 if ends else _SURVIVORS_S)
 
@@ -376,8 +371,7 @@ class Watchdog:
         assert heartbeat is not None
         heartbeat.publish(left=how, number=self._number)
         answers = heartbeat.refresh(2 * _LINGER_S)
-        # Rank 0's process may host the store: the others should read that it left in order before
-        # the store is gone.
+        # Rank 0's process may host the store: wait until the other ranks have read that it left.
         end_s = time.monotonic() + linger_s
         while (
             answers
@@ -385,15 +379,15 @@ class Watchdog:
             and not self._all_acknowledged()
             and time.monotonic() < end_s
         ):
-            # On a busy machine its thread may take longer than an interval.
+            # On a busy machine an exchange may take longer than an interval.
             answers = heartbeat.refresh(_LINGER_S)
             time.sleep(INTERVAL_S / 25)
         heartbeat.stop(_LINGER_S)
         self._wake_thread()
-        # Not for ever: the thread may be in a callback.
+        # Timed, since the thread may be in a callback.
         self._thread.join(_LINGER_S)
-        # Here, and not when the thread ends: until now this one has asked whether they live, and a
-        # pidfd that is closed amid the question reads like the end of its process.
+        # Closed here, not by the thread: until now this thread polled the pidfds, and a closed
+        # pidfd looks like an ended process.
         if not self._thread.is_alive():
             for process in self._processes.values():
                 process.close()
@@ -412,21 +406,21 @@ class Watchdog:
 
     def _set_failure(self, failure: RankFailed) -> None:
         with self._lock:
-            # The first failure stays: every later one follows from it.
+            # Keep the first failure, which causes later ones.
             if self._failure is not None:
                 return
             self._failure = failure
         log.debug("%s: %s", self._name, failure)
         if self._heartbeat is not None:
-            # Outside of the lock, which `_wake_thread` takes too.
+            # Outside of the lock, which `_wake_thread` acquires, too.
             culprit = published_culprit(self.topology.rank, failure)
             self._heartbeat.publish(failed=(culprit, str(failure)))
             self._wake_thread()
-        # Last: whoever wakes by it finds the failure set and published.
+        # Last: waiting threads then find the failure set and published.
         self._failed.set()
 
     def _timeout_error(self, what: str, number: int | None) -> RankFailed:
-        """Make the error of having waited for `timeout_s`, from records as fresh as can be had."""
+        """Return the error of a wait of `timeout_s`, after reading the records again."""
         fresh = self._heartbeat is None or self._heartbeat.refresh(2 * INTERVAL_S)
         if found := self._failure or self._find_failure(what, number):
             return found
@@ -449,7 +443,7 @@ class Watchdog:
         }
 
     def _wake_thread(self) -> None:
-        """Wake the thread, which polls the eventfd. Does nothing once the thread has ended."""
+        """Wake the thread by its eventfd. No effect once the thread has ended."""
         with self._lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -462,7 +456,7 @@ class Watchdog:
         assert self._heartbeat is not None
         while True:
             for fd, _ in poll.poll(INTERVAL_S * 1000):
-                # A pidfd that became readable stays readable: unregistered, or poll would spin.
+                # A readable pidfd stays readable; unregister it, or poll would spin.
                 if fd == self._wake:
                     os.eventfd_read(fd)
                 else:
@@ -472,17 +466,17 @@ class Watchdog:
             now_s = time.monotonic()
             turn_s, before_s = min(now_s - before_s, _TURN_MAX_S), now_s
             heard, rounds = self._heartbeat.rounds - rounds, self._heartbeat.rounds
-            # Before the ranks are checked: only ranks whose record has come can be judged.
+            # First, since only ranks with a record can be checked.
             self._watch_new_ranks(poll)
             if self._failure is None:
                 self._check_ranks(heard > 0, turn_s)
             if self._failure is not None and not called:
-                # Once: the callbacks abort groups, and a second abort has nothing to break off.
+                # Only once: the callbacks abort groups.
                 called = True
                 for callback in list(self.on_failure):
                     try:
                         callback()
-                    # The other callbacks run all the same, and this thread goes on.
+                    # Continue with the other callbacks.
                     except Exception:
                         log.exception("%s: after %s", self._name, self._failure)
         with self._lock:
@@ -490,7 +484,7 @@ class Watchdog:
             self._wake = -1
 
     def _watch_new_ranks(self, poll: select.poll) -> None:
-        """Start to watch each rank whose first record has come: its process, its beats, or both.
+        """Start to watch each rank whose first record has arrived: its process, its beats, or both.
         """
         for rank, record in self._others().items():
             if rank in self._processes or rank in self._remote:
@@ -500,22 +494,22 @@ class Watchdog:
                 process = self._processes[rank] = PeerProcess(record.pid, record.start_time)
                 if process.fd >= 0:
                     poll.register(process.fd, select.POLLIN)
-            # On another network a rank is lost with its connection, though its process may live.
+            # A rank in another network namespace may lose its connection while its process is
+            # alive.
             if host.node != self._host.node or not self._host.sees(host):
                 self._remote.add(rank)
-                # Beats are written only once some rank needs them: on one host they would only load
-                # the store.
+                # Written only if a rank needs them, to spare the store.
                 assert self._heartbeat is not None
                 self._heartbeat.beating = True
 
     def _check_ranks(self, heard: bool, turn_s: float) -> None:
-        """Take one turn: look for dead processes, then at the records, then for silence.
+        """Check once: dead processes first, then the records, then silence.
 
-        In this order, since a process that is gone is a fact, and silence only a sign.
+        In this order, since an ended process is certain, and silence is not.
         """
-        # Looked at from the last rank down, judged from rank 0 up. Rank 0 may host the store. Then
-        # a rank that ended because of its death could no longer publish that it closed: seeing the
-        # follower's end implies seeing rank 0's, which is judged first.
+        # Polled from the last rank to rank 0, processed from rank 0 up. If rank 0, which may host
+        # the store, dies, other ranks may end without publishing; then rank 0's end, polled last,
+        # is also seen, and is reported first.
         dead = [
             rank
             for rank in sorted(self._processes, reverse=True)
@@ -523,24 +517,24 @@ class Watchdog:
         ]
         assert self._heartbeat is not None
         if dead:
-            # The dead rank may have published why, or that it closed in order; or the store is gone
-            # with rank 0. On a busy machine that is known late, and who is judged before is blamed
-            # for it.
+            # Read the dead rank's last record, which may have its failure or say that it closed, or
+            # find that the store ended with rank 0. Without waiting for this, a busy machine could
+            # blame the wrong rank.
             self._heartbeat.refresh(_DYING_S)
         records = self._others()
         for rank in reversed(dead):
-            # Judged once: a rank that left in order is not looked at again.
+            # Each dead rank is processed once.
             self._dead.add(rank)
             record = records[rank]
             if record.left != "closed" and record.failed is None:
                 first = records.get(0)
                 if rank and self._heartbeat.lost and first and first.left != "closed":
-                    # It ended because of rank 0, whose store is gone: a dying process closes its
-                    # connections a little before it is seen to have ended. Told below.
+                    # It ended because of rank 0, whose store is lost: a dying process closes its
+                    # connections before its end is visible. Reported below.
                     break
                 self._set_failure(death_error(rank, record, f"its process {record.pid} is gone"))
                 return
-        # A published failure names its cause, which says more than the death that follows from it.
+        # A published failure names the cause of later deaths.
         if relayed := relayed_failure(self.topology.rank, records):
             self._set_failure(relayed)
             return
@@ -548,7 +542,7 @@ class Watchdog:
             if record.left == "ended":
                 self._set_failure(death_error(rank, record, "without closing its engine"))
                 return
-        # Once rank 0 has closed in order, a store that is lost is no failure.
+        # After rank 0 has closed, a lost store is no failure.
         if 0 in records and records[0].left == "closed":
             if not self._acknowledged:
                 self._acknowledged = True
@@ -561,10 +555,9 @@ class Watchdog:
         self._count_silence(records, heard, turn_s)
 
     def _count_silence(self, records: dict[int, RankRecord], heard: bool, turn_s: float) -> None:
-        """Count the silence of ranks on other hosts, and of the store if it is on another host."""
+        """Measure the silence of ranks on other hosts, and of a store on another host."""
         self._unheard_s += turn_s
-        # The store is as far as rank 0: only where that is another host can its silence mean a cut
-        # network.
+        # Rank 0 hosts the store: only if it is on another host does silence mean a network failure.
         if 0 in self._remote and self._unheard_s > self._silence_s and records[0].left != "closed":
             text = (
                 "the store of the default group, which rank 0 hosts, has not answered for "
@@ -574,11 +567,11 @@ class Watchdog:
             return
         if not heard:
             return
-        # Silence counts only while the store answered, and once per exchange.
+        # Silence is measured once per exchange, so only while the store answers.
         listened_s, self._unheard_s = min(self._unheard_s, _TURN_MAX_S), 0.0
         for rank in self._remote:
             record = records[rank]
-            # A rank that has left sends no more beats, and none is missed.
+            # A rank that has left sends no more beats.
             if record.beat != self._beats.get(rank) or record.left:
                 self._beats[rank], self._silent_s[rank] = record.beat, 0.0
                 continue
@@ -594,7 +587,7 @@ class Watchdog:
 
 
 def relayed_failure(me: int, others: Mapping[int, RankRecord]) -> RankFailed | None:
-    """Find a failure that another rank has published, and make this rank's error of it."""
+    """Return this rank's error for a failure that another rank has published, or None."""
     for rank, record in others.items():
         if record.failed is not None:
             return relayed_error(me, rank, *record.failed)
@@ -609,23 +602,22 @@ def find_failure(
     number: int | None,
     names: Mapping[int, str],
 ) -> RankFailed | None:
-    """Find a rank that is known not to come to this collective, and make the error that says why.
-    A failure that was published is first: a rank that closes because of it is not its cause.
+    """Find a rank that is known not to reach this collective, and return the error that says why.
+    Published failures have precedence, since ranks close because of them.
 
-    raised: the numbers after which this rank itself broke off.
-    names: this rank's own last few collectives, by number.
+    raised: the numbers after which this rank broke off. names: this rank's last few collectives, by
+    number.
 
-    Two names under one number mean that programs have diverged, whichever communication streams
-    they are in: the main thread gives each number once, in the order of the program, and what it
-    published under a number stays. A rank that is merely late is never accused: it has published
-    nothing yet under the numbers to come, and under those before the same as this rank.
+    Different names with one number mean that programs have diverged, whatever the communication
+    streams: each rank's main thread assigns each number once, in the order of the program. A late
+    rank is never blamed: it has published no later numbers, and the same names with earlier ones.
 
-    Ranks that wait for each other are found. Take two that have come to numbers `a` and `b`, a <=
-    b. Were all names up to `a` the same, each communication stream of both would begin with the
-    same collectives. Then the one that the first waits for would complete, since the other has
-    submitted it. So some name up to `a` differs. The differing name is among the last few, since a
-    rank that has submitted a stuck one soon waits; or names after it differ, too, being shifted.
-    Other cases end with the timeout.
+    Ranks that wait for each other are found. Let two ranks have reached numbers `a` <= `b`. If all
+    names up to `a` were equal, each communication stream of both would begin with the same
+    collectives, and the one that the first rank waits for would complete, since the second rank has
+    submitted it. So some name up to `a` differs. It is among the last few, since a rank waits soon
+    after submitting a stuck collective; or later names are shifted and differ, too. Other cases end
+    with the timeout.
     """
     if relayed := relayed_failure(me, others):
         return relayed
@@ -649,9 +641,8 @@ def find_failure(
 
 
 def _apart(rank: int, theirs: Mapping[int, str], mine: Mapping[int, str], waits_for: int) -> str:
-    """Describe the first known difference between a rank's collectives and this rank's.
-
-    Empty if none is known.
+    """Describe the first known difference between a rank's collectives and this rank's; "" if none
+    is known.
     """
     both = sorted(theirs.keys() & mine.keys())
     at = next((number for number in both if theirs[number] != mine[number]), None)
@@ -678,7 +669,7 @@ def timeout_error(
     timeout_s: float,
     fresh: bool,
 ) -> RankFailed:
-    """Make the error of having waited for `timeout_s`, naming those of `ranks` that have not come.
+    """Return the error of a wait of `timeout_s`, naming those of `ranks` that have not arrived.
 
     fresh: whether the store still answers.
     """
@@ -724,7 +715,7 @@ def timeout_error(
 
 
 def death_error(rank: int, record: RankRecord, how: str) -> RankFailed:
-    """Make the error of a rank that is gone."""
+    """Return the error for a rank that has ended."""
     text = f"rank {rank} on {record.host[0]} has ended: {how}"
     if record.raised:
         text += f"; it had broken off ({record.raised[-1][1]})"
@@ -732,37 +723,37 @@ def death_error(rank: int, record: RankRecord, how: str) -> RankFailed:
 
 
 def relayed_error(me: int, teller: int, culprit: int | None, text: str) -> RankFailed:
-    """Make this rank's error from the failure that rank `teller` has published."""
+    """Return this rank's error for a failure that rank `teller` has published."""
     if culprit == me:
         return RankFailed(
             shorten(f"rank {teller} gave up on this rank ({me}): {text}"), rank=teller
         )
-    # Here it is another rank's.
+    # On this rank the text is about another rank.
     text = text.replace(f"this rank ({teller})", f"rank {teller}")
-    # Named once, by the rank that found it, however many relay it.
+    # Name the finder once, although several ranks may relay the failure.
     if culprit != teller and "(found by rank" not in text:
         text = f"{text} (found by rank {teller})"
     return RankFailed(text, rank=culprit)
 
 
 def published_culprit(me: int, failure: RankFailed) -> int | None:
-    """Return the rank that other ranks shall blame for this rank's failure."""
-    # The rank that gave up on this one is the cause to this rank alone.
+    """Return the rank to publish as the cause of this rank's failure."""
+    # If another rank gave up on this rank, the others should name this rank, not that one.
     return me if f"gave up on this rank ({me})" in str(failure) else failure.rank
 
 
 def describe_collective(what: str, number: int | None) -> str:
-    """Name a collective for messages."""
+    """Format a collective for messages."""
     if number == 0:
         return "no collective yet"
     return what if number is None else f"{what}, collective {number}"
 
 
 def describe_ranks(ranks: list[int]) -> str:
-    """Name ranks for messages."""
+    """Format ranks for messages."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def shorten(text: str) -> str:
-    """Cut a message to the length that a record may have."""
+    """Cut a message to the maximum length in a record."""
     return text if len(text) <= _MESSAGE_MAX else f"{text[:_MESSAGE_MAX]} ..."
