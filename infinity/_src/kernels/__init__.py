@@ -1,1 +1,1 @@
-"""Kernels: tensor operations with a torch reference each."""
+"""Kernels: tensor operations, each with a torch reference implementation."""

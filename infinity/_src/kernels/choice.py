@@ -1,25 +1,25 @@
-"""Choice of the implementation of an operation, torch's or Triton's: a fixed rule, never a
-measurement of the moment.
+"""Choice between torch's and Triton's implementation of an operation, by a fixed rule, never by a
+measurement at run time.
 
     forced      INFINITY_OPS="triton", "torch", or "group_quantize=triton,tile_matmul=torch";
                 `forced(...)` inside a block
-    measured    MEASURED: the figures of `bench/gpu/f10_operations.py` for a kind of device, beside
-                torch's best, written down here by hand
-    else        on a GPU Triton for bitwise operations, which torch makes of many launches; torch
+    measured    MEASURED: ratios measured by `bench/gpu/f10_operations.py` on a kind of device,
+                entered here by hand
+    else        on a GPU Triton for bitwise operations, for which torch needs many launches; torch
                 for others, and on the CPU
 
 **Trial** (infinity/_src/kernels/trial.py): before the first use of a bitwise operation in a form
-(dtypes, bits, state format), a process compares Triton's bytes for a small sample on that device
-with those of torch on the CPU. If they differ, or if the kernel does not compile, a warning says
-so, and torch runs the operation, in that form and in any that is used later. With Triton forced, it
-is a ValueError instead. A form that has passed keeps Triton, so a form has one implementation in a
-run. Ranks need not agree: both implementations give the same bits.
+(dtypes, bits, state format), a process compares Triton's output for a small sample on that device
+with torch's on the CPU. If the bytes differ or the kernel does not compile, a warning is issued,
+and torch runs the operation in this and all later forms; with Triton forced, a ValueError is raised
+instead. A form that has passed continues to use Triton, so a form has one implementation in a run.
+Ranks may differ, since both implementations give the same bits.
 
-Triton before TRITON_LEAST flushes denormals in divisions and square roots. So it computes no
-bitwise operation.
+Triton before TRITON_LEAST flushes denormals in divisions and square roots, so it is not used for
+bitwise operations.
 
-The choice is part of the numerics where the two do not round alike (`infinity doctor` shows it). So
-that choice must not change from one run to the next. On the CPU Triton runs in its interpreter only
+For operations that are not bitwise the choice affects the results, so it must be the same in every
+run; `infinity doctor` shows it. On the CPU Triton only runs in its interpreter
 (TRITON_INTERPRET=1), for tests.
 """
 
@@ -40,7 +40,7 @@ from infinity._src.kernels.trial import Trial, difference
 
 VARIABLE = "INFINITY_OPS"
 TRITON_LEAST = (3, 6)
-"""The first Triton whose divisions and square roots keep denormals; pyproject.toml has it, too."""
+"""The first Triton whose divisions and square roots keep denormals; also in pyproject.toml."""
 IMPLEMENTATIONS = ("torch", "triton")
 
 
@@ -48,7 +48,7 @@ IMPLEMENTATIONS = ("torch", "triton")
 class KernelOp:
     """Operation with two implementations.
 
-    about: its purpose, in half a line; bitwise: the two give the same bits.
+    about: its purpose, for messages; bitwise: both give the same bits.
     """
 
     name: str
@@ -82,24 +82,24 @@ OPS: Mapping[str, KernelOp] = {
 MEASURED: Mapping[tuple[str, tuple[int, int]], float] = {}
 """(operation, compute capability) -> torch's best time / Triton's.
 
-Above 1, Triton is the default there, else torch.
+Above 1 Triton is the default, else torch.
 """
 
 _passed: set[tuple[str, torch.device, tuple[Hashable, ...]]] = set()
-"""Operations, devices and forms whose trials have passed."""
+"""(operation, device, form) of passed trials."""
 _failed: dict[tuple[str, torch.device], str] = {}
-"""Difference that the first failed trial of an operation on a device has found."""
+"""(operation, device) -> fault found by its first failed trial."""
 _warned: set[tuple[str, torch.device]] = set()
-"""Operations and devices for which a warning has said that torch runs them."""
+"""(operation, device) pairs with a warning that torch runs them."""
 _trying = threading.Lock()
 
-# Innermost last: the latest `forced` block decides.
+# A stack: the innermost `forced` block decides.
 _forced: list[dict[str, str]] = []
 
 
 @contextlib.contextmanager
 def forced(**choices: str) -> Iterator[None]:
-    """Force implementations in this context, in every thread: `forced(group_quantize="triton")`.
+    """Force implementations inside the block, in all threads: `forced(group_quantize="triton")`.
 
     For tests and benchmarks.
 
@@ -116,22 +116,20 @@ def forced(**choices: str) -> Iterator[None]:
 def implementation(name: str, device: torch.device, trial: Trial | None = None) -> str:
     """Choose "torch" or "triton" for this operation on this device.
 
-    trial: of a bitwise operation, in the form that is about to run. Without one the answer is what
-    is known so far. The first call for a form on a GPU blocks until the trial is over.
-    Raises: ValueError where Triton is forced and cannot run, or has other bits than torch.
+    trial: of a bitwise operation, in the form about to run; None: use the results of earlier
+    trials. The first call with a form on a GPU blocks until the trial has ended.
+    Raises: ValueError if Triton is forced but cannot run, or gives other bits than torch.
     """
     return _choose(name, device, trial)[0]
 
 
 def why(name: str, device: torch.device) -> str:
-    """Explain the choice for this operation on this device, for people."""
+    """Return the reason of the choice for this operation on this device, as text."""
     return _choose(name, device, None)[1]
 
 
 def may_be_triton(name: str) -> bool:
-    """Tell whether Triton computes this operation on some GPU. For plans of machines that are
-    elsewhere.
-    """
+    """Return whether Triton may compute this operation on some GPU, for plans of other machines."""
     chosen = _chosen(name)
     if chosen is not None:
         return chosen == "triton"
@@ -149,7 +147,7 @@ def _choose(name: str, device: torch.device, trial: Trial | None) -> tuple[str, 
     if not compiles(device):
         interpreter = "TRITON_INTERPRET is set: Triton would interpret its kernels"
         return "torch", interpreter if device.type == "cuda" else "the CPU computes"
-    # Never a measurement of the moment: a run must repeat where the two round differently.
+    # A recorded ratio, so that runs with operations that round differently are reproducible.
     ratio = MEASURED.get((name, torch.cuda.get_device_capability(device))) if MEASURED else None
     if ratio is not None:
         better, reason = ratio > 1.0, f"measured: torch's time is {ratio:.2f} of Triton's"
@@ -167,7 +165,7 @@ def _choose(name: str, device: torch.device, trial: Trial | None) -> tuple[str, 
 
 
 def _check_forced(name: str, device: torch.device, trial: Trial | None) -> None:
-    """Raise ValueError where Triton is forced, and cannot run the operation on this device."""
+    """Raise ValueError if Triton is forced but cannot run the operation on this device."""
     if device.type != "cuda" and not interpreted():
         raise ValueError(
             f"{VARIABLE} forces Triton for {name}, and its tensors are on {device.type}: there "
@@ -183,12 +181,12 @@ def _check_forced(name: str, device: torch.device, trial: Trial | None) -> None:
 
 
 def _fault(name: str, device: torch.device, trial: Trial | None, *, warn: bool) -> str:
-    """Say why Triton must not compute an operation in this form; empty if it may.
+    """Return why Triton must not compute an operation in this form, or "".
 
-    trial: None: none is made. warn: once for an operation that is about to run. Raises:
-    torch.OutOfMemoryError if a trial has no memory: a later use tries again.
+    trial: None: run no trial. warn: log a fault, once per operation and device. Raises:
+    torch.OutOfMemoryError if a trial lacks memory; a later use tries again.
     """
-    # First, since it is asked before each use.
+    # Checked first, since each use calls this.
     if trial is not None and (name, device, trial.form) in _passed:
         return ""
     fault = _unfit(name) or _failed.get((name, device), "")
@@ -208,12 +206,13 @@ def _fault(name: str, device: torch.device, trial: Trial | None, *, warn: bool) 
 
 
 def _tried(name: str, device: torch.device, trial: Trial) -> str:
-    """Make a trial, if its form had none. Returns the fault that it, or the first failed trial of
-    the operation, has found."""
-    # Threads of communication streams and of backward may come at once: one of them compiles and
-    # compares.
+    """Run a trial, unless its form had one or the operation has failed. Returns the fault, or
+    "".
+    """
+    # Threads of communication streams and of backward may call this concurrently; one runs the
+    # trial.
     with _trying:
-        # Other forms are not tried after one has failed.
+        # After one form has failed, others are not tried.
         if (name, device) in _failed or (name, device, trial.form) in _passed:
             return _failed.get((name, device), "")
         found = difference(trial, device)
@@ -227,7 +226,7 @@ def _tried(name: str, device: torch.device, trial: Trial) -> str:
 
 
 def _unfit(name: str) -> str:
-    """Say why the Triton that is installed must not compute an operation; empty if it may."""
+    """Return why the installed Triton must not compute an operation, or ""."""
     version, least = triton_version(), ".".join(map(str, TRITON_LEAST))
     if not version:
         return f"Triton cannot be imported (torch for CUDA brings it; install {least} or newer)"
@@ -243,23 +242,23 @@ def _unfit(name: str) -> str:
 
 @functools.cache
 def triton_version() -> str:
-    """Return the version of the Triton that is installed; empty without one that imports."""
+    """Return the installed Triton's version; "" if it cannot be imported."""
     try:
-        # Not of the metadata: builds of torch bring Triton under several names.
+        # Not from package metadata: builds of torch install Triton under several names.
         import triton
-    # A broken one raises what it likes.
+    # A broken installation may raise any exception.
     except Exception:  # noqa: BLE001  the warning, or the ValueError, says that it does not import
         return ""
     return str(triton.__version__)
 
 
 def compiles(device: torch.device) -> bool:
-    """Tell whether Triton would compile kernels for tensors on this device."""
+    """Return whether Triton compiles kernels for tensors on this device."""
     return device.type == "cuda" and not interpreted()
 
 
 def interpreted() -> bool:
-    """Tell whether Triton's kernels run in its interpreter, on any tensor."""
+    """Return whether Triton's kernels run in its interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
@@ -273,7 +272,7 @@ def _chosen(name: str) -> str | None:
 
 
 def _from_environment() -> dict[str, str]:
-    """Read INFINITY_OPS as choices. Raises: ValueError for what is not known."""
+    """Parse INFINITY_OPS. Raises: ValueError for an unknown operation or implementation."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return {}

@@ -1,6 +1,5 @@
-"""Codec of the collectives: values in groups laid into flat bytes, and sums in the order of ranks.
-The quantized collectives are `Collectives.all_gather_quantized` and its like, in
-infinity/_src/distributed/collectives.py.
+"""Codec of the collectives: encodes values, quantized in groups, as flat bytes, and sums in the
+order of ranks. infinity/_src/distributed/collectives.py has the quantized collectives.
 
     wire = torch.empty(wire_bytes(shard.numel(), 8, 256), dtype=torch.uint8)
     encode(shard, wire, bits=8, group_numel=256)                  # qwZ: then all_gather the bytes
@@ -10,30 +9,29 @@ infinity/_src/distributed/collectives.py.
     decode_sum(received, out, bits=4, group_numel=128, divisor=world)
     sum_in_order(received, out, divisor=world)                    # pieces that are not quantized
 
-A wire holds symmetric groups (infinity/_src/kernels/quantize.py), bit for bit, in one buffer. Each
-part is padded to 64 bytes:
+A *wire* is a buffer with the codes and scales of symmetric groups
+(infinity/_src/kernels/quantize.py), each padded to 64 bytes:
 
-    codes     int8 [numel], or int4 two to a byte, the element with the even number in the low half
+    codes     int8 [numel], or int4 packed two to a byte, even elements in the low half
     scales    bf16 [groups]
 
-Padding is zero, so the same values are the same bytes; and wires that follow each other start at
-multiples of 64 bytes.
+Padding is zero, so that equal values have equal bytes; consecutive wires start at multiples of 64
+bytes.
 
-**Sums** are fp32 additions in the order given, from the first on, then one division by `divisor`,
-then one rounding, to nearest, ties to even. So every rank that sums the same pieces gets the same
-bits, and one piece comes back as it is. Every NaN is written with the same bits.
+**Sums** are fp32 additions in the given order, then one division by `divisor`, then one rounding to
+nearest, ties to even. So all ranks that sum the same pieces get the same bits, and a single piece
+is returned unchanged. Every NaN is written with the same bits.
 
-**Error feedback**: x = values + error is encoded. The next call's error is x less the values that
-the wire decodes to, rounded to the error's dtype. So errors do not add up: over many rounds the sum
-of the decoded values is the sum of the values, but for the last error. A group that is not finite
-has nothing to carry on: its error is zero.
+**Error feedback**: x = values + error is encoded; the new error is x - decoded(x), rounded to the
+error's dtype. So errors do not accumulate: over many rounds, the sums of decoded values and of
+values differ by the last error only. The error of a group with infinity or NaN is zero.
 
-On the CPU the kernels are native/kernels/comm_codec.c: one pass in the caller's thread, without the
-GIL. On a GPU torch or Triton computes (infinity/_src/kernels/choice.py). All give the same bits;
-the torch code below defines them.
+On the CPU native/kernels/comm_codec.c computes, in one pass in the caller's thread, without the
+GIL; on a GPU torch or Triton (infinity/_src/kernels/choice.py). All give the same bits, which the
+torch code below defines.
 
-All tensors are contiguous and 1-D; nothing allocates on the CPU. Nothing waits on a GPU, but for
-the trial before the first use of a form there.
+All tensors are contiguous and 1-D. The CPU kernels do not allocate. GPU calls do not block, except
+for the trial at the first use of a form.
 
 Source: ZeRO++ (Wang et al. 2023), sections 3.1, 3.3; error feedback: 1-bit SGD (Seide et al. 2014).
 """
@@ -52,8 +50,8 @@ from infinity._src.kernels.trial import Trial, sample
 from infinity.aio import GradDtype
 
 DIVISOR_MOST = 1 << 24
-"""Up to here every whole number is an fp32."""
-# Not a power of two: a division by one of them rounds nothing but denormals.
+"""fp32 represents all integers up to this."""
+# Not a power of two: such a division would only round denormals.
 _SAMPLE_RANKS = 3
 _ERROR_DTYPES = (torch.bfloat16, torch.float32)
 _CODES = {
@@ -76,9 +74,9 @@ def encode(
     """Encode `values` as codes and scales into `wire`.
 
     values: bf16, fp16 or fp32 [numel]. wire: uint8 [wire_bytes(numel)]. bits: 8 or 4. group_numel:
-    a power of two, 64 to 1024. key: of random rounding, element: the parameter's index of the first
-    value then; without a key to nearest, ties to even. error: bf16 or fp32 [numel], is added to the
-    values, and receives the part of the sum that rounding took.
+    a power of two, 64 to 1024. key: for stochastic rounding, with `element`, the parameter's index
+    of the first value; None: to nearest, ties to even. error: bf16 or fp32 [numel], added to the
+    values and replaced by the new rounding error.
     Raises: ValueError for other arguments.
     """
     check_groups(bits, group_numel)
@@ -92,7 +90,7 @@ def encode(
         raise ValueError(f"element={element}: the index of the first value is not negative")
     if key is not None and not 0 <= key < 1 << 64:
         raise ValueError(f"key={key}: use what rounding.rounding_key returns, 0 to 2^64 - 1")
-    # Chosen by a fixed rule, never by a measurement of the moment: all give the same bits.
+    # By a fixed rule; all implementations give the same bits.
     trial = encode_trial(
         values.dtype, bits, group_numel, key is not None, None if error is None else error.dtype
     )
@@ -130,7 +128,7 @@ def decode_sum(
     """Sum wires in their order, in fp32, divide, and round once to the dtype of `out`.
 
     wires: uint8 [wire_bytes(numel)] each, at least one. out: bf16, fp16 or fp32 [numel]. divisor: 1
-    to 2^24. Raises: ValueError for what is none of these.
+    to 2^24. Raises: ValueError for other arguments.
     """
     check_groups(bits, group_numel)
     _check_values("out", out, DTYPES)
@@ -140,7 +138,7 @@ def decode_sum(
     trial = decode_trial(out.dtype, bits, group_numel, divisor != 1)
     which = _implementation("wire_decode", out.device, trial)
     if which == "native":
-        # Addresses, not one buffer: the pieces come from receive buffers that lie anywhere.
+        # Addresses, since the pieces are in separate receive buffers.
         addresses = native.ffi.new("uint64_t[]", [wire.data_ptr() for wire in wires])
         native.lib.inf_wire_decode_sum(
             addresses, len(wires), native.ffi.cast("void *", out.data_ptr()),
@@ -156,8 +154,8 @@ def sum_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: 
     """Sum tensors in their order, in fp32, divide, and round once to the dtype of `out`.
 
     pieces: [numel] each, all bf16, all fp16 or all fp32, at least one. out: bf16, fp16 or fp32
-    [numel]; may be one of the pieces, but no part of one. divisor: 1 to 2^24. Raises: ValueError
-    for what is none of these.
+    [numel]; may be one of the pieces, but must not overlap one partly. divisor: 1 to 2^24. Raises:
+    ValueError for other arguments.
     """
     _check_values("out", out, DTYPES)
     _check_sum(pieces, "pieces", divisor)
@@ -237,17 +235,17 @@ def _sum_in_order(
 def encode_trial(
     dtype: torch.dtype, bits: int, group_numel: int, random: bool, error: torch.dtype | None
 ) -> Trial:
-    """Make the trial of `encode`. random: with a key; error: the dtype of its error feedback."""
+    """Return the trial of `encode`. random: with a key; error: the dtype of its error feedback."""
     return Trial(_encoded_sample, (dtype, bits, group_numel, random, error))
 
 
 def decode_trial(dtype: torch.dtype, bits: int, group_numel: int, divides: bool) -> Trial:
-    """Make the trial of `decode_sum` into `dtype`."""
+    """Return the trial of `decode_sum` into `dtype`."""
     return Trial(_decoded_sample, (dtype, bits, group_numel, divides))
 
 
 def sum_trial(dtype: torch.dtype, out: torch.dtype, divides: bool) -> Trial:
-    """Make the trial of `sum_in_order`, from pieces of `dtype` into `out`."""
+    """Return the trial of `sum_in_order`, from pieces of `dtype` into `out`."""
     return Trial(_summed_sample, (dtype, out, divides))
 
 
@@ -311,27 +309,27 @@ def encode_torch(
     element: int,
     error: torch.Tensor | None,
 ) -> None:
-    """Encode as `encode` does, by `quantize_torch`."""
-    # Summed in fp32: the sum of two bf16 numbers is no bf16 number.
+    """Reference of `encode`, with `quantize_torch`."""
+    # Summed in fp32, since a sum of two bf16 numbers may not be a bf16 number.
     x = values.to(torch.float32)
     if error is not None:
         x = x + error.to(torch.float32)
     q = quantize_torch(x, bits, group_numel, True, key, element)
-    # Padding is zero, so that the same values are the same bytes.
+    # Padding is zero, so that equal values have equal bytes.
     wire.zero_()
     wire[: q.codes.numel()].copy_(q.codes.view(torch.uint8))
     scales = wire[codes_bytes(x.numel(), bits) :]
     scales[: 2 * q.scales.numel()].copy_(q.scales.view(torch.uint8))
     if error is not None:
         said = dequantize_torch(q)
-        # A group that is not finite decodes to NaN, and has nothing to carry on.
+        # A group with infinity or NaN decodes to NaN; its error is zero.
         error.copy_(torch.where(torch.isnan(said), torch.zeros_like(x), x - said))
 
 
 def decode_sum_torch(
     wires: Sequence[torch.Tensor], out: torch.Tensor, bits: int, group_numel: int, divisor: int
 ) -> None:
-    """`decode_sum` by `dequantize_torch`, one wire after the other."""
+    """Reference of `decode_sum`, with `dequantize_torch`."""
     numel = out.numel()
     pieces = []
     for wire in wires:
@@ -346,16 +344,16 @@ def decode_sum_torch(
 
 
 def sum_in_order_torch(pieces: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
-    """`sum_in_order`, addition by addition."""
-    # From the first piece on, not from zero: one piece comes back as it is, -0.0 included.
+    """Reference of `sum_in_order`."""
+    # Starting with the first piece, not zero, so that a single piece keeps -0.0.
     total = pieces[0].to(torch.float32)
     for piece in pieces[1:]:
         total = total + piece.to(torch.float32)
-    # Divided once, after the sum: each division would round.
+    # Divided once, since each division rounds.
     if divisor != 1:
-        # A tensor: on a GPU torch divides by a number through its reciprocal, which rounds twice.
+        # By a tensor: on a GPU torch multiplies by a scalar's reciprocal, which rounds twice.
         total = total / torch.full((), divisor, dtype=torch.float32, device=total.device)
-    # Every NaN is written with the same bits, whatever the pieces' payloads were.
+    # Every NaN is written with the same bits, whatever its payload.
     missing = torch.isnan(total)
     out.copy_(total)
     out.masked_fill_(missing, float("nan"))
@@ -365,7 +363,7 @@ def sum_in_order_torch(pieces: Sequence[torch.Tensor], out: torch.Tensor, diviso
 
 
 def _implementation(name: str, device: torch.device, trial: Trial) -> str:
-    """Choose "native", "torch" or "triton". On the CPU the extension computes in place of torch."""
+    """Choose "native", "torch" or "triton". On the CPU "native" replaces "torch"."""
     which = choice.implementation(name, device, trial)
     return "native" if which == "torch" and device.type == "cpu" else which
 
@@ -390,7 +388,7 @@ def _check_wire(wire: torch.Tensor, values: torch.Tensor, bits: int, group_numel
             f"a wire is {_of(wire)}, but {values.numel()} values on {values.device} take "
             f"{size_bytes} bytes there"
         )
-    # Scales are read as 2-byte words, and follow the codes in the same buffer.
+    # Scales are 2-byte words in the same buffer.
     if wire.data_ptr() % 2:
         raise ValueError(
             "a wire starts at an odd address, and holds 2-byte scales: cut buffers at multiples of "

@@ -9,10 +9,10 @@
     Lion    p = p * (1 - lr * weight_decay);  p = p - lr * sign(m * beta1 + g * (1 - beta1))
             m = m * beta2 + g * (1 - beta2)
 
-SGD is torch.optim.SGD's, Lion that of Chen et al. 2023 ("Symbolic Discovery of Optimization
-Algorithms") with decoupled weight decay; the sign of zero is zero, that of NaN is NaN. Scalars are
-computed in double and rounded once to fp32, as torch rounds a Python float. Each operation of an
-update rounds once to fp32, in the order above: the bits of native/kernels/optimizer_kernels.h.
+SGD: torch.optim.SGD. Lion: Chen et al. 2023 ("Symbolic Discovery of Optimization Algorithms") with
+decoupled weight decay; sign(0) is 0, sign(NaN) is NaN. Scalars are computed in fp64 and rounded
+once to fp32, as torch rounds a Python float. Each operation of an update rounds once to fp32, in
+the order above, with the same bits as native/kernels/optimizer_kernels.h.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import numpy.typing as npt
 from infinity._src.cabi.records import HYPER, LOG_MAX, Algorithm, HyperFlag, LogKind
 
 Log: TypeAlias = Sequence[tuple[LogKind | str, float]]
-"""Operations done to a gradient since it was accumulated, oldest first: ("mul" | "div" or a
-LogKind, factor).
+"""Scalings of a gradient since it was accumulated, oldest first: ("mul" | "div" or a LogKind,
+factor).
 """
 
 
@@ -42,8 +42,8 @@ def hyper_row_adamw(
     log: Log = (),
     key: int = 0,
 ) -> npt.NDArray[np.void]:
-    """Make the HYPER record of an AdamW step, shape (). step: 1 for the first. key: of random
-    rounding.
+    """Return the HYPER record of an AdamW step, shape (). step: 1 for the first. key: for
+    stochastic rounding.
 
     Raises: ValueError for a step below 1 or a log longer than the kernels replay.
     """
@@ -51,7 +51,7 @@ def hyper_row_adamw(
         raise ValueError(f"step={step}: the first update is step 1")
     beta1, beta2 = betas
     row = _blank_row(Algorithm.ADAMW, log, key)
-    # A learning rate beyond fp32 becomes inf, as in torch: no warning.
+    # A learning rate beyond fp32 silently becomes inf, as in torch.
     with np.errstate(over="ignore"):
         row["decay"] = 1.0 - lr * weight_decay
         row["beta1"] = beta1
@@ -59,7 +59,7 @@ def hyper_row_adamw(
         row["beta2"] = beta2
         row["one_minus_beta2"] = 1.0 - beta2
         row["eps"] = eps
-        # In double, and rounded to fp32 once, as torch rounds a Python float.
+        # Computed in fp64 and rounded to fp32 once, as torch rounds a Python float.
         row["bc2_sqrt"] = math.sqrt(1.0 - beta2**step)
         row["step_size"] = lr / (1.0 - beta1**step)
     return row
@@ -76,15 +76,15 @@ def hyper_row_sgd(
     log: Log = (),
     key: int = 0,
 ) -> npt.NDArray[np.void]:
-    """Make the HYPER record of an SGD step, shape (). first: the buffer is not there yet, and
-    becomes the gradient.
+    """Return the HYPER record of an SGD step, shape (). first: the first step, which initializes
+    the momentum buffer with the gradient.
 
-    Raises: ValueError for what torch.optim.SGD refuses, or a log that is too long.
+    Raises: ValueError for values that torch.optim.SGD refuses, or a log that is too long.
     """
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError("nesterov needs a momentum and no dampening")
     row = _blank_row(Algorithm.SGD, log, key)
-    # In the fields of Lion's and AdamW's first moment: one record serves all three.
+    # Stored in the fields of Lion's and AdamW's first moment.
     row["beta1"], row["one_minus_beta1"] = momentum, 1.0 - dampening
     row["step_size"], row["weight_decay"] = lr, weight_decay
     row["flags"] = HyperFlag.NESTEROV * nesterov | HyperFlag.FIRST * first
@@ -99,7 +99,7 @@ def hyper_row_lion(
     log: Log = (),
     key: int = 0,
 ) -> npt.NDArray[np.void]:
-    """Make the HYPER record of a Lion step, shape ().
+    """Return the HYPER record of a Lion step, shape ().
 
     Raises: ValueError for a log that is too long.
     """
@@ -111,11 +111,11 @@ def hyper_row_lion(
 
 
 def _blank_row(algorithm: Algorithm, log: Log, key: int) -> npt.NDArray[np.void]:
-    """Make a HYPER record, shape (), with all fields but the algorithm's own scalars.
+    """Return a HYPER record, shape (), without the algorithm's scalars.
 
     Raises: ValueError for a log longer than the kernels replay.
     """
-    # The record has room for so many; replaying a part would be a wrong gradient.
+    # The record's capacity; a truncated log would give a wrong gradient.
     if len(log) > LOG_MAX:
         raise ValueError(
             f"{len(log)} operations were done to one gradient between two steps; at most {LOG_MAX} "
@@ -123,7 +123,7 @@ def _blank_row(algorithm: Algorithm, log: Log, key: int) -> npt.NDArray[np.void]
         )
     row = np.zeros((), dtype=HYPER)
     row["algorithm"], row["key"], row["log_count"] = algorithm, key, len(log)
-    with np.errstate(over="ignore"):  # a factor beyond fp32 becomes inf, as it does in torch
+    with np.errstate(over="ignore"):  # a factor beyond fp32 becomes inf, as in torch
         for index, (kind, factor) in enumerate(log):
             row["log_kind"][index] = LogKind[kind.upper()] if isinstance(kind, str) else int(kind)
             row["log_value"][index] = factor

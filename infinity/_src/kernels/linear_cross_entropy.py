@@ -1,4 +1,4 @@
-"""Cross-entropy of `hidden @ weight.t() + bias` a tile of the vocabulary at a time: one tile's
+"""Cross-entropy of `hidden @ weight.t() + bias`, tile by tile of the vocabulary: one tile's
 contribution and its gradient.
 
     forward    for each tile of rows of the weight:
@@ -7,10 +7,10 @@ contribution and its gradient.
                    the logits again -> their gradient -> the weight's, and the hidden states'
 
 At most [rows, vocabulary_tile] logits exist at a time. They are fp32 (fp64 for fp64 hidden states)
-and never rounded to the hidden states' dtype, so the loss is nearer to the exact one than that of
-bf16 logits. The hidden states' gradient is summed in fp32. `tile_partials` and `tile_dlogits` are
-the two operations that have a Triton twin (infinity/_src/kernels/triton/linear_cross_entropy.py);
-`infinity._src.kernels.tiling.tiled_loss` makes a loss of them.
+and never rounded to the hidden states' dtype, so the loss is more accurate than with bf16 logits.
+The hidden states' gradient is summed in fp32. `tile_partials` and `tile_dlogits` have Triton
+implementations (infinity/_src/kernels/triton/linear_cross_entropy.py);
+`infinity._src.kernels.tiling.tiled_loss` combines them to a loss.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "linear_cross_entropy"
 VOCABULARY_TILE = 8192
 """Rows of the weight per tile by default.
 
-Part of the numerics, since it decides the order of sums.
+It determines the order of sums, and so affects the results.
 """
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -149,7 +149,7 @@ def reference_partials(
     logits = _logits(hidden, weight, bias)
     row_max = logits.amax(1)
     logit_sum = logits.sum(1)
-    # Before the exponentials, which overwrite the logits in place.
+    # First, since the exponentials overwrite the logits.
     inside, index = _place(target, start, weight.shape[0])
     target_logit = torch.where(inside, logits.gather(1, index[:, None])[:, 0], 0.0)
     row_sum_exp = logits.sub_(_shift(row_max)[:, None]).exp_().sum(1)
@@ -172,7 +172,7 @@ def reference_dlogits(
     found = _logits(hidden, weight, bias).sub_(lse[:, None]).exp_()
     inside, index = _place(target, start, weight.shape[0])
     taken = inside.to(found.dtype) * (label_smoothing - 1.0)
-    # One index per row: adding by hand is deterministic on a GPU, scatter_add_ is not.
+    # One index per row: gather, add and scatter are deterministic on a GPU; scatter_add_ is not.
     found.scatter_(1, index[:, None], found.gather(1, index[:, None]) + taken[:, None])
     if label_smoothing:
         found.sub_(label_smoothing / vocabulary)
@@ -198,11 +198,11 @@ def merge(first: Partials, second: Partials) -> Partials:
 def row_losses(
     found: Partials, target: torch.Tensor, settings: Settings
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, log-sum-exp) of each row, [rows] of `sum_dtype` both, from the partials of the whole
-    vocabulary.
+    """Return each row's loss and log-sum-exp, both [rows] of `sum_dtype`, from the partials of the
+    whole vocabulary.
 
-    The loss of ignored rows is 0; the loss of a target outside of the vocabulary is NaN (an
-    error would have to wait for the GPU).
+    The loss of ignored rows is 0, that of a target outside of the vocabulary NaN (raising would
+    need a wait for the GPU).
     """
     smoothing = settings.label_smoothing
     lse = found.row_max + found.row_sum_exp.log()
@@ -210,7 +210,7 @@ def row_losses(
     if smoothing:
         losses -= smoothing / settings.vocabulary * found.logit_sum
     losses.masked_fill_((target < 0) | (target >= settings.vocabulary), float("nan"))
-    # An ignored row gets 0 last, whatever number its target is.
+    # Last: an ignored row's target may be out of range.
     return losses.masked_fill_(target == settings.ignore_index, 0.0), lse
 
 
@@ -220,12 +220,12 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _shift(row_max: torch.Tensor) -> torch.Tensor:
-    """Return the number to subtract before exp: the maximum, or 0 where all is -inf."""
+    """Return the number to subtract before exp: the maximum, or 0 where all logits are -inf."""
     # -inf - -inf would be NaN; exp(-inf) is 0, as it should be.
     return row_max.masked_fill(row_max == float("-inf"), 0.0)
 
 
 def _place(target: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a mask of the targets in the tile, and their indices there (any valid one if not)."""
+    """Return a mask of the targets in the tile, and their indices in it (clamped for others)."""
     index = target - start
     return (index >= 0) & (index < count), index.clamp(0, count - 1)

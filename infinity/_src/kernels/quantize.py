@@ -1,5 +1,5 @@
-"""Values as int8 or int4 codes in groups that share a scale, and back: ZeRO++'s blocked
-quantization.
+"""Quantization of values to int8 or int4 codes with a scale per group, and dequantization: ZeRO++'s
+blocked quantization.
 
     q = quantize(weight, bits=8, group_numel=256)               # qwZ: int8 weights to all_gather
     key = rounding_key(seed, step, name)
@@ -11,33 +11,32 @@ Groups are consecutive elements of the flat (row-major) values; the last may be 
     symmetric     value = code * scale             code in -127 .. 127 (int8), -7 .. 7 (int4)
     asymmetric    value = (code - zero) * scale    code in 0 .. 255, 0 .. 15
 
-with two bytes of scale, and a byte of zero where it is asymmetric.
+with two bytes of scale, and one byte of zero point if asymmetric.
 
-**Scales are bf16**: half the bytes of fp32, and since a code (or a code less its zero) has 8 bits
-and a bf16 another 8, every product is exact in fp32. So `dequantize` rounds once, to its dtype;
-zero comes back as zero; every implementation gives the same bits. **Rounding of the scale** decides
-what else holds:
+**Scales are bf16**: half the bytes of fp32, and since a code (minus its zero point) has 8
+significant bits and a bf16 has 8, every product is exact in fp32. So `dequantize` rounds once, to
+its dtype; zero is preserved; every implementation gives the same bits. **Rounding of the scale**:
 
 - to nearest, symmetric: the scale is the largest magnitude / 127 (7), rounded to the nearest bf16.
-  Rounding puts the scale at most 1/257 off, so the largest has the code 127 (7) and is half a step
-  off at most, like all others; and the same scale comes out again: the fp32 values of a round trip,
-  quantized once more, are the same codes and scales.
-- else the scale is rounded up: asymmetric, where the codes must span the range, and at random,
-  where nothing may be clipped, or the mean is wrong. Both at once spend one code on it: the range /
-  254 (14), and a zero that is rounded up. A second round trip may then choose a finer scale.
+  The scale's relative error is at most 1/257, so the largest value has code 127 (7) and an error of
+  at most half a step, like all others. Quantization is idempotent: fp32 values of a round trip,
+  quantized again, give the same codes and scales.
+- otherwise the scale is rounded up: for asymmetric codes, which must span the range, and for
+  stochastic rounding, where clipping would bias the mean. With both, one code is reserved: the
+  scale is the range / 254 (14), and the zero point is rounded up. A second round trip may then
+  choose a finer scale.
 
-**Error**: half a step at most, |value - x| <= scale / 2 (within fp32's rounding of x / scale), one
-step with random rounding, before the last rounding to `dtype`. Scales are at least 2^-126, so what
-is below 2^-127 may become zero. Values never leave bf16's range: beyond it they are its largest
-number.
+**Error**: at most half a step, |value - x| <= scale / 2 (within fp32's rounding of x / scale), or
+one step with stochastic rounding, before the rounding to `dtype`. Scales are at least 2^-126, so
+values below 2^-127 may become zero. Dequantized values are clamped to bf16's range.
 
-**Random rounding** (`key`) goes to one of the two neighbours, with the probabilities that keep the
-expected value (to 2^-24), and depends on nothing but (seed, step, parameter, element):
+**Stochastic rounding** (`key`) chooses one of the two neighbours, with probabilities that preserve
+the expected value (to 2^-24), and only depends on (seed, step, parameter, element):
 infinity/_src/kernels/rounding.py.
 
-**Not finite**: a group that holds infinity or NaN has the scale NaN and comes back as NaN wholly.
+**Not finite**: a group with infinity or NaN has the scale NaN, and all its values decode to NaN.
 
-Source: ZeRO++ (Wang et al. 2023), section 3.1 (blocks) and 3.3 (gradients); it says nothing of
+Source: ZeRO++ (Wang et al. 2023), section 3.1 (blocks) and 3.3 (gradients), which does not specify
 rounding and NaN.
 """
 
@@ -52,7 +51,7 @@ from infinity._src.kernels.quantized import DTYPES, VALUE_MOST, Quantized, check
 from infinity._src.kernels.rounding import random_bits, shift_right
 from infinity._src.kernels.trial import Trial, sample
 
-# 2^-126, the least normal fp32: no group has a smaller scale.
+# 2^-126, the least normal fp32: the minimum of scales.
 _SCALE_LEAST_BITS = 0x00800000
 _NAN_BITS = 0x7FC00000
 
@@ -69,9 +68,9 @@ def quantize(
     """Quantize `values` in groups of int8 or int4.
 
     values: bf16, fp16 or fp32, any shape and strides. bits: 8 or 4. group_numel: a power of two, 64
-    to 1024. key: of random rounding (`rounding.rounding_key`), element: the parameter's index of
-    the first value then; without a key to nearest, ties to even. Raises: ValueError for what is
-    none of these.
+    to 1024. key: for stochastic rounding (`rounding.rounding_key`), with `element`, the parameter's
+    index of the first value; None: to nearest, ties to even. Raises: ValueError for other
+    arguments.
     """
     check_groups(bits, group_numel)
     if values.dtype not in DTYPES:
@@ -107,9 +106,8 @@ def dequantize(
 ) -> torch.Tensor:
     """Dequantize into `out`, or into a new tensor of `quantized.shape`.
 
-    dtype: bf16, fp16 or fp32; None: the dtype of `out`, else of the values that were quantized.
-    out: any strides without overlap, on the same device. Raises: ValueError for another dtype or
-    shape.
+    dtype: bf16, fp16 or fp32; None: the dtype of `out`, else of the original values. out: any
+    strides without overlap, on the same device. Raises: ValueError for another dtype or shape.
     """
     if out is None:
         out = torch.empty(
@@ -143,7 +141,7 @@ def _dequantize(which: str, quantized: Quantized, out: torch.Tensor) -> None:
 
 
 def levels_of(bits: int, symmetric: bool) -> int:
-    """Return the largest code: 127 or 7, and asymmetric 255 or 15."""
+    """Return the largest code: 127 or 7 if symmetric, else 255 or 15."""
     return (1 << bits - symmetric) - 1
 
 
@@ -153,12 +151,12 @@ def levels_of(bits: int, symmetric: bool) -> int:
 def quantize_trial(
     dtype: torch.dtype, bits: int, group_numel: int, symmetric: bool, random: bool
 ) -> Trial:
-    """Make the trial of `quantize` on contiguous values. random: with a key."""
+    """Return the trial of `quantize` on contiguous values. random: with a key."""
     return Trial(_quantized_sample, (dtype, bits, group_numel, symmetric, random))
 
 
 def dequantize_trial(dtype: torch.dtype, bits: int, group_numel: int, symmetric: bool) -> Trial:
-    """Make the trial of `dequantize` into contiguous values of `dtype`."""
+    """Return the trial of `dequantize` into contiguous values of `dtype`."""
     return Trial(_dequantized_sample, (dtype, bits, group_numel, symmetric))
 
 
@@ -185,7 +183,7 @@ def _dequantized_sample(
     group_numel: int,
     symmetric: bool,
 ) -> dict[str, torch.Tensor]:
-    # Finite: NaN comes back as NaN, with any payload.
+    # Finite values only, since NaN may decode with any payload.
     q = quantize_torch(sample(torch.float32), bits, group_numel, symmetric, None, 0)
     zeros = None if q.zeros is None else q.zeros.to(device)
     placed = dataclasses.replace(
@@ -207,24 +205,23 @@ def quantize_torch(
     key: int | None,
     element: int,
 ) -> Quantized:
-    """Quantize as `quantize`, which has checked the arguments."""
+    """Reference of `quantize`, which has checked the arguments."""
     numel, levels = values.numel(), float(levels_of(bits, symmetric))
     groups = -(-numel // group_numel)
-    # Zeros fill the last group: they raise no maximum, and have no code of their own.
+    # The last group is padded with zeros, which do not change its maximum.
     x = torch.zeros(groups * group_numel, dtype=torch.float32, device=values.device)
     x[:numel] = values.reshape(-1)
     x = x.view(groups, group_numel)
     finite = torch.isfinite(x).all(dim=1)
-    # A group that is not finite is computed as zeros, and becomes NaN by its scale.
+    # A group with infinity or NaN is computed as zeros; its scale is set to NaN.
     x = torch.where(finite[:, None], x, torch.zeros_like(x))
-    # Divisors are tensors: on a GPU torch divides by a number through its reciprocal, which rounds
-    # twice.
+    # Divisors are tensors: on a GPU torch multiplies by a scalar's reciprocal, which rounds twice.
     divisor = torch.full((), levels if symmetric or key is None else levels - 1, device=x.device)
     if symmetric:
         exact = x.abs().amax(dim=1) / divisor
     else:
         exact = x.amax(dim=1).clamp(min=0) / divisor - x.amin(dim=1).clamp(max=0) / divisor
-    # Rounded up where codes must span the range, or nothing may be clipped.
+    # Rounded up if codes must span the range, or clipping would bias the mean.
     scale = _rounded_scale(exact, up=not symmetric or key is not None)
     y = x / scale[:, None]
     zeros = None
@@ -232,14 +229,13 @@ def quantize_torch(
         code = _rounded(y, key, element).clamp(-levels, levels)
     else:
         exact = x.amin(dim=1).clamp(max=0).neg() / scale
-        # At random the zero is rounded up, or the lowest value could be clipped, and the mean be
-        # wrong.
+        # With stochastic rounding the zero point is rounded up, since clipping the lowest value
+        # would bias the mean.
         zero = torch.round(exact) if key is None else torch.ceil(exact)
         code = (_rounded(y, key, element) + zero[:, None]).clamp(0, levels)
         code = torch.where(finite[:, None], code, torch.zeros_like(code))
         zeros = torch.where(finite, zero, torch.zeros_like(zero)).to(torch.uint8)
-    # On bits: torch's conversion of NaN to bf16 gives other bits in a vector loop than in a scalar
-    # one.
+    # By bits: torch's conversion of NaN to bf16 gives different bits in vector and scalar loops.
     bits16 = scale.view(torch.int32).masked_fill(~finite, _NAN_BITS) >> 16
     scales = bits16.to(torch.int16).view(torch.bfloat16)
     flat = code.reshape(-1)[:numel]
@@ -248,21 +244,20 @@ def quantize_torch(
 
 
 def _rounded_scale(exact: torch.Tensor, *, up: bool) -> torch.Tensor:
-    """fp32 scales that are bf16 numbers: `exact` to nearest or up, and at least 2^-126."""
+    """Round `exact` to bf16 (to nearest, or up), at least 2^-126; returned as fp32."""
     bits = exact.view(torch.int32)
-    # Half of the last kept bit less one, plus that bit: to nearest, ties to even, by integers
-    # alone.
+    # To nearest, ties to even, in integers: add half of the last bit minus one, plus that bit.
     bits = bits + (0xFFFF if up else 0x7FFF + (bits >> 16 & 1))
-    # At least 2^-126: a group of zeros would divide by zero.
+    # At least 2^-126, so that a group of zeros does not divide by zero.
     return (bits & -0x10000).clamp(min=_SCALE_LEAST_BITS).view(torch.float32)
 
 
 def _rounded(y: torch.Tensor, key: int | None, element: int) -> torch.Tensor:
-    """[groups, group_numel] to whole numbers: to nearest, ties to even, or with a key at random."""
+    """Round to integers: to nearest, ties to even, or with a key stochastically."""
     if key is None:
         return torch.round(y)
     below = torch.floor(y)
-    # 23 bits and a half: u lies strictly between 0 and 1, so whole numbers stay as they are.
+    # 23 random bits plus a half: u is strictly between 0 and 1, so integers are unchanged.
     u = (
         shift_right(random_bits(key, element, y.numel(), y.device), 9).to(torch.float32) + 0.5
     ) * 2.0**-23
@@ -279,17 +274,17 @@ def _packed(code: torch.Tensor, bits: int, symmetric: bool) -> torch.Tensor:
 
 
 def dequantize_torch(quantized: Quantized) -> torch.Tensor:
-    """Dequantize to fp32 [numel]."""
+    """Reference of `dequantize`: returns fp32 [numel]."""
     code = quantized.codes.to(torch.int32)
     if quantized.bits == 4:
         code = torch.stack([code & 15, code >> 4], dim=1).reshape(-1)[: quantized.numel]
         if quantized.symmetric:
-            # Sign of a nibble: two's complement of four bits.
+            # Sign-extend the nibble.
             code = code - (code >> 3 << 4)
-    # By index, not by a reshape: the last group may be short.
+    # By index, not by reshape, since the last group may be short.
     group = torch.arange(code.numel(), device=code.device) // quantized.group_numel
     if quantized.zeros is not None:
         code = code - quantized.zeros.to(torch.int32)[group]
     values = code.to(torch.float32) * quantized.scales.to(torch.float32)[group]
-    # The largest code times a rounded-up scale may leave bf16's range.
+    # The largest code times a rounded-up scale may exceed bf16's range.
     return values.clamp(-VALUE_MOST, VALUE_MOST)

@@ -1,4 +1,4 @@
-"""Values in quantized groups: what there is of them, and the record (`quantize` makes it)."""
+"""Values quantized in groups: the record that `quantize` returns, and sizes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST = 64, 1024
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 VALUE_MOST = float.fromhex("0x1.fep127")
-"""The largest bf16: no dequantized value is larger."""
+"""The largest bf16, which bounds dequantized values."""
 ALIGN_BYTES = 64
-"""Codes and scales are padded to whole multiples of it."""
+"""Codes and scales are padded to multiples of this."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """Values in groups.
+    """Values quantized in groups.
 
-    codes: [numel] int8 (symmetric) or uint8; int4: uint8 [ceil(numel / 2)], the element with the
-    even number in the low half, as two's complement when symmetric. scales: bf16 [groups]. zeros:
-    uint8 [groups], or None when symmetric. shape, dtype: of the values before. group_numel:
-    elements per group.
+    codes: [numel] int8 (symmetric) or uint8; int4: uint8 [ceil(numel / 2)], even elements in the
+    low half, as two's complement when symmetric. scales: bf16 [groups]. zeros: uint8 [groups] zero
+    points, or None when symmetric. shape, dtype: of the original values. group_numel: elements per
+    group.
     """
 
     codes: torch.Tensor
@@ -34,23 +34,23 @@ class Quantized:
 
     @property
     def symmetric(self) -> bool:
-        """True where zero is the code 0 of every group."""
+        """True if code 0 represents zero in every group (no zero points)."""
         return self.zeros is None
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of values."""
         return self.shape.numel()
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of codes, scales and zeros, which travel together."""
+        """Bytes of codes, scales and zeros."""
         tensors = [self.codes, self.scales] + ([] if self.zeros is None else [self.zeros])
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def check_groups(bits: int, group_numel: int) -> None:
-    """Raise ValueError for bits or groups that are not known."""
+    """Raise ValueError for unsupported bits or group sizes."""
     if bits not in (4, 8):
         raise ValueError(f"bits={bits} is not known: use 8 or 4")
     if not GROUP_NUMEL_LEAST <= group_numel <= GROUP_NUMEL_MOST or group_numel & (group_numel - 1):
@@ -61,9 +61,9 @@ def check_groups(bits: int, group_numel: int) -> None:
 
 
 def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
-    """Bytes of a wire of `numel` values.
+    """Bytes of the encoding of `numel` values by `comm_codec`.
 
-    Raises: ValueError for bits or groups that are not known.
+    Raises: ValueError for unsupported bits or group sizes.
     """
     check_groups(bits, group_numel)
     if numel < 0:
@@ -72,7 +72,7 @@ def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
 
 
 def codes_bytes(numel: int, bits: int) -> int:
-    """Bytes of the codes with their padding: the offset of the scales."""
+    """Bytes of the padded codes, which is the offset of the scales."""
     return _aligned(numel if bits == 8 else -(-numel // 2))
 
 

@@ -1,9 +1,9 @@
-"""Rounding of states and codes: random bits for random rounding, and a square root that rounds
-once.
+"""Rounding of states and codes: random bits for stochastic rounding, and a correctly rounded square
+root.
 
-An element's 32 random bits follow from a key and the element's index in its parameter, and from
-nothing else. So the same update rounds alike wherever it runs, however a parameter is cut into
-chunks, and in whatever order. The hash is that of native/kernels/update_codec.h.
+An element's 32 random bits depend only on a key and the element's index in its parameter. So an
+update rounds identically on every device, for every division into chunks, and in every order. The
+hash is that of native/kernels/update_codec.h.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _PART_NUMEL = 1 << 31  # elements of one torch.arange of int32
 
 
 def rounding_key(seed: int, step: int, name: str) -> int:
-    """HYPER["key"] (uint64) of the update that makes step `step` of the parameter `name`, for a
-    run's `seed`.
+    """Return HYPER["key"] (uint64) for the update of parameter `name` in step `step` of a run with
+    `seed`.
     """
     words = f"{seed}/{step}/{name}".encode()
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
 def mix64(word: int) -> int:
-    """A bijection of 64-bit numbers in which each input bit flips each output bit half of the time
-    (splitmix64).
+    """Mix a 64-bit number by a bijection in which each input bit flips each output bit half of the
+    time (splitmix64).
     """
     word = (word + 0x9E3779B97F4A7C15) & _MASK64
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -37,16 +37,15 @@ def mix64(word: int) -> int:
 
 
 def random_bits(key: int, element: int, numel: int, device: torch.device) -> torch.Tensor:
-    """int32 [numel]: 32 random bits for each of the elements [element, element + numel), on a
-    device.
+    """Return int32 [numel]: 32 random bits for each of the elements [element, element + numel), on
+    a device.
     """
     parts = []
     while numel > 0:
         low = element & _MASK32
-        # Up to the next multiple of 2^32 the upper half of the element's number is the same.
+        # Up to the next multiple of 2^32 the upper half of the index is constant.
         count = min(numel, (1 << 32) - low, _PART_NUMEL)
-        # The upper half of an element's number enters the key; the lower half is what the loop
-        # hashes.
+        # The upper half of the index is mixed into the key; the lower half is hashed per element.
         mixed = mix64(key ^ ((element >> 32) * 0x9E3779B97F4A7C15 & _MASK64))
         parts.append(_hashed(mixed, low, count, device))
         element += count
@@ -57,23 +56,22 @@ def random_bits(key: int, element: int, numel: int, device: torch.device) -> tor
 
 
 def shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift int32 right by 1 to 31 places, zeros coming in."""
+    """Shift int32 right by 1 to 31 places, filling with zeros."""
     return (bits >> count).bitwise_and_((1 << 32 - count) - 1)
 
 
 def sqrt_exact(values: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded square root of fp32 [1 dimension or more], a new tensor."""
+    """Return the correctly rounded square root of an fp32 tensor of at least one dimension."""
     if values.device.type != "cpu":
         return torch.sqrt(values)
-    # torch.sqrt on the CPU is MKL's, off by one unit in the last place for 0.6 % of values (torch
-    # 2.13). The CPU's own instruction, which numpy and the native kernels use, never is.
+    # torch.sqrt on the CPU uses MKL, which is off by one unit in the last place for 0.6 % of values
+    # (torch 2.13). numpy and the native kernels use the CPU's instruction, which rounds correctly.
     with np.errstate(invalid="ignore"):  # a negative number gives NaN, as in torch
         return torch.from_numpy(np.sqrt(values.detach().numpy()))
 
 
 def _hashed(mixed: int, low: int, count: int, device: torch.device) -> torch.Tensor:
-    # int32 throughout, products wrap: int64 needs no care for signs, but is ten times slower on a
-    # CPU.
+    # int32 with wrapping products: int64 is ten times slower on a CPU.
     h = torch.arange(count, dtype=torch.int32, device=device)
     h += _signed(low + mixed)
     h ^= shift_right(h, 16)
@@ -86,6 +84,6 @@ def _hashed(mixed: int, low: int, count: int, device: torch.device) -> torch.Ten
 
 
 def _signed(word: int) -> int:
-    """The lower 32 bits of a number as an int32."""
+    """Return the lower 32 bits of a number as an int32."""
     word &= _MASK32
     return word - (1 << 32) if word >> 31 else word

@@ -1,37 +1,39 @@
-"""State formats: fp32 masters and moments into the sections of a format, and back, on any device.
+"""Codec of state formats: fp32 masters and moments to the sections of a format, and back, on any
+device.
 
-    sections = encode_sections(format, master, moments)   # to nearest; with `key` at random
+    sections = encode_sections(format, master, moments)   # to nearest; with `key` stochastically
     master, moments = decode_sections(format, sections)
 
-One codec serves the update on a device, access to single states and checkpoints, with the bits of
-native/kernels/update_codec.h. Every line rounds once, and a divisor is a tensor: by a number torch
-divides through its reciprocal on a GPU. Integers are int32 and wrap: int64 is several times slower
-on a CPU.
+Used by device updates, access to single states, and checkpoints; the bits are those of
+native/kernels/update_codec.h. Every line rounds once. Divisors are tensors, since on a GPU torch
+multiplies by a scalar's reciprocal. Integers are wrapping int32: int64 is several times slower on a
+CPU.
 
-**Split master** (`hi` bf16, `lo` int16): the fp32 is `hi` in the upper half plus `lo`, and `hi` is
-the fp32 rounded to nearest, ties to even, as torch rounds. Of the two masters half-way to the
-neighbours of an even `hi`, `lo` can say one (-32768). The other one (32768) is stored as the same
-`lo`, and the sign bit of an fp32 second moment, which is never negative in AdamW, tells them apart.
-Without such a moment, or with a negative one, the master becomes its neighbour nearer to `hi`.
+**Split master** (`hi` bf16, `lo` int16): the fp32 bits are `hi` << 16 plus `lo`, where `hi` is the
+fp32 rounded to nearest, ties to even, as torch rounds. Two masters are half-way to a neighbour of
+an even `hi`, with `lo` = -32768 and 32768. int16 cannot represent 32768, so both are stored as
+-32768, and the sign bit of an fp32 second moment, which is never negative in AdamW, distinguishes
+them. Without such a moment, or with a negative one, the master is changed to its neighbour nearer
+to `hi`.
 
-**24-bit master** (`hi` bf16, `lo` int8): the upper 24 bits of the fp32, rounded at random in an
-update, since an update smaller than half of the last bit would else be lost every time. NaN is
+**24-bit master** (`hi` bf16, `lo` int8): the upper 24 bits of the fp32, rounded stochastically in
+an update, since updates smaller than half of the last bit would otherwise always be lost. NaN is
 canonical, as in the split master.
 
-**bf16 moments**: rounded at random, for the same reason (beta2 = 0.999 moves a second moment by
-less than a bf16's last bit).
+**bf16 moments**: rounded stochastically, for the same reason (beta2 = 0.999 changes a second moment
+by less than a bf16's last bit).
 
 **8-bit moments**: groups of 64 elements share a scale, their maximum rounded up to bf16. Codes are
-companded, so that small numbers in a group with a large one survive:
+companded, so that small numbers in a group with a large one do not become zero:
 
     moment 0   c in -127 .. 127    sign(c) * c^2 / 127^2 * scale   down to 1/16,129 of the largest
     moment 1   c in 0 .. 255       c^4 / 255^4 * scale             down to 1/4,228,250,625 of it
 
-A number between two codes goes to one of them at random, with the probabilities that keep its
-expected value. There are two exceptions, both of moment 1, which a square root divides by: above
-zero it never becomes zero (code 1 at least), and scales are at least 2^-94, so that code 1 is not
-zero either. A group that holds infinity or NaN (or, in moment 1, something negative) becomes NaN as
-a whole: its scale is NaN. Nothing that is not finite ever comes back as a number.
+A number between two codes is rounded stochastically, with probabilities that preserve its expected
+value. Moment 1 has two exceptions, since its square root is a divisor: a positive value has at
+least code 1, and scales are at least 2^-94, so that code 1 is not zero. A group with infinity or
+NaN (or, in moment 1, a negative value) has the scale NaN, so all its values become NaN. A
+non-finite value never decodes to a finite one.
 """
 
 from __future__ import annotations
@@ -47,13 +49,12 @@ from infinity._src.kernels.rounding import random_bits, shift_right, sqrt_exact
 _NAN_BITS, _INFINITY_BITS, _MAGNITUDE = 0x7FC00000, 0x7F800000, 0x7FFFFFFF
 # 2^-94, so that code 1 of moment 1 is not zero; and the largest finite bf16.
 _SCALE_LEAST, _SCALE_MOST = 0x1080, 0x7F7F
-# 127^2 and 255^4: codes are companded, so that small numbers in a group with a large one survive.
+# 127^2 and 255^4: the companding of moments 0 and 1.
 _LEVELS = (16129.0, 4228250625.0)
-# Rounded to fp32 as the kernels hold it: decoding multiplies, and never divides.
+# Rounded to fp32, as in the C kernels: decoding multiplies instead of dividing.
 _STEPS = tuple(float(np.float32(1) / np.float32(levels)) for levels in _LEVELS)
 _THIRD_MOMENT_KEY = 0x5555555555555555
-"""Added to the key (by xor) for the bits of a third moment: 32 bits serve a master and two moments.
-"""
+"""XORed to the key for a third moment, since 32 bits suffice for a master and two moments."""
 
 
 def encode_sections(
@@ -66,19 +67,19 @@ def encode_sections(
 ) -> list[torch.Tensor]:
     """Encode fp32 values [numel] as the sections of a format (without `grad`), one 1-D tensor each.
 
-    Rounds to nearest; with a `key` (see `rounding_key`) 24-bit masters, bf16 and 8-bit moments at
-    random as an update does, `element` being the parameter's index of the first. In 8-bit formats
-    that first element starts a group. Tensors: hi int16 (bf16 bits), lo int16 or int8, fp16 as it
-    is, bf16 moments int16, codes uint8, scales int16 [groups * count]; fp32 sections are the
-    tensors given, or a new one where signs are put into it. Raises: ValueError for a format without
-    states, or another number of moments than it has.
+    Rounds to nearest; with a `key` (see `rounding_key`) 24-bit masters, bf16 and 8-bit moments are
+    rounded stochastically, as in an update; `element`: the parameter's index of the first value,
+    which starts a group in 8-bit formats. Tensors: hi int16 (bf16 bits), lo int16 or int8, fp16,
+    bf16 moments int16, codes uint8, scales int16 [groups * count]; fp32 sections are the given
+    tensors, or a new one with the signs of split masters. Raises: ValueError for a format without
+    states, or a wrong number of moments.
     """
     _check(state_format)
     if len(moments) != state_format.count:
         raise ValueError(
             f"{state_format} has {state_format.count} moments, {len(moments)} were given"
         )
-    # fp32 masters and moments keep every bit: nothing is rounded, and no random bits are drawn.
+    # fp32 masters and moments are not rounded and need no random bits.
     rounds = state_format.master is Master.SPLIT8 or state_format.moments is not Moments.FP32
     random = (
         random_bits(key, element, master.numel(), master.device)
@@ -91,7 +92,7 @@ def encode_sections(
         if state_format.moments is Moments.FP32:
             sections.append(values)
             continue
-        # Its bits must be other ones: master and two moments have taken all 32.
+        # New bits: master and two moments have used all 32.
         if index == 2 and key is not None:
             random = random_bits(key ^ _THIRD_MOMENT_KEY, element, master.numel(), master.device)
         drawn = None if random is None else _draw(state_format, index, random)
@@ -102,7 +103,7 @@ def encode_sections(
             sections.append(codes)
             scales.append(scale)
     if scales:
-        # Interleaved: the scales of a group are neighbours.
+        # Interleaved: the scales of a group are adjacent.
         sections.append(torch.stack(scales, dim=1).reshape(-1))
     signs = state_format.sign_section
     if signs is not None:
@@ -115,9 +116,9 @@ def decode_sections(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Decode the sections of a format (without `grad`) to (master, moments) in fp32 [numel] each.
 
-    sections: 1-D contiguous tensors of any dtype of the section's bytes. An fp32 section comes back
-    as a view of itself, or a new tensor where its signs are not its own; the rest as new tensors.
-    Raises: ValueError for a format without states.
+    sections: 1-D contiguous tensors of any dtype with the section's bytes. Returns fp32 sections as
+    views, except a second moment with signs of split masters; all others as new tensors. Raises:
+    ValueError for a format without states.
     """
     _check(state_format)
     bare = [section.view(torch.uint8) for section in sections]
@@ -129,8 +130,7 @@ def decode_sections(
 
 
 def decode_master(state_format: Format, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Decode the fp32 master [numel] from `state_format.master_sections`, otherwise as
-    `decode_sections`."""
+    """Decode the fp32 master [numel] as `decode_sections`, from `state_format.master_sections`."""
     _check(state_format)
     bare = [section.view(torch.uint8) for section in sections]
     master = _decode_master(state_format.master, bare)
@@ -141,10 +141,10 @@ def decode_master(state_format: Format, sections: Sequence[torch.Tensor]) -> tor
 
 
 def clear_signs(lo: torch.Tensor, moment: torch.Tensor, where: torch.Tensor) -> bool:
-    """Give the signs of a second moment back to it, in place, `where` other masters are about to be
-    written. Returns whether any sign changed.
+    """Clear the signs of split masters in a second moment, in place, for elements `where` new
+    masters will be written. Returns whether any sign changed.
 
-    lo, moment: the masters' second section before that, and `sign_section`.
+    lo, moment: the old masters' second section, and `sign_section`.
     """
     theirs = _beyond(lo, moment) & where
     moment.view(torch.int32)[theirs] &= _MAGNITUDE
@@ -164,7 +164,7 @@ def _check(state_format: Format) -> None:
 
 
 def _canonical(values: torch.Tensor) -> torch.Tensor:
-    """The bits of fp32 as int32, every NaN with the same ones."""
+    """Return the bits of fp32 as int32, with one pattern for every NaN."""
     return values.view(torch.int32).masked_fill(values.isnan(), _NAN_BITS)
 
 
@@ -174,7 +174,7 @@ def _encode_master(
     if kind is Master.FP32:
         return [master]
     if kind is Master.FP16:
-        # On bits: NaN in fp16 has other payloads on other devices.
+        # By bits: the payload of an fp16 NaN depends on the device.
         half = master.to(torch.float16).view(torch.int16).masked_fill(master.isnan(), 0x7E00)
         return [half.view(torch.float16), master]
     bits = _canonical(master)
@@ -182,30 +182,31 @@ def _encode_master(
         if random is None:
             bits = bits + (bits >> 8 & 1).add_(0x7F)  # to nearest, ties to even
         else:
-            # The upper 8 of the 32 bits; moments take others, so that roundings are independent.
+            # The upper 8 of the 32 bits; moments use others, so that roundings are independent.
             bits = bits + shift_right(random, 24)
-        # The low 8 bits are dropped last: the noise above decides whether bit 8 rises.
+        # Truncate after adding the noise, which may carry into bit 8.
         bits &= -0x100
-        # NaN is 0x7FC00000: 0x7FFFFFFF would round up into the sign and come back as -0.0.
+        # NaN is canonical, 0x7FC00000: 0x7FFFFFFF would round up into the sign and decode as -0.0.
         return [(bits + 0x8000 >> 16).to(torch.int16), (bits >> 8).to(torch.int8)]
     hi = (bits >> 16 & 1).add_(0x7FFF).add_(bits) >> 16
-    # 32768 has no code: 32767 stands for it, unless a sign can tell (`_encode_ties`).
+    # int16 has no 32768: 32767 replaces it, unless a sign can represent it (`_encode_ties`).
     return [hi.to(torch.int16), (bits - _unsaid(bits)).to(torch.int16)]
 
 
 def _unsaid(bits: torch.Tensor) -> torch.Tensor:
-    """int32: 1 where `lo` would be 32768: half-way to the next bf16, and `hi` is the one below."""
+    """Return int32: 1 where `lo` would be 32768 (half-way to the next bf16, `hi` is the lower
+    one).
+    """
     return (bits & 0x1FFFF).eq(0x8000).to(torch.int32)
 
 
 def _encode_ties(
     bits: torch.Tensor, moment: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`lo` of masters whose bits are given, and the second moment with the signs that belong to it.
-    """
+    """Return `lo` of masters with these bits, and the second moment with the signs of ties."""
     moment = moment.view(torch.int32)
     unsaid = _unsaid(bits)
-    # A moment that needs its sign keeps it: then the master gives way, on either side of `hi`.
+    # A negative moment keeps its sign; then the tied master is changed, towards `hi`.
     kept = ((bits & 0xFFFF) == 0x8000) & (moment < 0)
     lo = bits + torch.where(kept, 1 - 2 * unsaid, 0)
     signs = torch.where(kept, 0, unsaid << 31)
@@ -213,12 +214,12 @@ def _encode_ties(
 
 
 def _beyond(lo: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """bool: where the sign bit of the second moment belongs to the master, and is set."""
+    """Return a mask of elements whose second moment has a sign that belongs to the master."""
     return (lo.view(torch.int16) == -0x8000) & (moment.view(torch.int32) < 0)
 
 
 def _without_signs(lo: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
-    """The second moment as a new tensor, with its own signs."""
+    """Return the second moment as a new tensor, without the masters' signs."""
     bits = moment.view(torch.int32)
     return torch.where(_beyond(lo, moment), bits & _MAGNITUDE, bits).view(torch.float32)
 
@@ -240,7 +241,7 @@ def _decode_master(kind: Master, sections: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def _draw(state_format: Format, moment: int, random: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The bits that round a moment, and their number: 12 beside a 24-bit master, which takes 8;
+    """Return the random bits for a moment, and their number: 12 with a 24-bit master, which uses 8,
     else 16.
     """
     width = 12 if state_format.master is Master.SPLIT8 else 16
@@ -264,7 +265,7 @@ def _decode_moment(
 def _encode_bf16(
     values: torch.Tensor, moment: int, drawn: tuple[torch.Tensor, int] | None
 ) -> torch.Tensor:
-    """int16 with the bits of bf16."""
+    """Return bf16 bits as int16."""
     bits = _canonical(values)
     if drawn is None:
         noise = (bits >> 16 & 1).add_(0x7FFF)
@@ -272,26 +273,26 @@ def _encode_bf16(
         spare = 16 - drawn[1]
         noise = drawn[0] << spare | (1 << spare) >> 1
     rounded = noise.add_(bits) >> 16
-    if moment == 1:  # a square root divides by it: above zero it stays above zero
+    if moment == 1:  # its square root is a divisor: keep positive values positive
         rounded.masked_fill_((rounded == 0) & (bits != 0), 1)
     return rounded.to(torch.int16)
 
 
 def _grouped(values: torch.Tensor) -> torch.Tensor:
-    """[numel] -> [groups, QUANT_GROUP], zeros after the end."""
+    """Reshape [numel] to [groups, QUANT_GROUP], padded with zeros."""
     spare = -values.numel() % QUANT_GROUP
     return (torch.nn.functional.pad(values, (0, spare)) if spare else values).view(-1, QUANT_GROUP)
 
 
 def _scales(groups: torch.Tensor, moment: int) -> torch.Tensor:
-    """int32 [groups]: the bits of a bf16 each."""
+    """Return the scales' bf16 bits as int32 [groups]."""
     bits = groups.view(torch.int32)
-    # Moment 0 counts by magnitude; bits of positive floats are in the order of their values.
+    # Magnitudes for moment 0; bits of positive floats are ordered like their values.
     most = (bits & 0x7FFFFFFF if moment == 0 else bits).amax(dim=1)
     bad = most >= _INFINITY_BITS
     if moment == 1:
-        bad |= (bits < 0).any(dim=1)  # `groups` has no -0.0: a sign means negative, or a NaN
-    # Rounded up to bf16, so that no code would have to stand for more than the scale.
+        bad |= (bits < 0).any(dim=1)  # no -0.0 in `groups`: negative or NaN
+    # Rounded up to bf16, so that no value exceeds the scale.
     up = (most.clamp(max=_INFINITY_BITS) + 0xFFFF >> 16).clamp(_SCALE_LEAST, _SCALE_MOST)
     return up.masked_fill_(most == 0, 0).masked_fill_(bad, 0x7FC0)
 
@@ -299,17 +300,17 @@ def _scales(groups: torch.Tensor, moment: int) -> torch.Tensor:
 def _encode_q8(
     values: torch.Tensor, moment: int, drawn: tuple[torch.Tensor, int] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 [numel], scales int16 [groups]."""
+    """Return codes uint8 [numel] and scales int16 [groups]."""
     x = _grouped(values + 0.0)  # -0.0 has no code
     scale = _scales(x, moment)
     plain = (scale > 0) & (scale <= _SCALE_MOST)  # finite groups that are not zero
-    # 1.0 in place of a scale that is zero or NaN: the division below stays quiet, x is 0 there.
+    # 1.0 in place of a scale of zero or NaN, for the division below; x is 0 there.
     scales = (scale << 16).masked_fill_(~plain, 0x3F800000).view(torch.float32)
     x = x.masked_fill(~plain[:, None], 0.0)
     factor = (torch.full_like(scales, _LEVELS[moment]) / scales)[:, None]
-    # Without random bits: the middle of [1, 2), which rounds to nearest.
+    # Without random bits: 1.5, which rounds to nearest.
     u: torch.Tensor | float = 1.5
-    # With them: 1.0 with the random bits in its mantissa, plus half of the last one; in [1, 2).
+    # With random bits: in [1, 2), 1.0 with the bits in the mantissa, plus half of the last bit.
     if drawn is not None:
         spare = 23 - drawn[1]
         u = (
@@ -328,21 +329,21 @@ def _encode_q8(
         below, above = c * c, above * above
         base = below * below
         step = above * above - base
-    # Compared with 1 plus the fraction, u in [1, 2) rounds up with the probability that keeps the
-    # expected value.
+    # u in [1, 2) against 1 + fraction: rounds up with a probability that preserves the expected
+    # value.
     number = c.to(torch.int32) + (step * u < (y - base) + step)
     if moment == 0:
         number.clamp_(max=127)
         code = torch.where(x < 0, -number, number).to(torch.int8).view(torch.uint8)
     else:
         number.clamp_(max=255)
-        # A square root divides by moment 1: above zero it never becomes zero.
+        # The square root of moment 1 is a divisor: positive values get at least code 1.
         code = number.masked_fill_((number == 0) & (x > 0), 1).to(torch.uint8)
     return code.reshape(-1)[: values.numel()], scale.to(torch.int16)
 
 
 def _decode_q8(codes: torch.Tensor, scales: torch.Tensor, moment: int) -> torch.Tensor:
-    """fp32 [numel]. codes: uint8 [numel]; scales: int16 [groups] with the bits of bf16."""
+    """Return fp32 [numel]. codes: uint8 [numel]; scales: bf16 bits as int16 [groups]."""
     of_group = (scales.to(torch.int32) << 16).view(torch.float32)[:, None]
     if moment == 0:
         c = _grouped(codes.view(torch.int8)).to(torch.float32)

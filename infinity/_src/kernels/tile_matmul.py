@@ -1,5 +1,5 @@
-"""The matmul behind tiled linears: a product that is added to what earlier tiles summed, and
-rounded once, with the bias.
+"""Matmul for tiled linears: adds a product to the sum of earlier tiles, and rounds once, after the
+bias.
 
     out = round(accumulator + a @ b + bias)
 
@@ -7,9 +7,8 @@ rounded once, with the bias.
     input gradient    a = dy [rows, out]        b = weight [out, in]         out [rows, in]
     weight gradient   a = dy.t() [out, rows]    b = x [rows, in]             out [out, in]
 
-Sums that several tiles contribute to are held in fp32 (fp64 for fp64 operands) and tiles are added
-in the order of the calls, so the result depends on how a linear was tiled and on nothing else. A
-sum of one tile alone is torch's own matmul.
+Sums over several tiles are fp32 (fp64 for fp64 operands), and tiles are added in the order of the
+calls, so the result only depends on the tiling. A single tile is torch's matmul.
 Source: ZeRO-Infinity §5.1.3 (memory-centric tiling).
 """
 
@@ -43,14 +42,14 @@ def tile_matmul(
     may be `out` itself, else its contents are undefined afterwards. bias: [columns] of any floating
     dtype, added before rounding. `out` overlaps neither operand. Records no graph.
 
-    Runs torch or Triton as `choice.implementation("tile_matmul", device)` says; the two add
-    products in another order within a tile, so they round alike only where sums are exact.
+    Runs torch or Triton by `choice.implementation("tile_matmul", device)`. They add products in
+    different orders within a tile, so results may differ by rounding.
     """
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
     assert out.dtype in (a.dtype, sum_dtype(a.dtype)), (a.dtype, out.dtype)
     assert accumulator is None or accumulator.dtype == sum_dtype(a.dtype), accumulator.dtype
     with torch.no_grad(), torch.autocast(a.device.type, enabled=False):
-        # Triton has no fp64 product here.
+        # The Triton kernel does not support fp64.
         if choice.implementation(NAME, a.device) == "triton" and a.dtype != torch.float64:
             from infinity._src.kernels.triton import tile_matmul as tile_matmul_triton
 
@@ -67,11 +66,11 @@ def reference(
     accumulator: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> None:
-    """`tile_matmul` with torch.
+    """Compute `tile_matmul` with torch.
 
-    On the CPU half-precision operands of a sum are raised to fp32, one tile at a time.
+    On the CPU half-precision operands of a sum are converted to fp32, one tile at a time.
     """
-    # One tile alone is torch's own matmul, with its rounding.
+    # A single tile: torch's matmul, with its rounding.
     if accumulator is None and out.dtype == a.dtype:
         if bias is None:
             torch.mm(a, b, out=out)
@@ -87,17 +86,17 @@ def reference(
         total.add_(wide_product(a, b))
     if bias is not None:
         total.add_(bias)
-    # Rounded here, once, after the bias.
+    # Rounded once, after the bias.
     if total is not out:
         out.copy_(total)
 
 
 def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b` in `sum_dtype`, never rounded to the operands' dtype: [rows, columns], fresh."""
+    """Return `a @ b` in `sum_dtype`, not rounded to the operands' dtype: a new [rows, columns]."""
     wide = sum_dtype(a.dtype)
     if a.dtype == wide:
         return torch.mm(a, b)
-    # cuBLAS writes fp32 sums of 16-bit operands itself; on the CPU they are widened first.
+    # cuBLAS can return fp32 sums of 16-bit operands; on the CPU operands are converted first.
     if a.device.type == "cuda":
         return torch.mm(a, b, out_dtype=wide)
     return torch.mm(a.to(wide), b.to(wide))

@@ -1,11 +1,11 @@
-"""Trial of a Triton kernel on the device that is to run it: the bytes that it writes for a small
-sample, beside those of torch on the CPU.
+"""Trial of a Triton kernel on its device: compares its output for a small sample, byte by byte,
+with torch's on the CPU.
 
     Trial(outputs, form)    outputs(which, device, *form) -> the tensors that an operation writes
 
-A form is what a kernel is compiled for: dtypes, bits, groups, formats. Kernels that a compiler or a
-GPU runs otherwise than the CPU differ in few values: sums and quotients below 2^-126 that are
-flushed to zero, products contracted with sums, approximate divisions. The sample has such values.
+A form is the specialization of a kernel: dtypes, bits, groups, formats. Typical differences of
+compilers and GPUs affect few values: sums and quotients below 2^-126 flushed to zero, products
+contracted with sums (FMA), approximate divisions. The sample has such values.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from infinity._src.kernels.quantized import GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST
 
 CPU = torch.device("cpu")
 SAMPLE_NUMEL = 3408
-"""Three of the largest groups of any codec, and a part of one, in whole blocks of every kernel and
-a part of one. A multiple of 16, as nearly all sizes are: Triton compiles another kernel for others.
+"""Three of the largest groups of any codec and a partial one; for every kernel, whole blocks and a
+partial one. A multiple of 16, as nearly all sizes, since Triton specializes kernels on that.
 """
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MESSAGE_MOST = 300
 
 
 class Trial(NamedTuple):
-    """Comparison to make before an operation runs on Triton.
+    """Comparison to run before an operation uses Triton.
 
-    outputs: runs an implementation, "torch" or "triton", on a sample that is placed on a device,
-    and returns what it wrote, by name. form: further arguments of it.
+    outputs: runs an implementation, "torch" or "triton", on a sample on a device, and returns its
+    output tensors by name. form: further arguments of `outputs`.
     """
 
     outputs: Callable[..., Mapping[str, torch.Tensor]]
@@ -41,8 +41,9 @@ class Trial(NamedTuple):
 
 
 def sample(dtype: torch.dtype, seed: int = 0, *, finite: bool = True) -> torch.Tensor:
-    """Make [SAMPLE_NUMEL] values on the CPU, always the same ones: from denormal fp32 to 2^12 in
-    runs of one order of magnitude, a largest group of denormals alone, and zeros of both signs.
+    """Return deterministic values [SAMPLE_NUMEL] on the CPU: from denormal fp32 to 2^12 in runs of
+    one order of magnitude, a group of the largest size with denormals only, and zeros of both
+    signs.
 
     finite: False: infinities and NaN in the first group, too.
     """
@@ -51,10 +52,11 @@ def sample(dtype: torch.dtype, seed: int = 0, *, finite: bool = True) -> torch.T
     runs = -(-SAMPLE_NUMEL // GROUP_NUMEL_LEAST)
     exponents = torch.randint(-144, 10, (runs,), generator=generator, device=CPU)
     exponents = exponents.repeat_interleave(GROUP_NUMEL_LEAST)[:SAMPLE_NUMEL]
-    # In a group of several runs the largest values decide, and the others are zeros.
+    # A group of denormals only: in mixed groups the largest values set the scale, and denormals
+    # become zeros.
     exponents[GROUP_NUMEL_MOST : 2 * GROUP_NUMEL_MOST] = -128
     values = torch.randn(SAMPLE_NUMEL, generator=generator, dtype=torch.float32, device=CPU)
-    # In double: fp32's powers of two end where its denormals begin.
+    # In fp64, since fp32's smallest powers of two are denormal.
     values = torch.ldexp(values.double(), exponents).float()
     values[::97], values[1::97] = 0.0, -0.0
     if not finite:
@@ -63,12 +65,13 @@ def sample(dtype: torch.dtype, seed: int = 0, *, finite: bool = True) -> torch.T
 
 
 def difference(trial: Trial, device: torch.device) -> str:
-    """Run both implementations and say how the bytes of Triton's on `device` differ from torch's on
-    the CPU; empty where they are the same.
+    """Run both implementations, and describe how Triton's bytes on `device` differ from torch's on
+    the CPU; "" if they are equal.
 
-    Blocks until the device has done it, on a separate stream: some milliseconds, and Triton's
-    compilation. A kernel that does not compile or run differs, too. Raises: torch.OutOfMemoryError
-    if the device has no memory for the sample, also after torch's cache was emptied.
+    Blocks until the device has finished, on a separate stream: some milliseconds, plus Triton's
+    compilation. A kernel that does not compile or run also counts as different. Raises:
+    torch.OutOfMemoryError if the device lacks memory for the sample even after torch's cache was
+    emptied.
     """
     with torch.no_grad(), _denormals_kept():
         expected = trial.outputs("torch", CPU, *trial.form)
@@ -80,7 +83,7 @@ def difference(trial: Trial, device: torch.device) -> str:
                 found = _on_device(trial, device)
         except torch.OutOfMemoryError:
             raise
-        # Triton, its C compiler and ptxas raise what they like.
+        # Triton, its C compiler and ptxas may raise any exception.
         except Exception as error:  # noqa: BLE001
             # A compiler's message quotes the kernel, over many lines.
             message = " ".join(str(error).split())[:_MESSAGE_MOST]
@@ -102,8 +105,9 @@ def difference(trial: Trial, device: torch.device) -> str:
 
 @contextlib.contextmanager
 def _denormals_kept() -> Iterator[None]:
-    """Compute as the C kernels do, which keep denormals, in a thread that flushes them
-    (`torch.set_flush_denormal`)."""
+    """Disable the flushing of denormals (`torch.set_flush_denormal`) in this thread: the C kernels
+    keep denormals.
+    """
     flushes = float(torch.full((1,), 2.0**-130, device=CPU).mul(1.0)) == 0.0
     if flushes:
         torch.set_flush_denormal(False)
@@ -122,11 +126,12 @@ def _on_device(trial: Trial, device: torch.device) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return one stream for all trials: the current one may wait for a collective of another rank,
-    and torch's streams are few, so that the next ones may be those of collectives."""
+    """Return one stream for all trials. The current stream may wait for a collective, and so may
+    new ones, since torch reuses a few streams.
+    """
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def _words(values: torch.Tensor) -> torch.Tensor:
-    """The values as integers with their bits: NaN equals NaN, and -0 is not 0."""
+    """View values as integers, so that NaN equals NaN, and -0 differs from 0."""
     return values.reshape(-1).view(_WORDS[values.element_size()])

@@ -1,19 +1,19 @@
-"""Optimizer updates of chunks that lie on a device, in torch or in Triton: the same bits.
+"""Optimizer updates of chunks on a device, in torch or Triton, with the same bits.
 
     segs = [segs of chunk 0, of chunk 1, ...]
     plan = UpdatePlan(format, segs, hypers, device=device, grad_dtype=torch.bfloat16)
-    for index in range(chunks):          # chunks come and go through the same few buffers
+    for index in range(chunks):          # a few buffers are reused for all chunks
         plan.run(index, sections, grad)
 
-native/kernels/optimizer_kernels.c does the same to a chunk in RAM. Both implementations here take
-the records of infinity/_src/cabi/records.py as they are. infinity/_src/kernels/choice.py says which
-one runs (`update`). That changes no bit but of a NaN's payload in an fp32 section. All that a
-step's updates need besides the chunks is copied to the device once, when the plan is made.
+native/kernels/optimizer_kernels.c does the same for a chunk in RAM. Both implementations here use
+the records of infinity/_src/cabi/records.py; infinity/_src/kernels/choice.py chooses one
+(`update`). They give the same bits, except for NaN payloads in fp32 sections. The constructor of a
+plan copies all other inputs of a step's updates to the device.
 
 The torch implementation decodes a segment's states to fp32, updates them and encodes them again.
-Every line of it rounds once: products and sums are separate operations, and divisors are tensors,
-since by a number torch divides through its reciprocal on a GPU. Fused forms (`addcmul_`,
-`add_(alpha=)`) are avoided because they may contract to an FMA.
+Every line rounds once: products and sums are separate operations, and divisors are tensors, since
+on a GPU torch multiplies by a scalar's reciprocal. Fused forms (`addcmul_`, `add_(alpha=)`) are
+avoided because they may contract to an FMA.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ _SECTION_GRADS = {
 _MOMENT_COUNTS = {Algorithm.ADAMW: (2,), Algorithm.SGD: (0, 1), Algorithm.LION: (1,)}
 
 RESOLVED = np.dtype([*((name, SEG[name]) for name in SEG.names or ()), ("relative", "?")])
-"""SEG, and whether `grad` counts from the tensor or section that `run` is given."""
+"""SEG plus `relative`: `grad` is an offset in the tensor or section passed to `run`."""
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Tell whether every element is finite.
+    """Return whether every element is finite.
 
-    values: bf16, fp16 or fp32, any shape and device. Blocks; the GIL is released.
+    values: bf16, fp16 or fp32, any shape and device. Blocks; releases the GIL on the CPU.
     """
-    # One native pass at memory speed; torch is 5 to 30 times slower on bf16.
+    # One native pass at memory bandwidth; torch is 5 to 30 times slower on bf16.
     code = _CODES.get(values.dtype)
     if code is not None and values.device.type == "cpu" and values.is_contiguous():
         address = native.ffi.cast("void *", values.data_ptr())
@@ -77,14 +77,14 @@ def all_finite(values: torch.Tensor) -> bool:
 
 
 def check_update(state_format: Format, row: Any) -> None:
-    """Check that the kernels know the format (without `grad`) with the row's algorithm.
+    """Check that the kernels support the format (without `grad`) with the row's algorithm.
 
     Raises: ValueError if they do not.
     """
     algorithm = Algorithm(int(row["algorithm"]))
     if state_format is Format.RAW or state_format.grad:
         raise ValueError(f"{state_format} has no optimizer states to update")
-    # Without a section for the moment there is nowhere to keep it.
+    # SGD with momentum needs a section for it.
     bare_momentum = algorithm is Algorithm.SGD and state_format.count == 0 and row["beta1"] != 0
     if state_format.count not in _MOMENT_COUNTS[algorithm] or bare_momentum:
         raise ValueError(
@@ -93,7 +93,7 @@ def check_update(state_format: Format, row: Any) -> None:
 
 
 class UpdatePlan:
-    """Updates of one step on chunks of one format; `run` makes those of one chunk."""
+    """Updates of one step for chunks of one format; `run` updates one chunk."""
 
     def __init__(
         self,
@@ -104,28 +104,27 @@ class UpdatePlan:
         device: torch.device,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
-        """chunks: of each its SEG records; `start` and `element` are multiples of QUANT_GROUP where
-        moments are 8-bit.
+        """chunks: the SEG records of each; with 8-bit moments, `start` and `element` are multiples
+        of QUANT_GROUP.
 
-        hypers: HYPER records, that segs["hyper"] counts in. grad_dtype: of the tensor that `run` is
-        given; None: each segment says where its gradient lies, in the chunk's `grad` section, or at
-        an address that the device can read, and that stays valid until the device has done the
-        update. Copies to the device, without waiting for it; on a GPU in the current stream, which
-        that of `run` must wait for. The first plan of a format and algorithm on a GPU waits for the
-        trial of its kernel. The plan stays until the device is done with it. Raises: ValueError for
-        what the kernels do not know.
+        hypers: HYPER records, indexed by segs["hyper"]. grad_dtype: of the gradient passed to
+        `run`; None: each segment's gradient is in the chunk's `grad` section, or at an address that
+        the device can read until the update has ended there. Copies to the device without blocking,
+        on the current stream of a GPU, which the stream of `run` must wait for. The first plan of a
+        format and algorithm on a GPU blocks for the trial of its kernel. Keep the plan until the
+        device has finished. Raises: ValueError for unsupported formats or records.
         """
         self.format = Format.of(state_format)
-        # Spilled gradients are read by the update, and never written by it.
+        # The update only reads spilled gradients.
         self.states = self.format.with_grad(GradSection.NONE)
         self.device, self.grad_dtype = torch.device(device), grad_dtype
         if grad_dtype not in (None, *GRAD_DTYPES.values()):
             raise ValueError(f"gradients are {grad_dtype}: use bfloat16, float16 or float32")
         _check(self.states, chunks, hypers)
         self._hypers = hypers
-        # Resolved once: `run` only adds the base address.
+        # Resolved once, so that `run` only adds the base address.
         self._chunks = [self._resolved(segs) for segs in chunks]
-        # Checked before each run: a segment past the end would write into another section.
+        # For a check in each `run`: a segment beyond the end would write to another section.
         self._ends = [
             int((segs["start"] + segs["numel"]).max()) if len(segs) else 0 for segs in self._chunks
         ]
@@ -140,18 +139,17 @@ class UpdatePlan:
     ) -> None:
         """Update chunk `index` in place; elements outside of all segments keep their bytes.
 
-        Does not wait for the device.
+        Does not block on the device.
 
         sections: one contiguous 1-D uint8 tensor per section of the format, on the plan's device,
-        from the chunk's first element on, at multiples of four bytes. grad: of the plan's
-        `grad_dtype`, contiguous; its element i is the gradient of the chunk's element i. Raises:
-        ValueError for sections or gradients that are not so.
+        from the chunk's first element on, 4-byte aligned. grad: of the plan's `grad_dtype`,
+        contiguous; element i is the gradient of the chunk's element i. Raises: ValueError for other
+        sections or gradients.
         """
         end = self._ends[index]
         _check_sections(self.format, sections, self.device, end)
         self._check_grad(grad, end)
-        # Relative gradients count from the tensor that is given, or from the chunk's `grad`
-        # section.
+        # Base of relative gradients: `grad`, or the chunk's `grad` section.
         base = 0 if grad is None else grad.data_ptr()
         if grad is None and self.format.grad is not GradSection.NONE:
             base = sections[-1].data_ptr()
@@ -163,7 +161,7 @@ class UpdatePlan:
                 start, numel = int(seg["start"]), int(seg["numel"])
                 gradient = _gradient(seg, base, self.device)
                 if not seg["relative"]:
-                    # It lies in pinned memory, perhaps: read over the bus once, not by each kernel.
+                    # It may be in pinned memory: copy it over the bus once, not in each kernel.
                     gradient = gradient.to(torch.float32, copy=True)
                 row, element = self._hypers[int(seg["hyper"])], int(seg["element"])
                 _update_torch(
@@ -171,14 +169,14 @@ class UpdatePlan:
                 )
 
     def _resolved(self, segs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """Resolve the segments that have elements.
+        """Return the segments with elements, as RESOLVED records.
 
-        Their dtype is never SECTION. `grad` is an address; with `relative`, an offset in bytes from
-        the start of the tensor or section that `run` is given.
+        Their dtype is never SECTION. `grad` is an address, or with `relative` an offset in bytes in
+        the tensor or section passed to `run`.
         """
         out: npt.NDArray[np.void] = np.zeros(int((segs["numel"] > 0).sum()), RESOLVED)
         for name in SEG.names or ():
-            # Segments without elements would be launches of no program.
+            # Segments without elements would be empty launches.
             out[name] = segs[name][segs["numel"] > 0]
         inside = out["grad_dtype"] == GradDtype.SECTION
         if self.grad_dtype is not None:
@@ -266,9 +264,9 @@ def _parts(
     states: Format, sections: Sequence[torch.Tensor], start: int, numel: int
 ) -> list[torch.Tensor]:
     parts = []
-    # Not strict: a section `grad` is left out.
+    # Not strict: a `grad` section is skipped.
     for section, what in zip(sections, states.sections, strict=False):
-        # Sections count in groups: 8-bit moments have one scale for each.
+        # In groups, since 8-bit moments have one scale per group.
         low = start // what.group_numel * what.itemsize
         parts.append(section[low : low + what.size_bytes(numel)])
     return parts
@@ -276,7 +274,7 @@ def _parts(
 
 @dataclasses.dataclass(frozen=True)
 class _Memory:
-    """Bytes on a GPU, for torch to see as a tensor without a copy."""
+    """GPU memory that torch can view as a tensor."""
 
     __cuda_array_interface__: dict[str, Any]
 
@@ -287,7 +285,7 @@ def _gradient(seg: Any, base: int, device: torch.device) -> torch.Tensor:
         int(seg["grad"]) + base * int(seg["relative"]),
         int(seg["numel"]) * dtype.itemsize,
     )
-    # An address, not a tensor: torch takes it through the interface for foreign memory.
+    # torch accepts an address through the CUDA array interface.
     if device.type == "cuda":
         described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
         return torch.as_tensor(_Memory(described), device=device).view(dtype)
@@ -304,9 +302,9 @@ def _runs_triton(
     chunks: Sequence[npt.NDArray[np.void]],
     hypers: npt.NDArray[np.void],
 ) -> bool:
-    """Tell whether Triton updates these segments: all of a plan, or none.
+    """Return whether Triton updates a plan's segments: all of them, or none.
 
-    chunks: resolved. Raises: ValueError where Triton is forced and cannot.
+    chunks: resolved. Raises: ValueError if Triton is forced but cannot run.
     """
     forms = {
         form
@@ -325,16 +323,16 @@ def _runs_triton(
 
 
 def update_trial(states: Format, algorithm: Algorithm, grad_dtype: GradDtype) -> Trial:
-    """Make the trial of an update of chunks in this format, without `grad`."""
+    """Return the trial of an update of chunks in this format, without `grad`."""
     return Trial(_updated_sample, (states, algorithm, grad_dtype))
 
 
 def _updated_sample(
     which: str, device: torch.device, states: Format, algorithm: Algorithm, grad_dtype: GradDtype
 ) -> dict[str, torch.Tensor]:
-    """Update one chunk with two segments, of whole groups and of a part of one."""
+    """Update one chunk with two segments, with whole groups and a partial one."""
     master = sample(torch.float32)
-    # Masters half-way between two numbers of bf16, too: a sign says where they are.
+    # Include masters half-way between two bf16 numbers, which need signs.
     ties = master.view(torch.int32)[::5]
     ties.copy_(ties & -0x10000 | 0x8000)
     moments = [sample(torch.float32, 1 + index) for index in range(states.count)]
@@ -393,10 +391,10 @@ def _update_torch(
 ) -> None:
     """Update one segment in place.
 
-    sections: the segment's bytes of each, uint8. grad: bf16, fp16 or fp32 [numel]. row: a HYPER
-    record. element: the parameter's, at the first.
+    sections: the segment's bytes of each section, uint8. grad: bf16, fp16 or fp32 [numel]. row: a
+    HYPER record. element: the parameter's index of the first element.
     """
-    # Clipping and the like, done to the gradient since it was accumulated, oldest first.
+    # Replay the gradient's log (such as clipping), oldest first.
     g = _replayed(grad, row)
     p, m = decode_sections(state_format, sections)
     algorithm = Algorithm(int(row["algorithm"]))
@@ -418,7 +416,7 @@ def _scalar(value: Any, like: torch.Tensor) -> torch.Tensor:
 def _replayed(grad: torch.Tensor, row: Any) -> torch.Tensor:
     g = grad.to(torch.float32)
     for index in range(int(row["log_count"])):
-        # A tensor, so that a division rounds once (see the module's docstring).
+        # A tensor, so that a division rounds once.
         value = _scalar(row["log_value"][index], g)
         g = _REPLAYED[LogKind(int(row["log_kind"][index]))](g, value)
     return g
@@ -427,7 +425,7 @@ def _replayed(grad: torch.Tensor, row: Any) -> torch.Tensor:
 _REPLAYED: dict[LogKind, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     LogKind.MUL: torch.mul,
     LogKind.DIV: torch.div,
-    # Not by maximum, which chooses among zeros of both signs as the device likes. NaN stays.
+    # Not by maximum, whose result for zeros of different signs depends on the device. Keeps NaN.
     LogKind.CLAMP_MIN: lambda g, value: torch.where(g < value, value, g),
     LogKind.CLAMP_MAX: lambda g, value: torch.where(g > value, value, g),
 }
@@ -436,7 +434,7 @@ _REPLAYED: dict[LogKind, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 def _adamw(
     p: torch.Tensor, m: torch.Tensor, v: torch.Tensor, g: torch.Tensor, row: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    # Products and their sum apart: `addcmul_` may contract to an FMA, which rounds once.
+    # Products and sums are separate: `addcmul_` may contract to an FMA, which rounds once.
     m = m * float(row["beta1"]) + g * float(row["one_minus_beta1"])
     v = v * float(row["beta2"]) + (g * g) * float(row["one_minus_beta2"])
     denom = sqrt_exact(v) / _scalar(row["bc2_sqrt"], v) + float(row["eps"])
@@ -448,12 +446,12 @@ def _sgd(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     flags, momentum = int(row["flags"]), float(row["beta1"])
     if row["weight_decay"]:
-        # Tested as in torch: adding p * 0 would turn -0.0 into 0.0, and infinity into NaN.
+        # Skipped for 0, as in torch: adding p * 0 would turn -0.0 into 0.0, and infinity into NaN.
         g = g + p * float(row["weight_decay"])
     if moments:
         b = (
             g
-            # The first step copies the gradient, as torch does: dampening does not enter.
+            # The first step copies the gradient, without dampening, as torch does.
             if flags & HyperFlag.FIRST
             else moments[0] * momentum + g * float(row["one_minus_beta1"])
         )

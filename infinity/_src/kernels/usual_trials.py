@@ -1,4 +1,4 @@
-"""Trials of the bitwise operations in the forms that most runs use."""
+"""Trials of the bitwise operations in the most common forms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity._src.kernels.update import update_trial
 
 
 def trials_of_usual_forms() -> dict[str, Trial]:
-    """Make a trial of each bitwise operation, by the names of `choice.OPS`."""
+    """Return a trial of each bitwise operation, by its name in `choice.OPS`."""
     bf16 = torch.bfloat16
     return {
         "group_quantize": quantize_trial(bf16, 8, 256, True, False),
