@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from infinity._src.optim.backward_update import BackwardUpdate
-from infinity._src.optim.delayed_update import DelayedUpdate
 from infinity._src.optim.device_update import DeviceUpdate
 from infinity._src.optim.speculative_update import SpeculativeUpdate
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
-from infinity._src.optim.update_mode import DeferredUpdate, UpdateMode
+from infinity._src.optim.update_mode import DeferredUpdate, DelayedUpdate, UpdateMode
 from infinity._src.params.accumulator import GradAccumulator
-from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.param_copies import DelayedParams
 from infinity._src.params.reduce import GradReducer
 from infinity._src.params.unit import Unit, UnitState
 from infinity._src.params.unshard import Unsharder

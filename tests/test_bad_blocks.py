@@ -14,7 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infinity as inf
-from infinity._src.checkpoint.durable import bad_ranges
+from infinity._src.checkpoint.durable.files import (
+    bad_ranges,
+    list_of_bad,
+    remember_bad,
+    retire_states,
+)
 from infinity._src.engine.handle import offload
 from infinity._src.hooks import activation_offload
 from infinity.aio import Fault, Seam
@@ -161,7 +166,7 @@ def test_a_durable_run_goes_on_and_remembers_the_block(tmp_path: Path, update: s
         path.with_name(path.name[1:].removesuffix(".bad"))
         for path in (tmp_path / "infinity-run").glob(".*.bad")
     ]
-    ranges = {path.name: bad_ranges.known(path) for path in listed}
+    ranges = {path.name: bad_ranges(path) for path in listed}
     assert ranges
     assert all(start <= 50_000 + 4096 and stop > 50_000 for ((start, stop),) in ranges.values())
     # The next process has files of its own; that with the bad block keeps the block, and no more.
@@ -208,11 +213,11 @@ def test_a_list_of_bad_ranges_that_is_cut_short_counts_as_far_as_it_goes(tmp_pat
     states = tmp_path / "states-0123456789abcdef-1.rank0"
     states.write_bytes(b"\1" * 65536)
     for offset in (8192, 4096, 40960):
-        bad_ranges.remember(states, offset, 4096)
-    with bad_ranges.list_of(states).open("ab") as file:
+        remember_bad(states, offset, 4096)
+    with list_of_bad(states).open("ab") as file:
         file.write(b'{"offset": 0, "size')
-    assert bad_ranges.known(states) == [(4096, 12288), (40960, 45056)]
-    assert bad_ranges.retire(states)
+    assert bad_ranges(states) == [(4096, 12288), (40960, 45056)]
+    assert retire_states(states)
     assert not states.exists()
     data = (tmp_path / "bad-0123456789abcdef-1.rank0").read_bytes()
     assert [at for at in range(0, 65536, 4096) if data[at]] == [4096, 8192, 40960]
@@ -221,9 +226,9 @@ def test_a_list_of_bad_ranges_that_is_cut_short_counts_as_far_as_it_goes(tmp_pat
 def test_a_list_in_the_way_of_a_link_is_refused(tmp_path: Path) -> None:
     states, other = tmp_path / "states-0123456789abcdef-1.rank0", tmp_path / "other"
     other.write_bytes(b"")
-    bad_ranges.list_of(states).symlink_to(other)
+    list_of_bad(states).symlink_to(other)
     with pytest.raises(AioError):
-        bad_ranges.remember(states, 0, 4096)
+        remember_bad(states, 0, 4096)
     assert other.read_bytes() == b""
 
 
@@ -253,7 +258,7 @@ def test_a_file_that_is_left_to_a_checkpoint_leaves_no_list_and_no_owner(tmp_pat
     lost = [name for name in before if name.endswith(".bad") and name not in run_files(place)]
     assert lost
     # The files that there are, of which each new one has the same bad block here.
-    known = [bad_ranges.known(place / "infinity-run" / name) for name in there]
+    known = [bad_ranges(place / "infinity-run" / name) for name in there]
     assert spares.bad_bytes == sum(stop - start for each in known for start, stop in each)
     assert digest(model) == wanted[5]
     close(model)

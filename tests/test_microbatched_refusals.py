@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
 from infinity._src.hooks import activation_offload as activations
-from infinity._src.microbatch.row_rules import Batch, Numbers, Unclear
+from infinity._src.microbatch.rows import Batch, Numbers, Unclear
 from tests import harness, models
 from tests.harness import Training
 from tests.test_bitwise import policy

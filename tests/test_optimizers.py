@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine.handle import offload
-from infinity._src.optim import probe
+from infinity._src.optim.elementwise import STEPS
 from infinity.aio import Fault, Seam
 from infinity.errors import StateInvalid
 from tests import harness, models, test_spill
@@ -196,7 +196,7 @@ class Normalised(torch.optim.SGD):
 class NormalisedSoon(Normalised):
     """In the last step that a class is tried for."""
 
-    since = probe.STEPS
+    since = STEPS
 
 
 class LargestMoves(torch.optim.SGD):

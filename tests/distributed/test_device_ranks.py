@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import infinity as inf
 from infinity._src.distributed.collectives import Collectives, Parts
-from infinity._src.params.secondary_shards import SecondaryShards
+from infinity._src.params.param_copies import SecondaryShards
 from infinity._src.params.unit import Unit
 from infinity.aio import Seam
 from tests import harness, models

@@ -21,8 +21,7 @@ import infinity as inf
 from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.checkpoint.formats.hub_files import hub_checkpoint, open_weights
 from infinity._src.checkpoint.hub_resolution import read_config
-from infinity._src.params.materialize import Faults, FileTensors
-from infinity._src.params.source_files import SourceFiles
+from infinity._src.params.materialize import Faults, FileTensors, SourceFiles
 from infinity.errors import SlicesError
 
 

@@ -62,32 +62,31 @@ from infinity._src.memory.swap_space import NoRoomError
 from infinity._src.microbatch.microbatched import is_microbatched, slice_grads
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.chunk_repair import ChunkRepair
-from infinity._src.optim.delayed_update import DelayedUpdate
 from infinity._src.optim.device_update import DeviceUpdate
 from infinity._src.optim.grad_windows import grad_sizes, windows_bytes
 from infinity._src.optim.speculative_update import SpeculativeUpdate
 from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
-from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
+from infinity._src.optim.update_mode import DeferredUpdate, DelayedUpdate, ModeParts, UpdateMode
 from infinity._src.params.accumulator import GradRegistry
 from infinity._src.params.aliases import find_aliases
 from infinity._src.params.buffers import GradBuffers
 from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
 from infinity._src.params.materialize import (
+    ModuleBuffers,
     NamedTensors,
     OpenSource,
     Source,
     fill_flats,
     fill_shards,
     open_source,
+    place_of,
 )
-from infinity._src.params.module_buffers import ModuleBuffers
 from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
 from infinity._src.params.proxy import GradProxy
 from infinity._src.params.reduce import GradReducer, ReduceOrder
-from infinity._src.params.rollback import Rollback
-from infinity._src.params.source_files import place_of
+from infinity._src.params.sharded_param import Rollback
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder

@@ -37,16 +37,14 @@ from infinity._src.engine.build import build_engine, sum_slices_as_they_wait
 from infinity._src.engine.stats import Stats
 from infinity._src.hooks.gather_window import chosen_params, gather
 from infinity._src.hooks.joint_backward import JointBackward
-from infinity._src.hooks.module_params import detach_params
-from infinity._src.hooks.state_dict import check_copies
+from infinity._src.hooks.module_params import check_copies, detach_params
 from infinity._src.memory.device import compute_device
 from infinity._src.microbatch.microbatched import slices_in_mean
 from infinity._src.optim.state_access import OptimizerState
 from infinity._src.params.cleanup import run_all
 from infinity._src.params.discover import check_modules
 from infinity._src.params.materialize import NamedTensors, Source
-from infinity._src.params.rollback import Rollback
-from infinity._src.params.sharded_param import ShardedParameter
+from infinity._src.params.sharded_param import Rollback, ShardedParameter
 from infinity._src.params.unit import Param
 from infinity.aio import Seam
 from infinity.errors import DriveLostError, EngineClosed, RankFailed

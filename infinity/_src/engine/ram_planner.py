@@ -28,7 +28,7 @@ from infinity._src.memory.ledger import LEDGER, budget_bytes, describe_budget, d
 from infinity._src.memory.ram_budget import FlatNeed, PlacementPlan, StepLoad, plan_placement
 from infinity._src.params.accumulator import NORM_PIECE_NUMEL
 from infinity._src.params.buffers import GradBuffers
-from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.param_copies import DelayedParams
 from infinity._src.params.unit import Flat
 from infinity.aio import Format
 from infinity.errors import BudgetError

@@ -26,8 +26,8 @@ from infinity._src.distributed.topology import is_own
 from infinity._src.distributed.transport import Transport
 from infinity._src.memory.device import Device, GradOffload
 from infinity._src.params.buffers import GradBuffers, UnreducedGrads
+from infinity._src.params.param_copies import SecondaryShards
 from infinity._src.params.reduce import FlagBuffers, ReduceScatter
-from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.unit import Flat, Unit
 
 _ENGINES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()

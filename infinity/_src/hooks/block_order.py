@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from infinity._src.base.torch_compat import node_sequence_number, set_sequence_number
-from infinity._src.params.blocks import Named, find_blocks
+from infinity._src.params.discover import Named, find_blocks
 from infinity._src.params.unit import Unit
 
 Marks = Sequence[Sequence[int]]

@@ -41,15 +41,14 @@ from infinity._src.hooks import tensors
 from infinity._src.hooks.activation_offload import Activations
 from infinity._src.hooks.backward import Backward, BackwardUse
 from infinity._src.hooks.block_order import BlockLog, Marks
-from infinity._src.hooks.module_params import Installed, install, uninstall
-from infinity._src.hooks.state_dict import Check, hook_state_dict
+from infinity._src.hooks.module_params import Check, Installed, hook_state_dict, install, uninstall
 from infinity._src.hooks.unit_refs import UnitRefs, WeightWindow
 from infinity._src.hooks.whole_params import ShownWindow, WholeParams
 from infinity._src.kernels.tiling.tiled_experts import ChosenTiles
 from infinity._src.kernels.tiling.tiled_module import exclude_from_compile, is_idle_call
 from infinity._src.params.prefetch_schedule import PassTracker
 from infinity._src.params.reduce import GradReducer
-from infinity._src.params.rollback import Rollback
+from infinity._src.params.sharded_param import Rollback
 from infinity._src.params.unit import (
     EngineHook,
     Param,
@@ -159,7 +158,7 @@ class Lifecycle:
 
     The values must already be on their tiers: `rollback` alone has them from here on, and undoes
     this; the caller does so on an error. whole: shows parameters between passes. tier: where values
-    rest, for errors. check_state_dict: see `infinity._src.hooks.state_dict.Check`. activations:
+    rest, for errors. check_state_dict: see `infinity._src.hooks.module_params.Check`. activations:
     notes every hooked module's forward, and looks at the same `frames`.
 
     Raises: ValueError for a tensor that shares a parameter's memory and cannot follow it.

@@ -21,7 +21,7 @@ from infinity._src.hooks.block_order import block_modules, reorder_backward
 
 if TYPE_CHECKING:
     from infinity._src.hooks.forward import Lifecycle
-    from infinity._src.params.blocks import Named
+    from infinity._src.params.discover import Named
 
 log = logging.getLogger("infinity")
 

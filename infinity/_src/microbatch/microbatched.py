@@ -13,7 +13,7 @@ from infinity._src.base.torch_compat import is_compiled
 from infinity._src.kernels.tiling.deferred_logits import find_head
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
 from infinity._src.memory.device_capacity import SliceGrads, UnitBytes, slice_grad_bytes
-from infinity._src.microbatch.row_rules import numbers_of
+from infinity._src.microbatch.rows import numbers_of
 from infinity._src.microbatch.sliced_module import (
     Role,
     SlicedModule,
@@ -23,7 +23,7 @@ from infinity._src.microbatch.sliced_module import (
     slice_module,
 )
 from infinity._src.microbatch.slicing import Slicing
-from infinity._src.params.blocks import CONTAINERS, Named, find_blocks
+from infinity._src.params.discover import CONTAINERS, Named, find_blocks
 from infinity.errors import SlicesError
 
 M = TypeVar("M", bound=nn.Module)

@@ -31,14 +31,16 @@ from infinity._src.base.torch_compat import (
     graph_task_id,
     named_checkpoints,
 )
-from infinity._src.microbatch.arguments import Arguments, HandedOn, Untouched, versions_of
 from infinity._src.microbatch.collected_outputs import CollectedOutputs
 from infinity._src.microbatch.random_streams import HostState, RandomStreams
 from infinity._src.microbatch.replay import Record, Replay
-from infinity._src.microbatch.row_rules import BY_ROW, Batch, Numbers, Unclear
 from infinity._src.microbatch.rows import (
+    BY_ROW,
     DICTS,
+    Batch,
+    Numbers,
     PerSlice,
+    Unclear,
     cut_rows,
     join_rows,
     like_dict,
@@ -46,7 +48,13 @@ from infinity._src.microbatch.rows import (
     settled,
     tensors_in,
 )
-from infinity._src.microbatch.side_effects import SideEffects
+from infinity._src.microbatch.side_effects import (
+    Arguments,
+    HandedOn,
+    SideEffects,
+    Untouched,
+    versions_of,
+)
 from infinity.errors import SlicesError
 
 log = logging.getLogger("infinity")
@@ -69,7 +77,7 @@ class Slicing:
     """Number of slices, and the forward that runs.
 
     shared: names of arguments that all slices get whole. checkpointed: slices that backward wants
-    are. numbers: of the model (`row_rules`). classes: those of its modules, by the class and the
+    are. numbers: of the model (`rows.Numbers`). classes: those of its modules, by the class and the
     role that a module has.
     """
 

@@ -21,7 +21,7 @@ from infinity._src.distributed.communicator import Comm, digest, fingerprinted
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.params.accumulator import AccumulatorState
 from infinity._src.params.chunk_pipeline import ChunkBuffer, ParamSpan, spans_of
-from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.param_copies import DelayedParams
 from infinity._src.params.reduce import GradReducer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param

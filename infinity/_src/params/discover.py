@@ -11,7 +11,7 @@
                be split is one unit of any size, which streams in chunks. A child that is no larger
                than the largest parameter of its block is not split: that would save no memory.
     small      a module of less than SMALL_BYTES that is no block (a norm) joins the unit of the
-               neighbour that is called next (`params.call_order`), else of the one before, in the
+               neighbour that is called next (`call_order`), else of the one before, in the
                same block.
     tiles      every tile of a tiled linear, a tiled embedding or a stack of experts is a unit of
                its own, whatever its size.
@@ -28,11 +28,15 @@ or of experts. Linears larger than `unit_bytes_max` that fit all the same are lo
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import itertools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 import torch
@@ -54,15 +58,6 @@ from infinity._src.memory.device_capacity import (
     gathered_capacity,
 )
 from infinity._src.memory.layout import plan_flat
-from infinity._src.params.blocks import (
-    CONTAINERS,
-    Named,
-    RunsInSlices,
-    find_blocks,
-    is_list,
-    list_children,
-)
-from infinity._src.params.call_order import call_order
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
@@ -731,3 +726,190 @@ def _linear_name(model: nn.Module, entry: FoundParameter) -> str | None:
         if attr == "weight" and type(model.get_submodule(module)) is nn.Linear:
             return module
     return None
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are never called: hooks on them never run, so no unit can belong to one."""
+
+Named = Sequence[nn.Module | type[nn.Module] | str]
+"""Blocks as modules, classes, class names or qualified names."""
+
+
+class RunsInSlices:
+    """Mark of the classes of modules that run their forward once for each slice of a batch
+    (`inf.microbatched`): what is gathered inside for one slice is wanted for the next.
+    """
+
+
+def is_list(module: nn.Module) -> bool:
+    """True for a ModuleList, or a ModuleDict of several (a dict of one holds a LoRA adapter, not a
+    list of experts).
+    """
+    return isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.ModuleDict) and len(module) > 1
+    )
+
+
+def find_blocks(
+    model: nn.Module, named: Named | None, *, argument: str, dicts: bool = True
+) -> list[nn.Module]:
+    """Find the blocks of `model`; of several that are one inside of the other, all.
+
+    named: the blocks, instead of those that the model says. argument: its name, for the error.
+    dicts: the children of a ModuleDict may be blocks, too; a model may also name its parts by one.
+    Raises: ValueError if it names something that the model does not have, or a container.
+    """
+    if named is not None:
+        return _named_blocks(model, named, argument)
+    return _no_split_blocks(model) or list(list_children(model, dicts=dicts))
+
+
+def _no_split_blocks(model: nn.Module) -> list[nn.Module]:
+    names: set[str] = set()
+    for module in model.modules():
+        names |= set(getattr(module, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _named_blocks(model: nn.Module, named: Named, argument: str) -> list[nn.Module]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    known = {id(module) for module in modules.values()}
+    blocks: list[nn.Module] = []
+    for wanted in named:
+        if isinstance(wanted, nn.Module):
+            found = [wanted] if id(wanted) in known else []
+        elif isinstance(wanted, type):
+            found = [module for module in modules.values() if isinstance(module, wanted)]
+        elif wanted in modules:
+            # Before names of classes: a qualified name says exactly which module is meant.
+            found = [modules[wanted]]
+        else:
+            found = [module for module in modules.values() if type(module).__name__ == wanted]
+        if not found:
+            text = type(wanted).__name__ if isinstance(wanted, nn.Module) else repr(wanted)
+            raise ValueError(
+                f"{argument}: the model has no {text}; give modules of this model, their classes, "
+                "the classes' names, or qualified names as model.named_modules() lists them"
+            )
+        if any(isinstance(module, CONTAINERS) for module in found):
+            raise ValueError(
+                f"{argument}: {wanted!r} is a container, which is never called; name its children"
+            )
+        blocks += found
+    return blocks
+
+
+def list_children(module: nn.Module, *, dicts: bool = True) -> Iterator[nn.Module]:
+    """The children of the outermost lists of modules below `module` that hold parameters. dicts:
+    ModuleDicts of several are lists, too."""
+    for child in module.children():
+        if is_list(child) if dicts else isinstance(child, nn.ModuleList):
+            yield from _members(child)
+        else:
+            yield from list_children(child, dicts=dicts)
+
+
+def _members(container: nn.Module) -> Iterator[nn.Module]:
+    for member in container.children():
+        if is_list(member):
+            yield from _members(member)
+        elif isinstance(member, CONTAINERS):
+            yield from list_children(member)
+        elif any(True for _ in member.parameters()):
+            yield member
+
+
+# -- order of calls --------------------------------------------------------------------------------
+# A forward names the children that it calls, as a rule; methods of the module that it calls are
+# looked into.
+#
+#     class Block: mlp, attn, norm are registered in this order
+#         def forward(self, x): return x + self.mlp(self.attn(self.norm(x)))     norm, attn, mlp
+#
+# Nothing runs, so every rank finds the same order before the first step. The order is a guess for
+# choices that cost time when they are wrong, and nothing else.
+
+
+_IN_TURN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""Modules whose children are called in the order in which they are registered."""
+
+
+class Call(NamedTuple):
+    """First call of a module: its place among all, and whether a loop around it repeats it (but for
+    a loop over a list of modules, which calls each once)."""
+
+    place: int
+    looped: bool
+
+
+def call_order(model: nn.Module) -> dict[nn.Module, Call]:
+    """Return the first calls of the modules of a model. Modules that no forward names have none,
+    nor has what is inside of them."""
+    calls: dict[nn.Module, Call] = {}
+    # A model has few classes, and many modules of each. By name: whether a loop uses it.
+    names: dict[type[nn.Module], dict[str, bool]] = {}
+
+    def place(module: nn.Module, looped: bool) -> None:
+        if module in calls:
+            return
+        calls[module] = Call(len(calls), looped)
+        children, kind = dict(module.named_children()), type(module)
+        if children and kind not in names:
+            found = names[kind] = {}
+            for name, repeated in _used(kind, "forward", set()):
+                found[name] = found.get(name, False) or repeated
+        used = dict.fromkeys(children, False) if isinstance(module, _IN_TURN) else names.get(kind)
+        for name, repeated in (used or {}).items():
+            if name in children:
+                child = children[name]
+                place(child, looped or (repeated and not isinstance(child, _IN_TURN)))
+
+    place(model, False)
+    return calls
+
+
+def _used(kind: type[nn.Module], method: str, seen: set[str]) -> Iterator[tuple[str, bool]]:
+    """Yield the attributes that a method uses, and whether in a loop; instead of a method of the
+    class those that it uses.
+
+    Nothing of a method without Python source.
+    """
+    seen.add(method)
+    try:
+        source = inspect.getsource(inspect.unwrap(getattr(kind, method)))
+        function = ast.parse(textwrap.dedent(source)).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return
+    if not isinstance(function, ast.FunctionDef) or not function.args.args:
+        return
+    for statement in function.body:
+        for name, repeated in _attributes(statement, function.args.args[0].arg):
+            # Methods of every module, as `__call__` and `to`, say nothing about this one.
+            found = None if hasattr(nn.Module, name) else inspect.getattr_static(kind, name, None)
+            if not isinstance(found, FunctionType):
+                yield name, repeated
+            elif name not in seen:
+                for inner, again in _used(kind, name, seen):
+                    yield inner, repeated or again
+
+
+def _attributes(node: ast.AST, own: str, *, repeated: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield the attributes of the variable `own`, in the order of evaluation (a call comes after
+    its arguments), and whether a loop repeats them."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        if node.value.id == own:
+            yield node.attr, repeated
+        return
+    parts = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call):
+        parts = [*node.args, *node.keywords, node.func]
+    elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
+        parts = [*node.generators, node.elt]
+    loops = isinstance(node, ast.For | ast.While | ast.ListComp | ast.SetComp | ast.GeneratorExp)
+    for part in parts:
+        # Over which it loops is asked for once.
+        again = loops and part is not getattr(node, "iter", None)
+        yield from _attributes(part, own, repeated=repeated or again)

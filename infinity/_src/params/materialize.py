@@ -12,7 +12,7 @@ Any part of a file can be read, so a tile, or a rank's shard, needs no more memo
 size (`_FileSource`). Other sources return whole weights: a weight in tiles is made once, and stays
 until its last tile is filled (`_WholeSource`). One flat is in memory at a time, and the flat before
 it while that is written, so a model on the meta device is never in memory as a whole. If all ranks
-read the same files, each reads its shard of a flat alone (infinity._src.params.source_files).
+read the same files, each reads its shard of a flat alone (infinity._src.params.materialize).
 Names, shapes and kinds of dtype are checked against the source before anything is filled. A tied
 parameter is filled once, under any of its names that the source has.
 """
@@ -20,21 +20,25 @@ parameter is filled once, under any of its names that the source has.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
+import xxhash
 from torch import nn
 
-from infinity._src.base.dtypes import converts, copy_, kind_of
+from infinity._src.base.dtypes import bytes_of, converts, copy_, from_bytes, kind_of
 from infinity._src.base.sizes import MIB
 from infinity._src.base.wording import listed, listed_are
+from infinity._src.distributed.communicator import Comm, digest_of_text, fingerprinted
+from infinity._src.memory.ledger import machine
 from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import find_parameters
-from infinity._src.params.source_files import SourceFiles
 from infinity._src.params.unit import Flat, Param, place_at
 from infinity.errors import WeightsError
 
@@ -825,3 +829,125 @@ def _is_poisoned(out: torch.Tensor) -> bool:
         # The first element first: for a filled tensor that is enough.
         return bool(out.reshape(-1)[0].isnan()) and bool(out.isnan().all())
     return bool((out == torch.iinfo(out.dtype).min).all()) and torch.iinfo(out.dtype).min != 0
+
+
+# -- identity of source files ----------------------------------------------------------------------
+# Ranks that read the same files, converted alike, have the same values, so each reads its part and
+# nothing is compared. An initialization that was killed is resumed where files and conversion are
+# still the same.
+
+
+HEAD_BYTES = 64 * 1024
+"""Bytes of a file's beginning that are part of its identity: where headers are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFiles:
+    """The files that say all values of a source; false where there are none. conversion: names what
+    turns their tensors into those of the model, beyond a cast.
+    """
+
+    paths: tuple[Path, ...] = ()
+    conversion: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.paths)
+
+
+def place_of(files: SourceFiles) -> str:
+    """Name these very files, by machine and inode, and their conversion. Empty for no files.
+    Raises: OSError.
+    """
+    if not files:
+        return ""
+    found = [(path.stat(), path) for path in files.paths]
+    rows = [(at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, path.name) for at, path in found]
+    return f"{machine()} {xxhash.xxh3_128_hexdigest(repr((rows, files.conversion)).encode())}"
+
+
+def identity_of(files: SourceFiles) -> str:
+    """Name what these files hold, as far as paths, sizes, times and headers tell; the same after a
+    restart of the machine. Empty for no files. Raises: OSError.
+    """
+    if not files:
+        return ""
+    found = xxhash.xxh3_128()
+    for path in files.paths:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            row = (str(path.resolve()), status.st_size, status.st_mtime_ns)
+            found.update(repr(row).encode())
+            found.update(file.read(HEAD_BYTES))
+    return found.hexdigest()
+
+
+# -- buffers that all ranks take from rank 0 -------------------------------------------------------
+# Policy(broadcast_buffers=True). `broadcast` runs at set-up, and with `sync_module_states`;
+# `backward_end` after each backward outside of `no_sync`, and so before the next forward, as with
+# DDP: in between evaluation and saves see the same buffers on all ranks, too. A buffer whose bits
+# equal rank 0's is not written to: a graph that has saved it stays valid.
+
+
+class ModuleBuffers:
+    """Buffers of one model. One thread uses it at a time.
+
+    follow: take those of rank 0 after each backward.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm, *, follow: bool) -> None:
+        self._comm = comm
+        # By their places: a module may put another tensor there.
+        self._places = [(each.module, each.attr, each.names[0]) for each in find_buffers(model)]
+        self._follow = follow and comm.world > 1
+        self._in_no_sync = False
+
+    def backward_end(self) -> None:
+        """Take the buffers of rank 0, if that is asked for. Collective; blocks."""
+        if self._follow and not self._in_no_sync:
+            self.broadcast()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, buffers stay each rank's own: micro-batches that are not the last of a step."""
+        # Restored, not cleared: contexts may be nested.
+        before, self._in_no_sync = self._in_no_sync, True
+        try:
+            yield
+        finally:
+            self._in_no_sync = before
+
+    @torch.no_grad()
+    def broadcast(self, keep: Callable[[torch.Tensor], None] = lambda _buffer: None) -> None:
+        """Give all ranks the buffers of rank 0, bit for bit. Collective; blocks.
+
+        keep: called with each buffer that is about to be written. Raises: RanksDiverged where ranks
+        have other buffers: in number, shape or dtype.
+        """
+        held = {
+            name: value
+            for module, attr, name in self._places
+            if (value := module._buffers.get(attr)) is not None
+        }
+        if not held or self._comm.world == 1:
+            return
+        mine = _bytes_of(list(held.values()))
+        layout = repr([(name, value.dtype, value.shape) for name, value in held.items()])
+        theirs = mine.clone()
+        self._comm.broadcast(fingerprinted(f"{len(held)} buffers", digest_of_text(layout)), theirs)
+        start = 0
+        for value in held.values():
+            part = slice(start, start + value.nbytes)
+            if not torch.equal(mine[part], theirs[part]):
+                keep(value)
+                found = from_bytes(theirs[part].numpy().data, value.dtype, tuple(value.shape))
+                copy_(value, found)
+            start = part.stop
+
+
+def _bytes_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of tensors one after another, on the CPU. One copy for each device."""
+    pieces = [bytes_of(value) for value in values]
+    devices = {piece.device for piece in pieces}
+    if len(devices) > 1:
+        pieces = [piece.to("cpu") for piece in pieces]
+    return torch.cat(pieces).to("cpu")

@@ -58,11 +58,10 @@ from infinity._src.memory.device_capacity import (
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
 from infinity._src.params.cleanup import cancel_and_wait
-from infinity._src.params.delayed_params import DelayedCopy
-from infinity._src.params.module_buffers import ModuleBuffers
+from infinity._src.params.materialize import ModuleBuffers
+from infinity._src.params.param_copies import DelayedCopy, SecondaryShards
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Phase, Progress
 from infinity._src.params.reduce import GradReducer
-from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import PENDING, SHARDED, STALE, UNSHARDED, Flat, Param, Unit
 from infinity._src.params.update_hooks import Access, UpdateHooks

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from infinity._src.params.delayed_params import DelayedParams
+from infinity._src.params.param_copies import DelayedParams
 from infinity._src.params.unit import Param, Unit
 from infinity.errors import AioError
 

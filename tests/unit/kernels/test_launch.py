@@ -22,8 +22,7 @@ NON_BLOCKING = {
     "params/accumulator.py": "the storage of gradients is in pinned slabs",
     "params/reduce.py": "flags for the host, in pinned memory",
     "base/torch_device.py": "`table_on` pins",
-    "params/delayed_params.py": "shards are in pinned slabs",
-    "params/secondary_shards.py": "copies of shards are in pinned slabs",
+    "params/param_copies.py": "shards are in pinned slabs",
 }
 """Files with copies that must not wait, and why their host memory is pinned: from pageable memory
 the driver may wait for the stream."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infinity._src.params.cleanup import cancel_and_wait
-from infinity._src.params.delayed_params import DelayedCopy
+from infinity._src.params.param_copies import DelayedCopy
 from infinity.errors import AioError
 
 

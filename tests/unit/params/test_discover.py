@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from infinity._src.params import discover
-from infinity._src.params.call_order import call_order
 from infinity._src.params.discover import (
     SMALL_BYTES,
     UnitSpec,
     build,
+    call_order,
     find_parameters,
     find_units,
 )

@@ -20,8 +20,15 @@ from infinity._src.checkpoint.formats.hub_files import open_weights
 from infinity._src.checkpoint.formats.safetensors_files import SafetensorsFiles
 from infinity._src.params import materialize
 from infinity._src.params.discover import build, find_units
-from infinity._src.params.materialize import Source, fill_flats, fill_shards, open_source
-from infinity._src.params.source_files import SourceFiles, identity_of, place_of
+from infinity._src.params.materialize import (
+    Source,
+    SourceFiles,
+    fill_flats,
+    fill_shards,
+    identity_of,
+    open_source,
+    place_of,
+)
 from infinity._src.params.unit import Flat
 from infinity.errors import WeightsError
 from tests import models

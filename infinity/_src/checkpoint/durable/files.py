@@ -3,7 +3,7 @@
     <nvme[0]>/infinity-run/
         manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    (directory.py)
         states-<id>-<n>.rank<r>                  this rank's chunks; more after linked saves
-        bad-<id>-<n>.rank<r>                     ranges that refused a write (bad_ranges.py)
+        bad-<id>-<n>.rank<r>                     states with ranges that refused a write
         drive1 -> <nvme[1]>/infinity-run/        for each further drive (or another number)
         fill.rank<r>                             until the first commit (initialization_journal.py)
         lock.rank<r>
@@ -23,6 +23,8 @@ copy of, and, in the home, of runs to which it is a further drive.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import json
 import logging
 import os
 import re
@@ -41,7 +43,6 @@ from infinity._src.checkpoint.directory import (
     sync_directory,
     typed_errors,
 )
-from infinity._src.checkpoint.durable import bad_ranges
 from infinity._src.checkpoint.durable.copies import (
     RUN_DIRECTORY,
     SeveralRunsError,
@@ -202,7 +203,7 @@ class RunFiles:
             return
         path = Path(self.layers[place.layer][place.drive].path)
         try:
-            bad_ranges.remember(path, place.offset, place.size_bytes)
+            remember_bad(path, place.offset, place.size_bytes)
         except AioError as error:
             log.warning("%s: a bad range is not remembered after this process: %s", path, error)
 
@@ -578,9 +579,9 @@ def _named_in(home: Path, rank: int | None = None) -> set[Path]:
 def unlink_states(states: Iterable[Path]) -> None:
     """Remove states files, the words of their owners, and their lists of bad ranges."""
     for path in states:
-        kept = bad_ranges.retire(path)
+        kept = retire_states(path)
         # The file last: one that is there is found again.
-        remove([_sidecar(path), bad_ranges.list_of(path), *([] if kept else [path])])
+        remove([_sidecar(path), list_of_bad(path), *([] if kept else [path])])
 
 
 def _id_of(states: Path) -> str:
@@ -655,3 +656,103 @@ def _link(home: Path, target: Path) -> str:
                     number += 1
                     continue
         return path.name
+
+
+# -- bad ranges ------------------------------------------------------------------------------------
+# Ranges of states files that refused a write, remembered after the process.
+#
+#     .states-<id>-<n>.rank<r>.bad     one line of JSON for each bad range, beside the file
+#     bad-<id>-<n>.rank<r>             that file when its run has left it: all but those ranges is
+#                                      given back to the file system
+#
+# The blocks below a bad range stay those of that file, so that no other file gets them. Users
+# remove `bad-*` after they have replaced the drive.
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_KEEP_SIZE_AND_PUNCH = 3
+
+
+def list_of_bad(states: Path) -> Path:
+    """Return the file that lists the bad ranges of a states file."""
+    return states.with_name(f".{states.name}.bad")
+
+
+def remember_bad(states: Path, offset: int, size_bytes: int) -> None:
+    """Add a range to the list of a states file. Blocks for the drive. Raises: AioError."""
+    path = list_of_bad(states)
+    line = json.dumps({"offset": offset, "size_bytes": size_bytes}).encode() + b"\n"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    with typed_errors(path, "write", offset):
+        fd = os.open(path, flags, 0o600)
+        try:
+            os.write(fd, line)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    sync_directory(path.parent)
+
+
+def bad_ranges(states: Path) -> list[tuple[int, int]]:
+    """Return the bad ranges of a states file, [start, stop) each, ascending and disjoint."""
+    try:
+        lines = list_of_bad(states).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    return list(_joined(sorted(_ranges(lines))))
+
+
+def _ranges(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
+    for line in lines:
+        try:
+            found = json.loads(line)
+            start, stop = int(found["offset"]), int(found["offset"]) + int(found["size_bytes"])
+        except (ValueError, KeyError, TypeError):
+            # The last line of a process that was killed. The range is tried once more, no worse.
+            continue
+        if 0 <= start < stop:
+            yield start, stop
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    start = stop = -1
+    for first, last in ranges:
+        if first > stop:
+            if stop > start:
+                yield start, stop
+            start, stop = first, last
+        stop = max(stop, last)
+    if stop > start:
+        yield start, stop
+
+
+def retire_states(states: Path) -> bool:
+    """Give all of a states file back to the file system but its bad ranges, under a name of its
+    own. Returns False if it has none, the file system cannot, or a checkpoint has a link to the
+    file and keeps all of it: this name may be removed then.
+    """
+    bad = bad_ranges(states)
+    if not bad:
+        return False
+    starts, stops = [start for start, _ in bad], [stop for _, stop in bad]
+    try:
+        fd = os.open(states, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        status = os.fstat(fd)
+        if status.st_nlink > 1:
+            # What would be given back here is the checkpoint's.
+            return False
+        end = status.st_size
+        for start, stop in zip([0, *stops], [*starts, end], strict=True):
+            if stop > start and _LIBC.fallocate(fd, _KEEP_SIZE_AND_PUNCH, start, stop - start):
+                code = ctypes.get_errno()
+                log.warning("%s: bad ranges are forgotten: %s", states, os.strerror(code))
+                return False
+    finally:
+        os.close(fd)
+    # The name last: one that is killed before finds the file, and its list, again.
+    states.rename(states.with_name(f"bad-{states.name.removeprefix('states-')}"))
+    return True

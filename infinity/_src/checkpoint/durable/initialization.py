@@ -18,7 +18,7 @@ import xxhash
 
 from infinity._src.checkpoint.durable.files import RunFiles
 from infinity._src.checkpoint.durable.initialization_journal import InitializedFlat
-from infinity._src.params.source_files import SourceFiles, identity_of
+from infinity._src.params.materialize import SourceFiles, identity_of
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
 from infinity.errors import AioError

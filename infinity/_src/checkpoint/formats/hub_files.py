@@ -68,9 +68,9 @@ from infinity._src.params.materialize import (
     FileTensors,
     NamedTensors,
     Source,
+    SourceFiles,
     size_text,
 )
-from infinity._src.params.source_files import SourceFiles
 from infinity._src.params.unit import place_at
 from infinity.errors import WeightsError
 

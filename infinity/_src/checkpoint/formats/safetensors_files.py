@@ -47,8 +47,7 @@ from infinity._src.base.dtypes import (
 from infinity._src.base.paths import check_link
 from infinity._src.base.sizes import MIB, format_size, round_up
 from infinity._src.base.wording import listed
-from infinity._src.params.materialize import FileTensors
-from infinity._src.params.source_files import SourceFiles
+from infinity._src.params.materialize import FileTensors, SourceFiles
 from infinity.errors import AioError, ShortTransferError, WeightsError
 
 _RANK_OF = {dtype: rank for rank, dtype in enumerate(SAFETENSORS)}

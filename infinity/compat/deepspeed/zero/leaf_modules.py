@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from infinity._src.params.blocks import CONTAINERS, find_blocks
+from infinity._src.params.discover import CONTAINERS, find_blocks
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.zero.access import safe_set_full_grad
 
