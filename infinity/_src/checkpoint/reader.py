@@ -191,7 +191,6 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all data files."""
         return sum(file.size_bytes for manifest in self.manifests for file in manifest.files)
 
     def check_files(self) -> None:
@@ -368,11 +367,9 @@ class _RankRows:
         return self._of_flat[flat]
 
     def chunks(self, flat: int) -> Chunks:
-        """Return the starts of the flat's chunks in the shard, and their lengths."""
         return self._flat(flat)[0]
 
     def rows(self, flat: int, chunk: int) -> list[int]:
-        """Return the rows that hold a chunk."""
         return self._flat(flat)[1][chunk]
 
 
@@ -687,7 +684,6 @@ class RowChunks:
         return records
 
     def submit(self, row: int, kind: JobKind, addresses: Mapping[int, int]) -> Ticket:
-        """Submit the jobs of these sections of a row at once."""
         how = int(self._rows[row]["padded"])
         padded = how == PADDED
         ids = self._block(row // BLOCK_ROWS)[row % BLOCK_ROWS]

@@ -287,7 +287,6 @@ class Save:
             log.warning("no checkpoint of step %d was written: %s", self.step, text)
 
     def end(self, error: BaseException | None) -> None:
-        """Note that the save has ended, with this error or well."""
         # Before the event: a waiter that wakes up reads it.
         self._error = error
         self._ended.set()

@@ -475,7 +475,6 @@ class _Piece:
     expected: int
 
     def matches(self, data: bytes) -> bool:
-        """Return whether these bytes are as they were written."""
         sums = [
             native.crc32c(data[at * self.step :][: self.step], seed)
             for at, seed in enumerate(self.seeds)

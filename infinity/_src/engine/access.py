@@ -86,12 +86,9 @@ class EngineAccess:
         self._background.whole.keep_writes()
 
     def unfrozen(self, param: Param) -> None:
-        """Note that a parameter requires a gradient from now on. Does not block."""
         self._background.registry.unfrozen(param)
 
     def before_training(self) -> None:
-        """Make states for parameters that were unfrozen since the last training forward, before
-        their gradients come. Blocks then. Collective. Raises: BudgetError."""
         self._background.registry.register_unfrozen()
 
     def before_read(self, unit: Unit) -> None:
@@ -111,22 +108,15 @@ class EngineAccess:
 
     @property
     def undoes_together(self) -> bool:
-        """True where a fault of one rank's update undoes the step on all ranks."""
         return self._background.pipeline.undoes_together
 
     def may_undo(self, error: AioError) -> bool:
-        """Return whether undoing the step on all ranks is an answer to this fault of a gather. Any
-        thread may ask."""
         return self._background.pipeline.may_undo(error)
 
     def undo_together(self, read: BaseException | None) -> None:
-        """Undo the step on all ranks, since an update, or the read of a gather, has failed on one.
-        read: the fault of this rank's gather. Collective. Raises: StepUndone, always."""
         self._background.pipeline.undo_together(read)
 
     def read_failed(self, error: AioError) -> None:
-        """Undo the step that is not committed if a gather's read failed again, or mend the chunk,
-        where this rank may do so alone. Blocks. Raises: StepUndone, StateInvalid."""
         self._background.pipeline.read_failed(error)
 
     def before_write(self) -> None:

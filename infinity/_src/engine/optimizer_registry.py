@@ -151,7 +151,6 @@ class OptimizerRegistry:
         self._frozen.update((param, weakref.ref(optimizer)) for param in params)
 
     def unfrozen(self, param: Param) -> None:
-        """Note that a parameter requires a gradient from now on. Does not block."""
         if param in self._frozen:
             self._unfrozen[param] = None
 

@@ -87,7 +87,6 @@ class RankSetup:
         return found
 
     def note_digest(self, flat: Flat, found: int) -> None:
-        """Note the digest of a flat's values on this rank, for `check_values`."""
         if self.several:
             self._values[flat] = found
 

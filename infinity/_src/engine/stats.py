@@ -66,7 +66,6 @@ class DriveFigures:
     def collect(
         cls, number: int, drive: DriveStats, endurance: Endurance, *, opened_s: float, now_s: float
     ) -> DriveFigures:
-        """The figures of the executor's drive of this number."""
         read_10s, write_10s = recent_bytes_per_s(drive.windows, 10, opened_s=opened_s, now_s=now_s)
         read_60s, write_60s = recent_bytes_per_s(drive.windows, 60, opened_s=opened_s, now_s=now_s)
         forecast = endurance.forecast(number)

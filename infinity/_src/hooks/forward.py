@@ -391,7 +391,6 @@ class Lifecycle:
         self._gradients.assign(param, grad.detach())
 
     def set_requires_grad(self, param: Param, flag: bool) -> None:
-        """Mirror `requires_grad` on the gathered parameter and its window."""
         param.gathered.requires_grad_(flag)
         window = self.windows.get(param)
         if window is not None:

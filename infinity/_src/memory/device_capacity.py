@@ -82,7 +82,6 @@ class SliceGrads:
     one_bytes: int
 
     def capacity_bytes(self, passes: Passes) -> int:
-        """Bytes on the device at most."""
         return self.one_bytes + sums_capacity(self.blocks, passes)
 
 

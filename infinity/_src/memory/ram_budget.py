@@ -274,7 +274,6 @@ class PlacementPlan:
 
     @property
     def ram_bytes(self) -> int:
-        """Bytes of everything that this plan holds in RAM."""
         return sum(self.ram_parts.values())
 
     @property

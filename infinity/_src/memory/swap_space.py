@@ -186,7 +186,6 @@ class SwapSpace:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes preallocated on all drives."""
         # All layers: a saved run's files are on the same drives.
         return sum(file.size_bytes for layer in self.layers for file in layer)
 

@@ -59,7 +59,6 @@ class CollectedOutputs:
 
     @contextlib.contextmanager
     def of(self, index: int) -> Iterator[None]:
-        """Collect for one slice inside."""
         if not self._all:
             yield
             return

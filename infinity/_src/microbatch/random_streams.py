@@ -105,7 +105,6 @@ class HostState:
     @classmethod
     @dynamo_disable
     def now(cls) -> HostState:
-        """Return the state as it is."""
         numpy = sys.modules.get("numpy")
         if numpy is None:
             return cls(random.getstate(), None)
@@ -115,7 +114,6 @@ class HostState:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Draw from this state inside."""
         outside = HostState.now()
         self._set()
         try:

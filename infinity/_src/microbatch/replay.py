@@ -70,7 +70,6 @@ class Record:
     losses: list[Sequence[torch.Tensor | Unneeded]] = dataclasses.field(default_factory=list)
 
     def add_output(self, module: nn.Module, output: Any) -> None:
-        """Note what a call of a module has returned."""
         self.outputs.setdefault(module, []).append(output)
 
 

@@ -72,7 +72,6 @@ class PerSlice:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
-        """Refuse every operation of torch."""
         found: list[PerSlice] = []
         mapped(
             [*args, *(kwargs or {}).values()],

@@ -58,7 +58,6 @@ class SlicedLogits(UncomputedLogits):
     def __new__(  # noqa: PYI034
         cls, head: nn.Module, hidden: torch.Tensor, run: Run
     ) -> SlicedLogits:
-        """Make the logits of `head`, a linear, for `hidden`."""
         device = hidden.device.type
         enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         features: Any = head.out_features
@@ -90,7 +89,6 @@ class SlicedLogits(UncomputedLogits):
         return self._head(self.infinity_inputs[0], **{HEAD_CALL: compute})
 
     def autocast(self) -> torch.autocast:
-        """Return the autocast under which the head was called."""
         enabled, dtype = self._autocast
         return torch.autocast(self.infinity_inputs[0].device.type, dtype, enabled)
 

@@ -114,7 +114,6 @@ class Slicing:
         return not said
 
     def effects_of(self, module: nn.Module) -> SideEffects:
-        """Return the watch over the side effects of a module."""
         if module not in self._watched:
             self._watched[module] = SideEffects(module, self.first_time)
         return self._watched[module]
@@ -126,13 +125,11 @@ class Slicing:
 
     @property
     def run(self) -> Run | None:
-        """The forward that runs, outside of its slices."""
         found = _RUNS.get({}).get(id(self))
         return found if isinstance(found, Run) else None
 
     @property
     def replay(self) -> Replay | None:
-        """The replay that runs."""
         found = _RUNS.get({}).get(id(self))
         return found if isinstance(found, Replay) else None
 
@@ -231,7 +228,6 @@ class Run:
         self._with_rows(batch)
 
     def end(self) -> None:
-        """End the forward."""
         self._cuts.clear()
         self._made.clear()
         self._streams.end()

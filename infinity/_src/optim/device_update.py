@@ -72,17 +72,14 @@ class JointTicket:
 
     @property
     def done(self) -> bool:
-        """True if all are done."""
         return all(ticket.done for ticket in self._tickets)
 
     @property
     def filled(self) -> bool:
-        """True if all are filled."""
         return all(ticket.filled for ticket in self._tickets)
 
     @property
     def failed(self) -> bool:
-        """True if one has failed."""
         return any(ticket.failed for ticket in self._tickets)
 
     def wait(

@@ -90,13 +90,11 @@ class Elementwise(Optimizer):
 
     @property
     def title(self) -> str:
-        """The optimizer's name in messages and manifests."""
         return f"Elementwise({self._class.__name__})"
 
     # -- traits of the class, found by probing -----------------------------------------------------
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError unless the class is elementwise under the group's hyper-parameters."""
         self._probe(group)
 
     def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -120,7 +118,6 @@ class Elementwise(Optimizer):
             self._traits[self._records[id(at_rest)]] = self._probe(group)
 
     def check_engine(self, engine: StepEngine) -> None:
-        """Raise ValueError for a policy that the generic path cannot follow."""
         policy = engine.policy
         if policy.state == "compact":
             raise ValueError(
@@ -154,7 +151,6 @@ class Elementwise(Optimizer):
     # -- numbers -----------------------------------------------------------------------------------
 
     def scalars(self, param: Param) -> dict[str, Any]:
-        """Return the numbers that the class keeps for the parameter, and the count of steps."""
         numbers = self.state[param.at_rest].get("numbers") or {}
         shown = {name: _number(numbers.get(name)) for name in self._traits[param].scalars}
         return {**shown, **super().scalars(param)}
@@ -345,7 +341,6 @@ class _Progress:
         self._shown = False
 
     def advance(self) -> None:
-        """Count one chunk."""
         self._done += 1
         if time.monotonic() >= self._next_s and sys.stderr.isatty():
             self._next_s = time.monotonic() + 0.2
@@ -358,7 +353,6 @@ class _Progress:
             )
 
     def end(self) -> None:
-        """Clear the line."""
         if self._shown:
             print("\r" + " " * (len(self._title) + 40) + "\r", end="", file=sys.stderr, flush=True)
 

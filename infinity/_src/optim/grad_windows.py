@@ -82,7 +82,6 @@ class _Window:
     read: Ticket | None = None
 
     def read_by(self, ticket: Ticket) -> None:
-        """Note the update that reads the gradients."""
         self.read = ticket
 
 
@@ -173,7 +172,6 @@ class GradWindows:
 
     @property
     def leaving_bytes(self) -> int:
-        """Bytes of gradients on the device that are being copied to windows."""
         return self._offload.leaving_bytes
 
     def next(self, lag: int) -> Unit | None:

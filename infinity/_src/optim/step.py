@@ -499,7 +499,6 @@ class StepPipeline:
         self._watch.step_begins(self.steps)
 
     def count_step(self) -> None:
-        """Count a step that was taken."""
         self.begun = False
         self._passes.step_taken()
         if self.transaction is not None:
@@ -512,12 +511,10 @@ class StepPipeline:
 
     @property
     def steps_undone(self) -> int:
-        """Steps that a fault undid."""
         return self.transaction.undone_steps if self.transaction is not None else 0
 
     @property
     def older_chunks(self) -> int:
-        """Chunks that have states of an earlier step, since a drive lost the last."""
         return self.transaction.repair.older_chunks if self.transaction is not None else 0
 
     @property
@@ -547,7 +544,6 @@ class StepPipeline:
         return any(not ticket.done for ticket in self._pending)
 
     def gate(self) -> Gate:
-        """Return a gate for `start`. It is closed until the unit is gathered."""
         return self._executor.gate()
 
     def prefetch_states(self, phase: Phase, *, in_memory: bool) -> None:
@@ -572,7 +568,6 @@ class StepPipeline:
             )
 
     def jobs_of(self, unit: Unit, work: Mapping[Param, Work], gradients: Gradients) -> Submission:
-        """Return the jobs that do `work` in a unit; see `jobs_of_unit`."""
         return jobs_of_unit(unit, self._jobs, work, gradients)
 
     def add_pending(self, ticket: Ticket) -> None:

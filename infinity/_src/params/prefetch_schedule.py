@@ -370,7 +370,6 @@ class PassTracker:
         self._forward = Phase.TRAIN if trains else Phase.EVAL
 
     def backward_start(self, *, retain_graph: bool) -> None:
-        """Begin a backward, with `retain_graph` or without."""
         self.in_backward = True
         self._retains_graph = retain_graph
         self._ended_now.clear()

@@ -637,7 +637,6 @@ class Rollback:
         self._undo.callback(node.register_prehook(hook).remove)
 
     def undo(self) -> None:
-        """Put everything back."""
         self._undo.close()
 
     def _put_back(self) -> None:

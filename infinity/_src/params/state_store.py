@@ -150,7 +150,6 @@ class ShardRecords:
             ]
 
     def put(self, record: Any, places: Sequence[SwapExtent | None]) -> None:
-        """Note the extents that a chunk got."""
         self.places.extend(place for place in places if place is not None)
         # All extents of a chunk lie on one drive: they were reserved together.
         record["drive"] = next(place.drive for place in places if place is not None)
@@ -172,7 +171,6 @@ class _Wanted(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all."""
         return int(self.sizes.sum())
 
 
@@ -591,7 +589,6 @@ class StateStore:
         return None
 
     def chunks_of(self, flat: Flat) -> list[ChunkAt]:
-        """Return the chunks of a flat."""
         ids = self._flats[flat].ids
         return [ChunkAt(int(chunk), flat, index) for index, chunk in enumerate(ids)]
 
@@ -689,7 +686,6 @@ class StateStore:
         return owners
 
     def versioned_ids(self, flats: Iterable[Flat]) -> npt.NDArray[np.int32]:
-        """The executor's ids of the chunks of these flats that have a second place."""
         ids = [shard.ids for shard in map(self._flats.__getitem__, flats) if shard.versioned]
         return np.concatenate(ids) if ids else np.zeros(0, np.int32)
 
@@ -732,7 +728,6 @@ class StateStore:
             self._spares.settle(self._adopt)
 
     def place_in(self, layers: tuple[int, int]) -> None:
-        """Put new places into these layers from now on."""
         self.layers = layers
         if self._spares is not None:
             self._spares.rehome(layers[-1])

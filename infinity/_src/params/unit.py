@@ -170,7 +170,6 @@ class Flat:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole flat, as it is unsharded."""
         # With padding: the flat is allocated, read and gathered as a whole.
         return self.layout.size_bytes
 
@@ -210,7 +209,6 @@ class Unit:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its flats, as they are unsharded."""
         return sum([flat.layout.size_bytes for flat in self.flats])
 
     @property

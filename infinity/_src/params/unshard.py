@@ -585,7 +585,6 @@ class Unsharder:
         self._schedule.forward_follows = follows
 
     def unfrozen(self, param: Param) -> None:
-        """Note that a parameter requires a gradient from now on."""
         self._access.unfrozen(param)
 
     def forward_start(self) -> None:
@@ -735,7 +734,6 @@ class Unsharder:
             self._begin(unit, (), self._versions[unit])
 
     def end_copies(self, unit: Unit) -> None:
-        """Block until nothing copies the unit's delayed parameters to the device."""
         self._pending.end_copies(unit)
 
     def mark_stale(self, units: Iterable[Unit]) -> None:
@@ -753,7 +751,6 @@ class Unsharder:
         self.invalidate(unit)
 
     def updates_ended(self) -> None:
-        """Note that every update that was submitted has been waited for."""
         self._updates.clear()
 
     # -- single values -----------------------------------------------------------------------------

@@ -124,7 +124,6 @@ class RunTable:
         return file if alike else None
 
     def rows(self) -> npt.NDArray[np.void]:
-        """Return the table as it is: TABLE [chunks]."""
         parts = []
         for index, flat in enumerate(self._flats):
             shard = self._store[flat]

@@ -456,7 +456,6 @@ class ModelPart(NamedTensors):
         return self._files.dtype(self._prefix + name)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor. Blocks. Raises: OSError, ValueError."""
         return self._files.read(self._prefix + name)
 
 
@@ -494,7 +493,6 @@ class StatePart:
         return f"{name} is a {there} tensor of shape {files.shape(name)} there, and of {shape} here"
 
     def read(self, name: str) -> Any:
-        """Read one. Blocks. Raises: OSError, ValueError."""
         files = self._files
         return files.read(name) if name in files.tensors else files.read_object(name)
 

@@ -186,7 +186,6 @@ class DeepSpeedCheckpoint(NamedTensors):
         return self._found(name).dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a weight. Blocks. Raises: OSError, ValueError."""
         return self._found(name).read()
 
     def _found(self, name: str) -> Pieces | StoredTensor:
@@ -307,7 +306,6 @@ class DeepSpeedStates:
         return "" if shape is None else f"{name} is no tensor there"
 
     def read(self, name: str) -> Any:
-        """Read one. Blocks. Raises: OSError, ValueError."""
         found = self._found[name]
         return found.read() if isinstance(found, Pieces) else found
 

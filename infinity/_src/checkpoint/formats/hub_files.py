@@ -128,7 +128,6 @@ class HubTensors(FileTensors):
 
     @property
     def label(self) -> str:
-        """The path."""
         return str(self._path)
 
     def names(self) -> Iterable[str]:
@@ -142,11 +141,9 @@ class HubTensors(FileTensors):
         return [*self._opened.plan.groups, *self._opened.plan.unexpected]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape after the conversion."""
         return tuple(self._like(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype after the conversion."""
         return self._like(name).dtype
 
     def _like(self, name: str) -> torch.Tensor:
@@ -155,7 +152,6 @@ class HubTensors(FileTensors):
 
     @functools.cached_property
     def files(self) -> SourceFiles:
-        """All files, and the conversion of their tensors."""
         conversion = _conversion_id(self._model, self._opened.quantized)
         return SourceFiles(self._opened.files.files.paths, conversion)
 
@@ -222,7 +218,6 @@ class HubTensors(FileTensors):
         return max(found) + (_GROUPS_OF_TILES - 1) * max(made)
 
     def origin(self, name: str) -> str:
-        """Say in which file a tensor is, with its bytes."""
         group = self._opened.plan.groups.get(name)
         if group is None:
             return self._opened.files.origin(name)
@@ -249,7 +244,6 @@ class HubTensors(FileTensors):
 
     @functools.cached_property
     def _stored(self) -> set[str]:
-        """Names in the files."""
         return set(self._opened.files.names())
 
     @functools.cached_property

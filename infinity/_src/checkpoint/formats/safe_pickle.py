@@ -97,11 +97,9 @@ class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unu
         return self._names.find(module, name)
 
     def persistent_load(self, pid: Any, /) -> Any:  # noqa: ARG002 - whatever it is
-        """Refuse: such a file has no need of it."""
         raise pickle.UnpicklingError("it refers to objects outside of itself")
 
     def get_extension(self, code: int) -> NoReturn:
-        """Refuse: such a file has no need of it."""
         raise pickle.UnpicklingError(f"it names the extension {code} of pickle")
 
     def _refuse_bytearray(self: Any) -> None:

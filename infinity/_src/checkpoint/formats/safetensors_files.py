@@ -249,7 +249,6 @@ class StoredTensors(FileTensors):
         return self._tensors[name].dtype
 
     def origin(self, name: str) -> str:
-        """Say in which file a tensor is, with its bytes."""
         stored = self._tensors[name]
         return f"{stored.path.name}, {stored.size_bytes:,} bytes"
 
