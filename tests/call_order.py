@@ -21,14 +21,15 @@ import pytest
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.device_update import DeviceUpdate
 from infinity._src.optim.speculative_update import SpeculativeUpdate
-from infinity._src.optim.step import StepPipeline
+from infinity._src.optim.step import StepHooks, StepPipeline
 from infinity._src.optim.transaction import Transaction
-from infinity._src.optim.update_mode import DeferredUpdate, DelayedUpdate, UpdateMode
+from infinity._src.optim.update_mode import DelayedUpdate, UpdateMode
 from infinity._src.params.accumulator import GradAccumulator
 from infinity._src.params.param_copies import DelayedParams
 from infinity._src.params.reduce import GradReducer
 from infinity._src.params.unit import Unit, UnitState
 from infinity._src.params.unshard import Unsharder
+from infinity._src.params.update_hooks import UpdateHooks
 
 
 class Event(NamedTuple):
@@ -49,7 +50,10 @@ def _names(_self: Any, units: Any, *_args: Any, **_kwargs: Any) -> str:
     return " ".join(unit.name for unit in units)
 
 
-MODES = (DeferredUpdate, BackwardUpdate, SpeculativeUpdate, DelayedUpdate, DeviceUpdate)
+MODES = (
+    *(UpdateHooks, StepHooks, UpdateMode),
+    *(BackwardUpdate, SpeculativeUpdate, DelayedUpdate, DeviceUpdate),
+)
 MODE_EVENTS = [  # of whichever mode, when others call it
     # Gathers also call it now and then where there is nothing to guard.
     Event(
@@ -102,7 +106,7 @@ EVENTS = [
     Event("step.drop", StepPipeline, "cancel_step"),
     Event("step.wait", StepPipeline, "wait"),
     Event("step.finish_pending", StepPipeline, "_finish"),
-    Event("submit_deferred", DeferredUpdate, "submit", _names),
+    Event("submit_deferred", UpdateMode, "submit", _names),
     Event(
         "submit",
         StepPipeline,

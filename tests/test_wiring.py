@@ -12,7 +12,7 @@ from tests import wiring
 
 ROOT = Path(__file__).resolve().parent.parent
 LATE_BOUND = {
-    "DeferredUpdate._parts": "the mode asks the step pipeline, and the pipeline, the unsharder and "
+    "UpdateMode._parts": "the mode asks the step pipeline, and the pipeline, the unsharder and "
     "the reducer ask the mode; one record, by the one call of attach",
     "EngineAccess._background": "gathers ask for the faults of updates and saves, which are made "
     "of what gathers",

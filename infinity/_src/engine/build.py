@@ -68,7 +68,7 @@ from infinity._src.optim.speculative_update import SpeculativeUpdate
 from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
-from infinity._src.optim.update_mode import DeferredUpdate, DelayedUpdate, ModeParts, UpdateMode
+from infinity._src.optim.update_mode import DelayedUpdate, ModeParts, UpdateMode
 from infinity._src.params.accumulator import GradRegistry
 from infinity._src.params.aliases import find_aliases
 from infinity._src.params.buffers import GradBuffers
@@ -171,15 +171,24 @@ class OptimizerParts:
 
 
 @dataclasses.dataclass(frozen=True)
-class EngineParts:
-    """The parts of one engine, wired."""
+class Core:
+    """The parts of which all later ones are made. undo: gets the calls that close parts."""
 
     split: Split
     tiers: Tiers
-    heap: Heap
     progress: Progress
     mode: UpdateMode
     access: EngineAccess
+    alarm: Alarm
+    heap: Heap
+    timeline: Timeline
+    undo: contextlib.ExitStack
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineParts(Core):
+    """The parts of one engine, wired."""
+
     grads: Grads
     unsharder: Unsharder
     buffers: ModuleBuffers
@@ -219,42 +228,27 @@ def build_engine(
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress, alarm)
     access = EngineAccess(split.comm, tiers.storage, mode, alarm)
-    grads = build_grads(split, tiers, mode, timeline, undo)
-    unsharder = build_unsharder(
-        split, tiers, progress, grads, mode, access, alarm, heap, timeline, buffers
-    )
+    core = Core(split, tiers, progress, mode, access, alarm, heap, timeline, undo)
+    grads = build_grads(core)
+    unsharder = build_unsharder(core, grads, buffers)
     whole = WholeParams(
         unsharder,
         # Where backward updates, the values at rest are those of a step that is not taken yet.
         shown=split.ranks.whole_params and policy.update == "deferred",
         alone=split.comm.world == 1,
     )
-    optimizer = build_optimizer(
-        split, tiers, progress, grads, unsharder, mode, access, alarm, whole, heap, undo
-    )
+    optimizer = build_optimizer(core, grads, unsharder, whole)
     # Late: the first commit names places that are filled by now.
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
     # Last: once hooks are on, any forward may call every part above.
-    lifecycle = build_hooks(
-        split, tiers, progress, grads, unsharder, whole, model, owner, timeline, undo, rollback
-    )
+    lifecycle = build_hooks(core, grads, unsharder, whole, model, owner, rollback)
     # Every flat was made once outside of the gathers' pool: torch would keep an unused block as
     # large as the largest.
     split.device.free_cache()
     return EngineParts(
-        split,
-        tiers,
-        heap,
-        progress,
-        mode,
-        access,
-        grads,
-        unsharder,
-        buffers,
-        optimizer,
-        durable,
-        lifecycle,
-    )
+        **vars(core), grads=grads, unsharder=unsharder, buffers=buffers, optimizer=optimizer,
+        durable=durable, lifecycle=lifecycle,
+    )  # fmt: skip
 
 
 def find_source(
@@ -680,13 +674,12 @@ def choose_mode(split: Split, tiers: Tiers, progress: Progress, alarm: Alarm) ->
             dtype_of=tiers.buffers.dtype,
             on_nonfinite=policy.on_nonfinite,
         )
-    return DeferredUpdate()
+    return UpdateMode()
 
 
-def build_grads(
-    split: Split, tiers: Tiers, mode: UpdateMode, timeline: Timeline, undo: contextlib.ExitStack
-) -> Grads:
+def build_grads(core: Core) -> Grads:
     """Build the way of gradients from autograd to their accumulators."""
+    split, tiers, undo = core.split, core.tiers, core.undo
     comm, ranks = split.comm, split.ranks
     registry = GradRegistry(
         GradProxy.of,
@@ -704,45 +697,35 @@ def build_grads(
         buffers=tiers.buffers,
         registry=registry,
         comm=comm,
-        mode=mode,
+        mode=core.mode,
         reduce_scatter=ranks.reduce_scatter(
             learning, tiers.buffers, split.device, tiers.offload, undo
         ),
         unreduced=ranks.unreduced_grads(learning, tiers.buffers, split.device, tiers.offload, undo),
         order=ReduceOrder(split.units) if ranks.in_any_order else None,
         grad_offload=tiers.offload,
-        timeline=timeline,
+        timeline=core.timeline,
     )
     return Grads(registry, reducer)
 
 
-def build_unsharder(
-    split: Split,
-    tiers: Tiers,
-    progress: Progress,
-    grads: Grads,
-    mode: UpdateMode,
-    access: EngineAccess,
-    alarm: Alarm,
-    heap: Heap,
-    timeline: Timeline,
-    buffers: ModuleBuffers,
-) -> Unsharder:
+def build_unsharder(core: Core, grads: Grads, buffers: ModuleBuffers) -> Unsharder:
     """Build the unsharder, which gathers and evicts units."""
+    split = core.split
     return Unsharder(
         split.units,
-        store=tiers.store,
-        executor=tiers.executor,
+        store=core.tiers.store,
+        executor=core.tiers.executor,
         gradients=grads.reducer,
-        progress=progress,
+        progress=core.progress,
         device=split.device,
         comm=split.comm,
-        mode=mode,
-        access=access,
-        alarm=alarm,
-        heap=heap,
+        mode=core.mode,
+        access=core.access,
+        alarm=core.alarm,
+        heap=core.heap,
         passes=split.passes,
-        timeline=timeline,
+        timeline=core.timeline,
         buffers=buffers,
         in_any_order=split.ranks.in_any_order,
         qwz=split.policy.qwz,
@@ -769,74 +752,57 @@ def build_repair(policy: Policy, tiers: Tiers, rank: int) -> ChunkRepair:
     )
 
 
-def build_pipeline(
-    split: Split,
-    tiers: Tiers,
-    progress: Progress,
-    grads: Grads,
-    unsharder: Unsharder,
-    mode: UpdateMode,
-    alarm: Alarm,
-    heap: Heap,
-) -> StepPipeline:
+def build_pipeline(core: Core, grads: Grads, unsharder: Unsharder) -> StepPipeline:
     """Build the step, a transaction where there are two generations."""
-    units, executor, store = split.units, tiers.executor, tiers.store
+    split, tiers = core.split, core.tiers
     transaction = None
     # Two places for each chunk make a step a transaction.
     if split.policy.generations > 1:
-        repair = build_repair(split.policy, tiers, split.comm.rank)
         transaction = Transaction(
-            units, store=store, executor=executor, unsharder=unsharder, repair=repair
+            split.units,
+            store=tiers.store,
+            executor=tiers.executor,
+            unsharder=unsharder,
+            repair=build_repair(split.policy, tiers, split.comm.rank),
         )
     return StepPipeline(
-        units,
-        store=store,
-        executor=executor,
+        split.units,
+        store=tiers.store,
+        executor=tiers.executor,
         unsharder=unsharder,
         gradients=grads.reducer,
-        progress=progress,
+        progress=core.progress,
         device=split.device,
         comm=split.comm,
-        mode=mode,
+        mode=core.mode,
         transaction=transaction,
-        alarm=alarm,
-        heap=heap,
+        alarm=core.alarm,
+        heap=core.heap,
         watch=tiers.storage,
         in_any_order=split.ranks.in_any_order,
     )
 
 
 def build_optimizer(
-    split: Split,
-    tiers: Tiers,
-    progress: Progress,
-    grads: Grads,
-    unsharder: Unsharder,
-    mode: UpdateMode,
-    access: EngineAccess,
-    alarm: Alarm,
-    whole: WholeParams,
-    heap: Heap,
-    undo: contextlib.ExitStack,
+    core: Core, grads: Grads, unsharder: Unsharder, whole: WholeParams
 ) -> OptimizerParts:
     """Build the step, the registry of optimizers, and access to states between steps. Attaches the
     mode and the access checks.
     """
-    policy, units, comm = split.policy, split.units, split.comm
-    executor, store = tiers.executor, tiers.store
-    pipeline = build_pipeline(split, tiers, progress, grads, unsharder, mode, alarm, heap)
+    split, tiers, mode, access = core.split, core.tiers, core.mode, core.access
+    pipeline = build_pipeline(core, grads, unsharder)
     registry = OptimizerRegistry(
-        policy,
+        split.policy,
         split.flats,
         planner=tiers.planner,
-        store=store,
-        executor=executor,
+        store=tiers.store,
+        executor=tiers.executor,
         gradients=tiers.buffers,
         grad_registry=grads.registry,
         reducer=grads.reducer,
         pipeline=pipeline,
         mode=mode,
-        rank=comm.rank,
+        rank=split.comm.rank,
         check_open=access.check_open,
         open_rendezvous=split.resources.open_rendezvous,
     )
@@ -847,27 +813,27 @@ def build_optimizer(
         )
     )
     # Registered after the mode has its collaborators, so that it closes before them.
-    undo.callback(mode.close)
+    core.undo.callback(mode.close)
     # No optimizer exists yet; the registry prepares the jobs anew when one is registered.
     pipeline.prepare_jobs(split.flats)
     states = States(
-        store,
+        tiers.store,
         unsharder,
         grads.reducer,
-        comm,
+        split.comm,
         delayed_params=mode.delayed_params,
         wait=access.before_write,
     )
     saving = Saver(
         states,
-        units=units,
-        executor=executor,
-        comm=comm,
-        policy=policy,
+        units=split.units,
+        executor=tiers.executor,
+        comm=split.comm,
+        policy=split.policy,
         optimizer_of=registry.optimizer_of,
         mode=mode,
         drives=tiers.storage.drives,
-        alarm=alarm,
+        alarm=core.alarm,
     )
     # Each gather raises the faults of updates and saves; both are made from the unsharder.
     access.attach(Background(pipeline, saving, whole, registry))
@@ -895,21 +861,18 @@ def open_durable_run(
 
 
 def build_hooks(
-    split: Split,
-    tiers: Tiers,
-    progress: Progress,
+    core: Core,
     grads: Grads,
     unsharder: Unsharder,
     whole: WholeParams,
     model: torch.nn.Module,
     owner: EngineHandle,
-    timeline: Timeline,
-    undo: contextlib.ExitStack,
     rollback: Rollback,
 ) -> Lifecycle:
     """Make the model's parameters sharded ones, and put the hooks on it: from here on torch calls
     the engine.
     """
+    split, activations = core.split, core.tiers.storage.open_activations
     # One stack for hooks and activations: both ask which module runs.
     frames = FrameStack()
     lifecycle = Lifecycle(
@@ -917,11 +880,11 @@ def build_hooks(
         split.units,
         unsharder,
         grads.reducer,
-        progress.passes,
+        core.progress.passes,
         whole=whole,
         tier=split.policy.params,
         check_state_dict=owner.check_state_dict,
-        activations=tiers.storage.open_activations(model, split.units, timeline, frames, undo),
+        activations=activations(model, split.units, core.timeline, frames, core.undo),
         frames=frames,
         rollback=rollback,
     )

@@ -70,30 +70,15 @@ class DriveFigures:
         read_60s, write_60s = recent_bytes_per_s(drive.windows, 60, opened_s=opened_s, now_s=now_s)
         forecast = endurance.forecast(number)
         return cls(
-            path=drive.path,
-            bytes_read=drive.bytes_read,
-            bytes_written=drive.bytes_written,
-            reads=drive.reads,
-            writes=drive.writes,
+            **{name: getattr(drive, name) for name in _OF_DRIVE},
             read_p50_s=drive.read_latency.p50_s,
             read_p99_s=drive.read_latency.p99_s,
             write_p50_s=drive.write_latency.p50_s,
             write_p99_s=drive.write_latency.p99_s,
-            depth_mean=drive.depth_mean,
-            depth=drive.depth,
-            block_bytes=drive.block_bytes,
-            in_flight_bytes_max=drive.in_flight_bytes_max,
-            busy_s=drive.busy_s,
             read_bytes_per_s_10s=read_10s,
             write_bytes_per_s_10s=write_10s,
             read_bytes_per_s_60s=read_60s,
             write_bytes_per_s_60s=write_60s,
-            retries=drive.retries,
-            short_transfers=drive.short_transfers,
-            errors=drive.errors,
-            direct=drive.direct,
-            direct_reason=drive.direct_reason,
-            failed=drive.failed,
             slow="; ".join(str(notice) for notice in endurance.slow(number)),
             slow_episodes=endurance.episodes(number),
             written_per_step_bytes=forecast.bytes_per_step,
@@ -124,6 +109,13 @@ class DriveFigures:
         ]
         return "\n  ".join(["; ".join(parts), *filter(None, wrong)])
 
+
+_OF_DRIVE = (
+    "path", "bytes_read", "bytes_written", "reads", "writes", "depth_mean", "depth", "block_bytes",
+    "in_flight_bytes_max", "busy_s", "retries", "short_transfers", "errors", "direct",
+    "direct_reason", "failed",
+)  # fmt: skip
+"""Figures of a drive that `DriveFigures` shows as they are."""
 
 _OF_EXECUTOR = (
     "gates_opened", "gates_escaped", "retries", "short_transfers", "rereads", "checksum_failures",

@@ -32,7 +32,7 @@ from infinity._src.optim.grad_windows import GradWindows
 from infinity._src.optim.step import guard
 from infinity._src.optim.step_consensus import Grouped, values_of
 from infinity._src.optim.update_jobs import Work
-from infinity._src.optim.update_mode import DeferredUpdate, UpdatingOptimizer
+from infinity._src.optim.update_mode import UpdateMode, UpdatingOptimizer
 from infinity._src.params.accumulator import AccumulatorState
 from infinity._src.params.prefetch_schedule import PassTracker, Phase
 from infinity._src.params.unit import Flat, Param, Unit
@@ -51,7 +51,7 @@ class _Flight:
     size_bytes: int
 
 
-class BackwardUpdate(DeferredUpdate):
+class BackwardUpdate(UpdateMode):
     """Updates units as backward completes their gradients. Parameters without an optimizer
     accumulate as usual.
 
@@ -67,7 +67,6 @@ class BackwardUpdate(DeferredUpdate):
         dtype_of: Callable[[Flat], torch.dtype],
         on_nonfinite: str,
     ) -> None:
-        super().__init__()
         self._passes = passes
         self._on_nonfinite = on_nonfinite
         # Gradients that are complete; None for one that has spilled.
@@ -96,10 +95,10 @@ class BackwardUpdate(DeferredUpdate):
     def no_sync(self) -> Iterator[None]:
         # Where sums wait for a reduction none is taken here before, and they have memory of their
         # own.
-        if not (self._accumulated or self._grads.reduces_later):
+        if not (self._accumulated or self._parts.grads.reduces_later):
             self._accumulated = True
             try:
-                self._make_gradients()
+                self._parts.make_gradients()
             except BaseException:
                 self._accumulated = False
                 raise
@@ -143,14 +142,14 @@ class BackwardUpdate(DeferredUpdate):
         """Take a gradient into the unit's update; inside of `no_sync`, and where no optimizer holds
         the parameter, into its accumulator. Raises: RuntimeError where the update came before.
         """
-        held = self._optimizer_of(param) is not None
+        held = self._parts.optimizer_of(param) is not None
         if held and self._accumulating:
             self._check_not_updated(param)
         if not held or self._accumulating:
-            self._grads.accumulate(param, grad)
+            self._parts.grads.accumulate(param, grad)
             return
         # Bound first: torch reads `p.grad` through the accumulator's proxy.
-        accumulator = self._grads.accumulator(param)
+        accumulator = self._parts.grads.accumulator(param)
         ready = self._ready.setdefault(param.unit, {})
         # Reentrant checkpointing drains a gradient several times in one backward.
         if param in ready:
@@ -211,7 +210,7 @@ class BackwardUpdate(DeferredUpdate):
 
     def backward_begin(self) -> None:
         if not self._accumulating:
-            self._pipeline.prefetch_states(Phase.BACKWARD, in_memory=True)
+            self._parts.pipeline.prefetch_states(Phase.BACKWARD, in_memory=True)
 
     def backward_end(self) -> None:
         for unit in list(self._ready):
@@ -251,7 +250,7 @@ class BackwardUpdate(DeferredUpdate):
         del self._ready[unit]
         # A spilled sum must be on NVMe, whole, before the update reads it there.
         if None in ready.values():
-            self._grads.flush_spilled(unit)
+            self._parts.grads.flush_spilled(unit)
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
         # From here on a step that breaks off is half done.
         self._updated.update(ready)
@@ -263,9 +262,9 @@ class BackwardUpdate(DeferredUpdate):
         ]
         # The gathered unit has the parameters: the update reads them there and spares the tier's
         # read.
-        in_place = self._unsharder.can_update_in_place(unit)
-        targets = self._unsharder.targets(unit) if in_place else ()
-        ticket = self._pipeline.start(unit, work, gradients, targets=targets)
+        in_place = self._parts.unsharder.can_update_in_place(unit)
+        targets = self._parts.unsharder.targets(unit) if in_place else ()
+        ticket = self._parts.pipeline.start(unit, work, gradients, targets=targets)
         if self._windows is not None:
             self._windows.update_submitted(unit, ticket)
         # The tensors live until the update has read them; nothing else refers to them any more.
@@ -276,7 +275,7 @@ class BackwardUpdate(DeferredUpdate):
             if param.grad.state is AccumulatorState.HELD:
                 guard([param], ticket)
                 param.grad.consume()
-        self._unsharder.updated(unit, ticket, in_place=in_place)
+        self._parts.unsharder.updated(unit, ticket, in_place=in_place)
         # Last: it may wait, and by now the unit is handed over.
         self._make_room()
 
@@ -288,16 +287,16 @@ class BackwardUpdate(DeferredUpdate):
         step has been updated then.
         """
         # A dict instead of a set: every rank compares its optimizers in the same order.
-        for holder in {self._optimizer_of(param): None for param in params}:
+        for holder in {self._parts.optimizer_of(param): None for param in params}:
             if holder is not None and holder not in self._captured:
                 holder.refresh_groups()
-                self._pipeline.check_ranks_agree(holder, holder.params_with_states)
+                self._parts.pipeline.check_ranks_agree(holder, holder.params_with_states)
                 self._captured[holder] = values_of(holder)
 
     def _work(self, params: list[Param]) -> list[Work]:
         by_holder: dict[UpdatingOptimizer, list[Param]] = {}
         for param in params:
-            holder = self._optimizer_of(param)
+            holder = self._parts.optimizer_of(param)
             assert holder is not None
             by_holder.setdefault(holder, []).append(param)
         work: list[Work] = []
@@ -323,12 +322,12 @@ class BackwardUpdate(DeferredUpdate):
         if self._on_nonfinite == "ignore":
             return
         finite = [_is_finite(param, grad) for param, grad in gradients.items()]
-        bad = self._pipeline.first_on_any_rank(list(gradients), [not flag for flag in finite])
+        bad = self._parts.pipeline.first_on_any_rank(list(gradients), [not flag for flag in finite])
         if bad is None:
             return
         # Other units are updated already, so the step can be neither taken nor left out.
         if self._updated:
-            self._pipeline.set_fault(
+            self._parts.pipeline.set_fault(
                 StateInvalid(
                     f"the gradient of {bad.name} is not finite, and other units of this step are "
                     "updated already (update='backward'); the step is half done: start again from "
@@ -369,7 +368,7 @@ class BackwardUpdate(DeferredUpdate):
             None,
         )
         self.backward_aborted()
-        self._pipeline.raise_fault()
+        self._parts.pipeline.raise_fault()
         if lost is not None:
             raise RuntimeError(
                 f"opt.step() after a backward that broke off, and the gradient of {lost.name} with "
@@ -385,17 +384,19 @@ class BackwardUpdate(DeferredUpdate):
         # would be one step late, unseen.
         captured = self._captured.pop(optimizer, None)
         if captured is not None and captured != values_of(optimizer):
-            self._pipeline.set_fault(
+            self._parts.pipeline.set_fault(
                 StateInvalid(
                     "lr, betas or another value of a parameter group changed between backward and "
                     "opt.step(), and with update='backward' the update has been made with the old "
                     "one; change them before backward"
                 )
             )
-            self._pipeline.raise_fault()
+            self._parts.pipeline.raise_fault()
         # What other optimizers hold waits for their step: without one, its next gradient raises.
         self._updated = {
-            param for param in self._updated if self._optimizer_of(param) not in (None, optimizer)
+            param
+            for param in self._updated
+            if self._parts.optimizer_of(param) not in (None, optimizer)
         }
         super().submit(by_unit, optimizer)
 
@@ -407,7 +408,7 @@ class BackwardUpdate(DeferredUpdate):
         # pending updates are still read.
         self._fresh_bytes = sum(flight.size_bytes for flight in self._flights)
         if self._updated:
-            self._pipeline.set_fault(
+            self._parts.pipeline.set_fault(
                 StateInvalid(
                     "a backward with update='backward' broke off when some units were updated "
                     "already; the step is half done: "

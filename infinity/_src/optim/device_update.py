@@ -28,7 +28,7 @@ from infinity._src.memory.device import Device
 from infinity._src.optim.step import accumulated_gradients, guard
 from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.update_jobs import Submission, Work
-from infinity._src.optim.update_mode import DeferredUpdate
+from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import JOB, MASK_DEVICE, Executor, GradDtype, JobKind, Priority, Ticket
@@ -100,11 +100,10 @@ class JointTicket:
         """Do nothing: updates are never given up."""
 
 
-class DeviceUpdate(DeferredUpdate):
+class DeviceUpdate(UpdateMode):
     """Updates units on the device, in `opt.step()`."""
 
     def __init__(self, *, store: StateStore, executor: Executor, device: Device) -> None:
-        super().__init__()
         self._store = store
         self._executor = executor
         self._device = device
@@ -119,19 +118,19 @@ class DeviceUpdate(DeferredUpdate):
 
     def submit(self, by_unit: dict[Unit, dict[Param, Work]], _optimizer: Grouped) -> None:
         self._make_windows([flat for unit in by_unit for flat in unit.flats])
-        for unit in self._pipeline.next_order(list(by_unit)):
+        for unit in self._parts.pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
             # A save may still read these chunks.
             self._store.will_write(unit.flats)
-            in_place = self._unsharder.can_update_in_place(unit)
-            submission = self._pipeline.jobs_of(unit, work, accumulated_gradients(work))
+            in_place = self._parts.unsharder.can_update_in_place(unit)
+            submission = self._parts.pipeline.jobs_of(unit, work, accumulated_gradients(work))
             stored = list(self._update(self._chunks(unit, submission), in_place=in_place))
             # A unit without work on this rank has nothing to wait for.
             if stored:
                 ticket = JointTicket(stored)
-                self._pipeline.add_pending(ticket)
+                self._parts.pipeline.add_pending(ticket)
                 guard(work, ticket)
-            self._unsharder.rewritten(unit, in_place=in_place)
+            self._parts.unsharder.rewritten(unit, in_place=in_place)
 
     def _chunks(self, unit: Unit, submission: Submission) -> Iterator[_Chunk]:
         """Yield the chunks of a unit in which a parameter has work, in the order of the shard."""
@@ -190,9 +189,8 @@ class DeviceUpdate(DeferredUpdate):
         if in_place:
             with torch.no_grad():
                 values = sections[0].view(chunk.flat.dtype)
-                self._unsharder.shard_of(chunk.flat)[chunk.start : chunk.start + chunk.numel].copy_(
-                    values
-                )
+                shard = self._parts.unsharder.shard_of(chunk.flat)
+                shard[chunk.start : chunk.start + chunk.numel].copy_(values)
         states = (1 << self._store[chunk.flat].format.written_count) - 1
         window.stored = self._submit(JobKind.STORE, chunk, window, states)
         return window.stored

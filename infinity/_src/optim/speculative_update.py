@@ -32,7 +32,7 @@ from infinity._src.optim.step import accumulated_gradients, guard
 from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
-from infinity._src.optim.update_mode import DeferredUpdate
+from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.accumulator import (
     AccumulatorState,
     GradAccumulator,
@@ -81,11 +81,10 @@ class History:
             self.speculates = True
 
 
-class SpeculativeUpdate(DeferredUpdate):
+class SpeculativeUpdate(UpdateMode):
     """Updates that run ahead of their step. Gradients wait, as with update="deferred"."""
 
     def __init__(self, *, device: Device, passes: PassTracker, alarm: Alarm) -> None:
-        super().__init__()
         self._alarm = alarm
         self._guards_reads = False
         # Behind a device that copies, gradients come some units later.
@@ -108,7 +107,7 @@ class SpeculativeUpdate(DeferredUpdate):
 
     @property
     def _transaction(self) -> Transaction:
-        transaction = self._pipeline.transaction
+        transaction = self._parts.pipeline.transaction
         assert transaction is not None, "Policy sees to it that there are two generations"
         return transaction
 
@@ -141,7 +140,7 @@ class SpeculativeUpdate(DeferredUpdate):
             # the first of the next step.
             if param.at_rest.grad is None:
                 self._backwards = 1
-        self._grads.accumulate(param, grad)
+        self._parts.grads.accumulate(param, grad)
         # Also in micro-batches before the last: `_is_last` is asked when the unit is done.
         self._ready.add(param.unit)
 
@@ -159,11 +158,11 @@ class SpeculativeUpdate(DeferredUpdate):
         later = self._accumulating or self._backwards < self._expected
         if goes:
             # The first updates come in this backward.
-            self._pipeline.prefetch_states(Phase.BACKWARD, in_memory=True)
+            self._parts.pipeline.prefetch_states(Phase.BACKWARD, in_memory=True)
         elif not (later and self.history.speculates):
             # The updates that the next forward wants first. With another backward to come and
             # speculation on, that backward's updates are the first to read.
-            self._pipeline.prefetch_states(Phase.TRAIN, in_memory=False)
+            self._parts.pipeline.prefetch_states(Phase.TRAIN, in_memory=False)
 
     def backward_end(self) -> None:
         while self._due:
@@ -191,33 +190,33 @@ class SpeculativeUpdate(DeferredUpdate):
             for param in unit.params
             if param.grad is not None and param.grad.state is AccumulatorState.HELD
         ]
-        holders = {id(holder): holder for holder in map(self._optimizer_of, params)}
+        holders = {id(holder): holder for holder in map(self._parts.optimizer_of, params)}
         holder = next(iter(holders.values()), None)
         # Two optimizers step at two times, so neither step can take the whole unit.
         if holder is None or len(holders) > 1:
             return
         # The step before is committed here, so that the withdrawal goes back to it.
-        self._pipeline.begin()
+        self._parts.pipeline.begin()
         if any(param.grad is not None and param.grad.backing is not None for param in params):
-            self._grads.flush_spilled(unit)
+            self._parts.grads.flush_spilled(unit)
         holder.refresh_groups()
         # A preview: counts advance only when the step asks for this update.
         work = {item.param: item for item in holder.preview(params)[0]}
-        in_place = self._unsharder.can_update_in_place(unit)
+        in_place = self._parts.unsharder.can_update_in_place(unit)
         # The gathered unit gets the new parameters; a withdrawal marks it stale.
-        targets = self._unsharder.targets(unit) if in_place else ()
+        targets = self._parts.unsharder.targets(unit) if in_place else ()
         ahead = _Ahead(
             {param: item.hyper.tobytes() for param, item in work.items()}, unit.generation
         )
         # Before the start: an interrupt must not leave an update without a record.
         self._ahead[unit] = ahead
-        ahead.ticket = self._pipeline.start(
+        ahead.ticket = self._parts.pipeline.start(
             unit, work, accumulated_gradients(work), targets=targets
         )
         for param in params:
             assert param.grad is not None
             param.grad.guard(_WithdrawOnWrite(self, unit))
-        self._unsharder.updated(unit, ahead.ticket, in_place=in_place)
+        self._parts.unsharder.updated(unit, ahead.ticket, in_place=in_place)
 
     # -- back --------------------------------------------------------------------------------------
 
@@ -231,7 +230,7 @@ class SpeculativeUpdate(DeferredUpdate):
         self._states_seen = True
         self._withdraw(list(self._ahead))
         # No write until the step comes is a part of it.
-        self._pipeline.begun = False
+        self._parts.pipeline.begun = False
         self._guards_reads = False
 
     def before_step(self) -> None:
@@ -268,7 +267,7 @@ class SpeculativeUpdate(DeferredUpdate):
                 if param.grad is not None:
                     param.grad.guard(None)
         # A failed update has undone all of them.
-        self._pipeline.raise_fault()
+        self._parts.pipeline.raise_fault()
         unchanged = [unit for unit, ahead in gone.items() if unit.generation == ahead.age + 1]
         # Flips nothing: the committed places were never written.
         self._transaction.withdraw(list(gone))
@@ -277,7 +276,7 @@ class SpeculativeUpdate(DeferredUpdate):
         # Last: after an interrupt the next call withdraws the units that are left.
         for unit in gone:
             del self._ahead[unit]
-        self._pipeline.updates_withdrawn += len(gone)
+        self._parts.pipeline.updates_withdrawn += len(gone)
 
     def undone(self) -> None:
         self._ahead.clear()
@@ -301,7 +300,7 @@ class SpeculativeUpdate(DeferredUpdate):
                 guard(wanted, ahead.ticket)
             else:
                 wrong.append(unit)
-        self._pipeline.updates_ahead += len(self._ahead) - len(wrong)
+        self._parts.pipeline.updates_ahead += len(self._ahead) - len(wrong)
         # Before the submissions below: those units start from the committed states again.
         self._withdraw(wrong)
         self._ahead.clear()

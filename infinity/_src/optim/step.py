@@ -78,6 +78,7 @@ from infinity._src.params.reduce import GradReducer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
+from infinity._src.params.update_hooks import UpdateHooks
 from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.errors import (
     AioError,
@@ -95,22 +96,31 @@ PENDING_MIN = 16
 Gradients = Mapping[Param, torch.Tensor]
 
 
-class StepHooks(Protocol):
-    """The update mode as the pipeline sees it (`infinity._src.optim.update_mode.UpdateMode`)."""
+class StepHooks(UpdateHooks):
+    """The update mode as the pipeline sees it. By default a call does nothing."""
 
     def before_step(self) -> None:
-        """Check the step before anything is touched. Raises: RuntimeError where no step can be
-        taken.
+        """Check the step before `opt.step()` touches anything. Raises: RuntimeError where no step
+        can be taken.
         """
 
     def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
-        """Submit the updates of `opt.step()`."""
+        """Submit the updates of `opt.step()`. Updates of the step before have ended. Does not block
+        on I/O.
+
+        optimizer: takes this step. Called also without any update.
+        """
+        raise NotImplementedError
 
     def withdraw(self) -> None:
-        """Undo all updates that ran ahead of their step."""
+        """Undo all updates that ran ahead of their step: the states are those of the step before.
+        Blocks until they are.
+        """
 
     def undone(self) -> None:
-        """Note that a fault undid all writes since the last commit."""
+        """Note that the states are those of the last commit again. Updates ahead of their step are
+        gone.
+        """
 
 
 class StepWatch(Protocol):

@@ -1,8 +1,8 @@
 """Update modes (`Policy.update`): when the update of a unit is submitted.
 
-One interface, `UpdateMode`, and five implementations of it:
+One interface, `UpdateMode`, which is the deferred mode, and four that override some of its calls:
 
-    DeferredUpdate     "deferred"               at opt.step(), behind gates that forward opens
+    UpdateMode         "deferred"               at opt.step(), behind gates that forward opens
     BackwardUpdate     "backward"               in backward, when a unit's gradients are complete
     SpeculativeUpdate  the same, generations=2  in backward; undone where the step wants another
     DelayedUpdate      "delayed"                at opt.step(), beside the whole next step
@@ -27,7 +27,6 @@ one call of `attach`: they need the mode to be made.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from infinity._src.memory.device import Device
-from infinity._src.optim.step import StepPipeline, accumulated_gradients, guard
+from infinity._src.optim.step import StepHooks, StepPipeline, accumulated_gradients, guard
 from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.update_jobs import Work
 from infinity._src.params.accumulator import AccumulatorState, GradAccumulator
@@ -47,7 +46,6 @@ from infinity._src.params.reduce import GradReducer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
-from infinity._src.params.update_hooks import OnGradient, UpdateHooks
 
 
 class UpdatingOptimizer(Grouped, Protocol):
@@ -86,219 +84,91 @@ class ModeParts:
     make_gradients: Callable[[], None]
 
 
-class UpdateMode(UpdateHooks):
-    """Interface of the five modes; see the module's docstring. One thread uses it at a time."""
+class UpdateMode(StepHooks):
+    """Interface of the five modes, and the deferred one: `opt.step()` submits all updates, and they
+    run beside the next forward. The other modes override the calls in which they differ. One thread
+    uses it at a time."""
 
-    @abc.abstractmethod
+    _parts: ModeParts
+
     def attach(self, parts: ModeParts) -> None:
         """Take the collaborators. Called once, before anything else."""
+        self._parts = parts
 
-    # -- a step, besides what `UpdateHooks` has ---------------------------------------------------
+    # -- a step -----------------------------------------------------------------------------------
 
-    @abc.abstractmethod
+    @property
+    def updates_pending(self) -> bool:
+        return self._parts.pipeline.updates_pending
+
+    def backward_begin(self) -> None:
+        # The first updates after a backward are those that the next forward wants first.
+        self._parts.pipeline.prefetch_states(Phase.TRAIN, in_memory=False)
+
     def before_read(self, unit: Unit) -> None:
         """Undo the updates that ran ahead of their step, before the unit is read. Gathers call it
         while `guards_reads`, or where an alarm was sounded.
         """
 
     @property
-    @abc.abstractmethod
     def guards_reads(self) -> bool:
         """True while a gather must call `before_read`. The mode sounds the engine's alarm when this
         becomes True."""
-
-    @abc.abstractmethod
-    def before_step(self) -> None:
-        """Check the step before `opt.step()` touches anything. Raises: RuntimeError where no step
-        can be taken.
-        """
-
-    @abc.abstractmethod
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
-        """Submit the updates of `opt.step()`. Updates of the step before have ended. Does not block
-        on I/O.
-
-        optimizer: takes this step. Called also without any update.
-        """
-
-    @abc.abstractmethod
-    def withdraw(self) -> None:
-        """Undo all updates that ran ahead of their step: the states are those of the step before.
-        Blocks until they are.
-        """
-
-    @abc.abstractmethod
-    def undone(self) -> None:
-        """Note that the states are those of the last commit again. Updates ahead of their step are
-        gone.
-        """
-
-    @abc.abstractmethod
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for micro-batches that are not the last of a step. Raises: BudgetError
-        where they need memory.
-        """
-
-    # -- between steps ----------------------------------------------------------------------------
-
-    @property
-    @abc.abstractmethod
-    def stores_gradients(self) -> bool:
-        """True if gradients wait in RAM for the step, and so need memory."""
-
-    @abc.abstractmethod
-    def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
-        """Make room for the mode's own memory for these flats, besides their states and gradients.
-        Some gradients may spill.
-        """
-
-    @property
-    @abc.abstractmethod
-    def memory_bytes(self) -> int:
-        """Bytes of the mode's own memory."""
-
-    @property
-    @abc.abstractmethod
-    def fresh_bytes_peak(self) -> int:
-        """The most bytes of gradients that lay outside of the engine's memory at once."""
-
-    @abc.abstractmethod
-    def check_whole(self) -> None:
-        """Raise RuntimeError when some parameters of a step are updated and others are not: nothing
-        can be saved or restored.
-        """
-
-    @abc.abstractmethod
-    def restored(self, steps: int) -> None:
-        """Note that the states are those after so many steps, of this run or another."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Free the memory that `allocate` made. Nothing may be pending."""
-
-
-class DeferredUpdate(UpdateMode):
-    """Deferred updates (update="deferred"): `opt.step()` submits them all, and they run beside the
-    next forward.
-
-    Base of the other modes, which override the calls in which they differ.
-    """
-
-    _parts: ModeParts
-
-    def __init__(self) -> None:
-        self.delayed_params = None
-
-    def attach(self, parts: ModeParts) -> None:
-        self._parts = parts
-
-    @property
-    def _pipeline(self) -> StepPipeline:
-        return self._parts.pipeline
-
-    @property
-    def _unsharder(self) -> Unsharder:
-        return self._parts.unsharder
-
-    @property
-    def _grads(self) -> GradReducer:
-        return self._parts.grads
-
-    def _optimizer_of(self, param: Param) -> UpdatingOptimizer | None:
-        return self._parts.optimizer_of(param)
-
-    def _make_gradients(self) -> None:
-        self._parts.make_gradients()
-
-    # -- backward ---------------------------------------------------------------------------------
-
-    @property
-    def updates_pending(self) -> bool:
-        return self._pipeline.updates_pending
-
-    def backward_begin(self) -> None:
-        # The first updates after a backward are those that the next forward wants first.
-        self._pipeline.prefetch_states(Phase.TRAIN, in_memory=False)
-
-    @property
-    def on_gradient(self) -> OnGradient | None:
-        return None
-
-    def unit_released(self, unit: Unit) -> None:
-        """Nothing: the update comes with the step."""
-
-    def backward_end(self) -> None:
-        """Nothing: gradients wait in their accumulators."""
-
-    def backward_aborted(self) -> None:
-        """Nothing: gradients that came are in their accumulators, and the loop clears them."""
-
-    def before_assign(self, param: Param) -> None:
-        """Nothing: gradients may be replaced until the step."""
-
-    # -- the step ---------------------------------------------------------------------------------
-
-    def before_read(self, unit: Unit) -> None:
-        """Nothing: no update runs ahead of its step."""
-
-    @property
-    def guards_reads(self) -> bool:
         return False
 
-    def before_step(self) -> None:
-        """Nothing: a step may be taken whenever the loop asks for one."""
-
     def submit(self, by_unit: dict[Unit, dict[Param, Work]], _optimizer: Grouped) -> None:
+        pipeline = self._parts.pipeline
         # In the order in which the next forward opens the gates.
-        for unit in self._pipeline.next_order(list(by_unit)):
+        for unit in pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
             # States may be read ahead now. The update itself waits until the gate opens, when the
             # unit has memory, or escapes.
-            gate = self._pipeline.gate()
-            ticket = self._pipeline.start(unit, work, accumulated_gradients(work), gate=gate)
+            gate = pipeline.gate()
+            ticket = pipeline.start(unit, work, accumulated_gradients(work), gate=gate)
             # The loop may clear or refill gradients right after the step; the accumulators wait for
             # the update that reads them.
             guard(work, ticket)
-            self._unsharder.hand_over(unit, ticket, gate)
-
-    def withdraw(self) -> None:
-        """Nothing ran ahead."""
-
-    def undone(self) -> None:
-        """Nothing ran ahead."""
+            self._parts.unsharder.hand_over(unit, ticket, gate)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Inside, micro-batches are not the last of a step. Raises: BudgetError where they need
+        memory.
+        """
         yield
 
     # -- between steps ----------------------------------------------------------------------------
 
     @property
     def stores_gradients(self) -> bool:
+        """True if gradients wait in RAM for the step, and so need memory."""
         return True
 
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
-        """Nothing is held besides states and gradients."""
+        """Make room for the mode's own memory for these flats, besides their states and gradients.
+        Some gradients may spill.
+        """
 
     @property
     def memory_bytes(self) -> int:
+        """Bytes of the mode's own memory."""
         return 0
 
     @property
     def fresh_bytes_peak(self) -> int:
+        """The most bytes of gradients that lay outside of the engine's memory at once."""
         return 0
 
     def check_whole(self) -> None:
-        """A step is whole as soon as `opt.step()` returns."""
+        """Raise RuntimeError when some parameters of a step are updated and others are not: nothing
+        can be saved or restored.
+        """
 
     def restored(self, steps: int) -> None:
-        """Nothing here counts steps."""
+        """Note that the states are those after so many steps, of this run or another."""
 
     def close(self) -> None:
-        """Nothing was made."""
-
-
-__all__ = ["DeferredUpdate", "ModeParts", "UpdateMode", "UpdatingOptimizer"]
+        """Free the memory that `allocate` made. Nothing may be pending."""
 
 
 # -- delayed updates -------------------------------------------------------------------------------
@@ -320,7 +190,7 @@ __all__ = ["DeferredUpdate", "ModeParts", "UpdateMode", "UpdatingOptimizer"]
 # forward or backward of them inside is refused.
 
 
-class DelayedUpdate(DeferredUpdate):
+class DelayedUpdate(UpdateMode):
     """Submits updates whose result computes after the next step. The first `warmup` steps are
     deferred updates.
     """
@@ -335,7 +205,6 @@ class DelayedUpdate(DeferredUpdate):
         device: Device,
         warmup: int,
     ) -> None:
-        super().__init__()
         self._units = list(units)
         self._delayed = self.delayed_params = DelayedParams(store, device)
         self._gradients = GradBuffers(rank, grad_dtype, device)  # the second set
@@ -381,20 +250,20 @@ class DelayedUpdate(DeferredUpdate):
             return
         self._delayed.active = True
         # All units, also those without work: each takes over the result of the update before.
-        for unit in self._pipeline.next_order(self._units):
+        for unit in self._parts.pipeline.next_order(self._units):
             work = by_unit.get(unit)
             # A device may still be copying the values before from there.
-            self._unsharder.end_copies(unit)
+            self._parts.unsharder.end_copies(unit)
             if self._delayed.refresh(unit) or (
-                work is not None and self._unsharder.shows_newest(unit)
+                work is not None and self._parts.unsharder.shows_newest(unit)
             ):
                 # What is gathered shows the parameters before; a graph that saved them may no
                 # longer run backward.
                 unit.generation += 1
-                self._unsharder.renew(unit)
+                self._parts.unsharder.renew(unit)
             if work is None:
                 continue
-            self._pipeline.start(unit, work, accumulated_gradients(work))
+            self._parts.pipeline.start(unit, work, accumulated_gradients(work))
             # From the next step on, the copy is refreshed from the states that this update writes.
             self._delayed.outdated(unit)
             for param in work:

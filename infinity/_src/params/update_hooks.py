@@ -12,7 +12,6 @@ follow the imports.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,43 +25,38 @@ OnGradient = Callable[[Param, torch.Tensor], None]
 """Takes a parameter and its gradient: this rank's part, reduced if there are several ranks."""
 
 
-class UpdateHooks(abc.ABC):
+class UpdateHooks:
     """The update mode as `Unsharder` and `GradReducer` see it. All calls come from the thread that
-    trains."""
+    trains. A mode overrides the calls that concern it; by default a call does nothing."""
 
-    delayed_params: DelayedParams | None
+    delayed_params: DelayedParams | None = None
     """Parameters of before the pending update, with which update="delayed" computes; None in all
     other modes."""
 
     @property
-    @abc.abstractmethod
     def updates_pending(self) -> bool:
         """True when an update that was submitted is not done yet. Never blocks."""
+        return False
 
-    @abc.abstractmethod
+    @property
+    def on_gradient(self) -> OnGradient | None:
+        """Taker of each complete gradient of a backward; None: its accumulator, where it waits for
+        the step. Asked once, when the reducer is built."""
+        return None
+
     def backward_begin(self) -> None:
         """A backward begins."""
 
-    @property
-    @abc.abstractmethod
-    def on_gradient(self) -> OnGradient | None:
-        """Taker of each complete gradient of a backward; None: its accumulator. Asked once, when
-        the reducer is built."""
-
-    @abc.abstractmethod
     def unit_released(self, unit: Unit) -> None:
         """Nothing uses the unit any more: no forward, no backward, no window. Also outside of
         backward."""
 
-    @abc.abstractmethod
     def backward_end(self) -> None:
         """A backward has ended, and all its gradients were ready. An exception breaks it off."""
 
-    @abc.abstractmethod
     def backward_aborted(self) -> None:
-        """A backward broke off: its gradients are not complete."""
+        """A backward broke off: its gradients are not complete, and the loop clears them."""
 
-    @abc.abstractmethod
     def before_assign(self, param: Param) -> None:
         """The loop assigns a gradient. Raises: RuntimeError where it would come too late."""
 
