@@ -76,14 +76,11 @@ _TABLE_HEADER: Final = struct.Struct("<8sQQQ")
 
 
 @dataclasses.dataclass(frozen=True)
-class ParamEntry:
-    """One parameter: every name that it has in the module tree, the first one first; its place in
-    its flat.
-    """
+class _Named:
+    """A parameter: every name that it has in the module tree, the first one first, and a shape."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
-    offset: int
 
     @property
     def name(self) -> str:
@@ -92,6 +89,13 @@ class ParamEntry:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamEntry(_Named):
+    """One parameter, and its place in its flat."""
+
+    offset: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,22 +119,12 @@ class FlatEntry:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftOutEntry:
-    """A frozen parameter that the save left out: its names in state dicts, the first one first, its
-    shape there (of the whole weight, if it is cut into tiles) and its dtype.
+class LeftOutEntry(_Named):
+    """A frozen parameter that the save left out, as state dicts have it: of the whole weight, if it
+    is cut into tiles.
     """
 
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)

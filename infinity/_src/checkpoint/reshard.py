@@ -43,8 +43,8 @@ from infinity._src.checkpoint.reader import (
 )
 from infinity._src.checkpoint.writer import (
     DataWriter,
-    NewPart,
     commit_part,
+    new_part,
     new_rows,
     remove_others,
     remove_part,
@@ -218,7 +218,7 @@ class ReshardJob:
     ) -> None:
         if world < 1:
             raise ValueError(f"{world} ranks: a checkpoint is of at least 1")
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._world = world
         self._backend = backend
         # Before any layout: a state that the engine refuses would be found only when it is
@@ -238,7 +238,8 @@ class ReshardJob:
                 dataclasses.replace(flat, format=target.code, shard_numel=layout.shard_numel)
             )
             self._layouts.append(layout)
-        self._layout = Layout(tuple(flats), numerics, checkpoint.left_out)
+        self.flats = tuple(flats)
+        self._layout = Layout(self.flats, numerics, checkpoint.left_out)
         pairs = zip(checkpoint.flats, flats, strict=True)
         self.rounded = "; ".join(
             dict.fromkeys(
@@ -261,7 +262,7 @@ class ReshardJob:
         check_no_run(target)
         _check_empty(target)
         # Before anything is written: a missing file, or one cut short, is found at once.
-        self._checkpoint.check_files()
+        self.checkpoint.check_files()
         make_directory(target)
         lock = DirectoryLock(target)
         try:
@@ -272,7 +273,7 @@ class ReshardJob:
             lock.release()
 
     def _write(self, target: Path, progress: Callable[[int], object]) -> Resharded:
-        checkpoint = self._checkpoint
+        checkpoint = self.checkpoint
         # For all ranks at once: each data file is preallocated only when its turn comes.
         free = shutil.disk_usage(target).free
         if free < self.size_bytes:
@@ -287,20 +288,24 @@ class ReshardJob:
             for rank in range(self._world):
                 # A random key: no checksum of another save fits stale bytes of this place.
                 rows = new_rows(self._shards, secrets.randbits(62))
-                part = NewPart(
-                    layout=self._layout,
+                part = new_part(
+                    self._layout,
+                    checkpoint.optimizers,
+                    rows,
                     generation=generation,
                     save=save,
                     rank=rank,
                     world=self._world,
                     step=checkpoint.step,
-                    optimizers=checkpoint.optimizers,
-                    rows=rows,
+                )
+                write_part(
+                    target,
+                    part,
+                    _RankShards(self, rank, rows, progress).store_all,
                     buffers=checkpoint.attachment("buffers", rank),
                     extra=checkpoint.attachment("extra", rank),
+                    backend=self._backend,
                 )
-                shards = _RankShards(self, rank, rows, progress)
-                write_part(target, part, shards.store_all, backend=self._backend)
             # Only now: a manifest of one rank would be a begun commit.
             for rank in range(self._world):
                 commit_part(target, generation, rank)
@@ -319,7 +324,7 @@ class ReshardJob:
         # With fewer ranks the state of those that are gone is dropped, and that is told.
         lost = [
             manifest.rank
-            for manifest in self._checkpoint.manifests[self._world :]
+            for manifest in self.checkpoint.manifests[self._world :]
             if manifest.extra is not None
         ]
         if not lost:
@@ -330,21 +335,13 @@ class ReshardJob:
     def parts(self, flat_index: int, rank: int) -> dict[int, list[Part]]:
         """Find the parts that make up the chunks of a rank's shard of a flat, by chunk."""
         found: dict[int, list[Part]] = {}
-        old = self._checkpoint.flats[flat_index]
+        old = self.checkpoint.flats[flat_index]
         for slot, entry in enumerate(old.params):
             saved = SavedParam(entry, flat_index, old)
             for chunk, start, element, numel in self._layouts[flat_index].spans(slot, rank):
-                pieces = tuple(self._checkpoint.pieces(saved, element, numel))
+                pieces = tuple(self.checkpoint.pieces(saved, element, numel))
                 found.setdefault(chunk, []).append(Part(start, saved, pieces, element))
         return found
-
-    @property
-    def flats(self) -> tuple[FlatEntry, ...]:
-        return self._layout.flats
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        return self._checkpoint
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,9 +39,9 @@ from infinity._src.checkpoint.formats.safe_pickle import extra_bytes
 from infinity._src.checkpoint.manifest import FlatEntry, Layout, OptimizerEntry, section_bytes
 from infinity._src.checkpoint.writer import (
     DataWriter,
-    NewPart,
     StoredStates,
     commit_part,
+    new_part,
     new_rows,
     remove_others,
     remove_part,
@@ -641,17 +641,15 @@ class _SaveJob:
 
     def _write(self) -> None:
         captured = self.captured
-        part = NewPart(
-            layout=captured.layout,
+        part = new_part(
+            captured.layout,
+            captured.optimizers,
+            captured.rows,
             generation=self.handle.generation,
             save=self.number,
             rank=self.comm.rank,
             world=self.comm.world,
             step=self.handle.step,
-            optimizers=captured.optimizers,
-            rows=captured.rows,
-            buffers=captured.buffers,
-            extra=captured.extra,
         )
         try:
             if self.refused is not None:
@@ -661,6 +659,8 @@ class _SaveJob:
                 self.handle.directory,
                 part,
                 self.snapshot.copy_to,
+                buffers=captured.buffers,
+                extra=captured.extra,
                 backend=self.backend,
                 stored=self.linked,
             )

@@ -125,24 +125,6 @@ class DataWriter:
 
 
 @dataclasses.dataclass(frozen=True)
-class NewPart:
-    """A rank's part before it is written; the fields of `Manifest`. rows: without places. buffers,
-    extra: bytes of these files.
-    """
-
-    layout: Layout
-    generation: int
-    save: int
-    rank: int
-    world: int
-    step: int
-    optimizers: tuple[OptimizerEntry, ...]
-    rows: npt.NDArray[np.void]
-    buffers: bytes | None
-    extra: bytes | None
-
-
-@dataclasses.dataclass(frozen=True)
 class StoredStates:
     """The states of a part, written or linked: files, rows and checksums."""
 
@@ -151,16 +133,39 @@ class StoredStates:
     sums: npt.NDArray[np.uint32]
 
 
+def new_part(
+    layout: Layout,
+    optimizers: tuple[OptimizerEntry, ...],
+    rows: npt.NDArray[np.void],
+    *,
+    generation: int,
+    save: int,
+    rank: int,
+    world: int,
+    step: int,
+) -> Manifest:
+    """Make the manifest of a rank's part before the part is written: without files, and with rows
+    without places.
+    """
+    return Manifest(
+        layout=layout, optimizers=optimizers, rows=rows, sums=np.zeros(0, np.uint32),
+        algorithm=ALGORITHM, files=(), buffers=None, extra=None,
+        generation=generation, save=save, rank=rank, world=world, step=step,
+    )  # fmt: skip
+
+
 def write_part(
     directory: Path,
-    part: NewPart,
+    part: Manifest,
     fill: Callable[[DataWriter], None],
     *,
+    buffers: bytes | None,
+    extra: bytes | None,
     backend: str,
     stored: StoredStates | None = None,
 ) -> None:
-    """Write all files of a part; `fill` stores every row, unless the states are `stored` already.
-    Blocks.
+    """Write all files of a part (`new_part`); `fill` stores every row, unless the states are
+    `stored` already. Blocks. buffers, extra: bytes of these files.
 
     Raises: SwapFullError, AioError, what `fill` raises; then `remove_part` clears away what is
     there.
@@ -168,31 +173,17 @@ def write_part(
     names = {kind: file_name(kind, part.generation, part.rank) for kind in _KINDS}
     # Data first, manifest last: a crash in between leaves files that no manifest names.
     stored = stored or _written(directory / names["data"], part, fill, backend)
-    attached: list[FileEntry | None] = [
-        write_attachment(directory, names[kind], data) if data is not None else None
-        for kind, data in (("buffers", part.buffers), ("extra", part.extra))
-    ]
-    manifest = Manifest(
-        layout=part.layout,
-        generation=part.generation,
-        save=part.save,
-        rank=part.rank,
-        world=part.world,
-        step=part.step,
-        algorithm=ALGORITHM,
-        files=stored.files,
-        buffers=attached[0],
-        extra=attached[1],
-        optimizers=part.optimizers,
-        rows=stored.rows,
-        sums=stored.sums,
-    )
+    attached = {
+        kind: write_attachment(directory, names[kind], data) if data is not None else None
+        for kind, data in (("buffers", buffers), ("extra", extra))
+    }
+    manifest = dataclasses.replace(part, **vars(stored), **attached)
     # Under another name: only when all ranks have written does it become a manifest.
     write_attachment(directory, _partial(manifest.name), *manifest.parts())
 
 
 def _written(
-    path: Path, part: NewPart, fill: Callable[[DataWriter], None], backend: str
+    path: Path, part: Manifest, fill: Callable[[DataWriter], None], backend: str
 ) -> StoredStates:
     writer = DataWriter(path, part.rows, part.layout.flats, backend=backend)
     try:

@@ -161,10 +161,7 @@ class _Unread(FileTensors):
 
     def __init__(self, tensors: FileTensors) -> None:
         self._tensors = tensors
-
-    @property
-    def label(self) -> str:
-        return self._tensors.label
+        self.label = tensors.label
 
     def names(self) -> Iterable[str]:
         return self._tensors.names()

@@ -84,7 +84,7 @@ class PlacementPlanner:
         # halved again for the optimizer.
         self._default_bytes = default_bytes
         # Sizes of the slots in the pools that exist; every later plan counts these, at least.
-        self._pools: tuple[int, int] | None = None
+        self.pools: tuple[int, int] | None = None
         self._pool_bytes = 0
         # Chosen once, for all parameters that require a gradient when the model is offloaded.
         self._spilled: frozenset[Flat] | None = None
@@ -151,7 +151,7 @@ class PlacementPlanner:
         except BudgetError:
             return plan
         self._spilled = self._spilled_of(later)
-        self._pools = (
+        self.pools = (
             max(plan.small_bytes, later.small_bytes),
             max(plan.large_bytes, later.large_bytes),
         )
@@ -202,12 +202,7 @@ class PlacementPlanner:
 
     def pools_resized(self) -> None:
         """Note that the executor's pools are those of the plan in force."""
-        self._pools, self._pool_bytes = self.plan.pools, self.plan.pool_bytes
-
-    @property
-    def pools(self) -> tuple[int, int] | None:
-        """Sizes of the slots in the pools that exist, small and large."""
-        return self._pools
+        self.pools, self._pool_bytes = self.plan.pools, self.plan.pool_bytes
 
     def saved(self) -> SavedPlacement:
         """Take a snapshot for `restore`."""
@@ -258,7 +253,7 @@ class PlacementPlanner:
             + self._transit_bytes()
             # Gradients that came before an optimizer, or that none will take.
             + self._gradients.unheld_bytes(formats if stores_gradients else ()),
-            pools=self._pools,
+            pools=self.pools,
             resident=self._policy.resident_parts,
             # A resident byte is valued for a step of one micro-batch: how many a step will have is
             # not known at placement (`infinity plan` takes the number).

@@ -229,7 +229,7 @@ class GradOffload:
         self.device = device
         self._bytes_max = bytes_max
         self._flights: deque[tuple[Ticket, torch.Tensor]] = deque()
-        self._bytes = 0
+        self.leaving_bytes = 0
         self.bytes_peak = 0
         self.backward_count = 0  # backwards that have ended
 
@@ -249,18 +249,14 @@ class GradOffload:
         ticket = self.device.copy(target.data_ptr(), source.data_ptr(), size_bytes, out=False)
         # The source is held until its copy has arrived: autograd may drop it before.
         self._flights.append((ticket, source))
-        self._bytes += size_bytes
-        self.bytes_peak = max(self.bytes_peak, self._bytes)
+        self.leaving_bytes += size_bytes
+        self.bytes_peak = max(self.bytes_peak, self.leaving_bytes)
         return ticket
-
-    @property
-    def leaving_bytes(self) -> int:
-        return self._bytes
 
     def _make_room(self, size_bytes: int) -> None:
         self.free_done()
         # The oldest first, which has been under way longest.
-        while self._flights and self._bytes + size_bytes > self._bytes_max:
+        while self._flights and self.leaving_bytes + size_bytes > self._bytes_max:
             ticket, source = self._flights[0]
             # Not `wait`: only the source must be free again.
             self.device.wait_filled(ticket)
@@ -279,12 +275,12 @@ class GradOffload:
         The allocator may give its memory to kernels that are launched from here on: the copy, which
         another stream has made, is done.
         """
-        self._bytes -= source.numel() * source.element_size()
+        self.leaving_bytes -= source.numel() * source.element_size()
 
     def close(self) -> None:
         """Drop all sources. No copy may be under way."""
         self._flights.clear()
-        self._bytes = 0
+        self.leaving_bytes = 0
 
 
 def check_current(device: torch.device) -> None:

@@ -40,7 +40,7 @@ class Drives:
         self._devices = [each.stat().st_dev for each in directories]
         self._committed: int | None = None
         self._saved: _Saved | None = None
-        self._lost: DriveLostError | None = None
+        self.lost: DriveLostError | None = None
         self._asking = threading.Lock()
 
     def committed(self, step: int) -> None:
@@ -53,14 +53,10 @@ class Drives:
         with contextlib.suppress(OSError):
             self._saved = _Saved(step, directory, directory.stat().st_dev)
 
-    @property
-    def lost(self) -> DriveLostError | None:
-        return self._lost
-
     def check(self) -> None:
-        if self._lost is not None:
+        if self.lost is not None:
             # One exception is raised many times: its traceback would grow, and hold frames.
-            raise self._lost.with_traceback(None)
+            raise self.lost.with_traceback(None)
 
     def examine(self, error: AioError) -> AioError:
         """Return the error to raise for one of I/O: that of a drive that is lost, or itself. Blocks
@@ -69,11 +65,11 @@ class Drives:
             return error
         with self._asking:
             for directory, device in zip(self._directories, self._devices, strict=True):
-                concerned = self._lost is None and Path(error.path).is_relative_to(directory)
+                concerned = self.lost is None and Path(error.path).is_relative_to(directory)
                 if concerned and (reason := _ask(directory, device)):
-                    self._lost = self._error(directory, device, reason, error)
+                    self.lost = self._error(directory, device, reason, error)
                     self._alarm.sound()
-        return self._lost or error
+        return self.lost or error
 
     def _error(self, directory: Path, device: int, reason: str, cause: AioError) -> DriveLostError:
         left = [str(each) for each in self._directories if each != directory]

@@ -224,11 +224,12 @@ class GradAccumulator:
         """
         # The copy from the device may still be filling the storage.
         self.wait_d2h()
-        return self._tensor if self.backing is None else self.backing.read(self)
+        return self.storage if self.backing is None else self.backing.read(self)
 
     @tensor.setter
     def tensor(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        # Of an accumulator without backing. A copy from the device may still be filling it.
+        self.storage = tensor
         self.numel, self.dtype = tensor.numel(), tensor.dtype
         self.whole = self.numel == self.shape.numel()  # this rank holds all of the gradient
         self._own_shaped = tensor.view(self.shape) if self.whole else tensor
@@ -237,12 +238,6 @@ class GradAccumulator:
     def guard(self, reader: AccumulatorReader | None) -> None:
         """Ask `reader` before the storage is written, from now on; None ends that."""
         self._reader = reader
-
-    @property
-    def storage(self) -> torch.Tensor:
-        """Storage of an accumulator without backing. A copy from the device may still be filling
-        it."""
-        return self._tensor
 
     @property
     def _shaped(self) -> torch.Tensor:

@@ -116,10 +116,8 @@ class NamedTensors(abc.ABC):
     stays = False
     """True if tensors are in memory already, and keep their values while others are read."""
 
-    @property
-    @abc.abstractmethod
-    def label(self) -> str:
-        """Their name in messages."""
+    label: str
+    """Their name in messages."""
 
     @abc.abstractmethod
     def names(self) -> Iterable[str]:
@@ -672,16 +670,14 @@ def size_text(shape: Iterable[int], dtype: torch.dtype) -> str:
 class _MappingTensors(NamedTensors):
     """A mapping that the user passed."""
 
+    label = "the mapping passed as load="
+
     def __init__(self, mapping: Mapping[str, torch.Tensor]) -> None:
         self._mapping = mapping
         # Another mapping may read its values from somewhere, each time that it is asked.
         self.stays = isinstance(mapping, dict)
         # For the same reason each is looked at once before the fill.
         self._seen: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-
-    @property
-    def label(self) -> str:
-        return "the mapping passed as load="
 
     def names(self) -> Iterable[str]:
         return self._mapping.keys()
@@ -710,10 +706,7 @@ class _SourceTensors(NamedTensors):
 
     def __init__(self, source: TensorSource) -> None:
         self._source = source
-
-    @property
-    def label(self) -> str:
-        return f"the {type(self._source).__name__} passed as load="
+        self.label = f"the {type(source).__name__} passed as load="
 
     def names(self) -> Iterable[str]:
         return self._source.names()

@@ -23,6 +23,15 @@ from infinity._src.base.torch_compat import NO_TORCH_FUNCTION
 from infinity._src.params.accumulator import AccumulatorState, GradAccumulator, raise_unsupported
 
 
+def _refusing(operation: str) -> Any:
+    """Make a method that raises the error of an operation that a proxy cannot answer."""
+
+    def refuse(proxy: GradProxy, *_args: object, **_kwargs: object) -> NoReturn:
+        raise_unsupported(proxy.accumulator.name, operation)
+
+    return refuse
+
+
 class GradProxy(torch.Tensor):
     """Tensor in `p.grad`: shape, dtype and device of a gradient that rests in an accumulator.
 
@@ -78,39 +87,17 @@ class GradProxy(torch.Tensor):
         if not (isinstance(value, GradProxy) and value.accumulator is self.accumulator):
             raise_unsupported(self.accumulator.name, "`.data =`")
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "pickling")
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "deepcopy")
-
+    __reduce_ex__ = _refusing("pickling")
+    __deepcopy__ = _refusing("deepcopy")
     # These reach the storage past the dispatcher, and would return a null pointer.
-    def data_ptr(self) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "data_ptr")
-
-    def untyped_storage(self) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "untyped_storage")
-
-    def storage(self) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "storage")
-
-    def share_memory_(self) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "share_memory_")
-
-    def numpy(self, *_args: object, **_kwargs: object) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "numpy")
-
-    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "numpy")
-
-    def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "dlpack")
-
-    def item(self) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "item")
-
-    def tolist(self) -> NoReturn:
-        raise_unsupported(self.accumulator.name, "tolist")
+    data_ptr = _refusing("data_ptr")
+    untyped_storage = _refusing("untyped_storage")
+    storage = _refusing("storage")
+    share_memory_ = _refusing("share_memory_")
+    numpy = __array__ = _refusing("numpy")
+    __dlpack__ = _refusing("dlpack")
+    item = _refusing("item")
+    tolist = _refusing("tolist")
 
 
 def _name_in(values: object) -> str:

@@ -494,7 +494,9 @@ class GradReducer:
         self._timeline = timeline
         self._reduce_scatter = reduce_scatter
         self._unreduced = unreduced
-        self._in_no_sync = False  # and `unreduced` is there
+        # True inside of `no_sync` where `unreduced` is there: gradients that come wait for a later
+        # backward to be reduced.
+        self.reduces_later = False
         self._pending: deque[PendingReduce] = deque()
         # As they wait: slices add them up so (`inf.microbatched`).
         sizes = (
@@ -595,7 +597,7 @@ class GradReducer:
         keeps its shard of the mean. Blocks while too many units are under way."""
         if self._comm.world == 1:
             self._flush_unit(unit)
-        elif self._in_no_sync:
+        elif self.reduces_later:
             self._add_unreduced(unit)
         else:
             self._reduce_all([unit] if self._order is None else self._order.done(unit))
@@ -604,7 +606,7 @@ class GradReducer:
         """Reduce the gradients that no use claimed, in the order of units, and finish all
         reductions. Blocks."""
         if self._comm.world > 1:
-            if self._in_no_sync:
+            if self.reduces_later:
                 for unit in list(self._fresh):
                     self._add_unreduced(unit)
             else:
@@ -635,11 +637,6 @@ class GradReducer:
         if self._buffers.spilled is not None:
             self._buffers.spilled.reset()
 
-    @property
-    def reduces_later(self) -> bool:
-        """True when gradients that come now wait for a later backward to be reduced."""
-        return self._in_no_sync
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients add up in this rank's whole sums, if the policy has them."""
@@ -651,11 +648,11 @@ class GradReducer:
                     if param.flat.learns:
                         self.accumulator(param)
         # Restored, not cleared: contexts may be nested.
-        before, self._in_no_sync = self._in_no_sync, self._unreduced is not None
+        before, self.reduces_later = self.reduces_later, self._unreduced is not None
         try:
             yield
         finally:
-            self._in_no_sync = before
+            self.reduces_later = before
 
     # -- forward and step --------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from infinity._src.memory.device import Device, make_slabs, split_by_size
 from infinity._src.memory.heap import give_back
 from infinity._src.memory.layout import Section, aligned_section_bytes, sections_of
 from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
-from infinity._src.params.spare_ranges import SpareRanges
+from infinity._src.params.reserved_extents import ReservedExtents
 from infinity._src.params.unit import Flat
 from infinity.aio import CHUNK, JOB, Executor, Format, JobKind, Priority, Slab, Ticket
 from infinity.aio._spares import MovedWrite
@@ -304,7 +304,7 @@ class StateStore:
         self._generations = generations
         self.layers = layers
         self._spares = (
-            SpareRanges(executor, space, layer=layers[-1], remember=remember_bad)
+            ReservedExtents(executor, space, layer=layers[-1], remember=remember_bad)
             if space is not None and space.files
             else None
         )

@@ -22,7 +22,7 @@ from infinity._src.hooks.activation_offload import Activations, span_numel
 from infinity._src.hooks.activation_store import CHUNK_BYTES, NvmeActivationStore, StoredOnNvme
 from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory.swap_space import SwapSpace
-from infinity._src.params.spare_ranges import SpareRanges
+from infinity._src.params.reserved_extents import ReservedExtents
 from infinity.aio import Executor, Fault, PoolSpec, Seam, open_executor
 from infinity.errors import AioError, ChecksumError, EngineClosed
 from tests.unit.hooks.rig import Rig
@@ -490,7 +490,7 @@ def test_a_range_that_refused_a_write_is_nobodys_again_when_its_bytes_are_freed(
     bad = 4 * CHUNK_BYTES  # behind the spare ranges
     seam = Seam(fault=Fault("write", 0, persistent=True, start=bad, stop=bad + 1))
     place = make_place(seam)
-    spares = SpareRanges(place.executor, place.space, layer=0, remember=None)
+    spares = ReservedExtents(place.executor, place.space, layer=0, remember=None)
     spares.fill(CHUNK_BYTES)
     source = torch.arange(CHUNK_BYTES // 4, dtype=torch.int32)
 

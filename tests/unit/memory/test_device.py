@@ -55,7 +55,7 @@ def test_no_more_is_on_its_way_than_there_is_room_for(
         ticket.wait_filled(20)
         assert torch.equal(memory[start : start + value.numel()], value)
     leaving.free_done()
-    assert leaving._bytes == 0
+    assert leaving.leaving_bytes == 0
     leaving.close()
     assert simulation.races() == []
     del memory

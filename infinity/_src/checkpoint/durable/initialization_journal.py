@@ -55,8 +55,9 @@ class InitializationJournal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
-        self._head: Mapping[str, Any] | None = None
-        self._start: Mapping[str, Any] | None = None
+        self.head: Mapping[str, Any] | None = None
+        # By this process or the one before; None if nothing may be resumed.
+        self.started: Mapping[str, Any] | None = None
         self._filled: dict[int, InitializedFlat] = {}
         self._pending: list[bytes] = []
         # Bytes of the head, and of all that is whole.
@@ -71,26 +72,17 @@ class InitializationJournal:
             # As if there was none: nothing of it is taken over, and `begin` writes another.
             self.refused = str(error)
             log.warning("%s: a journal that no fill wrote is not taken over: %s", path, error)
-            self._head = self._start = None
+            self.head = self.started = None
             self._filled.clear()
 
     @property
-    def head(self) -> Mapping[str, Any] | None:
-        return self._head
-
-    @property
-    def started(self) -> Mapping[str, Any] | None:
-        """The start, by this process or the one before; None if nothing may be resumed."""
-        return self._start
-
-    @property
     def resumes(self) -> bool:
-        return self._start is not None and not self._ended and bool(self._filled)
+        return self.started is not None and not self._ended and bool(self._filled)
 
     def begin(self, head: Mapping[str, Any]) -> None:
         """Write a new journal with this head alone. Blocks. Raises: AioError, SwapFullError."""
         self.close()
-        self._head, self._start, self._filled = head, None, {}
+        self.head, self.started, self._filled = head, None, {}
         self._pending.clear()
         # Of the journal that was found: the new one begins where the file does.
         self._head_bytes = self._whole_bytes = 0
@@ -110,16 +102,16 @@ class InitializationJournal:
         fields that differ from that one, which is not resumed then. known: False notes nothing, as
         the source is not known. Blocks. Raises: AioError, SwapFullError.
         """
-        before, self._ended = self._start, False
+        before, self._ended = self.started, False
         different = [
             name for name in start if before is not None and before.get(name) != start[name]
         ]
         if before is None or different or not known:
             self.forget()
-        if known and self._start is None:
+        if known and self.started is None:
             with typed_errors(self._path, "write", 0):
                 self._append(_packed(_START, json.dumps(start).encode()))
-            self._start = start
+            self.started = start
         return different
 
     def take(self, index: int) -> InitializedFlat | None:
@@ -133,7 +125,7 @@ class InitializationJournal:
 
     def add(self, index: int, flat: InitializedFlat) -> None:
         """Note a flat that is on the drives; kept with the next `flush`."""
-        if self._start is not None:
+        if self.started is not None:
             self._pending.append(_packed(_FILLED, _FLAT.pack(index, flat.digest) + flat.sums))
             self._filled[index] = flat._replace(sums=b"")
 
@@ -153,19 +145,19 @@ class InitializationJournal:
     def before_write(self) -> None:
         """Forget the flats, if the initialization has ended: states are about to be written.
         Blocks, once. Raises: AioError."""
-        if self._ended and self._start is not None:
+        if self._ended and self.started is not None:
             self.forget()
 
     def forget(self) -> None:
         """Forget the flats; the head stays. Blocks. Raises: AioError."""
-        self._start, self._filled = None, {}
+        self.started, self._filled = None, {}
         self._pending.clear()
         self._cut(self._head_bytes)
 
     def remove(self) -> None:
         """Remove the journal. Raises: AioError."""
         self.close()
-        self._head = self._start = None
+        self.head = self.started = None
         with typed_errors(self._path, "unlink", 0):
             self._path.unlink(missing_ok=True)
 
@@ -197,16 +189,16 @@ class InitializationJournal:
         ):
             for kind, payload, end in _records(file):
                 if kind == _HEAD:
-                    self._head, self._head_bytes = _head_of(payload), end
+                    self.head, self._head_bytes = _head_of(payload), end
                 elif kind == _START:
-                    self._start = _start_of(payload)
+                    self.started = _start_of(payload)
                 elif len(payload) < _FLAT.size:
                     raise ValueError(f"a flat has {len(payload)} bytes")
                 else:
                     index, digest = _FLAT.unpack_from(payload)
                     self._filled[index] = InitializedFlat(digest, payload[_FLAT.size :])
                 self._whole_bytes = end
-        if self._head is None and self._start is not None:
+        if self.head is None and self.started is not None:
             raise ValueError("it has no head")
 
     def _cut(self, size_bytes: int) -> None:

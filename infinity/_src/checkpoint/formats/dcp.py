@@ -108,7 +108,7 @@ class DCPFiles(NamedTensors):
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._directory, self.label = directory, str(directory)
         self._sizes: dict[str, int] = {}
         self._open: tuple[Path, BinaryIO] | None = None
         self.tensors: dict[str, Stored] = {}
@@ -129,10 +129,6 @@ class DCPFiles(NamedTensors):
         # A damaged or hostile pickle makes the unpickler raise anything.
         except Exception as error:
             raise ValueError(f"{path} is refused: {error}") from error
-
-    @property
-    def label(self) -> str:
-        return str(self._directory)
 
     def names(self) -> Iterable[str]:
         return self.tensors.keys()
@@ -436,11 +432,7 @@ class ModelPart(NamedTensors):
     def __init__(self, files: DCPFiles, key: str) -> None:
         self._files = files
         self._prefix = f"{key}." if key else ""
-        self._label = f"{files.label} ({key})" if key else files.label
-
-    @property
-    def label(self) -> str:
-        return self._label
+        self.label = f"{files.label} ({key})" if key else files.label
 
     def names(self) -> Iterable[str]:
         return [
@@ -465,10 +457,7 @@ class StatePart:
     def __init__(self, files: DCPFiles, key: str) -> None:
         self._files = files
         self._prefix = f"{key}.state."
-
-    @property
-    def label(self) -> str:
-        return self._files.label
+        self.label = files.label
 
     @property
     def names(self) -> list[str]:

@@ -136,7 +136,7 @@ class DeepSpeedCheckpoint(NamedTensors):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.label = folder, str(folder)
         self._undo = contextlib.ExitStack()
         self._descriptors = self._undo.enter_context(Descriptors())
         self._whole: dict[str, StoredTensor] = {}
@@ -171,10 +171,6 @@ class DeepSpeedCheckpoint(NamedTensors):
         self._undo.close()
 
     # -- the weights -------------------------------------------------------------------------------
-
-    @property
-    def label(self) -> str:
-        return str(self.folder)
 
     def names(self) -> Iterable[str]:
         return dict.fromkeys((*self._values, *self._whole, *self._aliases))
@@ -279,16 +275,12 @@ class DeepSpeedStates:
             if by_state
             for state, value in {**counted, **by_state}.items()
         }
-        self._label = source.label
+        self.label = source.label
         if not self._found:
             raise ValueError(
                 f"{source.label} has no optimizer states, as before the first update: load it "
                 "without opt="
             )
-
-    @property
-    def label(self) -> str:
-        return self._label
 
     @property
     def names(self) -> list[str]:

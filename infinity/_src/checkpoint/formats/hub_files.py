@@ -106,7 +106,7 @@ class HubTensors(FileTensors):
 
     def __init__(self, model: torch.nn.Module, path: Path) -> None:
         self._model: Any = model
-        self._path = path
+        self._path, self.label = path, str(path)
         # Tensors of the last group; where tiles take turns, of some, by their first names.
         self._made: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -125,10 +125,6 @@ class HubTensors(FileTensors):
         plan = _plan(self._model, files, mapping)
         saved = mark_used(self._model, files.names(), conversions_of(self._model))
         return _Opened(files, plan, saved, quantized)
-
-    @property
-    def label(self) -> str:
-        return str(self._path)
 
     def names(self) -> Iterable[str]:
         """Return the names of the model's tensors that the files have, and those in the files that

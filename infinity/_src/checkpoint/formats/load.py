@@ -219,9 +219,8 @@ class Held:
 class StateSource(Protocol):
     """The optimizer states of a checkpoint, each with a name of its own."""
 
-    @property
-    def label(self) -> str:
-        """The checkpoint, in messages."""
+    label: str
+    """The checkpoint, in messages."""
 
     @property
     def names(self) -> Collection[str]:

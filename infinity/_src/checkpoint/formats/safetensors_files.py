@@ -229,14 +229,10 @@ class StoredTensors(FileTensors):
     """Tensors at places in files. One file is open at a time."""
 
     def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
-        self._path = path
+        self.label = str(path)
         self._tensors = tensors
         # One at a time: a large model has many.
         self._open: _OpenFile | None = None
-
-    @property
-    def label(self) -> str:
-        return str(self._path)
 
     def names(self) -> Iterable[str]:
         return self._tensors.keys()

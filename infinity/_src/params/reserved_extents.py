@@ -1,12 +1,12 @@
-"""Spare ranges of the swap files, to which the executor writes what their own place refused.
+"""Reserved extents of the swap files: the executor writes there what a chunk's place refused.
 
-    fill       some on each drive, before anything fails: a failing drive has no room to give
-    settle     after moves: the chunk's extent is the spare one, the bad one is never used again,
-               one warning says so, and other spare ranges take their place
-    rehome     a checkpoint has links to the files that they are in: others, in new files
+    fill       some on each drive, before anything fails: a failing drive has no capacity left
+    settle     after moves: the chunk's extent is the reserved one, the bad one is never used again,
+               one warning says so, and other reserved extents take their place
+    rehome     a checkpoint has links to the files that they are in: reserve others, in new files
 
-The executor moves by itself (native/executor/failed_writes.c), amid a step. Its moves are settled
-between steps.
+The executor moves writes by itself (native/executor/failed_writes.c), amid a step. This module
+settles the moves between steps.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Adopt = Callable[[MovedWrite, SwapExtent, SwapExtent], bool]
 has."""
 
 
-class SpareRanges:
-    """The spare ranges of one executor. One thread uses them at a time.
+class ReservedExtents:
+    """The reserved extents of one executor. One thread uses them at a time.
 
     layer: of the swap space, in which they lie at first. remember: notes a bad range; None: nothing
     outlives the process.
@@ -118,7 +118,7 @@ class SpareRanges:
             self.fill()
 
     def settle(self, adopt: Adopt) -> None:
-        """Take note of the writes that went to spare ranges. `adopt` has the chunks' extents."""
+        """Take note of the writes that went to reserved extents. `adopt` has the chunks' extents."""
         moves = self._executor.take_moved_writes() if not self._executor.closed else []
         for move in moves:
             spare = self._held.pop((move.to_file, move.to_drive, move.to_offset))
