@@ -118,7 +118,7 @@ class ReservedExtents:
             self.fill()
 
     def settle(self, adopt: Adopt) -> None:
-        """Take note of the writes that went to reserved extents. `adopt` has the chunks' extents."""
+        """Note the writes that went to reserved extents. `adopt` has the chunks' extents."""
         moves = self._executor.take_moved_writes() if not self._executor.closed else []
         for move in moves:
             spare = self._held.pop((move.to_file, move.to_drive, move.to_offset))
