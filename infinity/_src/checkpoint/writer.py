@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -173,7 +174,7 @@ def write_part(
     names = {kind: file_name(kind, part.generation, part.rank) for kind in _KINDS}
     # Data first, manifest last: a crash in between leaves files that no manifest names.
     stored = stored or _written(directory / names["data"], part, fill, backend)
-    attached = {
+    attached: dict[str, Any] = {
         kind: write_attachment(directory, names[kind], data) if data is not None else None
         for kind, data in (("buffers", buffers), ("extra", extra))
     }
