@@ -70,7 +70,7 @@ MODE_EVENTS = [  # of whichever mode, when others call it
     Event("mode.before_assign", UpdateMode, "before_assign", _name),
     Event("mode.before_step", UpdateMode, "before_step"),
     Event("mode.submit", UpdateMode, "submit", _names),
-    Event("mode.withdraw", UpdateMode, "withdraw"),
+    Event("mode.withdraw", UpdateMode, "undo_ahead"),
     Event("mode.undone", UpdateMode, "undone"),
 ]
 EVENTS = [
@@ -129,7 +129,7 @@ EVENTS = [
     Event("renew", Unsharder, "renew", _name),
     Event("write", Unsharder, "write", _name),
     Event("commit", Transaction, "_flip"),
-    Event("withdraw_states", Transaction, "withdraw", _names),
+    Event("withdraw_states", Transaction, "undo_units", _names),
     Event("rollback", Transaction, "undo"),
     Event("delayed.refresh", DelayedParams, "refresh", _name),
     Event("delayed.outdated", DelayedParams, "outdated", _name),

@@ -160,7 +160,7 @@ def _newest(directory: Path, read: Callable[[Path, int], list[_Kind]]) -> list[_
         try:
             return read(directory, generation)
         except AioError as error:
-            # Damage is told, not stepped over: an older generation would lose steps in silence.
+            # Damage is reported, not stepped over: an older generation would lose steps in silence.
             if error.errno != errno.ENOENT:
                 raise
             # The newest one's is the message that helps.
@@ -323,7 +323,7 @@ class DirectoryLock:
                 errno=errno.EWOULDBLOCK, path=str(directory), op="open",
             ) from error  # fmt: skip
         except OSError as error:
-            # A file system without locks: the save goes on without one.
+            # A file system without locks: the save continues without one.
             log.debug("%s cannot be locked: %s", directory, error)
 
     def release(self) -> None:

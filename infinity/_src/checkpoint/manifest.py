@@ -12,7 +12,7 @@ here, some there); together they have every section once.
 A generation of a directory is valid when all its ranks have a readable manifest of the same save:
 nothing else commits it.
 
-A manifest of a durable run (version 3) has the chunks in two parts, and no layout of its own:
+A manifest of a durable run (version 3) has the chunks in two parts, and no layout:
 
     magic, version, lengths | state (JSON) | marks (rows.Marks) | xxh3_128 of all before
     table-<generation>.rank<r>:   magic, version, lengths | layout (JSON) | TABLE
@@ -23,7 +23,7 @@ The checksum says that the bytes are as they were written, not that an engine wr
 numbers in a manifest become addresses and lengths. So `check_manifest` refuses each that leads out
 of its file, its table of checksums or its shard.
 
-Small values of optimizers are kept exactly, as JSON, which is never executed. None, bool, int,
+Small values of optimizers are retained exactly, as JSON, which is never executed. None, bool, int,
 float, str and lists are plain (floats to the last bit); other types are tagged:
 
     {"tuple": [...]}   {"dict": [[key, value], ...]}
@@ -390,7 +390,7 @@ def section_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt
 def _section_bytes(
     rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]
 ) -> npt.NDArray[np.int64]:
-    # Of the flats that the rows are of: a restore asks for one row after the other.
+    # Only the flats of these rows: a restore asks for one row at a time.
     numbers, of_row = np.unique(rows["flat"], return_inverse=True)
     items: npt.NDArray[np.int64] = np.zeros((len(numbers), SECTION_MAX), dtype=np.int64)
     groups: npt.NDArray[np.int64] = np.ones((len(numbers), SECTION_MAX), dtype=np.int64)
@@ -567,7 +567,7 @@ def _wrong_rows(manifest: Manifest) -> Iterator[str]:
 
 
 def _gaps(manifest: Manifest) -> Iterator[str]:
-    """Find shards whose chunks do not lie one after the other, from the begin to the end of the
+    """Find shards whose chunks do not lie in sequence, from the begin to the end of the
     parameters in it.
     """
     rows = manifest.rows[np.argsort(manifest.rows["flat"], kind="stable")]

@@ -71,7 +71,7 @@ def layout_of(
 def _left_out(flats: Sequence[Flat]) -> tuple[LeftOutEntry, ...]:
     found: dict[str, LeftOutEntry] = {}
     for param in (param for flat in flats for param in flat.params):
-        # Tiles have the name of their weight, which is told once.
+        # Tiles have the name of their weight, which is reported once.
         found.setdefault(
             param.keys[0],
             LeftOutEntry(tuple(param.keys), tuple(param.whole_shape), dtype_name(param.dtype)),
@@ -128,7 +128,7 @@ def describe_optimizer(
     optimizer: Optimizer, optimizer_of: Callable[[Param], object]
 ) -> OptimizerEntry:
     """Describe the groups and the small state of each parameter. Raises: ValueError naming a value
-    that cannot be kept.
+    that cannot be retained.
     """
     groups, params = [], {}
     for index, group in enumerate(optimizer.param_groups):
@@ -164,7 +164,7 @@ def buffer_bytes(model: torch.nn.Module) -> bytes | None:
 
 def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copy the persistent buffers to the CPU, contiguous, by their first names."""
-    # Copies: training goes on while the save writes.
+    # Copies: training continues while the save writes.
     return {name: copied(buffer) for name, buffer in persistent_buffers(model).items()}
 
 

@@ -234,7 +234,7 @@ class Checkpoint:
 
         Raises: ChecksumError, AioError.
         """
-        # A run that goes on with more ranks: the new ones begin as rank 0.
+        # A run that continues with more ranks: the new ones begin as rank 0.
         manifest = self.manifests[rank if rank < self.world else 0]
         file = manifest.buffers if kind == "buffers" else manifest.extra
         if file is None:
@@ -268,7 +268,7 @@ class Checkpoint:
                 if here:
                     tickets.append(self._reader(ref.rank).fetch(row, here))
         except BaseException:
-            # The caller gets no ticket, and gives up the memory that the first reads still fill.
+            # The caller gets no ticket, and releases the memory that the first reads still fill.
             _wait_out(tickets)
             raise
         return tickets
@@ -387,7 +387,7 @@ class ChunkReader:
         self._held: OrderedDict[ChunkRef, tuple[list[Bytes], list[Ticket]]] = OrderedDict()
 
     def start(self, refs: Iterable[ChunkRef]) -> None:
-        """Start reading these, as many as there is room for beside each other."""
+        """Start reading these, as many as there is capacity for beside each other."""
         # Without repeats, and no more than fit: later ones would push earlier ones out unread.
         wanted = list(dict.fromkeys(refs))[: self._capacity]
         for ref in wanted:
@@ -446,7 +446,7 @@ class ChunkReader:
         wanted = (
             range(count) if self._sections is None else [s for s in self._sections if s < count]
         )
-        # One piece for all sections; pages of those that are not wanted are never touched.
+        # One piece for all sections; pages of sections that are not wanted stay untouched.
         memory = np.zeros(int(sizes.sum()), dtype=np.uint8)
         at = np.cumsum(sizes) - sizes
         arrays = [memory[at[s] : at[s] + sizes[s]] for s in range(count)]
@@ -687,7 +687,7 @@ class RowChunks:
         how = int(self._rows[row]["padded"])
         padded = how == PADDED
         ids = self._block(row // BLOCK_ROWS)[row % BLOCK_ROWS]
-        # Padded: every section is a chunk of its own, so a job for each.
+        # Padded: every section is a separate chunk, so a job for each.
         jobs = np.zeros(len(addresses) if padded else 1, dtype=JOB)
         jobs["kind"], jobs["base"] = kind, -1
         jobs["mask"] = MASK_FOLDED if how == FOLDED else 0
@@ -707,7 +707,7 @@ def _section_records(
 ) -> npt.NDArray[np.void]:
     """Section `s` of padded rows: `sizes` bytes each."""
     records = np.zeros(len(rows), dtype=CHUNK)
-    # A key of its own for each section: checksums are seeded with it.
+    # A separate key for each section: checksums are seeded with it.
     records["key"], records["generation"] = rows["key"] + np.uint64(s), rows["generation"]
     records["drive"] = rows["file"]
     records["numel"] = records["run_bytes"] = sizes

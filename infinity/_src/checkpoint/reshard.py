@@ -141,7 +141,7 @@ def convert(
     # Bit for bit: nothing is decoded where the format stays.
     if states and source is target:
         return list(given)
-    # RAW has no master of its own: the parameter is all that there is.
+    # RAW has no separate master: the parameter is all that was saved.
     if states and source.master is not Master.RAW:
         master, moments = decode_sections(source, [torch.from_numpy(array) for array in given])
     else:
@@ -321,7 +321,7 @@ class ReshardJob:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        # With fewer ranks the state of those that are gone is dropped, and that is told.
+        # With fewer ranks the state of ranks that are gone is dropped, and a note says so.
         lost = [
             manifest.rank
             for manifest in self.checkpoint.manifests[self._world :]

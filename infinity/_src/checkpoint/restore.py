@@ -276,7 +276,7 @@ class MatchedOptimizer:
         indices = {
             where[name]: record
             for record in records
-            # Of one that the save left out the group is known, by its own name.
+            # The group of a parameter that the save left out has the parameter's name.
             for name in (_names_of(found[record]) if record in found else [record.name])
             if name in where
         }
@@ -575,7 +575,7 @@ class RestoreJob:
                 return None if self._is_damaged(ranks, damage) else restored
 
     def _is_damaged(self, ranks: Rendezvous, mine: BaseException | None) -> bool:
-        """Return whether some rank met damage; the first is kept for messages. Collective."""
+        """Return whether some rank met damage; the first is retained for messages. Collective."""
         damaged = [row["damaged"] for row in ranks.all_gather_object({"damaged": mine is not None})]
         if any(damaged) and self._damage is None:
             assert mine is None or isinstance(mine, Exception)
@@ -622,7 +622,7 @@ class RestoreJob:
         """Check everything that may be refused, and read the small state."""
         saver, strict = self._saver, self._strict
         saver.check_between_steps("inf.restore()")
-        # Lengths now, contents as they are read: a missing file is told before anything is written.
+        # Lengths now, contents as they are read: a missing file is found before any write.
         if not self._reports:
             checkpoint.check_files()
         params = [param for unit in saver.units for param in unit.params]
@@ -830,8 +830,8 @@ class RestoreJob:
                 yield _Chunk(records, chunk, tuple(parts), whole=chunk not in mixed)
 
     def _start(self, reader: ChunkReader, coming: Sequence[_Chunk]) -> None:
-        """Start the reads of the next chunks. A file that cannot be opened is met again, and told,
-        when its chunk is put together."""
+        """Start the reads of the next chunks. A file that cannot be opened is met again when its
+        chunk is put together, and reported then."""
         met_again = self._reports or self._falls_back
         with contextlib.suppress(AioError) if met_again else contextlib.nullcontext():
             reader.start(ref for turn in coming for ref in turn.refs)
@@ -876,7 +876,7 @@ class RestoreJob:
         target = _Target(turn.records.format, flat.dtype, buffer, states)
         for part in turn.parts:
             source = part.saved.flat.state_format
-            # A dict as an ordered set: each kind of rounding is told once.
+            # A dict as an ordered set: each kind of rounding is reported once.
             if target.states and (text := rounding(source, target.format)):
                 self._rounded[text] = None
             missed = functools.partial(self._missed, self._older, target, part) if notes else None

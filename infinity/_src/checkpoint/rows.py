@@ -42,7 +42,7 @@ which lies here, is all zeros and was never written; its bytes and checksums mea
 how the checksums were taken.
 
 CHUNKED: as an executor takes those of a CHUNK, of all its sections, in pieces of PIECE_NUMEL
-elements, from `key` and `generation`. PADDED: of each section that is here, as a chunk of its own:
+elements, from `key` and `generation`. PADDED: of each section that is here, as a separate chunk:
 of its bytes up to the next multiple of 4096, in pieces of PIECE_BYTES, from `key` + the section's
 index. Then no byte of a file is without a checksum. FOLDED: as CHUNKED, but one for each section,
 that of the pieces' checksums in order.

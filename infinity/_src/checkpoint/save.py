@@ -1,8 +1,8 @@
-"""Saving a model's states while training goes on: small state is captured at once, chunks are
+"""Saving a model's states while training continues: small state is captured at once, chunks are
 copied by a thread.
 
     inf.save    waits for updates; captures scalars, groups, buffers, extra; starts a thread
-    training    goes on; a write to states waits until these were read
+    training    continues; a write to states waits until these were read
     thread      data file, small files  ->  all ranks wrote? manifests  ->  all there? older ones go
 
 The ranks agree in a group of their own, so that training's collectives and these do not meet. The
@@ -122,7 +122,7 @@ class Snapshot:
     def before_write(self, flats: Sequence[Flat]) -> None:
         """Block until these flats were read, or the copying has ended, well or not."""
         with self._changed:
-            # Most writes come here long after their flats were read, and go on at once.
+            # Most writes come here long after their flats were read, and continue at once.
             if self._ended or not any(self._unread.get(flat) for flat in flats):
                 return
             # A writer waits for these: they are read next.
@@ -133,7 +133,7 @@ class Snapshot:
                 self._changed.wait(0.5)
 
     def end(self) -> None:
-        """End the copying: writers that wait go on, since nothing is read any more."""
+        """End the copying: writers that wait continue, since nothing is read any more."""
         with self._changed:
             # Also after a fault: training must not wait for a copy that will not be made.
             self._ended = True
@@ -158,7 +158,7 @@ class Snapshot:
                 )
                 pipeline.run(self._upcoming())
         finally:
-            # Whoever waits in `before_write` goes on, however this ended.
+            # Whoever waits in `before_write` continues, however this ended.
             self.end()
 
     def _upcoming(self) -> Iterator[int]:
@@ -248,8 +248,8 @@ class Save:
         # Set by the save's thread, waited for by any.
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        # True once the user was told of the error; an untold one is raised by a later call.
-        self.told = False
+        # True once the error was reported to the user; else a later call raises it.
+        self.reported = False
         # True where only `wait` is to raise the error, and has not done so.
         self.left = False
 
@@ -268,14 +268,14 @@ class Save:
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save into {self.directory} is not done after {timeout} s")
         if self._error is not None:
-            self.told, self.left = True, False
+            self.reported, self.left = True, False
             raise self._error
 
     def leave_error_to_wait(self) -> None:
         """Leave the error of a save that fails to `wait`: no other call raises it. One warning
         tells it if the next save begins, or the engine closes, and `wait` was not called.
         """
-        self.told = self.left = True
+        self.reported = self.left = True
 
     def report_error(self) -> None:
         """Warn of an error that was left to `wait` and was not raised, once. Does not
@@ -431,7 +431,7 @@ class Saver:
         """Start copying. agreed: the generation's number and the save's. undo: closed when
         the save has ended.
         """
-        # A group of the saves' own: collectives of training go on in the model's.
+        # A group of the saves' own: collectives of training continue in the model's.
         if self._aside is None:
             self._aside = self.comm.fork()
         flats = captured.layout.flats
@@ -447,7 +447,7 @@ class Saver:
             drives=len(self.policy.directories),
             progress=line.advance,
         )
-        # An error is kept for the thread: the ranks agree there, and none may leave before.
+        # An error is retained for the thread: the ranks agree there, and none may leave before.
         # The run's files have the frozen parameters, too: a save without them is a small copy.
         linked, refused = _try_link(
             None if captured.layout.left_out else run, target, int(agreed[0])
@@ -533,12 +533,12 @@ class Saver:
         error: BaseException | None = None
         try:
             job.save()
-        except BaseException as met:  # noqa: BLE001 - told by `Save.wait`, or by a later call
+        except BaseException as met:  # noqa: BLE001 - raised by `Save.wait`, or by a later call
             error = met
         finally:
             job.snapshot.end()
             line.end()
-            # In this order: directory and states are free before anybody sees that the save ended.
+            # In this order: directory and states are free before a caller sees that the save ended.
             undo.close()
             self.states.store.guard(None)
             if error is None:
@@ -550,20 +550,20 @@ class Saver:
     def wait_for_last(self) -> None:
         """Block until no save is under way, however the last one ended."""
         if self._last is not None:
-            # Its error is told by `raise_fault` or `Save.wait`, not here.
+            # Its error is raised by `raise_fault` or `Save.wait`, not here.
             with contextlib.suppress(Exception):
                 # Waiting here tells the user nothing.
-                told, left = self._last.told, self._last.left
+                reported, left = self._last.reported, self._last.left
                 try:
                     self._last.wait()
                 finally:
-                    self._last.told, self._last.left = told, left
+                    self._last.reported, self._last.left = reported, left
 
     def raise_fault(self) -> None:
         """Raise the error of the last save, if it was not raised before. Does not block."""
-        if self._last is not None and self._last.done and not self._last.told:
-            # Told once, then saves go on.
-            self._last.told = True
+        if self._last is not None and self._last.done and not self._last.reported:
+            # Told once, then saves continue.
+            self._last.reported = True
             self._last.wait()
 
     def report_last(self) -> None:
@@ -588,7 +588,7 @@ def _try_link(
 
 @dataclasses.dataclass(frozen=True)
 class _SaveJob:
-    """The work of one save, in a thread of its own."""
+    """The work of one save, in a separate thread."""
 
     handle: Save
     captured: _Captured
@@ -664,7 +664,7 @@ class _SaveJob:
                 backend=self.backend,
                 stored=self.linked,
             )
-        # The message says what the save needs in all, not the one file that found no room.
+        # The message says what the save needs in all, not the one file that found no capacity.
         except SwapFullError as error:
             raise SwapFullError(
                 f"no room for a checkpoint of {self.handle.size_bytes} bytes in "

@@ -333,7 +333,7 @@ class VerifyJob:
     def _file(self, manifest: Manifest, index: int, progress: Callable[[str, int], object]) -> None:
         file = manifest.files[index]
         path = self.directory / file.name
-        # Rows of one file: each file has a reader of its own.
+        # Rows of one file: each file has a separate reader.
         mine = np.flatnonzero(manifest.rows["file"] == index)
         try:
             size = path.stat().st_size
@@ -360,10 +360,10 @@ class VerifyJob:
             mine = mine[ends <= size]
         if not len(mine):
             return
-        # The reader refuses a file shorter than its entry, and the cut was told already.
+        # The reader refuses a file shorter than its entry, and the cut was reported already.
         there = dataclasses.replace(file, size_bytes=min(size, file.size_bytes))
         rows = manifest.rows[mine]
-        rows["file"] = 0  # of those that the reader has
+        rows["file"] = 0  # an index into the reader's files
         reader = DataReader(
             self.directory,
             [there],
@@ -435,7 +435,7 @@ class VerifyJob:
                 if not piece.matches(file.read(piece.length)):
                     what = ", ".join(_places(manifest, row, piece))
                     self._report(path, piece.offset, piece.length, what, "is not what was written")
-        # Well this time: the drive gave other bytes before, and that is told, not forgotten.
+        # Well this time: the drive gave other bytes before, and that is reported, not forgotten.
         if len(self.damage) == before:
             what = ", ".join(_places(manifest, row))
             self._report(
@@ -497,7 +497,7 @@ def _pieces(manifest: Manifest, row: int) -> Iterator[_Piece]:
         total = int(padded[s]) if how == PADDED else section.size_bytes(numel)
         # As the executor took them: by bytes for padded rows, by elements for a run's.
         step = PIECE_BYTES if how == PADDED else section.size_bytes(PIECE_NUMEL)
-        # A padded section is a chunk of its own, so its key differs and its number is 0.
+        # A padded section is a separate chunk, so its key differs and its number is 0.
         key, number = int(entry["key"]) + s * (how == PADDED), s * (how != PADDED)
         inside = -(-total // step) if how == FOLDED else 1
         items = section.group_numel * inside * step // section.itemsize

@@ -56,7 +56,7 @@ def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
         rows["flat"], rows["start"], rows["numel"] = index, starts, numels
         parts.append(rows)
     whole = np.concatenate(parts) if parts else np.zeros(0, dtype=ROW)
-    # SECTION_MAX apart: every section of every row has a key of its own, which seeds its checksums.
+    # SECTION_MAX apart: every section of every row has a separate key, which seeds its checksums.
     whole["key"] = np.uint64(key) + np.arange(len(whole), dtype=np.uint64) * np.uint64(SECTION_MAX)
     return whole
 
@@ -66,7 +66,7 @@ class DataWriter:
     `finish`. One thread uses it.
 
     rows: ROW [n], whose places are set here. flats: the flats that rows["flat"] counts.
-    Preallocates all, so that a full drive is told first. Raises: SwapFullError, AioError; then the
+    Preallocates all, so that a full drive is found first. Raises: SwapFullError, AioError; then the
     file may be there, of no use.
     """
 
@@ -76,7 +76,7 @@ class DataWriter:
         self.rows = rows
         sizes = section_bytes(rows, flats)
         before = np.cumsum(sizes, axis=1) - sizes
-        # Sections of no bytes are those that the format lacks.
+        # A section of no bytes is one that the format lacks.
         rows["section_at"], rows["padded"] = np.where(sizes > 0, before, -1), PADDED
         rows["zeros"] = 0  # all is written
         rows["run_bytes"] = sizes.sum(axis=1)

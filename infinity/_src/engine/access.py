@@ -19,7 +19,7 @@ from infinity.errors import AioError, EngineClosed
 
 
 class Background(NamedTuple):
-    """The parts whose work is not done when a call returns: those that work in the background,
+    """The parts whose work is not done when a call returns: parts that work in the background,
     whose faults are sticky, writes of the loop to whole parameters, and parameters that were
     unfrozen and have no states yet."""
 
@@ -81,7 +81,7 @@ class EngineAccess:
         """Check the engine before an outermost forward, a write, or a call of its user. Keeps what
         the loop has written to whole parameters.
         """
-        # Each rank would go on with a model of its own, and no loss would tell.
+        # Each rank would continue with a different model, and no loss would show it.
         self._comm.check_group()
         self._background.whole.keep_writes()
 

@@ -12,7 +12,7 @@
     build_hooks       the hooks by which torch calls the engine
 
 Collaborators are given by constructors. Two parts may need each other. Then the one that is made
-first gets the other by one call of `attach`: the update mode, the access checks, and the
+first gets the later one by one call of `attach`: the update mode, the access checks, and the
 transaction in a durable run.
 """
 
@@ -135,7 +135,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Tiers:
-    """Storage of all values. offload: the way of gradients from a device with memory of its own."""
+    """Storage of all values. offload: the way of gradients from a device with separate memory."""
 
     planner: PlacementPlanner
     buffers: GradBuffers
@@ -172,7 +172,7 @@ class OptimizerParts:
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The parts of which all later ones are made. undo: gets the calls that close parts."""
+    """The parts that all later parts are made of. undo: gets the calls that close parts."""
 
     split: Split
     tiers: Tiers
@@ -212,7 +212,7 @@ def build_engine(
     rollback: Rollback,
 ) -> EngineParts:
     """Take `model` apart and wire its engine. `undo` gets the calls that close the parts, also if
-    this raises; `rollback` is told what changes the model. Collective.
+    this raises; `rollback` notes what changes the model. Collective.
     """
     # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
     split = take_apart(model, policy, device, transport, owner, undo)
@@ -258,7 +258,7 @@ def find_source(
     init: Callable[[], torch.nn.Module] | None,
 ) -> tuple[OpenSource, bool]:
     """Open the source of the model's values. Returns it, and whether all ranks read the same files,
-    each its own part. Collective. Raises: ValueError for a source that does not fit the model.
+    each its part. Collective. Raises: ValueError for a source that does not fit the model.
     """
     if isinstance(load, Path):
         load = open_weights(model, load)
@@ -292,7 +292,7 @@ def take_apart(
     resources = undo.enter_context(open_node_resources(ranks.comm, policy))
     # With the rank's own directories in place of "{rank}", and its part of shared drives.
     policy = resources.policy
-    # Inside the rendezvous of the resources: the other ranks are told, and do not wait.
+    # Inside the rendezvous of the resources: the other ranks hear of it, and do not wait.
     if ranks.several:
         check_current(device)
     bytes_max = int(policy.unit_bytes_max)
@@ -349,7 +349,7 @@ def open_tiers(
     will be filled. Raises: BudgetError, MemoryLimitError, SwapFullError, OSError.
     """
     policy = split.policy
-    # Room for the gradients of a few units on their way.
+    # Capacity for the gradients of a few units on their way.
     leaving = overlap_bytes([unit.size_bytes for unit in split.units], OFFLOAD_UNITS)
     offload = GradOffload(split.device, leaving) if split.device.copies else None
     buffers = GradBuffers(split.comm.rank, policy.grad_dtype, split.device)
@@ -431,7 +431,7 @@ def _freed_bytes(params: Sequence[Param]) -> int:
     """Bytes of RAM that the model's values take for themselves, and give back once at rest."""
     held = (param.sites[0][0]._parameters[param.sites[0][1]] for param in params)
     size = sum(value.nbytes for value in held if value is not None and value.device.type == "cpu")
-    # Values that are mapped from files are memory that is left already.
+    # Values that are mapped from files are memory that remains already.
     own = psutil.Process().memory_info()
     return min(size, int(own.rss - own.shared))
 
@@ -477,7 +477,7 @@ def fill_tiers(
     """Write the model's values to their tiers, unit by unit, and fill its buffers. Blocks;
     collective.
 
-    in_parts: all ranks read the same files, and each reads its own part of them. Raises:
+    in_parts: all ranks read the same files, and each reads its part of them. Raises:
     PeerFailed, ValueError, AioError.
     """
     # Ranks that read the same files have the same values.
@@ -492,7 +492,7 @@ def fill_tiers(
                 _fill_from_first(split, unit, flats, source, filling)
             else:
                 fill_flats(flats, source, filling.store)
-            # A fill takes long: the others do not go on to its end when one rank has failed.
+            # A fill takes long: the others do not continue to its end when one rank has failed.
             split.resources.check_peers()
         filling.end()
     source.fill_buffers(split.device.torch_device, rollback.keep)
@@ -541,7 +541,7 @@ class _Filling:
         self._split, self._tiers, self._heap = split, tiers, heap
         storage = tiers.storage
         self._compares = way == "parameters"
-        # A durable run has files that outlive the process, in which a fill may go on.
+        # A durable run has files that outlive the process, in which a fill may continue.
         self._run = None
         if storage.run is not None:
             self._run = Initialization(

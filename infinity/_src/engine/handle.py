@@ -300,10 +300,10 @@ class Handle:
         self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]
     ) -> AbstractContextManager[None]:
         """Return a context in which these parameters (as `model.parameters()` yields them) can be
-        read and written; writes are kept.
+        read and written; writes are retained.
 
         Waits for pending updates of their units, and, before it keeps writes, for all: a step that
-        is undone raises StepUndone, and nothing is kept. With update="delayed" these are the
+        is undone raises StepUndone, and nothing is retained. With update="delayed" these are the
         updated values, which training computes with one step later: a training forward or backward
         through them raises RuntimeError inside. On several ranks all gather, and write, the same.
 
@@ -321,7 +321,7 @@ class Handle:
         backward reduces them. Otherwise gradients are reduced into the shards at once, and the
         other modes need no mark.
 
-        Raises: BudgetError when update="backward" has no room for gradients, at the first time.
+        Raises: BudgetError when update="backward" has no capacity for gradients, at the first time.
         """
         self.check_open()
         # The reducer adds up on this rank, the mode leaves the update out, buffers stay as they
@@ -457,7 +457,7 @@ class Handle:
         of spans.
 
         Tracks: phases, waits of training, units in use, gradients, reads, writes, updates, copies,
-        with the names of the units; the newest of each are kept.
+        with the names of the units; the newest of each are retained.
         """
         target = absolute(path, "path")
         self.take_spans()
@@ -495,7 +495,7 @@ class Handle:
         """Close as `close`. commit: commit the last step of a durable run, if it is not yet."""
         if self.parts.access.closed:
             return
-        # Writes in the block are kept at its end, when the engine would be gone.
+        # Writes in the block are retained at its end, when the engine would be gone.
         if self.parts.lifecycle.windows:
             raise RuntimeError(
                 "handle.close() inside handle.gather(): the writes of the block would be lost; "
@@ -525,7 +525,7 @@ class Handle:
 
     def _leave_if_stuck(self) -> None:
         """Block until no collective is under way. Raises: RankFailed where that cannot be had;
-        everything is kept then until the process ends."""
+        everything is retained then until the process ends."""
         try:
             self.comm.drain()
         except RankFailed:

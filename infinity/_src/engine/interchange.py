@@ -88,7 +88,7 @@ def export_safetensors(
     be room for both. On several ranks all must call it; rank 0 writes.
 
     Raises: MemoryError, before anything is read, where a shard (a group that is converted counts
-    twice) is more than the memory that is left; OSError naming the path; ValueError for a model
+    twice) is more than the memory that remains; OSError naming the path; ValueError for a model
     that is not offloaded, and for one whose conversion has no way back, or that the release of
     transformers cannot convert.
     """
@@ -144,7 +144,7 @@ def export_dcp(
 
     The checkpoint stands for `{"model": ..., "optim": ...}` (`keys`) as
     torch.distributed.checkpoint.state_dict makes them, so that a plain or sharded torch model and
-    optimizer go on from it: `model.<name>`, `optim.state.<name>.exp_avg` (and each other state,
+    optimizer resume from it: `model.<name>`, `optim.state.<name>.exp_avg` (and each other state,
     "step" included), `optim.param_groups.<i>.<name>`. Parameters and states are those that `opt`
     holds; None writes the model.
 
@@ -380,7 +380,7 @@ def save(
     extra: Any = None,
     frozen: bool = True,
 ) -> Save:
-    """Start saving everything that training goes on from; training goes on meanwhile. `.wait()` of
+    """Start saving everything that training resumes from; training goes on meanwhile. `.wait()` of
     the result returns when the checkpoint is whole.
 
     Saved: parameters, masters, moments, step counts, parameter groups, persistent buffers, and
@@ -436,12 +436,12 @@ def restore(
     nearest, and `.rounded` says what; `.notes` says what else is different.
 
     directory: a checkpoint, or an `nvme` directory of a durable run, or several of one run: each
-    has a copy of the manifests, so any one that is left will do, and the newest is taken. The
+    has a copy of the manifests, so any one that remains will do, and the newest is taken. The
     model stays as it was built, and `.step` is 0, if that is the run that this engine's own policy
-    goes on with and no commit of it exists.
+    continues with and no commit of it exists.
 
     opt: as in `save`, in the same order; None restores the parameters alone (not where the policy
-    goes on with a durable run). strict: False restores what fits, as torch's load_state_dict:
+    continues with a durable run). strict: False restores what fits, as torch's load_state_dict:
     parameters and buffers that the checkpoint lacks are kept, with their states, others that it has
     are left out, and `.notes` names both; another shape or dtype raises as ever, and so does a
     parameter that has states here and none there. damaged: "report" brings back all that can be
@@ -506,7 +506,7 @@ def _stay(of: Handle, run: DurableRun | None, extra: object) -> None:
 
 
 def _check_own(of: Handle, run: DurableRun, opt: Any, directory: str | os.PathLike[str]) -> None:
-    """Raise ValueError where the run that this engine goes on with cannot be restored."""
+    """Raise ValueError where the run that this engine continues with cannot be restored."""
     # The first step of this process has replaced what the directories held.
     if run.begun and (run.files.before is not None or of.pipeline.steps):
         raise ValueError(

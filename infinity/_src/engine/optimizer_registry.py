@@ -90,7 +90,7 @@ class OptimizerRegistry:
         Raises: ValueError when another optimizer has one, when its dtype has no state format or
         that of its unit is another, or when other ranks register others; BudgetError;
         SwapFullError; AioError; MemoryError; PeerFailed. The optimizer has none of them then, and
-        training goes on as before. States that moved already stay where they are, and memory that
+        training continues as before. States that moved already stay where they are, and memory that
         was made stays and is counted.
         """
         # Here, since ranks may agree on the end of a step: in a rendezvous one may have failed. Of
@@ -172,7 +172,7 @@ class OptimizerRegistry:
         """Make room for the gradients of all registered parameters: update="backward" accumulates
         for the first time. Blocks. Collective.
 
-        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. All goes on without
+        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. All continues without
         that room then, and this may be called again.
         """
         with self._open_rendezvous("making room for gradients") as agree:

@@ -57,7 +57,7 @@ class PlacementPlanner:
     ledger_owner: key of the model's entry in the RAM ledger.
     transit_bytes: returns the RAM of buffers between autograd and the gradients' place; it grows
     when parameters are unfrozen. Formats are those of states without gradients; `plan.formats` has
-    a section for those that spill.
+    a section for gradients that spill.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PlacementPlanner:
         # made since that plan count beside it.
         self._transit_planned = 0
         self._owner = ledger_owner
-        # Once: the memory that is left shrinks as this model takes its share, and must not be
+        # Once: the memory that remains shrinks as this model takes its share, and must not be
         # halved again for the optimizer.
         self._default_bytes = default_bytes
         # Sizes of the slots in the pools that exist; every later plan counts these, at least.
@@ -166,7 +166,7 @@ class PlacementPlanner:
 
         stores_gradients: they wait in RAM (or spill) for the step; not so under update="backward"
             without accumulation.
-        Its pools are those that exist, or larger: parameters that were frozen when the model was
+        Its pools are the present ones, or larger: parameters that were frozen when the model was
         offloaded may have larger chunks, and an optimizer more moments.
         Raises: BudgetError. Then the plan in force stays.
         """

@@ -105,7 +105,7 @@ class RankSetup:
         if not differing:
             return
         flat = flats[differing[0]]
-        # A rank that goes on with a fill that broke off knows no more than the whole.
+        # A rank that continues with a fill that broke off knows no more than the whole.
         known = flat in by_param
         found = self.comm.differing_indices(
             [known, *by_param.get(flat, [0] * len(flat.params))]
@@ -152,7 +152,7 @@ class RankSetup:
     ) -> int:
         """CPU memory of the buffers that several ranks need; it grows when parameters are unfrozen.
 
-        copies: the model computes on a device with memory of its own.
+        copies: the model computes on a device with separate memory.
         """
         # One rank reduces nothing, so it needs none of these buffers.
         if not self.several:

@@ -131,7 +131,7 @@ class StepTerms:
         phases = {name: found[name].per(steps) for name in PHASES}
         # An evaluation is no part of a step: `step_s` leaves it out.
         training = [figures for name, figures in phases.items() if name != "evaluation"]
-        # The first forward of a step is a phase of its own. All slices of a forward are one pass:
+        # The first forward of a step is a separate phase. All slices of a forward are one pass:
         # what each gathers again is counted where it moves, and its compute where it passes.
         count = max(round((found["first forward"].count + found["forward"].count) / steps), 1)
         total = sum(training, PhaseFigures())

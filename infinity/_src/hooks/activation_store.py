@@ -201,7 +201,7 @@ class NvmeActivationStore:
 
     def _free_settled(self) -> None:
         """Free the released places, except for those of writes that went elsewhere and are not
-        settled yet: the range that refused a write would be somebody's again."""
+        settled yet: the range that refused a write would be given out again."""
         waiting = []
         for place, at in self._given_up:
             now = self._space.place_of(place)
@@ -262,7 +262,7 @@ class NvmeActivationStore:
 
 
 class HostActivationStore:
-    """Activation store in pinned CPU memory, for a device with memory of its own. Not safe from
+    """Activation store in pinned CPU memory, for a device with separate memory. Not safe from
     several threads at once.
 
     It grows in the first steps to the size that they need, which depends on the batch. Slabs are

@@ -324,7 +324,7 @@ class Backward:
 
     def _end_task(self, task: int) -> None:
         """End the uses that are left in a graph task, then forget the task. In this order: if
-        something raises, the backward has broken off, and `reset` must find the uses that are left.
+        something raises, the backward has broken off, and `reset` must find the uses that remain.
         """
         with self._lock:
             uses = self._tasks.get(task, [])

@@ -2,7 +2,7 @@
 first.
 
 Of the nodes that are ready autograd runs the one with the highest sequence number, and it numbers
-nodes as forward makes them. So one backward over forwards that ran one after the other would go
+nodes as forward makes them. So one backward over forwards that ran in sequence would go
 through the whole last micro-batch first. `deal` gives nodes each other's numbers:
 
     made     0: a b c | 1: a b c | 2: a b c     micro-batches 0, 1, 2 through blocks a, b, c

@@ -192,7 +192,7 @@ class Lifecycle:
         self._device = next(
             (flat.tensor.device for unit in units for flat in unit.flats), torch.device("cpu")
         )
-        # Autograd runs hooks of a device in a thread of its own.
+        # Autograd runs hooks of a device in a separate thread.
         self._lock = threading.RLock()
         self._frames = frames if frames is not None else FrameStack()
         self.backward = Backward(units, unsharder, gradients, self._lock)

@@ -53,7 +53,7 @@ def chosen_params(lifecycle: Lifecycle, what: Gatherable) -> list[Param]:
 
 def gather(lifecycle: Lifecycle, what: Gatherable) -> AbstractContextManager[None]:
     """Open windows: inside, `what` (a module, a parameter, or parameters) is readable and writable;
-    writes are kept.
+    writes are retained.
 
     Blocks until it is gathered. Views kept past the end are undefined.
     """

@@ -1,4 +1,4 @@
-"""`Handle.accumulate`: forwards of micro-batches one after the other, and one backward for all.
+"""`Handle.accumulate`: forwards of micro-batches in sequence, and one backward for all.
 
     fn(micro-batch) of each, as a whole: the loop's own code and the model's run as in a plain loop
     one backward over all losses, block by block (`infinity._src.hooks.block_order`)

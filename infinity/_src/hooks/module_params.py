@@ -8,7 +8,7 @@ unit its gathered parameters lie in the dict itself, so that torch.compile, whic
 sees the tensors that forward uses.
 
 Forward may take a parameter out of its slot for a time: `torch.nn.utils.parametrize` moves it into
-a module of its own, as PEFT does around each call of a layer with `target_parameters`, and
+a separate module, as PEFT does around each call of a layer with `target_parameters`, and
 `torch.func.functional_call` puts another tensor in its place. The same parameter must be back when
 forward leaves the unit, or `UnitRefs.release` raises. Outside of forward taking one out raises at
 once.

@@ -5,7 +5,7 @@ written anywhere.
     write    is found by the version counter of what was read, and kept before the next pass, step,
              save or call of the handle. torch counts none through an array of numpy, nor by a
              collective (`dist.all_reduce(parameter.data)`): these belong inside of `gather()`
-    later    a tensor that is kept over a step shows the values of the step; a write through it
+    later    a tensor that is retained over a step shows the values of the step; a write through it
              raises. After `close()` it has no memory
 
 A read of parameters that rest elsewhere would have to move them, which `gather()` does in the
@@ -103,7 +103,7 @@ class WholeParams:
         late = [window for window in written if not window.current]
         if late:
             self._refuse_late_writes(late)
-        # One order on all ranks: storing is a collective, and each has read in an order of its own.
+        # One order on all ranks: storing is a collective, and each rank has read in another order.
         written.sort(key=lambda each: each.param.index)
         current = [window for window in self._windows.values() if window.current]
         try:

@@ -33,7 +33,7 @@ UNITS_AHEAD = 3
 LAG_UNITS = 2
 """Units whose backward may have ended before a unit's update is submitted."""
 
-# Besides those that lag, one window fills and one is still read by its update.
+# Besides windows that lag, one window fills and one is still read by its update.
 WINDOW_UNITS = LAG_UNITS + 2
 """Windows of pinned memory, of a unit each, for gradients of update="backward" on a device."""
 

@@ -68,7 +68,7 @@ class Device:
             # A pool belongs to the device that is current when it is made. On any other it dies
             # with its first use.
             with on_device(torch_device):
-                # A pool of its own: among activations the buffers would leave holes that nothing
+                # A separate pool: among activations the buffers would leave holes that nothing
                 # else fits.
                 self._pool = make_mem_pool()
 
@@ -219,7 +219,7 @@ class Device:
 
 
 class GradOffload:
-    """Offload of gradients D2H while backward goes on. One thread uses it at a time.
+    """Offload of gradients D2H while backward continues. One thread uses it at a time.
 
     bytes_max: device memory of gradients under way; beyond it backward waits for the oldest. One
     that is larger leaves by itself.
@@ -390,7 +390,7 @@ def make_slabs(sizes: Sequence[int], *, shown: bool) -> list[Slab]:
     made: list[Slab] = []
     with ProgressLine("taking memory", sum(sizes), shown=shown) as line:
         try:
-            # One by one, so that an error finds those that were made.
+            # One by one, so that an error finds the slabs that were made.
             made.extend(Slab(size, progress=line.advance) for size in sizes)
         except BaseException:
             for slab in made:

@@ -13,11 +13,11 @@ with them. No tensors, no times: all ranks find the same.
 
 In a module that runs in slices (`inf.microbatched`) a unit that is gathered for one slice stays for
 the others, and gradients add up until the last slice. So there a block counts as one unit, with its
-gradients; and where the device has no room for it, as many of its units stay as fit:
+gradients; and where the device has no capacity for it, as many of its units stay as fit:
 
     spare    half of what the device has left beside units one by one and gradients; the other half
              is for activations
-    block    stays whole where the bound, with `spare`, has room for it; else `spare` of it does
+    block    stays whole where the bound, with `spare`, has capacity for it; else `spare` of it does
 
 Sums of slices have the dtype in which gradients wait, which may be wider than the parameter's.
 """
@@ -105,7 +105,7 @@ def capacity_bytes(
     times = repeats or [1] * len(sizes)
     held = [size + sum(sizes[i] for i in inside) for size, inside in zip(sizes, outer, strict=True)]
     room = max(held, default=0) + overlap_bytes(sizes, count)
-    # Backward meets neighbours in the other order.
+    # Backward meets neighbours in reverse order.
     for here, there in itertools.pairwise(range(len(sizes))):
         room = max(room, held[here] + sizes[there], held[there] + sizes[here])
     for size, whole, repeat in zip(sizes, held, times, strict=True):
@@ -191,7 +191,7 @@ def _spare_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
 
 
 def fresh_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
-    """Bytes of fresh gradients at most: those that backward makes, and those that are leaving."""
+    """The most bytes of fresh gradients: in backward, and on their way to the host."""
     if _in_slices(units):
         largest = max((size for unit in units for size in unit.grads), default=0)
         return largest + sums_capacity(blocks_of(units), passes)

@@ -1,7 +1,7 @@
 """The drives of an engine, and whether they are there.
 
 One request that fails is a fault of a block, or of a moment. A drive is *lost* when it fails all:
-then the run is over, and one error says so to every call, with the state to go on from.
+then the run is over, and one error says so to every call, with the state to resume from.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Drives:
 
     def saved(self, step: int, directory: Path) -> None:
         """Note that a checkpoint is whole."""
-        # A place that went at once is no place to go on from.
+        # A place that went at once is no place to resume from.
         with contextlib.suppress(OSError):
             self._saved = _Saved(step, directory, directory.stat().st_dev)
 

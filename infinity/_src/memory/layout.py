@@ -222,7 +222,7 @@ class FlatLayout:
         ends, size = begins + numels, self.chunk_numel
         counts = np.where(numels > 0, -(-ends // size) - begins // size, 0)
         owner = np.repeat(np.arange(len(counts)), counts)
-        # Parameters lie one after the other, and so do their segments.
+        # Parameters lie in sequence, and so do their segments.
         before = np.cumsum(counts) - counts
         chunk = np.arange(len(owner)) + np.repeat(begins // size - before, counts)
         first = np.maximum(chunk * size, begins[owner])

@@ -1,6 +1,6 @@
 """RAM budget of the process: one ledger that all its models share.
 
-A model reserves the bytes of its plan. The next model finds the rest of its own policy's `ram`. A
+A model reserves the bytes of its plan. The next model finds the rest of its policy's `ram`. A
 model takes as much as it can use, and keeps it: nothing is planned anew when another one comes. So
 models that share a process are offloaded with a `ram` that grows (the first may hold 8 GiB, with
 the second the process may hold 16), or with `resident` or "min", which bound a model.
@@ -115,7 +115,7 @@ def describe_limit(name: str) -> str:
 
 
 def fair_share(mine: Mapping[str, int], everyone: Sequence[Mapping[str, int]]) -> int:
-    """Divide the memory that is left, in bytes: each limit by the ranks under it. Returns the
+    """Divide the memory that remains, in bytes: each limit by the ranks under it. Returns the
     smallest part.
 
     mine, everyone: `memory_seen` of this rank, and of all ranks, from before any took memory. The

@@ -19,7 +19,7 @@ M = 1 that is 4 up and 2 down for each parameter with the update on the CPU, 18 
 the GPU. "device" with "backward" is not built; there the last micro-batch's gradient would never
 leave the GPU, and the parameters go up once: 14 and 12.
 
-Several GPUs: each copies its share over its own link, and has the others' from them
+Several GPUs: each copies its share over its link, and has the others' from them
 (`plan.ranks`). GPUs without links of their own do that through the CPU's memory, over the
 same PCIe links: then it counts here too.
 """

@@ -21,7 +21,7 @@ resident together, by whole chunks. With two generations a resident section is h
 byte of RAM saves half as much.
 
 **Spilled gradients.** A flat's gradients are in RAM as a whole, or on NVMe by way of a staging
-window that holds them while backward fills them. The memory of windows has room for the largest
+window that holds them while backward fills them. The memory of windows has capacity for the largest
 flat that spills, and for some beside it. So a large flat (an embedding) may be worth keeping in RAM
 only to keep it small, and there is a choice: up to which size flats may spill.
 
@@ -59,7 +59,7 @@ class FlatNeed:
     spill_format: the format with a `grad` section, for gradients that may spill; None: they may
         not. Such gradients take `window_bytes` of RAM in a staging window while backward fills
         them.
-    versions: how many copies of its states are kept, all on the same tier; gradients have one.
+    versions: how many copies of its states are retained, all on the same tier; gradients have one.
     """
 
     layout: FlatLayout
@@ -334,7 +334,7 @@ def plan_placement(
 ) -> PlacementPlan:
     """Place every chunk of `needs` under `ram_bytes` (None: the least that works).
 
-    drive_count: NVMe drives; each needs slots of its own, or they would wait for each other.
+    drive_count: NVMe drives; each needs separate slots, or they would wait for each other.
     scratch_bytes: RAM held besides.
     pools: the slot sizes (small, large) of pools that exist already. The plan counts them; its own
         slot sizes are larger where it needs larger ones.
@@ -552,7 +552,7 @@ class _SpillChoice:
         return count.grads_read / read + count.grads_written / write
 
     def everything(self) -> PlacementPlan | None:
-        """Plan with all states in RAM, without pools of its own.
+        """Plan with all states in RAM, without pools.
 
         None where `resident` or spilled gradients keep sections on NVMe.
         """

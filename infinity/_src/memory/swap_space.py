@@ -34,7 +34,7 @@ from infinity.errors import DeviceFailedError, SwapFullError
 log = logging.getLogger("infinity.memory")
 
 _UNIT = 1 << 20
-"""Sum of the whole-number weights of the drives: shares are kept to about a millionth."""
+"""Sum of the whole-number weights of the drives: shares are exact to about a millionth."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class WeightedRoundRobin:
 
 
 class NoRoomError(SwapFullError):
-    """The file systems have no room for all ranks together. Raised on all of them."""
+    """The file systems have no capacity for all ranks together. Raised on all of them."""
 
 
 Room = Callable[[Sequence[SwapFile], Sequence[int]], None]
@@ -105,7 +105,7 @@ class SwapSpace:
     shares: share of the bytes that each drive gets, in any unit (None: the same); set before the
     first `reserve`.
     room: raises NoRoomError when these files cannot grow by so many bytes each, beside the growth
-    that other ranks want on the same drives; `grow_together` asks it. make_room: gives up what can
+    that other ranks want on the same drives; `grow_together` asks it. make_room: releases what can
     be done without, once more each time, and returns whether there was anything: on all ranks, or
     on none.
     make: makes the file of a directory.
@@ -516,7 +516,7 @@ class _Measurement:
         # Untimed: the first waves find an idle drive.
         self._feed(_WARM_UP_S)
         for seen in self._seen:
-            # The last observation stays: measuring goes on from it.
+            # The last observation stays: measuring resumes from it.
             del seen[:-1]
         start = time.monotonic()
         while True:

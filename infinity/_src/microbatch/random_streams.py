@@ -1,4 +1,4 @@
-"""Random numbers of slices: each slice draws from a stream of its own.
+"""Random numbers of slices: each slice draws from a separate stream.
 
     base = torch.randint(2**62, ())            the number that torch's generator would give next
     slice i draws as after torch.manual_seed(base + i), through all modules of the forward

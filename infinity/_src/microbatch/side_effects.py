@@ -54,7 +54,7 @@ class SideEffects:
 
     @contextlib.contextmanager
     def refused(self, owner: str, *, several: bool, again: bool) -> Iterator[None]:
-        """Run the module inside. several: slices. again: its own code runs more than once.
+        """Run the module inside. several: slices. again: the module's code runs more than once.
 
         Raises: SlicesError, at the end, for buffers that were written, with several slices for
         attributes that got a tensor with a graph, and where it runs again for tensors in attributes

@@ -45,7 +45,7 @@ HEAD_CALL = "infinity_call"
 
 class SlicedLogits(UncomputedLogits):
     """Logits [rows, ..., vocabulary] of a head for hidden states [rows, ..., features], computed
-    when somebody uses them other than in the loss of a model.
+    when a use other than the loss of a model wants them.
 
     Until then neither the hidden states nor the head's weights may be written to: that is an error.
     """
@@ -149,7 +149,7 @@ def _versions(head: nn.Module, hidden: torch.Tensor) -> list[int]:
     """Return version counters that change when the logits do."""
     found = [version_of(hidden)]
     for param in head.parameters():
-        # An offloaded parameter has its own counter: its storage comes and goes.
+        # An offloaded parameter has a separate counter: its storage comes and goes.
         own: int | None = getattr(param, "infinity_version", None)
         found.append(version_of(param) if own is None else own)
     return found
@@ -186,7 +186,7 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
             # Without rows there is one loss, and it is that of the batch: of masked tokens alone.
             whole: torch.Tensor = function(*args, **kwargs)
             if run.record is not None:
-                # No slice has one of its own.
+                # No slice has a loss.
                 run.record.losses.append([UNNEEDED] * run.count)
             return whole
         first = next(tensors_in([args, kwargs]))

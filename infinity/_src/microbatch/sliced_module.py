@@ -1,7 +1,7 @@
 """Modules that run in slices. A module stays the object that it is; its class becomes a subclass of
 its class, of the same name, whose forward is that of its role:
 
-    AROUND   a module with sliced modules inside: begins the forward; its own code sees the batch
+    AROUND   a module with sliced modules inside: begins the forward; its code sees the batch
     BLOCK    runs slice by slice, each checkpointed unless none is wanted
     PART     an embedding, a norm: as a block, checkpointed where its input has a gradient
     HEAD     a linear that makes logits: with the model's loss, one slice of both at a time

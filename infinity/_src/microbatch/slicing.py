@@ -1,4 +1,4 @@
-"""Running a forward in slices: the slices of a batch go through a module one after the other.
+"""Running a forward in slices: the slices of a batch go through a module in sequence.
 
     Slicing   shared by the modules of one model: the number of slices, and the forward that runs
     Run       one forward: its rows, and the bounds and random streams of their slices
@@ -536,7 +536,7 @@ class Run:
             if rows == self.sizes:
                 return self._with_rows(join_rows(tensors))
             if expand and set(rows) == {1} and tensors[0].dim() > 1:
-                # The same values, and the gradient of each slice is the sum over its own rows.
+                # The same values, and the gradient of each slice is the sum over the slice's rows.
                 pairs = zip(tensors, self.sizes, strict=True)
                 parts = [part.expand(size, *part.shape[1:]) for part, size in pairs]
                 return self._with_rows(join_rows(parts))

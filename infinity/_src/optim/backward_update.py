@@ -4,7 +4,7 @@ which is then freed.
     backward of unit k ends (nothing uses it, no gradient is to come)
         -> UPDATE of unit k: gradients straight from autograd; parameters from the gathered unit,
            which gets the new ones
-    backward of unit k-1 goes on meanwhile
+    backward of unit k-1 continues meanwhile
     opt.step()   counts the step, and updates the parameters that backward did not
 
 Micro-batches but the last run in `handle.no_sync()`: they accumulate in gradient memory, and the
@@ -170,7 +170,7 @@ class BackwardUpdate(UpdateMode):
                 "backward, is still in p.grad: call zero_grad() after opt.step(); with "
                 "update='backward' gradients cannot add up over steps"
             )
-        # The sum of the micro-batches before goes on in the accumulator, and the update reads it
+        # The sum of the micro-batches before continues in the accumulator, and the update reads it
         # there.
         if state is AccumulatorState.HELD:
             accumulator.accumulate(grad)

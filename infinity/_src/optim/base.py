@@ -230,7 +230,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         self.refresh_groups()
         # Its gradient came without a training forward since (the loop assigned it, say).
         self.make_states([p for p in self.stateless if p.at_rest.grad is not None])
-        # All engines are asked before any is told: a step happens to every model, or to none.
+        # All engines are asked before any is informed: a step happens to every model, or to none.
         live: dict[StepEngine, list[Param]] = {}
         proceeds = False
         try:

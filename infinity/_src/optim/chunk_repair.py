@@ -40,7 +40,7 @@ from infinity.errors import (
 log = logging.getLogger("infinity")
 
 ROUNDS_MAX = 3
-"""A chunk whose read fails in so many steps one after the other is lost."""
+"""A chunk whose read fails in so many consecutive steps is lost."""
 
 
 class Misread(NamedTuple):
@@ -59,7 +59,7 @@ class ChunkRepair:
     """Repair of one model's chunks. One thread uses it at a time; `concerns` is for any.
 
     takes_older: take older states where the last are lost. reads: of a chunk that verify all of it.
-    advice: the way to go on where states are lost.
+    advice: the way to continue where states are lost.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class ChunkRepair:
         return True
 
     def _retire(self, at: ChunkAt, error: AioError) -> None:
-        """Give a chunk another second place, since what lies in its own cannot be read."""
+        """Give a chunk another second place, since the present one cannot be read."""
         try:
             bad = self._store.renew_second_place(at)
         except (SwapFullError, OSError, ValueError) as problem:

@@ -97,7 +97,7 @@ class JointTicket:
             ticket.wait_filled(timeout, check=check)
 
     def cancel(self) -> None:
-        """Do nothing: updates are never given up."""
+        """Do nothing: updates are never cancelled."""
 
 
 class DeviceUpdate(UpdateMode):

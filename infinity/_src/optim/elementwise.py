@@ -219,7 +219,7 @@ class Elementwise(Optimizer):
         except BaseException as error:
             engine.pipeline.set_fault(half_done(error))
             raise
-        # Before counts advance, and before anybody reads what was written.
+        # Before counts advance, and before a reader sees what was written.
         engine.pipeline.end_updates(fault)
         if engine.pipeline.transaction is not None:
             # A later step may be undone together with this one.
@@ -293,7 +293,7 @@ class Elementwise(Optimizer):
         """Run the class's step on a slice: fp32 [numel] each, `master` and `moments` in place."""
         names = self.moments_of(param)
         make: Any = self._class  # of any signature
-        # A fresh instance for each slice: the class may keep state of its own besides `state`.
+        # A fresh instance for each slice: the class may keep more than `state`.
         inner: Any = make([make_group(self.group_of(param), master)], **self._settings)
         if number.before is not None:
             inner.state[master] = {name: _copy(value) for name, value in number.before.items()}
@@ -386,7 +386,7 @@ class Traits:
 
 
 def defaults_of(torch_class: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyper-parameters of a group without settings of its own. Raises: ValueError for
+    """Return the hyper-parameters of a group without explicit settings. Raises: ValueError for
     anything but a class of torch.optim.
     """
     if not (isinstance(torch_class, type) and issubclass(torch_class, torch.optim.Optimizer)):
@@ -405,7 +405,7 @@ def probe(torch_class: Any, group: dict[str, Any], settings: dict[str, Any]) -> 
     """Run the class on a small parameter, under the group's hyper-parameters.
 
     settings: the arguments that the class was given. Raises: ValueError, with the reason, for a
-    class that is not elementwise or keeps more states than a chunk has room for.
+    class that is not elementwise or keeps more states than a chunk has capacity for.
     """
     whole, states = _run(torch_class, torch.arange(NUMEL), group, settings)
     moments = tuple(name for name, value in states[-1].items() if _per_element(value, whole))

@@ -5,8 +5,8 @@
 
 The units in between keep the device busy. Waiting for the last unit's copies would let it run dry.
 
-Windows lie one after the other in a ring of memory, each as large as its unit's gradients. A unit
-for which there is no room makes updates come earlier, so a huge one has the ring to itself.
+Windows lie in sequence in a ring of memory, each as large as its unit's gradients. A unit
+for which there is no capacity makes updates come earlier, so a huge one has the ring to itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def windows_bytes(policy: Policy, unit_sizes: Iterable[Iterable[int]], *, copies
     """Return the pinned memory of all windows, which the engine and `infinity plan` both count.
 
     unit_sizes: for each unit the bytes of its parameters' gradients. copies: the model computes on
-    a device with memory of its own.
+    a device with separate memory.
     """
     # Only updates in backward read gradients from windows; others wait in accumulators. Speculation
     # leaves them in accumulators too.
@@ -62,7 +62,7 @@ def ring_bytes(unit_sizes: Iterable[Iterable[int]]) -> int:
 def grad_sizes(
     units: Sequence[Unit], dtype_of: Callable[[Flat], torch.dtype]
 ) -> Iterator[list[int]]:
-    """Yield for each unit the bytes of its parameters' gradients, of those that learn."""
+    """Yield for each unit the bytes of its parameters' gradients, of parameters that learn."""
     for unit in units:
         yield [
             param.numel * dtype_of(param.flat).itemsize

@@ -4,13 +4,13 @@ for every loop.
     backward of unit k ends, and it is the last micro-batch as far as steps before tell
         -> UPDATE of unit k to its other place, from the gradients in their accumulators, which stay
     opt.step()   it asks for the update that was made          -> the update is part of the step
-                 it asks for another one (clipped, another lr) -> withdraw it; update from the old
+                 it asks for another one (clipped, another lr) -> undo it; update from the old
                  states
-                 gradients that are not finite                 -> withdraw it
-    a forward, another backward, a read of any state before opt.step() -> withdraw it
+                 gradients that are not finite                 -> undo it
+    a forward, another backward, a read of any state before opt.step() -> undo it
 
 The program's order and its numbers decide, never timing. The last steps decide whether to
-speculate. After two failures within `MEMORY` steps (a failure is a withdrawn update, or one that no
+speculate. After two failures within `MEMORY` steps (a failure is an undone update, or one that no
 step came for) units wait for opt.step(), as with update="deferred", until `MEMORY` steps in a row
 would have been right.
 """
@@ -52,7 +52,7 @@ MEMORY = 4
 class _Ahead:
     """An update that ran ahead of its step, with its HYPER record (as bytes) for each parameter.
 
-    ticket: None while it is submitted. age: the unit's generation before it. A withdrawal restores
+    ticket: None while it is submitted. age: the unit's generation before it. Undoing it restores
     that generation: a graph that saved those values may still run backward.
     """
 
@@ -145,7 +145,7 @@ class SpeculativeUpdate(UpdateMode):
         self._ready.add(param.unit)
 
     def backward_begin(self) -> None:
-        self.withdraw()
+        self.undo_ahead()
         self._guard_reads()
         self._states_seen = False
         self._ready.clear()
@@ -195,7 +195,7 @@ class SpeculativeUpdate(UpdateMode):
         # Two optimizers step at two times, so neither step can take the whole unit.
         if holder is None or len(holders) > 1:
             return
-        # The step before is committed here, so that the withdrawal goes back to it.
+        # The step before is committed here, so that an undo goes back to it.
         self._parts.pipeline.begin()
         if any(param.grad is not None and param.grad.backing is not None for param in params):
             self._parts.grads.flush_spilled(unit)
@@ -203,7 +203,7 @@ class SpeculativeUpdate(UpdateMode):
         # A preview: counts advance only when the step asks for this update.
         work = {item.param: item for item in holder.preview(params)[0]}
         in_place = self._parts.unsharder.can_update_in_place(unit)
-        # The gathered unit gets the new parameters; a withdrawal marks it stale.
+        # The gathered unit gets the new parameters; an undo marks it stale.
         targets = self._parts.unsharder.targets(unit) if in_place else ()
         ahead = _Ahead(
             {param: item.hyper.tobytes() for param, item in work.items()}, unit.generation
@@ -220,15 +220,15 @@ class SpeculativeUpdate(UpdateMode):
 
     # -- back --------------------------------------------------------------------------------------
 
-    def withdraw_unit(self, unit: Unit) -> None:
+    def undo_unit(self, unit: Unit) -> None:
         """Undo the unit's update: its gradients are about to change, or a caller reads its
         values."""
         self._states_seen = True
-        self._withdraw([unit])
+        self._undo([unit])
 
-    def withdraw(self) -> None:
+    def undo_ahead(self) -> None:
         self._states_seen = True
-        self._withdraw(list(self._ahead))
+        self._undo(list(self._ahead))
         # No write until the step comes is a part of it.
         self._parts.pipeline.begun = False
         self._guards_reads = False
@@ -238,7 +238,7 @@ class SpeculativeUpdate(UpdateMode):
         self._guard_reads()
 
     def _guard_reads(self) -> None:
-        """Have gathers call `before_read`, until `withdraw` has undone all updates."""
+        """Have gathers call `before_read`, until `undo_ahead` has undone all updates."""
         self._guards_reads = True
         self._alarm.sound()
 
@@ -250,11 +250,11 @@ class SpeculativeUpdate(UpdateMode):
         # Not this backward, if one runs, where the unit's update ran ahead: a hook inside.
         # Outside of backward a caller sees all states, so all updates go.
         if not self._passes.in_backward:
-            self.withdraw()
+            self.undo_ahead()
         elif unit in self._ahead:
-            self.withdraw_unit(unit)
+            self.undo_unit(unit)
 
-    def _withdraw(self, units: Sequence[Unit]) -> None:
+    def _undo(self, units: Sequence[Unit]) -> None:
         """Undo the updates of these units that ran ahead. Blocks until they are undone."""
         gone = {unit: self._ahead[unit] for unit in units if unit in self._ahead}
         if not gone:
@@ -270,10 +270,10 @@ class SpeculativeUpdate(UpdateMode):
         self._parts.pipeline.raise_fault()
         unchanged = [unit for unit, ahead in gone.items() if unit.generation == ahead.age + 1]
         # Flips nothing: the committed places were never written.
-        self._transaction.withdraw(list(gone))
+        self._transaction.undo_units(list(gone))
         for unit in unchanged:
             unit.generation = gone[unit].age
-        # Last: after an interrupt the next call withdraws the units that are left.
+        # Last: after an interrupt the next call undoes the units that remain.
         for unit in gone:
             del self._ahead[unit]
         self._parts.pipeline.updates_withdrawn += len(gone)
@@ -284,7 +284,7 @@ class SpeculativeUpdate(UpdateMode):
     def backward_aborted(self) -> None:
         self._ready.clear()
         self._due.clear()
-        self.withdraw()
+        self.undo_ahead()
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class SpeculativeUpdate(UpdateMode):
                 wrong.append(unit)
         self._parts.pipeline.updates_ahead += len(self._ahead) - len(wrong)
         # Before the submissions below: those units start from the committed states again.
-        self._withdraw(wrong)
+        self._undo(wrong)
         self._ahead.clear()
         if by_unit:
             # Right is exactly one backward taken for the last: an update that no step came for was
@@ -315,21 +315,21 @@ class SpeculativeUpdate(UpdateMode):
                 and all(map(_is_untouched, by_unit))
             )
         self._expected, self._backwards, self._marked, self._lasts = self._backwards, 0, False, 0
-        # Units without an update ahead, and those withdrawn, are submitted as deferred.
+        # Units without an update ahead, also after an undo, are submitted as deferred.
         super().submit(left, optimizer)
 
 
 @dataclasses.dataclass(frozen=True)
 class _WithdrawOnWrite:
     """Reader of an accumulator's storage. When the loop changes the gradient, the update was of
-    another one, and is withdrawn.
+    another one, and is undone.
     """
 
     updates: SpeculativeUpdate
     unit: Unit
 
     def before_write(self, _accumulator: GradAccumulator) -> None:
-        self.updates.withdraw_unit(self.unit)
+        self.updates.undo_unit(self.unit)
 
 
 def _is_untouched(unit: Unit) -> bool:

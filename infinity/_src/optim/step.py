@@ -38,7 +38,7 @@ one that a later call says is undone.
 
 **No deadlock.** A flag is sent when this rank's updates have ended, which depends on no other rank.
 A shard that is lacking counts as ready in the order of gathers (`distributed.order_agreement`). A
-refused gather ends in its place, so ranks go on with the same collectives behind it.
+refused gather ends in its place, so ranks continue with the same collectives behind it.
 
 **Cost.** One all_gather of a flag for each rank and step, besides the exchange of its name. Flags
 of gathers ride on the names; on several nodes of several ranks they take one exchange of a byte
@@ -91,7 +91,7 @@ from infinity.errors import (
 PREFETCH_CHUNKS_MAX = 64
 """Chunks named for reading ahead; the executor takes as many as it has idle slots."""
 PENDING_MIN = 16
-"""From so many updates on, those that are done are looked for."""
+"""With so many pending updates the pipeline looks for the done ones."""
 
 Gradients = Mapping[Param, torch.Tensor]
 
@@ -112,7 +112,7 @@ class StepHooks(UpdateHooks):
         """
         raise NotImplementedError
 
-    def withdraw(self) -> None:
+    def undo_ahead(self) -> None:
         """Undo all updates that ran ahead of their step: the states are those of the step before.
         Blocks until they are.
         """
@@ -179,7 +179,7 @@ class StepPipeline:
         self._counts = {"steps": 0}
         self.transaction = transaction
         # Units that were updated ahead of their step: those whose update the step kept, and those
-        # whose update was withdrawn.
+        # whose update was undone.
         self.updates_ahead = self.updates_withdrawn = 0
         # True once updates of the coming step were submitted.
         self.begun = False
@@ -216,7 +216,7 @@ class StepPipeline:
             self._comm.report_failure(fault.__cause__)
             raise fault.__cause__.with_traceback(None)
         if self.transaction is not None and not (self.undoes_together or self._final):
-            # The fault is spent: training may go on.
+            # The fault is spent: training may continue.
             self._fault = None
             raise self._undo(self.transaction, fault.__cause__ or fault)
         # Peers wait in collectives for this rank; without a word they would run into their timeout.
@@ -303,7 +303,7 @@ class StepPipeline:
         try:
             undone = self._undo(self.transaction, cause, read)
         except BaseException as error:
-            # The others go on from the last commit, and this rank cannot.
+            # The others resume from the last commit, and this rank cannot.
             self._comm.report_failure(error)
             raise
         raise undone
@@ -359,7 +359,7 @@ class StepPipeline:
 
         together: False asks no other rank; a fault of this one is sticky then.
         """
-        self._mode.withdraw()
+        self._mode.undo_ahead()
         self._finish(together=together)
 
     def settle(self) -> None:
@@ -394,7 +394,7 @@ class StepPipeline:
 
     def cancel_step(self) -> None:
         """Undo the updates that ran ahead of a step that is not taken."""
-        self._mode.withdraw()
+        self._mode.undo_ahead()
         self.begun = False
 
     def _finish(self, *, together: bool = True) -> None:
@@ -537,7 +537,7 @@ class StepPipeline:
         self._counts["steps"] = steps
 
     def next_order(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return units in the order of the next training forward, then those that it does not use.
+        """Return units in the order of the next training forward, then units that it does not use.
         """
         # The units are gathered in this order, which each rank would learn another of.
         if self._in_any_order:
@@ -561,7 +561,7 @@ class StepPipeline:
         blocks.
 
         in_memory: the updates will have the parameters in memory. The executor gives the slots up
-        when anybody else wants them.
+        when another job wants them.
         """
         # Only the executor's idle slots read ahead. A byte of budget that keeps a section resident
         # saves its read and its write in every step; a byte of read-ahead only hides a read.
@@ -592,7 +592,7 @@ class StepPipeline:
         """
         if len(self._pending) >= self._pending_max:
             self.raise_fault()
-            # `done` is asked first: a ticket that fails between the two questions is kept.
+            # `done` is asked first: a ticket that fails between the two questions is retained.
             self._pending = [
                 ticket for ticket in self._pending if not ticket.done or ticket.failed
             ]

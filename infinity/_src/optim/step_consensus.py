@@ -1,7 +1,7 @@
 """Agreement of ranks on a step: the values of parameter groups, described so that ranks can compare
 them.
 
-A scheduler that follows the loss of its own rank (ReduceLROnPlateau) gives every rank another lr. A
+A scheduler that follows the loss of its rank (ReduceLROnPlateau) gives every rank another lr. A
 norm of one rank's part clips by another factor. Each rank would then update its shard of every
 parameter in its own way, and no loss would tell.
 
@@ -110,8 +110,8 @@ def cause_of_undo(comm: Comm, fault: BaseException | None) -> BaseException:
     """
     mine = "" if fault is None else str(fault)[:_TEXT_MAX]
     # A message may not be empty.
-    told = [each[1:].decode() for each in comm.all_gather_bytes(f":{mine}".encode())]
-    faults = [f"on rank {rank}: {text}" for rank, text in enumerate(told) if text]
+    texts = [each[1:].decode() for each in comm.all_gather_bytes(f":{mine}".encode())]
+    faults = [f"on rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     return fault or PeerFailed("; ".join(faults))
 
 

@@ -125,7 +125,7 @@ class Transaction:
         self._executor.commit(self._ids(flat for unit in self._units for flat in unit.flats))
         if self._counts_before:
             self.repair.passed()
-        # Committed counts are never taken back.
+        # Committed counts are never undone.
         self._counts_before.clear()
         if self._durable is not None:
             self._durable.prepare_next()
@@ -227,7 +227,7 @@ class Transaction:
         if self._durable is None:
             self._flip()
 
-    def withdraw(self, units: Sequence[Unit]) -> None:
+    def undo_units(self, units: Sequence[Unit]) -> None:
         """Undo the writes to these units since the last commit. None of their updates may be
         pending. Blocks while others read the units.
         """

@@ -18,10 +18,10 @@ Order of calls in a step (tests/data/call_order has it for each mode, to the lin
     backward_end()                backward_aborted() instead, when one that broke off is found
     before_step()                 opt.step() asks whether a step may be taken
     submit(work_by_unit)          opt.step() asks for these updates
-    withdraw()                    a caller waits for the states: undo updates ahead of their step
+    undo_ahead()                  a caller waits for the states: undo updates ahead of their step
     undone()                      a fault undid the step (two generations)
 
-A mode is made first and given by constructors to all callers. It gets its own collaborators by the
+A mode is made first and given by constructors to all callers. It gets its collaborators by the
 one call of `attach`: they need the mode to be made.
 """
 
@@ -278,7 +278,7 @@ class DelayedUpdate(UpdateMode):
         # memory of the swap before.
         spare = param in self._spare
         written = self._spare.pop(param) if spare else self._gradients.shard_of(param)
-        # The loop adds to a gradient that it has kept: the sum goes on in the other memory.
+        # The loop adds to a gradient that it has kept: the sum continues in the other memory.
         if accumulator.state is AccumulatorState.HELD:
             written.copy_(read)
         accumulator.tensor = written

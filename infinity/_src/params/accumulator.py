@@ -369,7 +369,7 @@ class GradAccumulator:
         return first
 
     def _accumulate_on_device(self, source: torch.Tensor, offload: GradOffload) -> None:
-        """Accumulate on a device with memory of its own: add and take the norm there, then start
+        """Accumulate on a device with separate memory: add and take the norm there, then start
         copying the sum to the storage."""
         if self.state is AccumulatorState.EMPTY:
             total = source.to(self.dtype)
@@ -666,7 +666,7 @@ class GradRegistry:
         self._stand_in_of = proxy_of
         self.accumulators: list[GradAccumulator] = []
         self.scratch_lock = threading.Lock()  # autograd has one thread per device
-        self.grad_offload = grad_offload  # where the device has memory of its own
+        self.grad_offload = grad_offload  # where the device has separate memory
         self._gather = gather
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._factor: tuple[torch.Tensor, int, float] | None = None

@@ -39,7 +39,7 @@ class GradBuffers:
             lambda flat: flat.layout.shard_numel, self.dtype, self._device, shown=rank == 0
         )
         self._placed: set[Param] = set()  # accumulators that have their storage here, or spill
-        self._unheld: set[Param] = set()  # those that `hold` has placed, for no optimizer
+        self._unheld: set[Param] = set()  # accumulators that `hold` has placed, for no optimizer
         self.spilled: SpilledGradients | None = None
 
     def dtype(self, flat: Flat) -> torch.dtype:
@@ -92,14 +92,14 @@ class GradBuffers:
             return torch.empty(numel, dtype=self.dtype(param.flat), device="meta")
         shard = self._shards.get(param.flat)
         if shard is None:
-            # No optimizer holds it. The accumulator has memory of its own until
+            # No optimizer holds it. The accumulator has separate memory until
             # `place_accumulator` or `hold` moves it; untouched pages cost nothing.
             return torch.empty(numel, dtype=self.dtype(param.flat))
         return shard[start : start + numel]
 
     def hold(self, param: Param) -> None:
         """Give the accumulator of a parameter that no optimizer holds pinned memory, on a device
-        with memory of its own: its first gradient comes. Its whole flat gets it. Blocks then.
+        with separate memory: its first gradient comes. Its whole flat gets it. Blocks then.
 
         Raises: MemoryError, DeviceCopyError.
         """
@@ -174,7 +174,7 @@ class UnreducedGrads:
     step, and cost the memory of the whole model's gradients. Sums have the dtype in which gradients
     wait, as in a plain loop. One thread uses it at a time. dtype_of: that dtype, for each flat.
 
-    offload: of a device with memory of its own. The sums rest in pinned memory. They are copied to
+    offload: of a device with separate memory. The sums rest in pinned memory. They are copied to
     the device when backward reaches their unit, and added to there, as accumulators are.
     """
 
@@ -326,7 +326,7 @@ class DevicePrefetch:
     further gradients there. One thread uses it at a time.
 
     A unit's sums stay wanted until a use of the *next* unit ends: the last of a unit's gradients
-    may come a little after its own use has ended.
+    may come a little after the unit's use has ended.
     """
 
     def __init__(self, offload: GradOffload) -> None:

@@ -51,7 +51,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         finish(item, buffer)      progress, checks; the write is waited for if this raises
 
     Instead of `read`, `look_ahead` may get the next `ahead` items, the coming one first, and start
-    reads of its own; then a buffer is taken only when its item is transformed. `reusable` waits
+    separate reads; then a buffer is taken only when its item is transformed. `reusable` waits
     until a buffer's write has taken its bytes. `read_failed` gets an item whose read failed; the
     item is neither transformed nor written. Without it `run` raises.
 
@@ -123,7 +123,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
             self._waiting.extend(itertools.islice(source, self._ahead - len(self._waiting)))
             if not self._waiting:
                 return None
-            # Before the buffer is acquired, which may wait for a write: reads go on meanwhile.
+            # Before the buffer is acquired, which may wait for a write: reads continue meanwhile.
             self._look_ahead(tuple(self._waiting))
             return self._waiting.popleft(), self._acquire(), True
         # A buffer must be in sight before an item is taken: what was taken has to be read.
@@ -144,7 +144,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         try:
             ticket.wait()
         except AioError as error:
-            # A verification reports all damage and goes on; other uses stop at the first fault.
+            # A verification reports all damage and continues; other uses stop at the first fault.
             if self._read_failed is None:
                 raise
             self._read_failed(item, error)
@@ -187,7 +187,7 @@ def slab_buffers(size_bytes: int, count: int = BUFFERS) -> Iterator[list[Bytes]]
     """
     # So that every buffer begins at a multiple of 4096, as the slab does.
     size = round_up(size_bytes, 4096)
-    # One slab: huge pages, which decide a drive's speed, and one check of the memory that is left.
+    # One slab: huge pages, which decide a drive's speed, and one check of the memory that remains.
     with Slab(count * size) as slab:
         buffers: list[Bytes] = [
             slab.array(np.uint8, offset=k * size, count=size) for k in range(count)

@@ -115,7 +115,7 @@ class _Op:
     """One operation that made or changed tensors without memory.
 
     out: its result, with a `_Ref` in place of each tensor. reads: storages that it was given.
-    makes: those that were new. changes: views that it changed in place. state: of `generator`
+    makes: storages that were new. changes: views that it changed in place. state: of `generator`
     before it, for an operation that draws.
     """
 
@@ -145,7 +145,7 @@ class _Op:
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode under which large tensors have no memory and operations on them are kept.
+    """Dispatch mode under which large tensors have no memory and operations on them are recorded.
 
     drawn: gets the bytes of large tensors whose random values were drawn.
     """

@@ -247,7 +247,7 @@ class _Finder:
     def find(self, units: Named | None) -> list[UnitSpec]:
         blocks = find_blocks(self._model, units, argument="units")
         self._blocks = {id(block) for block in blocks}
-        # Before the walk: a tile is a unit of its own, also inside of a block.
+        # Before the walk: a tile is a separate unit, also inside of a block.
         self._claim_tiles(blocks)
         self._visit(self._model, self._model, self._unit_bytes_max)
         self._serve_other_sites()
@@ -400,8 +400,8 @@ class _Finder:
         self._specs = [spec for spec in self._specs if id(spec) not in gone]
 
     def _fold(self, run: list[UnitSpec]) -> set[int]:
-        """Fold the small ones of units that are called one after the other into the next large one,
-        or else into the last. Returns the ids of those that were folded.
+        """Fold small units that are called in sequence into the next large one,
+        or else into the last. Returns the ids of the folded units.
         """
         large = [index for index, spec in enumerate(run) if spec.size.gathered >= SMALL_BYTES]
         gone: set[int] = set()
@@ -446,7 +446,7 @@ class _Finder:
     # -- tied weights ------------------------------------------------------------------------------
 
     def _serve_other_sites(self) -> None:
-        """Let every unit also serve modules outside of its own that hold one of its parameters."""
+        """Let every unit serve all modules that hold one of its parameters."""
         parents: dict[int, nn.Module] = {}
         for module in self._model.modules():
             for child in module.children():
@@ -756,7 +756,7 @@ def is_list(module: nn.Module) -> bool:
 def find_blocks(
     model: nn.Module, named: Named | None, *, argument: str, dicts: bool = True
 ) -> list[nn.Module]:
-    """Find the blocks of `model`; of several that are one inside of the other, all.
+    """Find the blocks of `model`; of nested blocks, all.
 
     named: the blocks, instead of those that the model says. argument: its name, for the error.
     dicts: the children of a ModuleDict may be blocks, too; a model may also name its parts by one.

@@ -145,7 +145,7 @@ class NamedTensors(abc.ABC):
         return ""
 
     def explain(self, name: str) -> Faults:  # noqa: ARG002 - of the interface
-        """Say what is wrong with the tensors of which the model's tensor `name` is made. Empty:
+        """Say what is wrong with the tensors that make up the model's tensor `name`. Empty:
         nothing is known beyond the name.
         """
         return Faults()
@@ -516,7 +516,7 @@ class _NamedSource(_WholeSource):
         # Of what is there already there is no second one.
         if self._tensors.stays:
             return value
-        # A source may read the next tensor, of which the same tiles have a part, into its memory.
+        # A source may reuse this memory for the next tensor, which the same tiles have parts of.
         whole = torch.empty(shape, dtype=dtype)
         return whole.copy_(value)
 

@@ -10,7 +10,7 @@ Delayed parameters: a step computes with them while the update before it is stil
                          updates t in place                     (step t+2 computes with the result)
     step t+1         gathers from the delayed parameters, in RAM
 
-On a device with memory of its own they are pinned, and only a gather of the unit waits for their
+On a device with separate memory they are pinned, and only a gather of the unit waits for their
 copy: on one rank the executor copies, on several the gather stream, on its stream.
 
 Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 5.2, one-step delayed parameter

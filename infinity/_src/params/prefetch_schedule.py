@@ -109,7 +109,7 @@ class Schedule:
     def __init__(self) -> None:
         # The latest one is last.
         self._traces: dict[Phase, list[_Trace]] = {phase: [] for phase in Phase}
-        # The latest phase that ended; evaluation has its own, since it runs between the others.
+        # The latest phase that ended; evaluation has another entry, since it runs in between.
         self._ended: dict[bool, _Trace | None] = {}
         self._phase = Phase.TRAIN
         self._trace = _Trace()  # the one that is followed

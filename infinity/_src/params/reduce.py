@@ -9,7 +9,7 @@
 With update="backward" the mode takes complete gradients in place of `accumulate`
 (`UpdateHooks.on_gradient`).
 
-A unit is reduced by one exchange, in a communication stream of its own. Flags of the parameters
+A unit is reduced by one exchange, in a separate communication stream. Flags of the parameters
 that have a gradient go along, and are united over the ranks: a parameter that only some ranks used
 gets the mean with zeros of the others, as with DDP(find_unused_parameters=True). One that no rank
 used gets none.
@@ -62,7 +62,7 @@ class PendingReduce:
 
     unit: Unit
     op: PendingCollective
-    flats: list[Flat]  # those that learn
+    flats: list[Flat]  # flats that learn
     means: list[torch.Tensor]  # [shard] each, in the dtype in which gradients wait
     size_bytes: int  # of fresh gradients that it holds
     # Kept alive until the computing stream waits for the communication stream's, which reads them.
@@ -71,7 +71,7 @@ class PendingReduce:
     # Copies of unreduced sums and of error feedback to the device; the communication stream waits
     # for them.
     tickets: list[Ticket]
-    # Error feedback on a device with memory of its own, which goes back to RAM afterwards.
+    # Error feedback on a device with separate memory, which goes back to RAM afterwards.
     errors: dict[Flat, torch.Tensor]
 
     @property
@@ -154,10 +154,10 @@ class FlagBuffers:
 class ReduceScatter:
     """Reduces gradients of one model. One thread uses it at a time.
 
-    flats: those that learn from the start. dtype_of: the dtype in which gradients wait.
+    flats: all that learn from the start. dtype_of: the dtype in which gradients wait.
     reduce_dtype: the dtype in which they travel; None: the same. qgz: they travel as int4 groups.
     error_feedback: the rounding errors of qgz stay in CPU memory and are added to the next
-    gradients. offload: of a device with memory of its own. There the errors come by the executor
+    gradients. offload: of a device with separate memory. There the errors come by the executor
     when the reduction starts, and go back when its result is taken.
     """
 

@@ -277,7 +277,7 @@ class ShardedView(torch.Tensor):
 
 
 def replace_by_sharded(original: Tensor, sharded: ShardedParameter | ShardedView) -> None:
-    """Make the object `original` what `sharded` is, and the other way round. Attributes that users
+    """Make the object `original` what `sharded` is, and exchange the two. Attributes that users
     have put on it stay on it. Raises: ValueError where C++ refers to it weakly.
     """
     name = sharded.infinity_link.param.name
@@ -400,7 +400,7 @@ def _requires_grad_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         result = func(*args, **kwargs)
         flag = parameter.requires_grad
     link = parameter.infinity_link
-    # Autograd works on the gathered leaf, which has a flag of its own.
+    # Autograd works on the gathered leaf, which has a separate flag.
     link.owner.set_requires_grad(link.param, flag)
     return result
 

@@ -3,7 +3,7 @@
     backward reaches a unit   read its gradients of earlier micro-batches into a window
     a gradient comes          copy or add it in the window; take its norm there, and cache it
     the unit is done          write the window to the chunks' `grad` section
-    opt.step()                write the windows that are left; then updates read the sections
+    opt.step()                write the windows that remain; then updates read the sections
 
 A window is a flat's part of the staging memory, as large as the gradients of the flat. A
 micro-batch writes each gradient once, and reads it back unless it is the first. A window stays
@@ -64,7 +64,7 @@ class SpilledGradients:
         device: Device,
     ):
         """dtypes: of the gradients of each flat that spills. size_bytes: of the staging memory, as
-        planned: room for the largest flat, at least."""
+        planned: capacity for the largest flat, at least."""
         self._store = store
         self._device = device
         self._rank = rank
@@ -372,7 +372,7 @@ class SpilledGradients:
 
     def _on_nvme(self, flat: Flat, accumulator: GradAccumulator | None) -> bool:
         """True when NVMe holds values of the flat that are wanted: by some `p.grad`, or by
-        `accumulator`, which asks for its own."""
+        `accumulator`, which asks for its values."""
         return self._is_wanted(flat) or (
             accumulator is not None and accumulator.state is AccumulatorState.HELD
         )

@@ -335,7 +335,7 @@ class StateStore:
         """Give each flat its parameter section. `masks[flat][chunk] & 1` puts it on NVMe; else it
         is resident.
 
-        formats: those that the flats are to have with `masks`. Their room on the drives is reserved
+        formats: of the flats once they have all of `masks`. Space for these is reserved on drives
         now, so that `convert` need not move the parameters.
         Contents are undefined until written. Raises: SwapFullError; then nothing was created.
         """
@@ -358,7 +358,7 @@ class StateStore:
         sections do where the format stays; those of a new format start as zeros. Blocks.
 
         Raises: SwapFullError before anything changed; AioError when moving fails: each flat is then
-        as it was, or done. Memory that is no longer anybody's goes back to the system at once, flat
+        as it was, or done. Memory that no flat has any more goes back to the system at once, flat
         by flat, also then.
         """
         changed = [
@@ -429,7 +429,7 @@ class StateStore:
         self._reader = reader
 
     def pin(self) -> None:
-        """Pin resident slabs, for copies to the device. Slabs of which parts were given back to the
+        """Pin resident slabs, for copies to the device. Slabs that have given parts back to the
         system stay unpinned. Blocks, once.
         """
         while self._unpinned:

@@ -167,7 +167,7 @@ class Unsharder:
         self._unsharding: Unit | None = None
         # Of units that a pass uses, for the timeline.
         self._used_since_ns: dict[Unit, int] = {}
-        self._prefetches = True  # False: a prefetch of this pass found no room
+        self._prefetches = True  # False: a prefetch of this pass found no capacity
         self._no_room_noted = False
         self._mode = mode
         self._access = access
@@ -332,7 +332,7 @@ class Unsharder:
         )
 
     def _no_room(self, unit: Unit, error: torch.OutOfMemoryError) -> str:
-        # Its own bytes are booked by now.
+        # Its bytes are booked by now.
         units = self._gathered_bytes - unit.size_bytes
         others = max(self._device.allocated_bytes() - units, 0)
         return (
@@ -391,7 +391,7 @@ class Unsharder:
         )
 
     def _match_version(self, unit: Unit, version: ParamVersion) -> None:
-        """Fill the unit anew if it holds another version than this, unless somebody uses it."""
+        """Fill the unit anew if it holds another version than this, unless the unit is in use."""
         if unit.state is SHARDED or unit.refs or self._versions[unit] == version:
             return
         # A fill that is under way would write over the new one.
@@ -480,7 +480,7 @@ class Unsharder:
                 return
 
     def _pause_prefetch(self, error: torch.OutOfMemoryError) -> None:
-        """Prefetch no more in this pass: each try would find as little room."""
+        """Prefetch no more in this pass: each try would find as little capacity."""
         self._prefetches = False
         if not self._no_room_noted:
             self._no_room_noted = True
@@ -604,7 +604,7 @@ class Unsharder:
             self._prefetches = True
             self._kept.clear()
             if self._updates:
-                # Forward opens the gates in its own order. One that escaped would cost a read.
+                # Forward opens the gates in its order. A gate that escaped would cost a read.
                 self._executor.hold_gates(True)
             if self._in_any_order:
                 self._fill_all()
@@ -812,7 +812,7 @@ class Unsharder:
         """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_
         does).
         """
-        # Waits for all updates: one that failed later would take the value back with its step.
+        # Waits for all updates: one that failed later would undo the value with its step.
         self._access.before_write()
         flat_value = value.detach().to("cpu", param.dtype).reshape(-1).contiguous()
         assert flat_value.numel() == param.numel
@@ -855,7 +855,7 @@ class PendingUnshard:
     """The fill of one unit, on its way.
 
     op: of the gather stream; None on one rank. delayed: one of the tickets, of a copy that begins
-    when somebody asks it to.
+    when `advance` or `wait_filled` is called.
     """
 
     tickets: Sequence[Ticket]

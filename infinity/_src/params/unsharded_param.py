@@ -6,7 +6,7 @@
 Autograd saves the unsharded parameters (and views of them) by their storage, so evicting frees the
 memory although the graph lives on, and filling the same storage again is all that backward needs.
 
-Version counters: each unsharded parameter has its own, set to the generation of its unit at the
+Version counters: each unsharded parameter has one, set to the generation of its unit at the
 first use after a gather or a change. Filling never counts as a modification. An optimizer step or a
 write raises the generation. A graph from before it then gets torch's own "modified by an inplace
 operation" error instead of new values. While a parameter is evicted it has a version that no graph
@@ -133,7 +133,7 @@ def allocate(unit: Unit, device: Device | None = None, *, insist: bool = True) -
 
 def _allocate_on(unit: Unit, device: Device) -> None:
     try:
-        # From a pool of its own: among activations units would leave holes that nothing else fits.
+        # From a separate pool: among activations units would leave holes that nothing else fits.
         with device.allocation():
             _grow(unit)
     except BaseException:

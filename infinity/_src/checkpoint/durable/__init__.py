@@ -1,1 +1,1 @@
-"""Durable runs: swap files from which training goes on after a crash."""
+"""Durable runs: swap files from which training continues after a crash."""

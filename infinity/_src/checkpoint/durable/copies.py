@@ -62,7 +62,7 @@ class SeveralRunsError(ValueError):
 
 def save_number(before: Head | None) -> int:
     """Make the number by which the manifests of this process's commits are known. before: of the
-    run that it goes on with; None for a new one."""
+    run that it continues with; None for a new one."""
     run = before.save >> _SAVE_BITS if before is not None else secrets.randbits(_SAVE_BITS)
     return run << _SAVE_BITS | secrets.randbits(_SAVE_BITS)
 
@@ -102,7 +102,7 @@ def make_copy(place: Path, home: Path, links: Iterable[Path], rank: int, *, here
 
 
 def others_of(place: Path) -> list[Path]:
-    """Return the other places that have the manifests of the run of which these are: its home, or
+    """Return the other places that have the manifests of the run that these belong to: its home, or
     copies. None of a checkpoint's directory."""
     here, found = Path(os.path.realpath(place)), list[Path]()
     for link in sorted(here.glob("drive*")):
@@ -231,7 +231,7 @@ def _own(runs: Sequence[Path]) -> list[Path]:
 
 def _orphans(runs: Sequence[Path]) -> list[Path]:
     """Return the orphaned copies with manifests in these run directories, the newest first: its
-    damage is told, not stepped over. Raises: SeveralRunsError where they are of several runs."""
+    damage is reported, not skipped. Raises: SeveralRunsError where they are of several runs."""
     found: dict[str, list[Path]] = {}
     for run in runs:
         for copy in sorted(run.glob("copy-*")):
@@ -340,7 +340,7 @@ def _told_by(copy: Path) -> Path:
 
 
 def run_among(directories: Sequence[str | os.PathLike[str]]) -> Path:
-    """Return the place of the newest manifest of the run of which all these directories are drives.
+    """Return the place of the newest manifest of the run that has all these directories as drives.
     Of several such runs it is the one with its home in the first, as in Policy.nvme. One directory:
     `run_directory`.
 
@@ -352,7 +352,7 @@ def run_among(directories: Sequence[str | os.PathLike[str]]) -> Path:
     if not others:
         return run_directory(first)
     there = [found for each in directories if (found := _manifests_of(Path(each)))]
-    # Homes of their own are runs of their own: one may have begun as a copy of the other.
+    # Separate homes are separate runs: one run may have begun as a copy of another.
     every = dict.fromkeys(place for places in there for place in places)
     runs = _by_run(every)
     shared = [run for run in runs if all(set(run) & set(places) for places in there)]

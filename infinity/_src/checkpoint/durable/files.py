@@ -109,7 +109,7 @@ class RunFiles:
         self.layers: dict[int, list[SwapFile]] = {}
         """The states files, by layer of the swap space and drive. Set with the layers."""
         self._made: list[list[SwapFile]] = []
-        # Of all that were made, also of those that are released: each has a name of its own.
+        # Counts released files, too: each file gets a new name.
         self._made_count = 0
         # By the first directory: on other drives several runs may share one infinity-run.
         self._sum = sum_of(self.home)
@@ -151,7 +151,7 @@ class RunFiles:
         for drive, directory in enumerate(self.directories):
             name = f"states-{self._id}-{self._made_count}.rank{self.rank}"
             self._made[-1].append(SwapFile.durable(directory, name))
-            # `directory` may have been made just now: its own name must survive a crash, too.
+            # `directory` may have been made just now: its name must survive a crash, too.
             sync_directory(directory.parent)
             if directory != self.home:
                 self._name_home(directory / f"home-{self._sum}")
@@ -160,7 +160,7 @@ class RunFiles:
         return self._made[-1]
 
     def release(self, files: Sequence[SwapFile]) -> None:
-        # The run's names only: those that a checkpoint has keep the bytes.
+        # The run's names only: the names in a checkpoint keep the bytes.
         unlink_states(Path(file.path) for file in files)
         self._made = [made for made in self._made if made is not files]
 
@@ -229,7 +229,7 @@ class RunFiles:
                 whole = start is not None and described(states) == states_of(start)
                 if head is not None and head["directories"] == directories and whole:
                     return found
-            # No other process knows of them, and their room is wanted.
+            # No other process knows of them, and their space is wanted.
             with typed_errors(self.home, "unlink", 0):
                 unlink_states(states)
         # Random: a process that has just begun overwrites nothing of the run before.
@@ -351,7 +351,7 @@ class RunFiles:
 
     def release_older(self, world: int) -> bool:
         """Remove this rank's part of the commits before the newest that an earlier process left:
-        their room is wanted. Returns whether there were any, the same on all ranks. Blocks.
+        their space is wanted. Returns whether there were any, the same on all ranks. Blocks.
         """
         if not self._older or self.before is None:
             return False
@@ -381,7 +381,7 @@ class RunFiles:
 
     def _remove_unnamed(self, world: int) -> None:
         """Remove this rank's states files that no manifest names: the generation that a killed
-        process was about to write. The new process wants their room. Rank 0 removes those of ranks
+        process was about to write. The new process needs their space. Rank 0 removes those of ranks
         that a larger run had before, too.
         """
         try:
@@ -391,7 +391,7 @@ class RunFiles:
                 path
                 for path in self._states_here()
                 if path.suffix == f".rank{self.rank}"
-                # Those of a fill that goes on.
+                # Those of a fill that continues.
                 and not path.name.startswith(f"states-{self._id}-")
                 and self._is_own(path)
                 and _real(path) not in keep
@@ -400,7 +400,7 @@ class RunFiles:
             if self.rank == 0:
                 self._remove_unnamed_beyond(world)
         except (OSError, ValueError) as error:
-            # What a damaged manifest names is unknown; a run that is given up may have one.
+            # What a damaged manifest names is unknown; a run that is released may have one.
             log.warning("%s: states that nothing names stay until a commit: %s", self.home, error)
 
     def _remove_unnamed_beyond(self, world: int) -> None:
@@ -505,7 +505,7 @@ class RunFiles:
                     remove_copy(copy)
 
     def _of_others(self, states: Iterable[Path]) -> set[Path]:
-        """Return those of these files, resolved, that a run elsewhere names or goes on with.
+        """Return those of these files, resolved, that a run elsewhere names or continues with.
 
         A copy of a run's first directory alone still has links to the original's other drives.
         """
@@ -515,7 +515,7 @@ class RunFiles:
             if not self._is_own(path):
                 by_link.setdefault(_home_link(path), []).append(path)
         for link, paths in by_link.items():
-            # The run that this one goes on from a copy of, since its home cannot be read.
+            # The run that this one resumes from a copy of, since its home cannot be read.
             if link.name.removeprefix("home-") == self.source.name.removeprefix("copy-"):
                 continue
             try:
@@ -628,7 +628,7 @@ def _check_no_home(directory: Path, copy: Path) -> None:
     """Raise ValueError where a run's manifests lie in what is not the first directory now: its
     states would be overwritten. copy: the place of this run's copy there.
     """
-    # A copy says that this run was here first: the other one has lost its own first drive.
+    # A copy says that this run was here first: the run in the directory has lost its first drive.
     if copy.is_dir() and generations(copy):
         return
     if directory.is_dir() and generations(directory):

@@ -147,7 +147,7 @@ class RunTable:
             rows["file"] = _numbers(now, "file")
             pieces = shard.format.written_count * -(-now["numel"] // PIECE_NUMEL)
             rows["sums_at"] = count + np.cumsum(pieces) - pieces
-            # Each place has its own table of checksums; the live one's is taken.
+            # Each place has a table of checksums; the live place's is taken.
             second = (now["sums_ptr"] != shard.first_sums).astype(np.int64)
             taken = shard.sums[second, np.arange(len(now))]
             # Chunk after chunk: those of a shorter one, and of gradients, end before the table's
@@ -402,9 +402,9 @@ class DurableRun:
 
     def prepare_next(self) -> None:
         """Move chunks away from places that a checkpoint names, and that must never be written
-        again, or that an older commit names which is kept. Called after a commit.
+        again, or that an older commit names which is retained. Called after a commit.
 
-        Collective where older commits are kept, and once a checkpoint was linked. Raises:
+        Collective where older commits are retained, and once a checkpoint was linked. Raises:
         SwapFullError, AioError, and PeerFailed when it was another rank.
         """
         # Alike on all ranks (linked on one is linked on all), so that none waits alone.
@@ -482,7 +482,7 @@ class DurableRun:
             if self._captured is None:
                 self.capture()
             elif not self._captured.whole:
-                # `extra` could not be kept when the step ended; it may have been mended since.
+                # `extra` could not be retained when the step ended; it may have been mended since.
                 kept = extra_bytes(self._extra())
                 self._captured = dataclasses.replace(self._captured, extra=kept, whole=True)
             written = self._write(generation)
@@ -491,7 +491,7 @@ class DurableRun:
         if isinstance(problem, AioError):
             problem = self._drives.examine(problem)
         if isinstance(problem, DriveLostError):
-            # The others are told which drive, instead of waiting for a word on the commit.
+            # The other ranks learn which drive, instead of waiting for a word on the commit.
             self._comm.report_failure(problem)
             self._drives.check()
         # Of older commits all keep as many as the rank with the least room: others are not whole.
@@ -603,7 +603,7 @@ class DurableRun:
         """Remove this rank's part of generations that are not kept; and, the first time, the states
         of the run before.
         """
-        # Each rank removes its own files, so none removes what another still writes.
+        # Each rank removes its files alone, so no rank removes what another still writes.
         rank, first = self.files.rank, not self._cleaned
         # Rank 0 also removes the files of ranks that a larger run before this one had. Those of the
         # ranks that there are may be named by them, such as a table of an earlier commit.

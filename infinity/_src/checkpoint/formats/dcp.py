@@ -308,7 +308,7 @@ def _kind(value: Any) -> str:
 
 
 class _Part(io.RawIOBase):
-    """A range of an open file, as a file of its own: torch.load reads to the end."""
+    """A range of an open file, as a separate file: torch.load reads to the end."""
 
     def __init__(self, file: BinaryIO, part: FileRange) -> None:
         self._file, self._start, self._length, self._at = file, part.offset, part.length, 0

@@ -1,5 +1,5 @@
 """A ZeRO checkpoint of DeepSpeed, of stage 1, 2 or 3, written by any number of ranks; masters,
-moments and what a run goes on from.
+moments and what a run resumes from.
 
     latest              the name of the newest folder
     global_stepN/
@@ -164,7 +164,7 @@ class DeepSpeedCheckpoint(NamedTensors):
             raise
 
     def _take(self) -> RunFields:
-        """Take in what the files say. Returns what a run goes on from."""
+        """Take in what the files say. Returns what a run resumes from."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class LoadedDeepSpeed(Loaded):
                 "_growth_tracker": 0,
             }
         factor, window = float(given["scale_factor"]), int(given["scale_window"])
-        # It grows after each `window` good steps, the first of which is not counted.
+        # It grows after each `window` good steps; the first step is not counted.
         good = int(given["cur_iter"]) - int(given["last_overflow_iter"]) - 2
         return {
             "scale": float(given["cur_scale"]),
@@ -249,7 +249,7 @@ def match_groups(
                     "does not: use inf.Elementwise with the class of torch.optim that does, or "
                     "load without opt="
                 )
-        # `initial_lr` is what schedulers of torch that go on from a step ask for.
+        # `initial_lr` is what schedulers of torch that resume from a step ask for.
         mine = {
             name: value
             for name, value in given.items()

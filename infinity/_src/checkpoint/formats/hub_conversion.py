@@ -57,7 +57,7 @@ class WholeBlocks:
 
     @property
     def hf_quantizer(self) -> Any:
-        """The quantizer; operations that have one are told from those of the model's kind."""
+        """The quantizer; operations that have one differ from those of the model's kind."""
         return self.theirs.hf_quantizer
 
     @property

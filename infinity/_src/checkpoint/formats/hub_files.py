@@ -526,7 +526,7 @@ def _scale_of(name: str, others: Iterable[str]) -> str | None:
 
 
 def _dequantizing(model: Any, config: Any, path: Path) -> list[Any]:
-    """Return the conversions of such a model with those that dequantize. Raises: WeightsError."""
+    """Return the conversions of such a model, dequantizing ones included. Raises: WeightsError."""
     transformers_loading()
     from transformers.quantizers.auto import AutoHfQuantizer
 

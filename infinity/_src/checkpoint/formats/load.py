@@ -4,7 +4,7 @@ checked as a whole, then written one by one.
 After a load the model holds what the file says: a parameter with optimizer states gets its fp32
 master from the value in the precision of the file (and computes with the master, rounded as every
 update rounds it), even where the rounded value was equal before. One without gets the value rounded
-to its own dtype. Moments, step counts and gradients stay.
+to its dtype. Moments, step counts and gradients stay.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def has_master(states: States, param: Param) -> bool:
 
 def write_param(of: Receiver, param: Param, value: torch.Tensor) -> None:
     """Set a parameter, and its fp32 master if it has one. Calls no collective. Blocks."""
-    # Through the master: the value in the file's precision is kept, and rounded as an update
+    # Through the master: the value in the file's precision is retained, and rounded as an update
     # rounds.
     if has_master(of.states, param):
         of.states.write(param, 0, value)
@@ -217,7 +217,7 @@ class Held:
 
 
 class StateSource(Protocol):
-    """The optimizer states of a checkpoint, each with a name of its own."""
+    """The optimizer states of a checkpoint, each with a unique name."""
 
     label: str
     """The checkpoint, in messages."""

@@ -229,7 +229,7 @@ class WeightFiles:
         # Only now: until the new files have names, the earlier export stays.
         _remove_stale(self._target, set(self.files))
         fsync_directory(self._target)
-        # The directory may be new, and its own name has to last, too.
+        # The directory may be new, and its name has to last, too.
         fsync_directory(self._target.absolute().parent)
 
     def _partial(self, file: str) -> Path:
@@ -252,7 +252,7 @@ def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
     groups: list[list[int]] = [[]]
     size = 0
     for index, size_bytes in enumerate(sizes):
-        # A unit larger than the limit has a file of its own, which exceeds it; what adds nothing to
+        # A unit larger than the limit has a separate file, which exceeds it; what adds nothing to
         # a file (buffers that lie with the first unit) begins none.
         if groups[-1] and size_bytes and size + size_bytes > shard_bytes_max:
             groups.append([])

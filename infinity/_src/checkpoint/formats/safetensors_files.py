@@ -146,7 +146,7 @@ def _entry(name: str, entry: dict[str, Any]) -> HeaderEntry:
 
 def encode_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Encode tensors on the CPU as a file, whatever their dtypes."""
-    # What the format has lies there as its own library writes it.
+    # What the format has lies there as the format's library writes it.
     lacking = {
         name: [dtype_name(value.dtype), list(value.shape)]
         for name, value in tensors.items()
