@@ -175,6 +175,7 @@ def test_the_calls_of_a_mode_are_those_of_the_interface() -> None:
     declared = {}
     for file, owner in (
         ("optim/update_mode.py", "UpdateMode"),
+        ("optim/step.py", "StepHooks"),
         ("params/update_hooks.py", "UpdateHooks"),
     ):
         for node in ast.parse(resolve(file).read_text(encoding="utf-8")).body:

@@ -116,7 +116,11 @@ class UpdateMode(StepHooks):
         becomes True."""
         return False
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]], _optimizer: Grouped) -> None:
+    def submit(
+        self,
+        by_unit: dict[Unit, dict[Param, Work]],
+        optimizer: Grouped,  # noqa: ARG002 - of the modes that update ahead
+    ) -> None:
         pipeline = self._parts.pipeline
         # In the order in which the next forward opens the gates.
         for unit in pipeline.next_order(list(by_unit)):
