@@ -89,17 +89,9 @@ def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
     picture = tmp_path / "swap.png"
     arguments = [
-        "--dir",
-        str(tmp_path),
-        "--size",
-        "32MiB",
-        "--rounds",
-        "1",
-        "--seconds",
-        "0.05",
-        "--limit",
+        "--dir", str(tmp_path), "--size", "32MiB", "--rounds", "1", "--seconds", "0.05", "--limit",
         "probe",
-    ]
+    ]  # fmt: skip
     monkeypatch.setattr(sweep, "_FINAL_ROUNDS", 1)
     swept = ["--sweep", "--sweep-blocks", "1M", "--sweep-depths", "4,8"]
     assert command.main(["swap", *arguments, *swept, "--plot", str(picture)]) == 0

@@ -52,18 +52,9 @@ def test_a_sweep_writes_what_a_policy_reads(
     swap = tmp_path / "swap"
     swap.mkdir()
     arguments = [
-        "swap",
-        "--dir",
-        str(swap),
-        "--size",
-        "48MiB",
-        "--rounds",
-        "1",
-        "--seconds",
-        "0.05",
-        "--limit",
-        "off",
-    ]
+        "swap", "--dir", str(swap), "--size", "48MiB", "--rounds", "1", "--seconds", "0.05",
+        "--limit", "off",
+    ]  # fmt: skip
     swept = ["--sweep", "--sweep-blocks", "256K,1M", "--sweep-depths", "4,8", "--json", str(target)]
     assert command.main([*arguments, *swept]) == 0
     found = json.loads(target.read_text())
