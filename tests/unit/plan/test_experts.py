@@ -40,14 +40,9 @@ LAYERS = 5
 def shape(name: str, layers: int = LAYERS) -> ModelShape:
     """One of the models by its own sizes, with fewer layers; nothing but the configuration."""
     qwen = {
-        "hidden_size": 4096,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "moe_intermediate_size": 1536,
-        "num_experts": 128,
-        "vocab_size": 151_936,
-    }
+        "hidden_size": 4096, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128,
+        "moe_intermediate_size": 1536, "num_experts": 128, "vocab_size": 151_936,
+    }  # fmt: skip
     config = {
         "deepseek": lambda: transformers.DeepseekV3Config(num_hidden_layers=layers),
         "qwen": lambda: transformers.Qwen3MoeConfig(num_hidden_layers=layers, **qwen),

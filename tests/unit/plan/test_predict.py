@@ -61,11 +61,8 @@ def shape_1b(dtype: torch.dtype = torch.bfloat16) -> ModelShape:
 
 def terms(job: Job, **machine: Any) -> dict[str, float]:
     given_ = {
-        "gpus": 1,
-        "ram_bytes": 64 * GIB,
-        "pcie_per_gpu": 1e10,
-        "dram_bytes_per_s": 1e11,
-    } | machine
+        "gpus": 1, "ram_bytes": 64 * GIB, "pcie_per_gpu": 1e10, "dram_bytes_per_s": 1e11,
+    } | machine  # fmt: skip
     return predict(shape_1b(), describe_machine(**given_), job).terms_s
 
 
@@ -188,26 +185,6 @@ def test_a_node_has_room_for_what_lies_beside_the_budgets(gpus: int) -> None:
     assert full.ram.parts["resident states"] > 0
 
 
-def test_two_generations_take_twice_the_room_and_move_no_more() -> None:
-    kept = JOB.replace(resident={"params": 0.0, "optim": 0.0})
-    machine = dataclasses.replace(machine_of(64 * GIB), nvme_bytes=13.0 * (1 << 30))
-    one, two = (
-        predict(shape_1b(), machine, kept),
-        predict(shape_1b(), machine, kept.replace(generations=2)),
-    )
-    assert states_bytes(two) == 2 * states_bytes(one) == 24 * (1 << 30)
-    assert (two.moved, two.step_s, two.days) == (one.moved, one.step_s, one.days)
-    assert one.fits
-    assert "one generation" in two.why_not[0]
-    ahead = predict(shape_1b(), machine, kept.replace(update="backward", generations=2))
-    early = predict(shape_1b(), machine, kept.replace(update="backward"))
-    assert (ahead.moved, ahead.limits) == (early.moved, early.limits)
-    assert any(
-        change.name == "one generation" and change.prediction.fits
-        for change in one_change(shape_1b(), two)
-    )
-
-
 def test_durable_runs_keep_frozen_parameters_twice_and_nothing_resident() -> None:
     frozen = ModelShape(
         "frozen",
@@ -233,21 +210,6 @@ def test_durable_runs_keep_frozen_parameters_twice_and_nothing_resident() -> Non
         predict(frozen, machine_of(64 * GIB), JOB.replace(durable=True, params="cpu"))
     with pytest.raises(ValueError, match="keeps one generation"):
         predict(frozen, machine_of(64 * GIB), JOB.replace(generations=2, update="delayed"))
-
-
-def test_activations_on_drives_need_their_room() -> None:
-    job = JOB.replace(activations="nvme")
-    kept = job.replace(resident={"params": 0.0, "optim": 0.0})  # all of the states on the drive
-    machine = machine_of(64 * GIB)
-    spares = predict(shape_1b(), machine, kept).nvme.parts["spare ranges"]
-    room = 12.0 * (1 << 30) + BOUNDARY + spares
-    machine = dataclasses.replace(machine, nvme_bytes=room - 1)
-    found = predict(shape_1b(), machine, job)
-    assert found.nvme.parts["activations"] == BOUNDARY
-    assert not predict(shape_1b(), machine, kept).fits
-    assert predict(
-        shape_1b(), dataclasses.replace(machine, nvme_bytes=machine.nvme_bytes + 1), kept
-    ).fits
 
 
 def test_activations_that_leave_the_device_go_through_the_cpu_s_memory() -> None:
@@ -482,17 +444,6 @@ def test_checksums_count_where_they_are_compared() -> None:
     )
     assert off < sample < full
     assert (sample - off) / (full - off) == pytest.approx((1 + 1 / 16) / 2)
-
-
-def test_a_machine_of_few_cores_is_bound_by_its_kernels() -> None:
-    machine = describe_machine(
-        cores=2, gpus=1, ram_bytes=64 * GIB, read_bytes_per_s=100e9, write_bytes_per_s=100e9
-    )
-    job = JOB.replace(state="compact", micro_batches=1, tokens=64, sequence=64)
-    found = predict(shape_1b(), machine, job)
-    assert found.bottleneck == "update kernels"
-    more = predict(shape_1b(), dataclasses.replace(machine, cores=32), job)
-    assert more.step_s < found.step_s / 4
 
 
 def test_updates_on_a_gpu_or_beside_passes_of_the_cpu_have_no_such_term() -> None:
