@@ -131,17 +131,10 @@ def test_the_report_says_how_long_a_drive_would_last() -> None:
         tokens_per_s=1.0,
     )
     drive = {
-        "path": "/mnt/nvme0",
-        "read_p50_s": 0.004,
-        "read_p99_s": 0.0125,
-        "write_p50_s": 0.001,
-        "write_p99_s": 0.02,
-        "depth_mean": 7.6,
-        "failed": "",
-        "direct_reason": "",
-        "slow": "reads have dropped",
-        "bytes_written": 3,
-    }
+        "path": "/mnt/nvme0", "read_p50_s": 0.004, "read_p99_s": 0.0125, "write_p50_s": 0.001,
+        "write_p99_s": 0.02, "depth_mean": 7.6, "failed": "", "direct_reason": "",
+        "slow": "reads have dropped", "bytes_written": 3,
+    }  # fmt: skip
     other = {**drive, "path": "/mnt/nvme1", "bytes_written": 1, "slow": ""}
     rows = drive_rows(mean, {"drives": [drive, other]})
     assert rows[0] == (

@@ -25,14 +25,10 @@ from infinity._src.base.telemetry import (
 
 NATIVE = np.dtype(
     [
-        ("track", "<i4"),
-        ("drive", "<i4"),
-        ("start_ns", "<i8"),
-        ("end_ns", "<i8"),
-        ("bytes", "<i8"),
-        ("chunk", "<i4"),
+        ("track", "<i4"), ("drive", "<i4"), ("start_ns", "<i8"), ("end_ns", "<i8"),
+        ("bytes", "<i8"), ("chunk", "<i4"),
     ]
-)
+)  # fmt: skip
 
 
 def native(*records: tuple[int, ...], unit: int = -1, purpose: str = "other") -> NativeSpans:
@@ -89,17 +85,9 @@ def test_a_trace_without_spans_still_names_the_tracks(tmp_path: Path) -> None:
         if event["name"] == "thread_name"
     ]  # type: ignore[index]
     assert names == [
-        "phases",
-        "wait",
-        "compute",
-        "gradients",
-        "reads",
-        "writes",
-        "updates",
-        "copies",
-        "to device",
-        "from device",
-    ]
+        "phases", "wait", "compute", "gradients", "reads", "writes", "updates", "copies",
+        "to device", "from device",
+    ]  # fmt: skip
 
 
 def test_a_full_timeline_keeps_the_newest_and_counts_what_it_drops() -> None:
@@ -254,12 +242,9 @@ def test_a_phase_clock_divides_time_and_counts_and_starts_after_the_first_step()
         ):
             clock.enter(phase, quiet=quiet and phase == "forward")
             now = Marks(
-                now.bytes_read + read,
-                now.bytes_written + 1,
-                now.params_read + 2,
-                now.wait_s + wait_s,
-                0.0,
-            )
+                now.bytes_read + read, now.bytes_written + 1, now.params_read + 2,
+                now.wait_s + wait_s, 0.0,
+            )  # fmt: skip
 
     passes(1000, 5.0)
     assert clock.steady_steps == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.cabi.records import QUANT_GROUP
@@ -12,6 +12,7 @@ from infinity._src.memory.layout import ALIGN_BYTES, CHUNK_NUMEL, GROUP_NUMEL, p
 NUMELS = st.lists(st.integers(0, 3 * CHUNK_NUMEL), min_size=1, max_size=12).map(tuple)
 
 
+@settings(max_examples=50)
 @given(NUMELS, st.sampled_from([2, 4]), st.integers(1, 5))
 def test_parameters_are_aligned_and_never_overlap(
     numels: tuple[int, ...], itemsize: int, world: int
@@ -26,6 +27,7 @@ def test_parameters_are_aligned_and_never_overlap(
     assert layout.numel == world * layout.shard_numel
 
 
+@settings(max_examples=50)
 @given(NUMELS, st.sampled_from([2, 4]), st.integers(1, 5))
 def test_shards_are_equal_and_hold_every_element_once(
     numels: tuple[int, ...], itemsize: int, world: int
@@ -43,6 +45,7 @@ def test_shards_are_equal_and_hold_every_element_once(
         assert covered == numel
 
 
+@settings(max_examples=50)
 @given(NUMELS, st.integers(1, 5))
 def test_chunks_tile_the_shard_and_start_on_pages(numels: tuple[int, ...], world: int) -> None:
     layout = plan_flat(numels, 2, world)
@@ -55,6 +58,7 @@ def test_chunks_tile_the_shard_and_start_on_pages(numels: tuple[int, ...], world
     assert end == layout.shard_numel
 
 
+@settings(max_examples=50)
 @given(NUMELS, st.integers(2, 5))
 def test_where_an_element_lies_does_not_depend_on_the_world_size(
     numels: tuple[int, ...], world: int
@@ -62,6 +66,7 @@ def test_where_an_element_lies_does_not_depend_on_the_world_size(
     assert plan_flat(numels, 2, world).offsets == plan_flat(numels, 2, 1).offsets
 
 
+@settings(max_examples=50)
 @given(
     NUMELS,
     st.sampled_from([2, 4]),
@@ -79,6 +84,7 @@ def test_chunks_have_the_size_that_was_asked_for_and_groups_hold_one_parameter(
     assert all(span.start % QUANT_GROUP == 0 for span in spans)
 
 
+@settings(max_examples=50)
 @given(NUMELS, st.sampled_from([2, 4]), st.integers(1, 5), st.sampled_from([1, 3, 192]))
 def test_segments_of_a_shard_are_the_spans_of_its_parameters(
     numels: tuple[int, ...], itemsize: int, world: int, groups: int
