@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from infinity._src.cli import train as command
-from infinity._src.cli.main import build_parser
 from tests.tiny_llama import TEXT, write_model
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
 
 HOSTILE = "<img src=x onerror=alert(1)>&<b>%{x}</b></script><script>alert(2)</script>"
 
@@ -26,10 +35,8 @@ def train_run(place: Path, *more: str) -> Path:
     paths = ("train", place / "model", "--text", place / "text.txt", "--out", place / "out")
     placed = ("--params", "nvme", "--optim", "nvme", "--nvme", place / "swap", "--ram", "min")
     arguments = [*map(str, (*paths, *placed)), *given.split(), *more]
-    console = Console(file=io.StringIO(), width=200)
-    status = command.run_train(build_parser().parse_args(arguments), console)
-    assert isinstance(console.file, io.StringIO)
-    assert status == 0, console.file.getvalue()
+    status, shown = run(command.run_train, *arguments)
+    assert status == 0, shown
     return place / "out"
 
 

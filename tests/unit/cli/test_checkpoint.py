@@ -3,7 +3,6 @@ resharded is what was saved."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import shutil
@@ -25,15 +24,26 @@ from infinity._src.memory.layout import plan_flat
 from infinity.compat.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from infinity.errors import SwapFullError
 from tests import models
-from tests.harness import one_thread
+from tests.harness import assert_same, one_thread, train
 
 pytest.importorskip("transformers")
 
-from rich.console import Console
 
 from infinity._src.cli.checkpoint import run_checkpoint
-from infinity._src.cli.main import build_parser
 from infinity._src.cli.main import main as infinity_main
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
+from tests.unit.cli.commands import run as shown_by
 
 
 def tied() -> nn.Module:
@@ -62,10 +72,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("saved")
     model, optimizer = trained(inf.Policy())
     with one_thread():
-        for batch in models.token_batches(2):
-            models.loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, 2)
     inf.save(model, optimizer, place / "ckpt", extra={"epoch": 7}).wait()
     # By the names of the modules, which are all that a checkpoint has.
     inf.export_safetensors(model, place / "values", names="modules")
@@ -77,12 +84,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str | Path | int, terminal: bool = False) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), width=400, force_terminal=terminal)
-    status = run_checkpoint(
-        build_parser().parse_args(["checkpoint", *map(str, arguments)]), console
-    )
-    assert isinstance(console.file, io.StringIO)
-    return status, console.file.getvalue()
+    return shown_by(run_checkpoint, "checkpoint", *arguments, width=400, force_terminal=terminal)
 
 
 def states_in(directory: Path) -> dict[str, list[bytes]]:
@@ -112,12 +114,6 @@ def restored(directory: Path, **values: Any) -> tuple[dict[str, torch.Tensor], i
             found[f"{parameter.infinity_link.param.name}/{key}"] = torch.as_tensor(value).clone()
     inf.handle(model).close()
     return found, result
-
-
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(ours[name], value), name
 
 
 def copied(saved: Path, tmp_path: Path) -> Path:
@@ -273,10 +269,7 @@ def test_verify_a_durable_run(tmp_path: Path) -> None:
         inf.Policy(params="nvme", optim="nvme", nvme=drives, ram="min", durable=True, generations=2)
     )
     with one_thread():
-        for batch in models.token_batches(2):
-            models.loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train(model, optimizer, 2)
     inf.handle(model).close()
     assert run("verify", drives[0])[0] == 0
     assert "yes" in run("ls", drives[0])[1]

@@ -18,18 +18,9 @@ from infinity._src.cli.corpus import Corpus, build_corpus, read_lines, split_hel
 
 def options(**given: Any) -> argparse.Namespace:
     defaults = {
-        "text": None,
-        "jsonl": None,
-        "sqlite": None,
-        "query": None,
-        "column": "text",
-        "holdout": 0.2,
-        "steps": 2,
-        "batch": 2,
-        "seq": 4,
-        "accumulate": 1,
-        "eval_batches": 2,
-    }
+        "text": None, "jsonl": None, "sqlite": None, "query": None, "column": "text",
+        "holdout": 0.2, "steps": 2, "batch": 2, "seq": 4, "accumulate": 1, "eval_batches": 2,
+    }  # fmt: skip
     return argparse.Namespace(**{**defaults, **given})
 
 

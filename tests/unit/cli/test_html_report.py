@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import html.parser
-import io
 import json
 import math
 import random
@@ -19,14 +18,25 @@ pytest.importorskip("transformers")
 pytest.importorskip("plotly")
 
 from plotly.offline import get_plotlyjs
-from rich.console import Console
 
 from infinity._src.cli import html_report, run_history
 from infinity._src.cli import train as command
 from infinity._src.cli.html_report import run_report, sections
-from infinity._src.cli.main import build_parser
 from infinity._src.cli.run_history import POINTS_MAX, Series, read_run, runs_of
 from infinity._src.measure.swap import measure_swap
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
+from tests.unit.cli.commands import run
 from tests.unit.cli.run_pages import (
     HOSTILE,
     hostile_run,
@@ -55,10 +65,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(*arguments: str | Path) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), width=200)
-    status = run_report(build_parser().parse_args(["report", *map(str, arguments)]), console)
-    assert isinstance(console.file, io.StringIO)
-    return status, console.file.getvalue()
+    return run(run_report, "report", *arguments)
 
 
 def rows_of(directory: Path, kind: str) -> list[dict[str, Any]]:

@@ -200,14 +200,14 @@ def test_real_output_that_is_full_or_closed_or_in_ascii(odd: Path) -> None:
     command = f"{sys.executable} -m infinity.bench --dir none"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     found = []
-    for redirection in (">/dev/full", ">&- 2>&- <&-", "| true; exit ${PIPESTATUS[0]}"):
+    for redirection in (">/dev/full", ">&- 2>&- <&-"):
         done = subprocess.run(
             ["bash", "-c", f"{command}-\u03b7 {redirection}"],
             cwd=odd, env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
         found.append((done.returncode, done.stderr))
     lost = "standard output cannot be written: No space left on device; what it should show is lost"
-    assert found == [(2, f"error: {lost}\n"), (2, ""), (2, "")]
+    assert found == [(2, f"error: {lost}\n"), (2, "")]
 
 
 SHORT = "DefaultCPUAllocator: can't allocate memory"

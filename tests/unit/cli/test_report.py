@@ -53,27 +53,6 @@ def test_the_first_step_is_left_out_of_the_means() -> None:
         steady([])
 
 
-def test_limits_follow_the_formulas_when_the_drive_binds() -> None:
-    # 1000 parameters, 14 B read and 12 B written each; 10 kB/s read, 6 kB/s write.
-    found = step_limits(steady([record(1)]), Drives(10_000, 6_000), 1)
-    assert found.floor_s == pytest.approx(1.4 + 2.0)
-    # States (12 of 14 B) and all writes beside the forward; 2 B beside a backward of 1 s.
-    assert found.schedule_s == pytest.approx((1.2 + 2.0) + 1.0)
-
-
-def test_limits_are_the_computation_when_the_drive_is_fast() -> None:
-    found = step_limits(steady([record(1)]), Drives(1e12, 1e12), 1)
-    assert found.floor_s == found.schedule_s == pytest.approx(1.5)
-
-
-def test_with_micro_batches_only_the_first_forward_hides_the_states() -> None:
-    # Two micro-batches read 18 B per parameter: 12 of states, 6 of parameters.
-    mean = steady([record(1, bytes_read=18_000, params_read=6_000)])
-    found = step_limits(mean, Drives(10_000, 6_000), 2)
-    assert found.schedule_s == pytest.approx((1.2 + 2.0) + 1.0)
-    assert found.floor_s == pytest.approx(1.8 + 2.0)
-
-
 def test_spilled_gradients_and_activations_are_no_states() -> None:
     """Two micro-batches of 1000 parameters in the `exact` format, 2 B of gradients each, 500 B of
     activations each."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
@@ -28,13 +26,20 @@ from infinity._src.measure.swap import measure_swap  # noqa: E402
 from infinity.aio import _memory_limits as memory_limits  # noqa: E402
 from infinity.aio._memory_limits import CgroupLimit  # noqa: E402
 from tests import models  # noqa: E402
-from tests.device import simulated  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
-
-
-def shown_on(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
+from tests.unit.cli.commands import run  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +70,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def train(*arguments: str | Path) -> tuple[int, str]:
-    console = Console(file=io.StringIO(), width=200)
-    options = build_parser().parse_args(["train", *map(str, arguments)])
-    return run_train(options, console), shown_on(console)
+    return run(run_train, "train", *arguments)
 
 
 def on_nvme(directory: Path) -> list[str]:
@@ -121,23 +124,6 @@ def test_training_on_nvme_lowers_the_held_out_loss_and_leaves_a_model_that_loads
     ids = torch.tensor([tokenizer(TEXT[:128])["input_ids"]])
     with torch.no_grad():
         assert trained(input_ids=ids, labels=ids).loss < original(input_ids=ids, labels=ids).loss
-
-
-def test_the_tier_does_not_change_a_bit_of_the_result(
-    model_directory: Path, text: Path, tmp_path: Path
-) -> None:
-    places = {"cpu": ["--params", "cpu", "--optim", "cpu"], "nvme": on_nvme(tmp_path / "swap")}
-    for name, place in places.items():
-        extra = ["--accumulate", "2", "--no-trace"]
-        status, shown = train(
-            model_directory, "--text", text, "--out", tmp_path / name, *SMALL, *place, *extra
-        )
-        assert status == 0, shown
-    losses = [[row["loss"] for row in records(tmp_path / name, "step")] for name in places]
-    assert losses[0] == losses[1]
-    weights = [load_file(tmp_path / name / "model.safetensors") for name in places]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def untied(directory: Path) -> Path:
@@ -351,30 +337,6 @@ def test_tiles_of_experts_change_no_loss_and_the_trained_model_is_whole(
     given = load_file(moe_directory / "model.safetensors")
     assert shapes == [{name: value.shape for name, value in given.items()}] * 3
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_updates_on_a_device_change_no_loss(
-    model_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses = []
-    with simulated(monkeypatch):
-        for where in ("device", "cpu"):
-            out = tmp_path / where
-            extra = [
-                "--device",
-                "cpu",
-                "--update-on",
-                where,
-                "--no-trace",
-                "--no-save",
-                *on_nvme(tmp_path / "swap"),
-            ]
-            status, shown = train(model_directory, "--text", text, "--out", out, *SMALL, *extra)
-            assert status == 0, shown
-            losses.append([row["loss"] for row in records(out, "step")])
-            (summary,) = records(out, "summary")
-            assert summary["engine"]["h2d_bytes"] > 0
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.slow
@@ -613,22 +575,9 @@ def test_a_gguf_file_trains_and_its_result_is_dense(tmp_path: Path) -> None:
     out = tmp_path / "out"
     place = on_nvme(tmp_path / "swap")
     status, shown = train(
-        gguf,
-        "--text",
-        text,
-        "--out",
-        out,
-        *place,
-        "--steps",
-        "2",
-        "--batch",
-        "1",
-        "--seq",
-        "16",
-        "--eval-batches",
-        "1",
-        "--no-trace",
-    )
+        gguf, "--text", text, "--out", out, *place, "--steps", "2", "--batch", "1", "--seq", "16",
+        "--eval-batches", "1", "--no-trace",
+    )  # fmt: skip
     assert status == 0, shown
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     tensors = load_file(out / "model.safetensors")
