@@ -108,6 +108,35 @@ def test_the_shape_is_the_configuration_s(name: str) -> None:
     assert llama(name).params == pytest.approx(stated, rel=0.005)
 
 
+def test_1b_with_few_tokens_waits_for_the_update_in_its_first_forward() -> None:
+    params, tokens = params_of("1b"), 8192
+    found = predict(
+        llama("1b"), machine("h200", ram=128 * GIB), job_of(tokens=tokens, sequence=4096)
+    )
+    # Tied words compute. A forward of 56 ms is shorter than the update and one gather through the
+    # CPU's memory.
+    forward_s = tokens * (2 * params + 2 * 16 * 2048 * 4096) / 400e12
+    window_s = 28 * params / 200e9
+    assert forward_s < window_s
+    assert found.limits.schedule_s == pytest.approx(window_s + 3 * forward_s, rel=1e-3)
+    assert found.limits.floor_s == pytest.approx(4 * forward_s)
+    cpu, device = where_updates_run(llama("1b"), found)
+    # On the GPU, before that forward: 14 B up (the gradient among them) beside 12 down, at 50 GB/s
+    # each.
+    assert device.limits.schedule_s == pytest.approx(14 * params / 50e9 + 4 * forward_s, rel=1e-3)
+    assert device.terms_s["update in GPU memory"] == pytest.approx(26 * params / 4800e9, rel=1e-3)
+    assert (cpu.copied.h2d, cpu.copied.d2h) == (
+        pytest.approx(4 * params),
+        pytest.approx(2 * params),
+    )
+    assert (device.copied.h2d, device.copied.d2h) == (
+        pytest.approx(18 * params, rel=1e-3),
+        pytest.approx(14 * params, rel=1e-3),
+    )
+    assert cpu == found
+    assert cpu.step_s < device.step_s
+
+
 def test_70b_on_drives_of_a_machine_with_one_gpu_of_141_gb() -> None:
     params, tokens = params_of("70b"), 262_144
     job = fewest_micro_batches(

@@ -185,6 +185,26 @@ def test_a_node_has_room_for_what_lies_beside_the_budgets(gpus: int) -> None:
     assert full.ram.parts["resident states"] > 0
 
 
+def test_two_generations_take_twice_the_room_and_move_no_more() -> None:
+    kept = JOB.replace(resident={"params": 0.0, "optim": 0.0})
+    machine = dataclasses.replace(machine_of(64 * GIB), nvme_bytes=13.0 * (1 << 30))
+    one, two = (
+        predict(shape_1b(), machine, kept),
+        predict(shape_1b(), machine, kept.replace(generations=2)),
+    )
+    assert states_bytes(two) == 2 * states_bytes(one) == 24 * (1 << 30)
+    assert (two.moved, two.step_s, two.days) == (one.moved, one.step_s, one.days)
+    assert one.fits
+    assert "one generation" in two.why_not[0]
+    ahead = predict(shape_1b(), machine, kept.replace(update="backward", generations=2))
+    early = predict(shape_1b(), machine, kept.replace(update="backward"))
+    assert (ahead.moved, ahead.limits) == (early.moved, early.limits)
+    assert any(
+        change.name == "one generation" and change.prediction.fits
+        for change in one_change(shape_1b(), two)
+    )
+
+
 def test_durable_runs_keep_frozen_parameters_twice_and_nothing_resident() -> None:
     frozen = ModelShape(
         "frozen",

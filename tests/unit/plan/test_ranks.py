@@ -66,6 +66,16 @@ def test_stages_split_what_their_names_say() -> None:
     assert held(EVEN, machine(), zero=2, params="device", optim="cpu", accumulate="local") == one
 
 
+def test_what_rests_on_nvme_is_the_same_shard() -> None:
+    nothing = {"params": 0.0, "optim": 0.0}
+    found = held(EVEN, machine(), resident=nothing)
+    assert found["parameters at rest"] == TierBytes(nvme=P / 4)
+    assert found["optimizer states"] == TierBytes(nvme=5 * P / 4)
+    twice = held(EVEN, machine(), resident=nothing, generations=2)
+    assert twice["parameters at rest"] == TierBytes(nvme=P / 2)
+    assert twice["gradients"] == found["gradients"]
+
+
 def test_copies_of_a_node_and_errors_fed_back_take_what_the_policy_says() -> None:
     where = machine(ranks=4, nodes=2)
     name = "the node's copy (hpZ)"
@@ -79,6 +89,12 @@ def test_copies_of_a_node_and_errors_fed_back_take_what_the_policy_says() -> Non
         "errors fed back (qgZ)"
     ] == TierBytes(cpu=P)
     assert name not in held(EVEN, where)
+
+
+def test_parameters_that_stay_under_stage_3_are_shards() -> None:
+    found = held(EVEN, machine(), params="device", optim="cpu")
+    assert found["shards kept on the device"] == TierBytes(device=P / 4)
+    assert found["parameters gathered, at most"] == TierBytes(device=3 * P / 8)
 
 
 def test_every_hole_of_a_shape_counts() -> None:
@@ -115,6 +131,16 @@ def test_activations_that_wait_in_ram_leave_less_for_the_states_of_each_rank() -
     states = found.nvme.bytes - found.nvme.parts["spare ranges"]
     assert states == pytest.approx(4 * of_rank.nvme, rel=0.001)
     assert of_rank.nvme > 0
+
+
+def test_what_does_not_fit_beside_whole_sums_says_so() -> None:
+    job = JOB.replace(zero=1, params="device", optim="cpu")
+    least = predict(EVEN, dataclasses.replace(machine(), ram_bytes=1.0), job).ram.bytes
+    assert predict(EVEN, dataclasses.replace(machine(), ram_bytes=least), job).fits
+    assert (
+        "RAM"
+        in predict(EVEN, dataclasses.replace(machine(), ram_bytes=least - 4096), job).why_not[0]
+    )
 
 
 def test_all_stages_are_shown_beside_the_one_that_is_planned() -> None:
@@ -242,6 +268,19 @@ def test_a_slow_link_between_nodes_bounds_the_step_and_zeropp_relieves_it() -> N
     assert "one more node" not in {
         change.name for change in one_change(EVEN, predict(EVEN, machine(), JOB))
     }
+
+
+def test_nodes_share_the_work_and_the_states() -> None:
+    one, two = (
+        predict(EVEN, machine(4), JOB),
+        predict(EVEN, machine(4, 2, link_bytes_per_s=1e15), JOB),
+    )
+    assert two.at_rest.states == one.at_rest.states / 2
+    assert two.terms_s["compute"] == pytest.approx(one.terms_s["compute"] / 2)
+    assert two.model_flops == one.model_flops
+    assert two.mfu == pytest.approx(
+        two.model_flops / two.step_s / 8 / two.machine.flops_peak_per_gpu
+    )
 
 
 def test_a_node_s_copy_spares_the_drives() -> None:

@@ -264,6 +264,21 @@ def test_all_tokens_of_a_step_choose_the_experts_that_a_pass_gathers() -> None:
     assert vertical.touched == pytest.approx(1 - (62 / 64) ** 64)
 
 
+def test_compute_is_the_same_but_for_sums_that_a_cpu_adds() -> None:
+    shape = shape_of_blocks()
+    alone = [
+        predict(shape, machine(), job).terms_s["compute"] for job in (JOB, VERTICAL)
+    ]
+    assert alone[0] == pytest.approx(alone[1])
+    measured = VERTICAL.replace(compute_s=(1.0, 2.0))
+    whole = JOB.replace(micro_batches=1, compute_s=(8.0, 16.0))
+    eight, one = (
+        predict(shape, machine(0), job).limits.compute_s for job in (measured, whole)
+    )
+    # Two are read and one is written, seven times, 2 bytes each.
+    assert eight - one == pytest.approx(7 * 3 * 2 * shape.params / 1e11)
+
+
 def test_the_first_forward_of_all_hides_more_of_the_update() -> None:
     slow = JOB.replace(compute_s=(0.05, 0.15))
     shape = shape_of_blocks()
