@@ -9,18 +9,6 @@ from typing import Any
 from infinity._src.cli import train as command
 from tests.tiny_llama import TEXT, write_model
 from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
 
 HOSTILE = "<img src=x onerror=alert(1)>&<b>%{x}</b></script><script>alert(2)</script>"
 

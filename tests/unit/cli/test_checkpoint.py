@@ -32,18 +32,6 @@ pytest.importorskip("transformers")
 from infinity._src.cli.checkpoint import run_checkpoint
 from infinity._src.cli.main import main as infinity_main
 from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
-from tests.unit.cli.commands import run as shown_by
 
 
 def tied() -> nn.Module:

@@ -25,18 +25,6 @@ from infinity._src.cli.html_report import run_report, sections
 from infinity._src.cli.run_history import POINTS_MAX, Series, read_run, runs_of
 from infinity._src.measure.swap import measure_swap
 from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
 from tests.unit.cli.run_pages import (
     HOSTILE,
     hostile_run,

@@ -19,18 +19,6 @@ from infinity._src.cli.plan import read_shape, run_plan  # noqa: E402
 from infinity._src.plan.predict import EFFICIENCY  # noqa: E402
 from tests import tiny_llama  # noqa: E402
 from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -53,18 +53,6 @@ from tests.places import place_in
 from tests.reading import Counted
 from tests.tiny_llama import TEXT, write_model
 from tests.unit.checkpoint.test_manifest import encoded, manifest
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
-from tests.unit.cli.commands import run
 from tests.unit.cli import commands
 
 STEPS = 6

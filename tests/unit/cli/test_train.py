@@ -28,18 +28,6 @@ from infinity.aio._memory_limits import CgroupLimit  # noqa: E402
 from tests import models  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
 from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
-from tests.unit.cli.commands import run  # noqa: E402
 
 
 @pytest.fixture(scope="module")
