@@ -336,9 +336,10 @@ def test_arms_start_from_the_same_loss_and_go_down(bench: Any) -> None:
 @pytest.mark.slow
 def test_training_is_measured_through_a_process_and_recorded(bench: Any, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    given_ = f"--device cpu --dir {tmp_path} --results {results} --arms cpu,deepspeed --tokens 32"
+    given_ = f"--device cpu --dir {tmp_path} --results {results} --arms cpu,deepspeed"
+    of_steps = "--tokens 32 --rounds 1 --steps 2"
     done = subprocess.run(
-        [sys.executable, str(GPU / "train.py"), *given_.split(), *["--rounds", "1", "--steps", "2"]],
+        [sys.executable, str(GPU / "train.py"), *f"{given_} {of_steps}".split()],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True,
         check=False, timeout=200,
     )  # fmt: skip

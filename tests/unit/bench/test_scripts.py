@@ -1,5 +1,5 @@
-"""Scripts of bench/, each run once on tiny sizes: what they measure is what they say, and ratios are
-taken within one round. Long runs are made by hand."""
+"""Scripts of bench/, each run once on tiny sizes: measured figures are those that a script states,
+and ratios are of one round. Long runs are made by hand."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ TINY = {"hidden": 64, "layers": 1, "vocab": 64, "tokens": 4, "steps": 2, "warmup
 def smoke(*command: str) -> str:
     """The standard output of a script's smoke run."""
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, check=False,
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
