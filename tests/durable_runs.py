@@ -39,6 +39,16 @@ def made(
     return model, inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
+def read(place: Path) -> int:
+    """Restore a checkpoint into memory, and check that it is a step of `undisturbed`. Returns the
+    step."""
+    torch.manual_seed(1)
+    model: Any = offload(Net().bfloat16(), inf.Policy(unit_bytes_max=4096))
+    found = restored(model, inf.AdamW(model.parameters(), lr=1e-2), place)
+    close(model)
+    return found
+
+
 def close(model: Any) -> None:
     inf.handle(model).close()
 
@@ -53,10 +63,10 @@ def run_files(place: Path) -> list[str]:
 
 
 @functools.cache
-def undisturbed() -> tuple[str, ...]:
+def undisturbed(state: str = "exact") -> tuple[str, ...]:
     """Return digests of a run that nothing disturbs, before its first step and after each."""
     torch.manual_seed(0)
-    model: Any = offload(Net().bfloat16(), inf.Policy(unit_bytes_max=4096))
+    model: Any = offload(Net().bfloat16(), inf.Policy(unit_bytes_max=4096, state=state))
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
     found = [digest(model)]
     for index in range(STEPS):

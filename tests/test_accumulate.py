@@ -26,80 +26,26 @@ from infinity._src.params.unshard import Unsharder
 from infinity.errors import EngineClosed
 from tests import harness, models
 from tests.device import simulated
-from tests.harness import Result, Training
-from tests.marks import mostly_slow, pairwise
-from tests.test_bitwise import policy
+from tests.harness import Run, Training, policy
 
-NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
 CPU = {"params": "cpu", "optim": "cpu"}
 
 Together = functools.partial(Training, steps=2, together=True)
 
 LLAMA = Together(models.llama, accumulation=3)  # a third is no exact number
-MIXTRAL = Together(models.mixtral, accumulation=3)
-LORA = Together(models.lora, accumulation=2)
 
 
-def assert_is_the_loop(ours: Result, training: Training) -> None:
-    harness.assert_equal(ours, harness.reference(training))
+def assert_is_the_loop(ours: Run, training: Training) -> None:
+    harness.assert_same(ours, harness.reference(training))
 
 
-# -- the same bits ---------------------------------------------------------------------------------
-
-PLACEMENTS: list[dict[str, Any]] = [
-    CPU,
-    NVME,
-    {"params": "nvme", "optim": "cpu", "ram": "min", "unit_bytes_max": 8192},
-]
-UPDATES: list[dict[str, Any]] = [
-    {},
-    {"update": "backward", "generations": 2},
-    {"update": "delayed", "delayed_warmup": 9},
-]
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    with harness.one_thread():
+        yield
 
 
-@pytest.mark.parametrize(
-    ("training", "placement", "update"), pairwise([LLAMA, MIXTRAL, LORA], PLACEMENTS, UPDATES)
-)
-def test_the_bits_are_those_of_the_loop_over_micro_batches(
-    training: Training, placement: dict[str, Any], update: dict[str, Any], tmp_path: Path
-) -> None:
-    chosen = policy(tmp_path, **{**placement, **update})
-    assert_is_the_loop(harness.offloaded(training, chosen), training)
-
-
-VARIANTS: dict[str, tuple[Training, dict[str, Any]]] = {
-    "no clipping, updates in backward": (
-        dataclasses.replace(LLAMA, max_norm=None),
-        {"update": "backward"},
-    ),
-    "gradients in fp32": (
-        dataclasses.replace(LLAMA, grad_dtype=torch.float32),
-        {"grad_dtype": torch.float32},
-    ),
-    "checkpointed blocks": (dataclasses.replace(LLAMA, checkpointing=False), {}),
-    "blocks in reentrant checkpoints": (dataclasses.replace(LLAMA, checkpointing=True), {}),
-    "fp32 parameters under autocast": (
-        dataclasses.replace(LLAMA, dtype=torch.float32, autocast="cached"),
-        {},
-    ),
-    "GradScaler": (
-        dataclasses.replace(LLAMA, dtype=torch.float16, scaler=(1024.0, 2)),
-        {},
-    ),
-    "a ModuleList of experts": (Together(models.ListMoe), {"unit_bytes_max": 4096}),
-    "parameters used outside of their module": (
-        Together(models.External, steps=1, max_norm=None),
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(VARIANTS, *list(VARIANTS)[:6]))
-def test_variants_of_the_loop_keep_its_bits(name: str, tmp_path: Path) -> None:
-    training, values = VARIANTS[name]
-    result = harness.offloaded(training, policy(tmp_path, **{**NVME, **values}))
-    assert_is_the_loop(result, training)
+# -- the same bits: test_matrix.py has them of models, loops and policies ---------------------------
 
 
 @pytest.mark.parametrize("update", [{}, {"update": "backward"}], ids=["deferred", "backward"])
@@ -108,7 +54,7 @@ def test_a_device_with_memory_of_its_own_has_the_same_bits(
 ) -> None:
     training = dataclasses.replace(LLAMA, max_norm=None, checkpointing=False)
     with simulated(monkeypatch, seed=3) as device:
-        result = harness.offloaded(training, policy(tmp_path, **NVME, **update))
+        result = harness.offloaded(training, policy(tmp_path, **update))
         assert device.live() == (0, 0, 0)
     assert_is_the_loop(result, training)
 
@@ -116,12 +62,6 @@ def test_a_device_with_memory_of_its_own_has_the_same_bits(
 # -- gradients of one step -------------------------------------------------------------------------
 
 Loss = Callable[[Any], torch.Tensor]
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with harness.one_thread():
-        yield
 
 
 def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -316,7 +256,7 @@ def test_backward_goes_block_by_block(
 ) -> None:
     training = dataclasses.replace(LLAMA, checkpointing=checkpointing)
     model = training.model()
-    inf.offload(model, policy(tmp_path, **NVME))
+    inf.offload(model, policy(tmp_path))
     found = gathers(monkeypatch)
     inf.handle(model).accumulate(ragged(), functools.partial(models.loss_of, model))
     inf.handle(model).close()
@@ -329,13 +269,13 @@ def test_backward_goes_block_by_block(
 
 def test_backward_reads_and_stores_what_one_micro_batch_does(tmp_path: Path) -> None:
     loop = Training(
-        functools.partial(models.llama, 8), steps=2, accumulation=4, max_norm=None, no_sync=True
+        functools.partial(models.Small, 8), steps=2, accumulation=4, max_norm=None, no_sync=True
     )
     one, together = (
         dataclasses.replace(loop, accumulation=1),
         dataclasses.replace(loop, together=True, no_sync=False),
     )
-    chosen = policy(tmp_path, **NVME, update="backward")
+    chosen = policy(tmp_path, update="backward")
     looped, alone, ours = (harness.offloaded(each, chosen).stats for each in (loop, one, together))
     # Bytes of all parameters as they rest, which each further forward reads; and a block that stays
     # between two passes of one micro-batch.
@@ -362,7 +302,7 @@ def test_the_cost_of_an_order_is_that_of_its_nodes(monkeypatch: pytest.MonkeyPat
     for layers, micro_batches in ((2, 4), (2, 8), (4, 4)):
         asked = 0
         batches = models.token_batches(micro_batches)
-        accumulated(functools.partial(models.llama, layers), batches, models.loss_of)
+        accumulated(functools.partial(models.Small, layers), batches, models.loss_of)
         costs.append(asked)
     # Leaves are visited once.
     assert max(costs[1:]) <= 2 * costs[0] < 2 * min(costs[1:])
@@ -373,9 +313,9 @@ def test_inputs_of_blocks_rest_on_nvme_and_come_back_in_order(
 ) -> None:
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 256)
     training = dataclasses.replace(
-        LLAMA, factory=functools.partial(models.llama, 6), checkpointing=False, accumulation=4
+        LLAMA, factory=functools.partial(models.Small, 6), checkpointing=False, accumulation=4
     )
-    chosen = policy(tmp_path, **NVME, activations="nvme")
+    chosen = policy(tmp_path, activations="nvme")
     result = harness.offloaded(training, chosen)
     assert_is_the_loop(result, training)
     figures = result.stats.activations
@@ -419,7 +359,7 @@ def test_micro_batches_with_other_blocks_run_one_after_the_other_and_say_so_once
     steps = [set(missing[first : first + 3]) for first in (0, 3, 6)]
     assert sum(len(step) > 1 for step in steps) > 1, "and says it once"
     with caplog.at_level(logging.WARNING, "infinity"):
-        result = harness.offloaded(training, policy(tmp_path, **NVME, **update))
+        result = harness.offloaded(training, policy(tmp_path, **update))
     assert_is_the_loop(result, training)
     said = [each.getMessage() for each in caplog.records if "accumulate()" in each.getMessage()]
     assert len(said) == 1
@@ -483,7 +423,7 @@ def test_an_exception_in_the_third_micro_batch_leaves_the_model_whole(
 
     training = dataclasses.replace(LLAMA, checkpointing=False, max_norm=None)
     broken = dataclasses.replace(training, before=stumble)
-    result = harness.offloaded(broken, policy(tmp_path, **NVME, **update))
+    result = harness.offloaded(broken, policy(tmp_path, **update))
     assert_is_the_loop(dataclasses.replace(result, seen=[]), training)
     assert calls
 

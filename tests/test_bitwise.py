@@ -3,7 +3,6 @@ checkpoint. test_matrix.py has each pair of models, loops and policies."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +84,6 @@ def test_random_delays_and_reordering_change_no_bits(
     chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min", io_backend=backend)
     result = run(TWENTY, chosen, Seam(delay_us_max=1500, seed=seed))
     harness.assert_same(result, harness.reference(TWENTY))
-
-
-def dawdle(model: nn.Module, step: int) -> None:
-    """Sometimes long enough that updates finish with nobody waiting for them."""
-    time.sleep((0.0, 0.06, 0.002)[step % 3])
-
-
-def test_pauses_between_steps_change_no_bits(tmp_path: Path) -> None:
-    training = Training(models.llama, steps=6, before=dawdle)
-    result = run(training, policy(tmp_path, params="nvme", optim="nvme", ram="min"))
-    harness.assert_same(result, harness.reference(training))
-    assert result.stats.gates_escaped > 0
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])

@@ -20,18 +20,7 @@ from tests import harness, models
 from tests.harness import Training
 from tests.marks import alternating, mostly_slow
 
-PLACEMENTS = {
-    "nvme min": {"params": "nvme", "optim": "nvme", "ram": "min"},
-    "partly resident": {
-        "params": "nvme",
-        "optim": "nvme",
-        "ram": "min",
-        "resident": {"params": 0.5, "optim": 0.5},
-    },
-    "cpu": {"params": "cpu", "optim": "cpu"},
-    "device": {"params": "device", "optim": "nvme", "ram": "min"},
-    "threads": {"params": "nvme", "optim": "nvme", "ram": "min", "io_backend": "threads"},
-}
+NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
 SMALL = Training(models.Small, steps=9, accumulation=1, max_norm=None)
 CLIPS = {"never": 1e6, "always": 0.05, "sometimes": 1.46}
 
@@ -42,12 +31,6 @@ def policy(tmp_path: Path, **values: Any) -> inf.Policy:
     return inf.Policy(**{"generations": 2, **values})
 
 
-@pytest.mark.parametrize(("update", "placement"), alternating(["deferred", "backward"], PLACEMENTS))
-def test_the_bits_are_those_of_the_plain_loop(tmp_path, placement, update):
-    ours = harness.offloaded(SMALL, policy(tmp_path, update=update, **PLACEMENTS[placement]))
-    harness.assert_equal(ours, harness.reference(SMALL))
-
-
 @pytest.mark.parametrize(("clip", "accumulation"), alternating(CLIPS, [1, 2]))
 def test_speculation_changes_no_bit_however_often_clipping_forbids_it(tmp_path, clip, accumulation):
     max_norm = CLIPS[clip] * (0.68 if clip == "sometimes" and accumulation == 2 else 1.0)
@@ -55,10 +38,10 @@ def test_speculation_changes_no_bit_however_often_clipping_forbids_it(tmp_path, 
         SMALL, max_norm=max_norm, accumulation=accumulation, steps=14 if clip == "sometimes" else 6
     )
     ours = harness.offloaded(
-        training, policy(tmp_path, update="backward", **PLACEMENTS["nvme min"])
+        training, policy(tmp_path, update="backward", **NVME)
     )
     theirs = harness.reference(training)
-    harness.assert_equal(ours, theirs)
+    harness.assert_same(ours, theirs)
     fired = [norm > max_norm for norm in theirs.norms]
     assert {"never": not any(fired), "always": all(fired), "sometimes": len(set(fired)) == 2}[
         clip
@@ -113,68 +96,6 @@ def test_a_backward_that_no_step_follows_is_remembered_as_in_vain(tmp_path, batc
     inf.handle(model).close()
 
 
-TRAININGS = {
-    "micro-batches that are marked": dataclasses.replace(SMALL, steps=4, accumulation=3),
-    "frozen parameters": dataclasses.replace(SMALL, factory=models.lora, steps=4, max_norm=1e6),
-    "experts without gradients": dataclasses.replace(
-        SMALL, factory=models.mixtral, steps=4, max_norm=1e6
-    ),
-    "tied weights": dataclasses.replace(SMALL, factory=models.gpt2, steps=4, max_norm=1e6),
-    "checkpointed": dataclasses.replace(SMALL, steps=4, checkpointing=True, max_norm=1e6),
-    "fp32 gradients": dataclasses.replace(
-        SMALL, steps=4, grad_dtype=torch.float32, accumulation=2, max_norm=1.0
-    ),
-    "two groups": dataclasses.replace(SMALL, steps=4, groups=True, max_norm=1e6),
-    "momentum": dataclasses.replace(SMALL, steps=4, optimizer="SGD", options=(("momentum", 0.9),)),
-    "a class of torch": dataclasses.replace(SMALL, steps=3, optimizer="Adagrad"),
-}
-
-
-@pytest.mark.parametrize("name", TRAININGS)
-def test_every_kind_of_training(tmp_path, name):
-    training = TRAININGS[name]
-    update = "deferred" if name == "a class of torch" else "backward"
-    values = {**PLACEMENTS["nvme min"], "update": update, "grad_dtype": training.grad_dtype}
-    ours = harness.offloaded(training, policy(tmp_path, **values))
-    harness.assert_equal(ours, harness.reference(training))
-    if update == "backward" and training.max_norm != 1.0:
-        assert ours.stats.updates_ahead > 0
-
-
-@pytest.mark.parametrize("state", ["bf16", "compact"])
-def test_random_rounding_is_the_same_ahead_of_the_step_and_after_it(tmp_path, state):
-    training = dataclasses.replace(SMALL, steps=8, max_norm=CLIPS["sometimes"])
-    found = [
-        harness.offloaded(
-            training,
-            inf.Policy(state=state, update=update, generations=generations, nvme=tmp_path, **tiers),
-        )
-        for update, generations, tiers in [
-            ("deferred", 1, {"params": "cpu", "optim": "cpu"}),
-            ("backward", 2, PLACEMENTS["nvme min"]),
-            ("deferred", 2, PLACEMENTS["partly resident"]),
-        ]
-    ]
-    harness.assert_equal(found[1], found[0])
-    harness.assert_equal(found[2], found[0])
-
-
-def test_a_scaler_that_skips_steps(tmp_path):
-    training = Training(
-        models.Small,
-        steps=8,
-        accumulation=1,
-        dtype=torch.float16,
-        max_norm=None,
-        scaler=(2.0**10, 3),
-        poisoned=(2, 5),
-    )
-    ours = harness.offloaded(
-        training, policy(tmp_path, update="backward", **PLACEMENTS["nvme min"])
-    )
-    harness.assert_equal(ours, harness.reference(training))
-
-
 def small() -> Any:
     return models.make(models.Small)
 
@@ -203,7 +124,7 @@ def plain() -> tuple[Any, Any]:
 def speculating(tmp_path: Path, **values: Any) -> tuple[Any, Any]:
     seam = values.pop("seam", None)
     model = offload(
-        small(), policy(tmp_path, update="backward", **PLACEMENTS["nvme min"], **values), _seam=seam
+        small(), policy(tmp_path, update="backward", **NVME, **values), _seam=seam
     )
     return model, inf.AdamW(model.parameters(), lr=1e-2)
 
@@ -332,14 +253,14 @@ def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches,
 def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batches, update, nth):
     reference, its_optimizer = plain()
     wanted = [stepped(reference, its_optimizer, batch) for batch in batches[:5]]
-    probe = offload(small(), policy(tmp_path, update=update, **PLACEMENTS["nvme min"]))
+    probe = offload(small(), policy(tmp_path, update=update, **NVME))
     optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
     for batch in batches[:2]:
         stepped(probe, optimizer, batch)
     before = writes_of(probe)
 
     seam = Seam(fault=Fault("write", before + nth, lasting=True))
-    model = offload(small(), policy(tmp_path, update=update, **PLACEMENTS["nvme min"]), _seam=seam)
+    model = offload(small(), policy(tmp_path, update=update, **NVME), _seam=seam)
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
     got, undone = [], 0
     while len(got) < 5:
@@ -387,7 +308,7 @@ def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
         inf.handle(model).close()
         return values
 
-    slow = policy(tmp_path, **PLACEMENTS["nvme min"])
+    slow = policy(tmp_path, **NVME)
     probe = offload(small(), slow)
     optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
     stepped(probe, optimizer, batches[0])
@@ -450,7 +371,7 @@ def test_counts_of_a_class_of_torch_go_back_with_all_steps_since_the_commit(tmp_
 
     def begun(seam: Seam | None, place: Path) -> tuple[Any, Any]:
         place.mkdir()
-        values = {**PLACEMENTS["nvme min"], "nvme": place, "durable": True, "durable_every": 3}
+        values = {**NVME, "nvme": place, "durable": True, "durable_every": 3}
         model = offload(small(), inf.Policy(**values), _seam=seam)
         optimizer = inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2)
         for batch in batches[:2]:
