@@ -37,7 +37,7 @@ def _tiny_models_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def policy(directory: Path, **values: Any) -> inf.Policy:
-    return harness.policy(directory, activations="nvme", **values)
+    return harness.policy(directory, **{"activations": "nvme", **values})
 
 
 class SharedBlocks(nn.Module):

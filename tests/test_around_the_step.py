@@ -1,10 +1,13 @@
-"""Calls of training loops between forward, backward and step. None changes numbers without an error
-that says what is wrong."""
+"""Calls of training loops between forward, backward and step, and after `close`. None changes
+numbers without an error that says what is wrong; a closed engine lets gradients, memory and the
+model go."""
 
 from __future__ import annotations
 
+import gc
 import re
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,12 @@ from torch import nn
 import infinity as inf
 from infinity.errors import BudgetError, EngineClosed
 from tests import harness, models
-from tests.test_bad_input import llama, nvme, values_of
+from tests.harness import assert_same, policy, train, values_of
 
-BATCHES = models.token_batches(4)
+BATCHES = models.token_batches(3)
 
 
-def train(model: nn.Module, optimizer: Any, before_step: Any = None) -> dict[str, torch.Tensor]:
+def trained(model: nn.Module, optimizer: Any, before_step: Any = None) -> dict[str, torch.Tensor]:
     with harness.one_thread():
         for index, batch in enumerate(BATCHES):
             models.loss_of(model, batch).backward()
@@ -48,17 +51,17 @@ def test_a_step_that_cannot_compute_its_numbers_has_not_been_taken(
     def run(path: Path, before_step: Any) -> tuple[dict[str, torch.Tensor], set[int]]:
         path.mkdir()
         # its rounding depends on the step's number
-        model = inf.offload(llama(), nvme(path, state="bf16"))
+        model = inf.offload(models.make(models.Small), policy(path, state="bf16"))
         handle = inf.handle(model)
         optimizer = make(model.parameters())
-        values = train(model, optimizer, before_step)
+        values = trained(model, optimizer, before_step)
         steps = {handle.optimizer_state(param)["step"] for param in model.parameters()}
         handle.close()
         return values, steps
 
     (found, steps), (expected, _) = run(tmp_path / "failing", fail), run(tmp_path / "plain", None)
     assert steps == {len(BATCHES)}
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert_same(found, expected)
 
 
 def test_a_scheduler_may_be_made_between_backward_and_step(tmp_path: Path) -> None:
@@ -68,14 +71,14 @@ def test_a_scheduler_may_be_made_between_backward_and_step(tmp_path: Path) -> No
         if index == 1:
             torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _step: 1.0)
 
-    model = inf.offload(llama(), nvme(tmp_path, update="backward"))
-    train(model, inf.AdamW(model.parameters()), schedule)
+    model = inf.offload(models.make(models.Small), policy(tmp_path, update="backward"))
+    trained(model, inf.AdamW(model.parameters()), schedule)
     assert inf.handle(model).stats().step_count == len(BATCHES)
     inf.handle(model).close()
 
 
 def test_a_backward_after_close_says_so(tmp_path: Path) -> None:
-    model = inf.offload(llama(), nvme(tmp_path))
+    model = inf.offload(models.make(models.Small), policy(tmp_path))
     loss = models.loss_of(model, BATCHES[0])
     inf.handle(model).close()
     with pytest.raises(EngineClosed, match="the engine of this model was closed"):
@@ -89,24 +92,22 @@ def test_parameters_in_another_order_in_memory_are_named(tmp_path: Path) -> None
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        inf.handle(inf.offload(make(), nvme(tmp_path))).close()
+        inf.handle(inf.offload(make(), policy(tmp_path))).close()
     with pytest.warns(UserWarning, match="0.weight: dimensions are in another order"):
-        model = inf.offload(make().to(memory_format=torch.channels_last), nvme(tmp_path))
-    assert all(
-        torch.equal(value, make().state_dict()[name]) for name, value in model.state_dict().items()
-    )
+        model = inf.offload(make().to(memory_format=torch.channels_last), policy(tmp_path))
+    assert_same(dict(model.state_dict()), dict(make().state_dict()))
     inf.handle(model).close()
 
 
 def test_the_least_that_is_named_beside_another_model_works(tmp_path: Path) -> None:
     def second(ram: int | str) -> None:
-        model = inf.offload(llama(), nvme(tmp_path, ram=ram))
+        model = inf.offload(models.make(models.Small), policy(tmp_path, ram=ram))
         try:
             inf.AdamW(model.parameters())
         finally:
             inf.handle(model).close()
 
-    first = inf.offload(llama(), nvme(tmp_path, ram="64MiB"))
+    first = inf.offload(models.make(models.Small), policy(tmp_path, ram="64MiB"))
     inf.AdamW(first.parameters())
     with pytest.raises(BudgetError, match="other models hold") as caught:
         second("100KiB")
@@ -117,3 +118,74 @@ def test_the_least_that_is_named_beside_another_model_works(tmp_path: Path) -> N
     with pytest.raises(BudgetError):
         second(int(least[1]) - 4096)
     inf.handle(first).close()
+
+
+def test_a_gradient_kept_past_close_raises_and_its_memory_is_free(tmp_path: Path) -> None:
+    model = inf.offload(models.make(models.ListMoe), policy(tmp_path))
+    optimizer = inf.AdamW(model.parameters())
+    models.loss_of(model, BATCHES[0]).backward()
+    kept = next(model.parameters()).grad
+    inf.handle(model).close()
+    with pytest.raises(RuntimeError, match="stale"):
+        kept.materialize()  # type: ignore[union-attr]
+    assert all(param.grad is None for param in model.parameters())
+    assert optimizer.param_groups
+
+
+def test_parameters_of_an_offloaded_model_are_told_from_others(tmp_path: Path) -> None:
+    model = models.make(models.ListMoe)
+    assert not any(inf.is_offloaded(param) for param in model.parameters())
+    inf.offload(model, policy(tmp_path))
+    added = nn.Linear(2, 2)
+    assert all(inf.is_offloaded(param) for param in model.parameters())
+    assert not any(inf.is_offloaded(param) for param in added.parameters())
+    inf.handle(model).close()
+    # It takes no optimizer of torch even now.
+    assert all(inf.is_offloaded(param) for param in model.parameters())
+
+
+def test_close_inside_gather_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    model = inf.offload(models.make(models.ListMoe), policy(tmp_path))
+    handle = inf.handle(model)
+    weight = next(model.parameters())
+    with torch.no_grad(), handle.gather(weight):
+        weight.fill_(2.0)
+        with pytest.raises(RuntimeError, match=r"inside handle\.gather"):
+            handle.close()
+    assert bool((handle.read(weight.infinity_link.param) == 2.0).all())  # type: ignore[attr-defined]
+    handle.close()
+    with pytest.raises(ValueError, match="was closed"):
+        inf.offload(model, policy(tmp_path))
+
+
+def test_a_closed_model_can_be_collected(tmp_path: Path) -> None:
+    model = inf.offload(models.make(models.ListMoe), policy(tmp_path))
+    optimizer = inf.AdamW(model.parameters())
+    train(model, optimizer, 1)
+    inf.handle(model).close()
+    alive = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_closed_engine_keeps_no_gradient_memory(tmp_path: Path) -> None:
+    """The handle lives as long as the model."""
+    for update in ("delayed", "backward"):
+        # other tests' leavings
+        before = {id(each) for each in gc.get_objects() if type(each) is torch.Tensor}
+        chosen = policy(tmp_path, update=update, delayed_warmup=0)
+        model = inf.offload(models.make(models.Small), chosen)
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer, 3)
+        inf.handle(model).close()
+        del optimizer
+        gc.collect()
+        numels = {parameter.numel() for parameter in model.parameters()}
+        held = [
+            each
+            for each in gc.get_objects()
+            if type(each) is torch.Tensor and each.dtype is torch.bfloat16 and each.dim() == 1
+            if id(each) not in before and each.numel() in numels and each.untyped_storage().nbytes()
+        ]
+        assert held == []

@@ -61,7 +61,7 @@ def test_a_bad_block_changes_no_bit(
     with caplog.at_level(logging.WARNING, logger="infinity"):
         # Good at first: it holds states when it goes bad.
         ours = harness.offloaded(training, policy, seam=bad_block(200_000, nth=1))
-    harness.assert_equal(ours, harness.reference(training))
+    harness.assert_same(ours, harness.reference(training))
     assert (ours.stats.moved_writes, ours.stats.kept_chunks) == (1, 0)
     (told,) = [text for text in caplog.messages if "refused a write" in text]
     assert str(tmp_path) in told
@@ -140,7 +140,7 @@ def test_any_block_of_any_drive(block: int, nth: int, drive: int) -> None:
             each.mkdir()
         policy = inf.Policy(nvme=drives, generations=2, **NVME)
         ours = harness.offloaded(LLAMA, policy, seam=bad_block(4096 * block, nth=nth, drive=drive))
-    harness.assert_equal(ours, harness.reference(LLAMA))
+    harness.assert_same(ours, harness.reference(LLAMA))
     assert ours.stats.moved_writes <= 1
 
 
@@ -148,7 +148,7 @@ def test_a_read_that_fails_once_is_repeated(tmp_path: Path) -> None:
     policy = inf.Policy(nvme=tmp_path, **NVME)
     for nth in (10, 60, 120):
         ours = harness.offloaded(LLAMA, policy, seam=Seam(fault=Fault("read", nth)))
-        harness.assert_equal(ours, harness.reference(LLAMA))
+        harness.assert_same(ours, harness.reference(LLAMA))
         assert ours.stats.checksum_failures == 0
 
 

@@ -17,8 +17,8 @@ from infinity._src.checkpoint.directory import DirectoryLock, read_generation
 from infinity._src.engine.handle import offload
 from infinity.aio import Seam
 from infinity.errors import AioError
-from tests import models
-from tests.harness import Training, one_thread
+from tests import harness, models
+from tests.harness import Training, assert_same, one_thread
 from tests.marks import alternating, every_second
 
 STEPS, AT = 5, 2
@@ -37,11 +37,8 @@ TIERS: dict[str, dict[str, Any]] = {
 
 
 def policy(tmp_path: Path, **values: Any) -> inf.Policy:
-    if "nvme" in values.values():
-        place = tmp_path / "swap"
-        place.mkdir(exist_ok=True)
-        values["nvme"] = place
-    return inf.Policy(**values)
+    (tmp_path / "swap").mkdir(exist_ok=True)
+    return inf.Policy(nvme=tmp_path / "swap", **values)
 
 
 @final
@@ -69,14 +66,9 @@ class Run:
         losses = []
         with one_thread():
             for batch in self.training.batches[first:last]:
-                loss = models.loss_of(self.model, batch)
-                loss.backward()
-                losses.append(loss.item())
-                if self.training.max_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.max_norm)
-                self.optimizer.step()
+                clip = self.training.max_norm
+                losses.append(harness.step(self.model, self.optimizer, batch, clip=clip))
                 self.scheduler.step()
-                self.optimizer.zero_grad()
         return losses
 
     def save(self, directory: Path) -> inf.Save:
@@ -97,17 +89,6 @@ class Run:
             for key, value in self.handle.optimizer_state(param).items():
                 found[f"{link.name}/{key}"] = value
         return found
-
-
-def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        same = (
-            torch.equal(ours[name], value)
-            if isinstance(value, torch.Tensor)
-            else ours[name] == value
-        )
-        assert same, name
 
 
 def round_trip(
@@ -247,11 +228,7 @@ def test_another_state_format_rounds_and_says_what(
                 or after == "exact"
                 or (after == "bf16" and "exp_avg" not in name)
             ):
-                assert (
-                    torch.equal(ours[name], value)
-                    if isinstance(value, torch.Tensor)
-                    else ours[name] == value
-                ), name
+                assert_same({name: ours[name]}, {name: value})
             else:
                 assert (ours[name] - value).abs().max() <= value.abs().max() / 64, name
         fresh.train(3, 4)

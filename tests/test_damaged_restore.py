@@ -16,6 +16,7 @@ from torch import nn
 
 import infinity as inf
 from infinity.errors import AioError, ChecksumError, StateInvalid
+from tests import harness
 from tests.distributed.ranks import on_ranks
 
 WIDTH = 48
@@ -41,13 +42,10 @@ def step(model: nn.Module, opt: inf.AdamW) -> float:
 
 def states_of(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     """Master and moments of each parameter, flat."""
-    handle = inf.handle(model)
+    states = harness.states_of(model)
     return {
-        name: {
-            key: handle.optimizer_state(param)[key].reshape(-1).clone()
-            for key in ("master", "exp_avg", "exp_avg_sq")
-        }
-        for name, param in model.named_parameters()
+        name: {key: each[key].flatten() for key in ("master", "exp_avg", "exp_avg_sq")}
+        for name, each in states.items()
     }
 
 
@@ -78,7 +76,7 @@ def check(restored: inf.Restored, model: nn.Module, states: Any, fresh: Any) -> 
     return int(sum(mask.sum() for mask in damaged.values()))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=3))
 def test_all_but_the_damaged_ranges_come_back(
     saved: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory, places: list[float]

@@ -1,26 +1,30 @@
-"""A device with memory of its own, simulated: the same bits as on the CPU, nothing unordered,
-nothing left behind."""
+"""A device with memory of its own, simulated: the same bits as on the CPU, nothing unordered, no
+pageable memory and no copy that blocks on a path of training, nothing left behind."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity as inf
+from infinity._src.cabi.records import HYPER, SEG, Algorithm, Format, GradDtype
 from infinity._src.distributed.communicator import Comm, device_stuck
 from infinity._src.engine import handle as engine
 from infinity._src.engine import rank_setup as setup
+from infinity._src.kernels.update import UpdatePlan
 from infinity.aio import Seam
 from infinity.errors import DeviceCopyError, RankFailed
 from tests import harness, models
+from tests.bus import assert_smooth, watched
 from tests.device import simulated
-from tests.marks import alternating
-from tests.simulated import Simulated
+from tests.marks import mostly_slow
 
 NVME = {"params": "nvme", "optim": "nvme"}
 
@@ -52,7 +56,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def train(
     training: harness.Training, given: dict[str, Any], directory: Path, *, seam: Seam | None = None
-) -> harness.Result:
+) -> harness.Run:
     nvme = {"nvme": directory} if "nvme" in given.values() else {}
     return harness.offloaded(training, inf.Policy(**given, **nvme), seam=seam)
 
@@ -65,21 +69,36 @@ def alike(given: dict[str, Any]) -> harness.Training:
     return harness.Training(models.Small, steps=3, **options)
 
 
-@pytest.mark.parametrize("name", alternating(POLICIES))
+QUICK = (
+    *("device", "min", "spilled", "backward", "speculative", "delayed", "two generations"),
+    *("updated there, in RAM", "updated there, compact", "updated there, spilled"),
+)
+
+
+@pytest.mark.parametrize("name", mostly_slow(POLICIES, *QUICK))
 def test_the_same_bits_as_on_the_cpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = POLICIES[name]
     expected = _on_the_cpu(name, tmp_path)
-    with simulated(monkeypatch, seed=len(name)) as device:
-        found = train(alike(given), given, tmp_path, seam=Seam(seed=len(name), delay_us_max=1000))
+    training = alike(given)
+    with watched() as bus, simulated(monkeypatch, seed=len(name)) as device:
+        found = train(training, given, tmp_path, seam=Seam(seed=len(name), delay_us_max=1000))
         assert device.live() == (0, 0, 0)
         to_device, from_device = device.copied()
-    harness.assert_equal(found, expected)
+    harness.assert_same(found, expected)
     assert (found.stats.terms is None) == (given.get("update_on") == "device")
     assert (found.stats.h2d_bytes, found.stats.d2h_bytes) == (to_device, from_device)
     assert from_device > 0
     assert to_device > 0
+    assert_smooth(bus)
+    norms = [
+        count
+        for one, count in bus.found.items()
+        if one.where == "params/accumulator.py: read_device_norms"
+    ]
+    if name == "min":
+        assert norms == [training.steps], "norms are read once a step"
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -96,13 +115,13 @@ def test_activations_leave_the_device(
         monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
         found = train(training, {**NVME, "ram": "min", "activations": tier}, tmp_path)
         assert device.live() == (0, 0, 0)
-    harness.assert_equal(found, expected)
+    harness.assert_same(found, expected)
     assert found.stats.activations.stored_bytes > 0
     assert found.stats.activations.fetched_bytes > 0
 
 
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     name=st.sampled_from(sorted(POLICIES)),
@@ -122,7 +141,7 @@ def test_whatever_the_timing(
     expected = _on_the_cpu(name, tmp_path)
     with simulated(monkeypatch, seed=seed, delay_us=delay_us):
         found = train(alike(given), given, tmp_path, seam=Seam(seed=seed, delay_us_max=drive_us))
-    harness.assert_equal(found, expected)
+    harness.assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", ["cpu", "min", "backward", "delayed", "updated there"])
@@ -135,13 +154,13 @@ def test_gradients_that_are_late(
     with simulated(monkeypatch, delay_us=0, late_us=1000) as device:
         found = train(alike(given), given, tmp_path)
         assert device.live() == (0, 0, 0)
-    harness.assert_equal(found, expected)
+    harness.assert_same(found, expected)
 
 
-_KNOWN: dict[str, harness.Result] = {}
+_KNOWN: dict[str, harness.Run] = {}
 
 
-def _on_the_cpu(name: str, directory: Path) -> harness.Result:
+def _on_the_cpu(name: str, directory: Path) -> harness.Run:
     if name not in _KNOWN:
         _KNOWN[name] = train(
             alike(POLICIES[name]), {**POLICIES[name], "update_on": "cpu"}, directory
@@ -149,20 +168,16 @@ def _on_the_cpu(name: str, directory: Path) -> harness.Result:
     return _KNOWN[name]
 
 
-@pytest.mark.parametrize("name", ["cpu", "min", "backward", "updated there"])
+@pytest.mark.parametrize("name", ["min", "backward", "updated there"])
 def test_a_copy_that_fails_is_told_and_closing_still_works(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = POLICIES[name]
     with simulated(monkeypatch) as device:
-        _fails_at(40, device)
+        device.fail(40)
         with pytest.raises((DeviceCopyError, RuntimeError), match="device"):
             train(alike(given), given, tmp_path)
         assert device.live() == (0, 0, 0)
-
-
-def _fails_at(nth: int, device: Simulated) -> None:
-    device.fail(nth)
 
 
 def test_the_threads_current_device_stays_what_it_is(
@@ -304,19 +319,31 @@ def test_memory_that_cannot_be_pinned_is_told_and_may_be_tried_again(
         inf.handle(model).close()
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Lion"])
-def test_other_optimizers_are_updated_there(
-    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("optimizer", "update_on", "checkpointing"),
+    [("SGD", "device", None), ("Lion", "device", True), ("SGD", "cpu", True),
+     ("Adagrad", "cpu", None)],
+)  # fmt: skip
+def test_other_loops(
+    optimizer: str,
+    update_on: str,
+    checkpointing: bool | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = (("momentum", 0.9),) if optimizer == "SGD" else ()
+    options = {"SGD": (("momentum", 0.9),), "Lion": (("betas", (0.9, 0.98)),)}
     training = harness.Training(
-        models.Small, steps=3, optimizer=optimizer, options=options, lr=1e-3
+        models.Small,
+        optimizer=optimizer,
+        options=options.get(optimizer, ()),
+        lr=1e-3,
+        checkpointing=checkpointing,
+        scaler=(4.0, 2),
     )
-    given = {**NVME, "ram": "min"}
-    expected = train(training, given, tmp_path)
-    with simulated(monkeypatch):
-        found = train(training, {**given, "update_on": "device"}, tmp_path)
-    harness.assert_equal(found, expected)
+    with watched() as bus, simulated(monkeypatch):
+        found = train(training, {**NVME, "ram": "min", "update_on": update_on}, tmp_path)
+    harness.assert_same(found, harness.reference(training))
+    assert_smooth(bus)
 
 
 def test_what_cannot_be_updated_there_is_refused(
@@ -385,3 +412,70 @@ def test_sums_that_no_gradient_comes_for_do_not_stay_on_the_device(
             assert not [slot.name for slot in slots if slot._h2d is not None]
         optimizer.step()
         handle.close()
+
+
+def unheld(**given: Any) -> list[torch.Tensor]:
+    """Sums of gradients before there is an optimizer, and the parameters after steps with one."""
+    model = inf.offload(models.make(models.Small), inf.Policy(**given))
+    batches: Any = models.token_batches(4)
+    with harness.one_thread():
+        for batch in batches[:2]:
+            models.loss_of(model, batch).backward()
+        found = [param.grad.materialize() for param in model.parameters()]
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        for batch in batches[2:]:
+            models.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found += [value.clone() for value in model.state_dict().values()]
+    inf.handle(model).close()
+    return found
+
+
+@pytest.mark.parametrize("grads", ["nvme", "cpu"])
+def test_gradients_may_come_before_there_is_an_optimizer(
+    grads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients without an optimizer wait in pinned memory, and move to where its own wait."""
+    given = {**NVME, "nvme": tmp_path, "ram": "2800KiB" if grads == "nvme" else "min"}
+    expected = unheld(**given, grads=grads)
+    with watched() as bus, simulated(monkeypatch) as device:
+        found = unheld(**given, grads=grads)
+        assert device.live() == (0, 0, 0)
+    assert_smooth(bus)
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+class _Reads(TorchDispatchMode):
+    """Counts the operations that read some memory."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__()
+        self.low, self.high = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one for one in args if isinstance(one, torch.Tensor) and one.numel()]
+        # Views read nothing.
+        if not func.is_view:
+            self.count += any(self.low <= one.data_ptr() < self.high for one in given)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_on_the_device_reads_the_gradient_once(dtype: torch.dtype) -> None:
+    """Each kernel that reads pinned memory reads over the bus."""
+    grad, hypers = torch.randn(256).to(dtype), np.zeros(1, HYPER)
+    hypers["algorithm"], hypers["eps"], hypers["bc2_sqrt"] = Algorithm.ADAMW, 1e-8, 1.0
+    hypers["log_count"], hypers["log_kind"][:, 0], hypers["log_value"][:, 0] = 1, 0, 0.5
+    seg = np.zeros(1, SEG)
+    seg["numel"], seg["grad"] = 256, grad.data_ptr()
+    seg["grad_dtype"] = GradDtype.FP32 if dtype is torch.float32 else GradDtype.BF16
+    plan = UpdatePlan(Format.SPLIT, [seg], hypers, device=torch.device("cpu"))
+    sections = [
+        torch.zeros(section.size_bytes(256), dtype=torch.uint8)
+        for section in Format.of(Format.SPLIT).sections
+    ]
+    with _Reads(grad) as reads:
+        plan.run(0, sections)
+    assert reads.count == 1

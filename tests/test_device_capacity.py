@@ -271,7 +271,7 @@ def test_units_that_go_one_by_one_keep_the_bits(
     else:
         with simulated(monkeypatch):
             found = harness.offloaded(ONE, policy)
-    harness.assert_equal(found, harness.reference(ONE))
+    harness.assert_same(found, harness.reference(ONE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +280,7 @@ class Rooms:
 
     policy: dict[str, Any]
 
-    def __call__(self, rank: int, directory: Path) -> list[harness.Result]:
+    def __call__(self, rank: int, directory: Path) -> list[harness.Run]:
         found, much = [], device_capacity.OVERLAP_BYTES_MAX
         try:
             for device_capacity.OVERLAP_BYTES_MAX in (1000, much):
@@ -305,4 +305,4 @@ class Rooms:
 def test_units_that_go_one_by_one_between_ranks_keep_the_bits(way: str, tmp_path: Path) -> None:
     for little, much in on_ranks(Rooms(WAYS[way]), tmp_path / "run", 2):
         assert little.stats.gathered_bytes_peak < much.stats.gathered_bytes_peak
-        harness.assert_equal(little, much)
+        harness.assert_same(little, much)

@@ -37,9 +37,8 @@ from infinity._src.params.unit import Unit
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError
 from tests import harness, models
-from tests.harness import Training
+from tests.harness import Training, policy
 from tests.marks import mostly_slow
-from tests.test_bitwise import PLACEMENTS, policy
 
 RAM = "64MiB"
 
@@ -63,18 +62,6 @@ FAMILIES = {
 }
 
 
-@functools.cache
-def pair(family: str, experts: int, **values: Any) -> tuple[Training, Training]:
-    """One training, of the uncut model and of the tiled one. Without clipping, whose norm is summed
-    tile by tile."""
-    make = FAMILIES[family]
-    chosen: dict[str, Any] = {"max_norm": None, "rows": 1, **values}
-    return (
-        Training(functools.partial(eager, make), **chosen),
-        Training(functools.partial(tiled, make, experts), **chosen),
-    )
-
-
 # -- the same bits ---------------------------------------------------------------------------------
 
 
@@ -83,67 +70,15 @@ def pair(family: str, experts: int, **values: Any) -> tuple[Training, Training]:
 def test_every_family_has_the_bits_of_the_uncut_plain_loop(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    uncut, cut = pair(family, 3, dtype=dtype)
-    harness.assert_equal(harness.reference(cut), harness.reference(uncut))
-    chosen = policy(tmp_path, **PLACEMENTS["nvme min"])
-    harness.assert_equal(harness.offloaded(cut, chosen), harness.reference(uncut))
-
-
-VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "cpu": ({}, PLACEMENTS["cpu"]),
-    "all in memory": ({}, PLACEMENTS["all in memory"]),
-    "parameters on nvme": ({}, PLACEMENTS["parameters on nvme, optimizer in cpu"]),
-    "small units": ({}, PLACEMENTS["small units"]),
-    "checkpointing": ({"checkpointing": False}, {}),
-    "reentrant checkpointing": ({"checkpointing": True}, {}),
-    "updates in backward": ({"accumulation": 1}, {"update": "backward"}),
-    "updates in backward, micro-batches": ({"no_sync": True}, {"update": "backward"}),
-    "updates in backward, recomputed": (
-        {"accumulation": 1, "checkpointing": False},
-        {"update": "backward"},
-    ),
-    "speculative": ({"accumulation": 1}, {"update": "backward", "generations": 2}),
-    "a part in memory": ({}, {"resident": {"params": 0.4, "optim": 0.2}}),
-    "autocast": ({"dtype": torch.float32, "autocast": "cached"}, {}),
-    "momentum": ({"optimizer": "SGD", "options": (("momentum", 0.9),)}, {}),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    mostly_slow(
-        VARIANTS, "checkpointing", "updates in backward, micro-batches"
-    ),
-)
-def test_every_kind_of_training_has_the_bits_of_the_uncut_plain_loop(
-    name: str, tmp_path: Path
-) -> None:
-    training, values = VARIANTS[name]
-    uncut, cut = pair("qwen3_moe", 2, **training)
-    chosen = policy(tmp_path, **{**PLACEMENTS["nvme min"], **values})
-    harness.assert_equal(harness.offloaded(cut, chosen), harness.reference(uncut))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("values", [{"state": "compact"}, {"update": "delayed"}], ids=str)
-def test_every_numerics_is_the_same_wherever_tiles_rest(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    _, cut = pair("qwen3_moe", 3)
-    places = [PLACEMENTS["cpu"], PLACEMENTS["nvme min"]]
-    results = [harness.offloaded(cut, policy(tmp_path, **place, **values)) for place in places]
-    harness.assert_equal(*results)
-
-
-def test_clipping_has_the_bits_of_the_plain_loop_on_the_tiles_and_is_near_the_uncut_ones(
-    tmp_path: Path,
-) -> None:
-    uncut, cut = pair("qwen3_moe", 3, max_norm=0.5, dtype=torch.float32)
-    ours = harness.offloaded(cut, policy(tmp_path, **PLACEMENTS["nvme min"]))
-    harness.assert_equal(ours, harness.reference(cut))
-    theirs = harness.reference(uncut)
-    torch.testing.assert_close(ours.norms, theirs.norms, rtol=1e-5, atol=0)
-    torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-4, atol=0)
+    """Without clipping, whose norm is summed tile by tile. test_matrix.py has tiles with each
+    policy."""
+    make = FAMILIES[family]
+    cut, uncut = (
+        Training(factory, max_norm=None, rows=1, dtype=dtype)
+        for factory in (functools.partial(tiled, make, 3), functools.partial(eager, make))
+    )
+    harness.assert_same(harness.reference(cut), harness.reference(uncut))
+    harness.assert_same(harness.offloaded(cut, policy(tmp_path)), harness.reference(uncut))
 
 
 class Experts(nn.Module):
@@ -320,7 +255,7 @@ def test_experts_that_no_token_chose_are_not_gathered_and_are_updated_all_the_sa
     plain = Net()
     plain.load_state_dict(net.state_dict())
     inf.tile_experts(net, experts=2)
-    chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min", update=update)
+    chosen = policy(tmp_path, update=update)
     inf.offload(net, chosen)
     handle = inf.handle(net)
     opt = inf.AdamW(net.parameters(), lr=1e-2, weight_decay=0.5)
@@ -356,9 +291,7 @@ def peaks(tile: int | None, directory: Path, update: str) -> tuple[int, int, int
     if tile is not None:
         inf.tile_experts(net, experts=tile)
     stacks_bytes = 32 * 3 * 64 * 32 * 4
-    inf.offload(
-        net, policy(directory, params="nvme", optim="nvme", ram="min", update=update)
-    )
+    inf.offload(net, policy(directory, update=update))
     handle = inf.handle(net)
     opt = inf.AdamW(net.parameters(), lr=1e-3)
     for step in range(3):
@@ -722,7 +655,7 @@ def test_loads_name_whole_stacks_that_are_missing_or_misshapen() -> None:
 
 def test_a_tile_of_experts_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     net = inf.tile_experts(Net(), experts=2)
-    values = policy(tmp_path, params="nvme", optim="nvme", ram="min", io_backend="threads")
+    values = policy(tmp_path, io_backend="threads")
     inf.offload(net, values, _seam=Seam(fault=Fault("read", 4, persistent=True)))
     with pytest.raises(AioError, match=r"experts\.tile_\d_0 cannot be gathered"):
         for _ in range(3):
@@ -929,5 +862,3 @@ def test_evaluation_gathers_the_chosen_tiles_alone() -> None:
         "experts.tile_4_0",
     ]
     inf.handle(net).close()
-
-

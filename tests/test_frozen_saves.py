@@ -3,6 +3,7 @@ that a model has."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from torch import nn
 import infinity as inf
 from infinity._src.engine.handle import offload
 from tests import models
-from tests.harness import Training
+from tests.harness import Training, assert_same
 from tests.marks import alternating
-from tests.test_checkpoint import AT, STEPS, TIERS, Run, assert_same, policy
+from tests.test_checkpoint import AT, STEPS, TIERS, Run, policy
 
-LORA = Training(models.lora, steps=STEPS, accumulation=1)
+LORA = Training(functools.partial(models.lora, 2), steps=STEPS, accumulation=1)
 
 
 def save(run: Run, place: Path, **values: Any) -> inf.Save:

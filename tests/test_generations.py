@@ -17,7 +17,7 @@ from infinity._src.optim.speculative_update import History
 from infinity.aio import Fault, Seam
 from infinity.errors import NonFiniteGradient, StepUndone
 from tests import harness, models
-from tests.harness import Training
+from tests.harness import Training, assert_same, step, values_of
 from tests.marks import alternating, mostly_slow
 
 NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
@@ -37,11 +37,9 @@ def test_speculation_changes_no_bit_however_often_clipping_forbids_it(tmp_path, 
     training = dataclasses.replace(
         SMALL, max_norm=max_norm, accumulation=accumulation, steps=14 if clip == "sometimes" else 6
     )
-    ours = harness.offloaded(
-        training, policy(tmp_path, update="backward", **NVME)
-    )
+    ours = harness.offloaded(training, policy(tmp_path, update="backward", **NVME))
     theirs = harness.reference(training)
-    harness.assert_same(ours, theirs)
+    assert_same(ours, theirs)
     fired = [norm > max_norm for norm in theirs.norms]
     assert {"never": not any(fired), "always": all(fired), "sometimes": len(set(fired)) == 2}[
         clip
@@ -84,30 +82,20 @@ def skipped(model: Any, optimizer: Any, batches: list[Any]) -> None:
 @pytest.mark.parametrize("in_vain", [cleared, skipped], ids=lambda each: each.__name__)
 def test_a_backward_that_no_step_follows_is_remembered_as_in_vain(tmp_path, batches, in_vain):
     model, optimizer = speculating(tmp_path, on_nonfinite="skip")
-    stepped(model, optimizer, batches[0])
+    step(model, optimizer, batches[0])
     for batch in batches[1:7]:
         in_vain(model, optimizer, batches)
-        stepped(model, optimizer, batch)
+        step(model, optimizer, batch)
     stats = inf.handle(model).stats()
     assert stats.updates_withdrawn == stats.updates_ahead == 2 * stats.units
     for batch in batches[:6]:  # a plain loop once more: it comes back
-        stepped(model, optimizer, batch)
+        step(model, optimizer, batch)
     assert inf.handle(model).stats().updates_ahead == 4 * stats.units
     inf.handle(model).close()
 
 
 def small() -> Any:
     return models.make(models.Small)
-
-
-def stepped(model: Any, optimizer: Any, batch: Any, *, clip: float | None = None) -> float:
-    loss = models.loss_of(model, batch)
-    loss.backward()
-    if clip is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 @pytest.fixture
@@ -123,9 +111,7 @@ def plain() -> tuple[Any, Any]:
 
 def speculating(tmp_path: Path, **values: Any) -> tuple[Any, Any]:
     seam = values.pop("seam", None)
-    model = offload(
-        small(), policy(tmp_path, update="backward", **NVME, **values), _seam=seam
-    )
+    model = offload(small(), policy(tmp_path, update="backward", **NVME, **values), _seam=seam)
     return model, inf.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -143,19 +129,19 @@ def as_plain(tmp_path: Path, loop: Callable[[Any, Any], list[Any]], **values: An
     Returns the counters of the second."""
     found = []
     for model, optimizer in (plain(), speculating(tmp_path, **values)):
-        found.append((loop(model, optimizer), harness.values_of(model)))
+        found.append((loop(model, optimizer), values_of(model)))
         stats = inf.handle(model).stats()
         inf.handle(model).close()
     (ours, our_values), (theirs, their_values) = found
     assert ours == theirs
-    assert all(torch.equal(value, their_values[name]) for name, value in our_values.items())
+    assert_same(our_values, their_values)
     return stats
 
 
 @pytest.mark.parametrize("mode", ["skip", "raise"])
 def test_gradients_that_are_not_finite_leave_no_trace(tmp_path, batches, mode):
     def loop(model: Any, optimizer: Any) -> list[Any]:
-        got = [stepped(model, optimizer, batch) for batch in batches[:3]]
+        got = [step(model, optimizer, batch) for batch in batches[:3]]
         handle = inf.handle(model)
         if handle.policy.speculates:
             (models.loss_of(model, batches[3]) * float("nan")).backward()
@@ -168,7 +154,7 @@ def test_gradients_that_are_not_finite_leave_no_trace(tmp_path, batches, mode):
                 optimizer.step()
             assert handle.stats().updates_withdrawn == handle.stats().units
             optimizer.zero_grad()
-        return got + [stepped(model, optimizer, batch) for batch in batches[4:7]]
+        return got + [step(model, optimizer, batch) for batch in batches[4:7]]
 
     as_plain(tmp_path, loop, on_nonfinite=mode)
 
@@ -213,7 +199,7 @@ def values(model: Any, batch: Any) -> Any:
 )
 def test_nobody_sees_what_ran_ahead_of_its_step(tmp_path, batches, look):
     def loop(model: Any, optimizer: Any) -> list[Any]:
-        got: list[Any] = [stepped(model, optimizer, batch) for batch in batches[:2]]
+        got: list[Any] = [step(model, optimizer, batch) for batch in batches[:2]]
         for batch in batches[2:6]:
             models.loss_of(model, batch).backward()
             got.append(look(model, batches[7]))
@@ -221,7 +207,7 @@ def test_nobody_sees_what_ran_ahead_of_its_step(tmp_path, batches, look):
                 optimizer.param_groups[0]["lr"] *= 0.5
             optimizer.step()
             optimizer.zero_grad()
-        return got + [stepped(model, optimizer, batch) for batch in batches[6:]]
+        return got + [step(model, optimizer, batch) for batch in batches[6:]]
 
     stats = as_plain(tmp_path, loop)
     assert stats.updates_withdrawn >= stats.units
@@ -242,7 +228,7 @@ def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches,
                 )
 
         first.register_post_accumulate_grad_hook(look)
-        losses = [stepped(model, optimizer, batch) for batch in batches[:5]]
+        losses = [step(model, optimizer, batch) for batch in batches[:5]]
         return got + losses
 
     stats = as_plain(tmp_path, loop)
@@ -252,11 +238,11 @@ def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches,
 @pytest.mark.parametrize(("update", "nth"), alternating(["deferred", "backward"], [0, 3, 7]))
 def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batches, update, nth):
     reference, its_optimizer = plain()
-    wanted = [stepped(reference, its_optimizer, batch) for batch in batches[:5]]
+    wanted = [step(reference, its_optimizer, batch) for batch in batches[:5]]
     probe = offload(small(), policy(tmp_path, update=update, **NVME))
     optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
     for batch in batches[:2]:
-        stepped(probe, optimizer, batch)
+        step(probe, optimizer, batch)
     before = writes_of(probe)
 
     seam = Seam(fault=Fault("write", before + nth, lasting=True))
@@ -266,7 +252,7 @@ def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batche
     while len(got) < 5:
         taken = len(got)
         try:
-            got.append(stepped(model, optimizer, batches[taken]))
+            got.append(step(model, optimizer, batches[taken]))
             inf.handle(model).flush()
         except StepUndone:
             del got[taken:]
@@ -278,8 +264,8 @@ def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batche
         )
     assert undone == 1
     assert got == wanted
-    ours, theirs = harness.values_of(model), harness.values_of(reference)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = values_of(model), values_of(reference)
+    assert_same(ours, theirs)
     assert inf.handle(model).stats().steps_undone == 1
     inf.handle(model).close()
     inf.handle(reference).close()
@@ -291,10 +277,10 @@ def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
 
     def run(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
         weights = list(model.parameters())[:2]
-        stepped(model, optimizer, batches[0])
+        step(model, optimizer, batches[0])
         inf.handle(model).flush()
         for undone in range(2):
-            stepped(model, optimizer, batches[1])
+            step(model, optimizer, batches[1])
             try:
                 with torch.no_grad(), inf.handle(model).gather(weights):
                     for weight in weights:
@@ -303,15 +289,15 @@ def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
             except StepUndone:
                 assert not undone
         assert inf.handle(model).stats().steps_undone == (inf.handle(model).policy.generations == 2)
-        stepped(model, optimizer, batches[2])
-        values = harness.values_of(model)
+        step(model, optimizer, batches[2])
+        values = values_of(model)
         inf.handle(model).close()
         return values
 
     slow = policy(tmp_path, **NVME)
     probe = offload(small(), slow)
     optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
-    stepped(probe, optimizer, batches[0])
+    step(probe, optimizer, batches[0])
     writes = writes_of(probe)
     model = offload(
         small(),
@@ -320,20 +306,20 @@ def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
     )
     ours = run(model, inf.AdamW(model.parameters(), lr=1e-2))
     theirs = run(*plain())
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("order", ["together", "twice"])
 def test_a_graph_that_runs_again_meets_the_values_that_it_saved(tmp_path, batches, order):
     def loop(model: Any, optimizer: Any) -> list[Any]:
-        got = [stepped(model, optimizer, batch) for batch in batches[:3]]
+        got = [step(model, optimizer, batch) for batch in batches[:3]]
         first = models.loss_of(model, batches[3])
         second = models.loss_of(model, batches[4]) if order == "together" else first
         first.backward(retain_graph=order == "twice")
         second.backward()  # the first one was taken for the last
         optimizer.step()
         optimizer.zero_grad()
-        return got + [stepped(model, optimizer, batch) for batch in batches[5:]]
+        return got + [step(model, optimizer, batch) for batch in batches[5:]]
 
     stats = as_plain(tmp_path, loop)
     assert stats.updates_withdrawn >= stats.units
@@ -343,7 +329,7 @@ def test_an_interrupt_that_meets_a_submission_leaves_no_update_that_nobody_knows
     tmp_path, batches, monkeypatch
 ):
     def loop(model: Any, optimizer: Any) -> list[Any]:
-        got = [stepped(model, optimizer, batch) for batch in batches[:3]]
+        got = [step(model, optimizer, batch) for batch in batches[:3]]
         pipeline = inf.handle(model).pipeline
         if inf.handle(model).policy.speculates:
             start = pipeline.start
@@ -356,7 +342,7 @@ def test_an_interrupt_that_meets_a_submission_leaves_no_update_that_nobody_knows
                 patch.setattr(pipeline, "start", interrupted)
                 models.loss_of(model, batches[3]).backward()
             optimizer.zero_grad()
-        return got + [stepped(model, optimizer, batch) for batch in batches[4:8]]
+        return got + [step(model, optimizer, batch) for batch in batches[4:8]]
 
     as_plain(tmp_path, loop)
 
@@ -375,18 +361,18 @@ def test_counts_of_a_class_of_torch_go_back_with_all_steps_since_the_commit(tmp_
         model = offload(small(), inf.Policy(**values), _seam=seam)
         optimizer = inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2)
         for batch in batches[:2]:
-            stepped(model, optimizer, batch)
+            step(model, optimizer, batch)
         return model, optimizer
 
     model, _ = begun(None, tmp_path / "probe")
     fault = Fault("write", writes_of(model) + 3, lasting=True)
     model, optimizer = begun(Seam(fault=fault), tmp_path / "struck")
     with pytest.raises(StepUndone):
-        stepped(model, optimizer, batches[2])
+        step(model, optimizer, batches[2])
     assert inf.handle(model).pipeline.steps == 0
     assert {entry["step"] for entry in optimizer.state_dict()["state"].values()} <= {0}
     optimizer.zero_grad()
     for batch in batches[:3]:
-        stepped(model, optimizer, batch)
+        step(model, optimizer, batch)
     assert {entry["step"] for entry in optimizer.state_dict()["state"].values()} == {3}
     inf.handle(model).close()

@@ -17,9 +17,9 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint.formats.safetensors import write_file
-from infinity._src.engine.handle import Handle
 from infinity._src.memory.heap import Heap
 from tests import models
+from tests.harness import assert_same, policy, states_of, train
 from tests.unit.memory.test_heap import Blocks, resident
 
 NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
@@ -29,7 +29,7 @@ CPU = {"params": "cpu", "optim": "cpu"}
 @contextmanager
 def opened(
     factory: Callable[[], nn.Module], place: Path, *, seed: int = 0, **values: Any
-) -> Iterator[tuple[nn.Module, inf.AdamW, Handle]]:
+) -> Iterator[tuple[nn.Module, inf.AdamW]]:
     """An offloaded model with bf16 parameters, and an optimizer for what is trained."""
     values = values or CPU
     torch.manual_seed(seed)
@@ -37,40 +37,11 @@ def opened(
     # as `from_pretrained` makes it: buffers (rotary frequencies) stay in fp32
     for param in model.parameters():
         param.data = param.data.bfloat16()
-    inf.offload(model, inf.Policy(**values, **({"nvme": place} if values != CPU else {})))
+    inf.offload(model, policy(None if values == CPU else place, **values))
     try:
-        yield (
-            model,
-            inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
-            inf.handle(model),
-        )
+        yield model, inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     finally:
         inf.handle(model).close()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
-    for batch in models.token_batches(steps):
-        models.loss_of(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def states_of(model: nn.Module, handle: Handle) -> dict[str, dict[str, Any]]:
-    """Every state of every parameter that is trained."""
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    return {name: dict(handle.optimizer_state(param).items()) for name, param in named}
-
-
-def assert_same(left: dict[str, Any], right: dict[str, Any]) -> None:
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        if isinstance(value, dict):
-            assert_same(value, right[name])
-        elif isinstance(value, torch.Tensor):
-            assert value.dtype == right[name].dtype, name
-            assert torch.equal(value, right[name]), name
-        else:
-            assert value == right[name], name
 
 
 def logits(model: nn.Module) -> torch.Tensor:
@@ -86,7 +57,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 def test_an_exported_model_loads_in_transformers_and_gives_the_same_logits(
     factory: Callable[[], Any], shard: str, tmp_path: Path
 ) -> None:
-    with opened(factory, tmp_path, **NVME) as (model, optimizer, _):
+    with opened(factory, tmp_path, **NVME) as (model, optimizer):
         train(model, optimizer)
         out = tmp_path / "out"
         inf.export_safetensors(model, out, shard_bytes_max=shard)
@@ -107,7 +78,7 @@ def test_what_streams_gives_back_what_malloc_kept(
         pytest.skip("malloc is tuned, or reports nothing")
     monkeypatch.setattr("infinity._src.memory.heap.SPARE_UNITS", 1 << 20)
     blocks, out = Blocks(), tmp_path / "out"
-    with opened(models.llama, tmp_path, **NVME) as (model, _, _):
+    with opened(models.llama, tmp_path, **NVME) as (model, _):
         inf.export_safetensors(model, out)
         small = [blocks.take(64 << 10) for _ in range(2048)]
         for address in small[::2]:
@@ -131,7 +102,7 @@ def test_an_export_takes_names_from_a_function_and_leaves_out_what_it_drops(
         dropped = ".h.0." in name or name == "transformer.wte.weight"
         return None if dropped else name.replace("transformer", "t")
 
-    with opened(models.gpt2, tmp_path, **NVME) as (model, _, _):
+    with opened(models.gpt2, tmp_path, **NVME) as (model, _):
         inf.export_safetensors(model, tmp_path / "out", names=name_of, shard_bytes_max="20KiB")
         values = model.state_dict()
         with pytest.raises(ValueError, match="two tensors would get the name w in"):
@@ -151,19 +122,19 @@ def test_an_export_takes_names_from_a_function_and_leaves_out_what_it_drops(
 
 def test_exported_masters_are_the_masters_and_load_back_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with opened(models.gpt2, tmp_path, **NVME) as (model, optimizer, handle):
+    with opened(models.gpt2, tmp_path, **NVME) as (model, optimizer):
         train(model, optimizer)
         inf.export_safetensors(model, out, masters=True, shard_bytes_max="30KiB")
-        expected, values = states_of(model, handle), model.state_dict()
+        expected, values = states_of(model), model.state_dict()
     files = {
         name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()
     }
     assert {value.dtype for value in files.values()} == {torch.float32}
     for name, state in expected.items():
         assert torch.equal(files[name], state["master"])
-    with opened(models.gpt2, tmp_path, seed=1) as (other, _, handle):
+    with opened(models.gpt2, tmp_path, seed=1) as (other, _):
         assert inf.load_safetensors(other, out) == ((), ())
-        found = states_of(other, handle)
+        found = states_of(other)
         assert_same(
             {name: state["master"] for name, state in expected.items()},
             {n: s["master"] for n, s in found.items()},
@@ -176,18 +147,18 @@ def test_exported_masters_are_the_masters_and_load_back_whole(tmp_path: Path) ->
 def test_a_bf16_file_leaves_nothing_of_the_masters_and_all_of_the_moments(
     state: str, tmp_path: Path
 ) -> None:
-    with opened(models.llama, tmp_path, **NVME, state=state) as (model, optimizer, handle):
+    with opened(models.llama, tmp_path, **NVME, state=state) as (model, optimizer):
         train(model, optimizer)
         inf.export_safetensors(model, tmp_path / "out", shard_bytes_max="20KiB")
         before, saved = (
-            states_of(model, handle),
+            states_of(model),
             {k: v.clone() for k, v in model.state_dict().items()},
         )
         train(model, optimizer, 1)
-        trained = states_of(model, handle)
+        trained = states_of(model)
         assert inf.load_safetensors(model, tmp_path / "out") == ((), ())
         assert_same(saved, dict(model.state_dict()))
-        for name, after in states_of(model, handle).items():
+        for name, after in states_of(model).items():
             assert torch.equal(after["master"], saved[name].float())
             assert not torch.equal(after["master"], before[name]["master"])
             assert_same(
@@ -216,10 +187,10 @@ class Odd(nn.Module):
 
 
 def test_buffers_and_frozen_parameters_come_too(tmp_path: Path) -> None:
-    with opened(Odd, tmp_path) as (model, _, _):
+    with opened(Odd, tmp_path) as (model, _):
         inf.export_safetensors(model, tmp_path / "out")
         saved, table = dict(model.state_dict()), model.table.clone()
-    with opened(Odd, tmp_path, seed=1) as (model, _, _):
+    with opened(Odd, tmp_path, seed=1) as (model, _):
         assert not torch.equal(model.table, table)
         inf.load_safetensors(model, tmp_path / "out" / "model.safetensors")
         assert_same(saved, dict(model.state_dict()))
@@ -270,7 +241,7 @@ def edited(
 def test_what_does_not_fit_is_named_before_anything_is_written(
     change: Callable[[dict[str, torch.Tensor]], object], message: str, tmp_path: Path
 ) -> None:
-    with opened(Odd, tmp_path) as (model, _, _):
+    with opened(Odd, tmp_path) as (model, _):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         with pytest.raises(ValueError, match=message):
             inf.load_safetensors(model, edited(change, tmp_path, model))
@@ -282,7 +253,7 @@ def test_not_strict_takes_what_fits_and_says_the_rest(tmp_path: Path) -> None:
         del tensors["first.bias"]
         tensors["extra"] = torch.ones(1)
 
-    with opened(Odd, tmp_path) as (model, _, _):
+    with opened(Odd, tmp_path) as (model, _):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         left_out = inf.load_safetensors(model, edited(change, tmp_path, model), strict=False)
         assert left_out.missing == ("first.bias",)
@@ -297,7 +268,7 @@ def test_not_strict_takes_what_fits_and_says_the_rest(tmp_path: Path) -> None:
 )
 def test_an_index_that_points_elsewhere_is_refused(file: object, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with opened(Odd, tmp_path) as (model, _, _):
+    with opened(Odd, tmp_path) as (model, _):
         inf.export_safetensors(model, out)
         shutil.copy(out / "model.safetensors", tmp_path)
         index = out / "model.safetensors.index.json"
@@ -319,16 +290,19 @@ def test_an_index_that_points_elsewhere_is_refused(file: object, tmp_path: Path)
 
 
 def test_inside_gather_a_load_is_refused(tmp_path: Path) -> None:
-    with opened(Odd, tmp_path) as (model, _, handle):
+    with opened(Odd, tmp_path) as (model, _):
         inf.export_safetensors(model, tmp_path / "out")
-        with handle.gather(model.parameters()), pytest.raises(RuntimeError, match="in use"):
+        with (
+            inf.handle(model).gather(model.parameters()),
+            pytest.raises(RuntimeError, match="in use"),
+        ):
             inf.load_safetensors(model, tmp_path / "out")
 
 
 def test_an_export_that_fails_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(Odd, tmp_path) as (model, _, _):
+    with opened(Odd, tmp_path) as (model, _):
         (tmp_path / "file").write_text("")
         with pytest.raises(OSError, match="file"):
             inf.export_safetensors(model, tmp_path / "file" / "out")
@@ -349,7 +323,7 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
     out.mkdir()
     for name in ("model-00001-of-00007.safetensors", "model.safetensors.index.json", "model-mine"):
         (out / f"{name}.partial").write_text("")
-    with opened(Odd, tmp_path) as (model, _, _):
+    with opened(Odd, tmp_path) as (model, _):
         inf.export_safetensors(model, out)
     assert sorted(path.name for path in out.iterdir()) == [
         "model-mine.partial",
@@ -363,7 +337,7 @@ def test_an_export_that_fails_half_way_leaves_the_one_before(
     """Its shards have the same names as those before: none of them is replaced before all are
     written."""
     out = tmp_path / "out"
-    with opened(models.gpt2, tmp_path) as (model, _, _):
+    with opened(models.gpt2, tmp_path) as (model, _):
         inf.export_safetensors(model, out, shard_bytes_max=1)
         before = {path.name: path.read_bytes() for path in out.iterdir()}
         assert len(before) > 2
@@ -391,7 +365,7 @@ def test_an_export_that_fails_half_way_leaves_the_one_before(
 
 def test_an_export_replaces_an_earlier_one_of_another_size(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with opened(models.ListMoe, tmp_path) as (model, _, _):
+    with opened(models.ListMoe, tmp_path) as (model, _):
         inf.export_safetensors(model, out)
         inf.export_safetensors(model, out, shard_bytes_max=20_000)
         files = {path.name for path in out.glob("*.safetensors")}

@@ -20,7 +20,8 @@ from infinity.errors import PeerFailed
 from tests import models
 from tests.data.deepspeed import make
 from tests.distributed.test_two_ranks import on_two_ranks
-from tests.test_interchange import CPU, NVME, Odd, assert_same, opened, states_of, train
+from tests.harness import assert_same, states_of, train
+from tests.test_interchange import CPU, NVME, Odd, opened
 from tests.test_load_deepspeed import Coming
 
 
@@ -32,11 +33,11 @@ def plain_fp32(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, 
 
 
 def test_torch_goes_on_from_what_was_exported(tmp_path: Path) -> None:
-    with opened(models.gpt2, tmp_path, **NVME) as (model, optimizer, handle):
+    with opened(models.gpt2, tmp_path, **NVME) as (model, optimizer):
         train(model, optimizer)
         optimizer.param_groups[0]["lr"] = 0.125
         inf.export_dcp(model, optimizer, tmp_path / "out")
-        expected = states_of(model, handle)
+        expected = states_of(model)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".metadata", "__0_0.distcp"}
     plain, adamw = plain_fp32(models.gpt2, seed=1)
     values, states = dcp_states.get_state_dict(plain, adamw)
@@ -49,7 +50,7 @@ def test_torch_goes_on_from_what_was_exported(tmp_path: Path) -> None:
     for name, param in plain.named_parameters():
         assert torch.equal(param, expected[name]["master"])
         state = adamw.state[param]
-        assert state["step"] == expected[name]["step"] == 2
+        assert state["step"] == expected[name]["step"] == 3
         assert all(
             torch.equal(state[moment], expected[name][moment])
             for moment in ("exp_avg", "exp_avg_sq")
@@ -66,17 +67,17 @@ class TiedLoad(dcp.DefaultLoadPlanner):
 
 @pytest.mark.parametrize("masters", [True, False])
 def test_a_dcp_checkpoint_comes_back_bit_for_bit(masters: bool, tmp_path: Path) -> None:
-    with opened(models.llama, tmp_path, **NVME) as (model, optimizer, handle):
+    with opened(models.llama, tmp_path, **NVME) as (model, optimizer):
         train(model, optimizer)
         inf.export_dcp(model, optimizer, tmp_path / "out", masters=masters)
-        expected = states_of(model, handle)
+        expected = states_of(model)
         train(model, optimizer, 1)
-        once_more = states_of(model, handle)
-    with opened(models.llama, tmp_path, seed=1) as (model, optimizer, handle):
+        once_more = states_of(model)
+    with opened(models.llama, tmp_path, seed=1) as (model, optimizer):
         assert inf.load_dcp(model, optimizer, tmp_path / "out") == ((), ())
-        assert_same(expected, states_of(model, handle))
+        assert_same(expected, states_of(model))
         train(model, optimizer, 1)
-        assert_same(once_more, states_of(model, handle))
+        assert_same(once_more, states_of(model))
     names = DCPFiles(tmp_path / "out").tensors
     assert names["model.lm_head.weight"].dtype == (torch.float32 if masters else torch.bfloat16)
     assert ("optim.state.lm_head.weight.master" in names) == (not masters)
@@ -87,23 +88,23 @@ def test_what_torch_saved_is_loaded(tmp_path: Path) -> None:
     train(plain, adamw)
     values, states = dcp_states.get_state_dict(plain, adamw)
     dcp.save({"model": values, "optim": states}, checkpoint_id=tmp_path / "out", no_dist=True)
-    with opened(models.gpt2, tmp_path, **NVME) as (model, optimizer, handle):
+    with opened(models.gpt2, tmp_path, **NVME) as (model, optimizer):
         assert inf.load_dcp(model, optimizer, tmp_path / "out") == ((), ())
-        for name, found in states_of(model, handle).items():
+        for name, found in states_of(model).items():
             param = plain.get_parameter(name)
             assert torch.equal(found["master"], param)
-            assert found["step"] == 2
+            assert found["step"] == 3
             assert all(
                 torch.equal(found[moment], adamw.state[param][moment])
                 for moment in ("exp_avg", "exp_avg_sq")
             )
         assert inf.load_dcp(model, None, tmp_path / "out") == ((), ())
     dcp.save(values, checkpoint_id=tmp_path / "bare", no_dist=True)
-    with opened(models.gpt2, tmp_path, **NVME) as (model, _, handle):
+    with opened(models.gpt2, tmp_path, **NVME) as (model, _):
         assert inf.load_dcp(model, None, tmp_path / "bare", keys=("", "optim")) == ((), ())
         assert all(
             torch.equal(found["master"], plain.get_parameter(name))
-            for name, found in states_of(model, handle).items()
+            for name, found in states_of(model).items()
         )
 
 
@@ -114,17 +115,17 @@ class OnRanks:
     def __call__(self, rank: int, place: Path) -> dict[str, Any]:
         save_sharded(place / "sharded")
         seen: dict[str, Any] = {}
-        with opened(make.Net, place, **NVME) as (model, optimizer, handle):
+        with opened(make.Net, place, **NVME) as (model, optimizer):
             model(torch.arange(6)[None]).backward()
             optimizer.step()
-            seen["trained"] = states_of(model, handle)
+            seen["trained"] = states_of(model)
             inf.export_safetensors(model, place / "masters", masters=True)
             inf.export_dcp(model, optimizer, place / "dcp")
-        with opened(make.Net, place, seed=1, **NVME) as (model, optimizer, handle):
+        with opened(make.Net, place, seed=1, **NVME) as (model, optimizer):
             assert inf.load_safetensors(model, place / "masters") == ((), ())
-            seen["safetensors"] = states_of(model, handle)
+            seen["safetensors"] = states_of(model)
             assert inf.load_dcp(model, optimizer, place / "dcp") == ((), ())
-            seen["dcp"] = states_of(model, handle)
+            seen["dcp"] = states_of(model)
             mine = place / ("masters" if rank else "gone")  # one rank does not find its file
             with pytest.raises(
                 PeerFailed if rank else FileNotFoundError, match=r"opening|no such directory"
@@ -135,7 +136,7 @@ class OnRanks:
                 inf.export_dcp(model, optimizer, place / "file" / "out")
             with pytest.raises(PeerFailed if rank else OSError, match="file"):
                 inf.export_safetensors(model, place / "file" / "out")
-            assert_same(seen["dcp"], states_of(model, handle))
+            assert_same(seen["dcp"], states_of(model))
         for name in FROM_DEEPSPEED:
             coming = Coming(name, place.parent)
             assert inf.load_deepspeed(coming.model, coming.directory, opt=coming.opt) == ((), ())
@@ -186,28 +187,28 @@ def test_two_ranks_write_and_read_all_of_it_and_fail_together(tmp_path: Path) ->
         inf.load_deepspeed(coming.model, coming.directory, opt=coming.opt)
         assert_same(first[name], coming.states())
     # what two wrote, one reads
-    with opened(make.Net, tmp_path, seed=1) as (model, optimizer, handle):
+    with opened(make.Net, tmp_path, seed=1) as (model, optimizer):
         inf.load_dcp(model, optimizer, place / "dcp")
-        assert_same(trained, states_of(model, handle))
+        assert_same(trained, states_of(model))
     assert len(DCPFiles(place / "sharded").tensors["model.weight"].boxes) == 2
-    with opened(lambda: nn.Linear(5, 3), tmp_path) as (model, _, handle):  # what two of torch wrote
+    with opened(lambda: nn.Linear(5, 3), tmp_path) as (model, _):  # what two of torch wrote
         inf.load_dcp(model, None, place / "sharded")
         assert_same(
             sharded_values(),
-            {name: state["master"] for name, state in states_of(model, handle).items()},
+            {name: state["master"] for name, state in states_of(model).items()},
         )
 
 
 def test_a_second_export_into_a_directory_is_refused_and_a_broken_one_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(Odd, tmp_path) as (model, optimizer, _):
+    with opened(Odd, tmp_path) as (model, optimizer):
         inf.export_dcp(model, optimizer, tmp_path / "out")
         with pytest.raises(ValueError, match="has a checkpoint already"):
             inf.export_dcp(model, optimizer, tmp_path / "out")
         with (
             pytest.raises(ValueError, match="holds no parameter of this model"),
-            opened(Odd, tmp_path) as (other, _, _),
+            opened(Odd, tmp_path) as (other, _),
         ):
             inf.export_dcp(other, optimizer, tmp_path / "other")
         saved = dict(model.state_dict())
@@ -219,22 +220,22 @@ def test_a_second_export_into_a_directory_is_refused_and_a_broken_one_leaves_not
         with pytest.raises(OSError, match="No space"):
             inf.export_dcp(model, optimizer, tmp_path / "third")
         assert list((tmp_path / "third").iterdir()) == []
-    with opened(Odd, tmp_path, seed=1) as (model, optimizer, _):
+    with opened(Odd, tmp_path, seed=1) as (model, optimizer):
         inf.load_dcp(model, optimizer, tmp_path / "out")
         assert_same(saved, dict(model.state_dict()))
 
 
 def test_states_that_do_not_fit_are_named_before_anything_is_written(tmp_path: Path) -> None:
-    with opened(Odd, tmp_path) as (model, optimizer, handle):
+    with opened(Odd, tmp_path) as (model, optimizer):
         inf.export_dcp(model, None, tmp_path / "model")
         inf.export_dcp(model, optimizer, tmp_path / "adamw")
         train_odd(model, optimizer)
-        before = states_of(model, handle)
+        before = states_of(model)
         with pytest.raises(
             ValueError, match=r"missing: optim\.state\.nothing\.exp_avg, optim.*strict=False"
         ):
             inf.load_dcp(model, optimizer, tmp_path / "model")
-        assert_same(before, states_of(model, handle))
+        assert_same(before, states_of(model))
         assert (
             "optim.state.first.weight.step"
             in inf.load_dcp(model, optimizer, tmp_path / "model", strict=False).missing

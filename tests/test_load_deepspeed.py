@@ -19,7 +19,7 @@ import infinity as inf
 from infinity._src.checkpoint.formats.deepspeed import Pieces, ShardedCheckpoint
 from tests import forks
 from tests.data.deepspeed import make
-from tests.test_interchange import assert_same, states_of
+from tests.harness import assert_same, states_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOLERANCE = 2e-7
@@ -46,7 +46,7 @@ class Coming:
     def states(self) -> dict[str, dict[str, Any]]:
         """Every state, and close."""
         try:
-            return states_of(self.model, inf.handle(self.model))
+            return states_of(self.model)
         finally:
             inf.handle(self.model).close()
 
@@ -98,7 +98,7 @@ def test_a_run_goes_on_with_the_states_and_the_losses_of_deepspeed(
     assert run.rounded == ""
     expected = expected_states(coming.directory)
     frozen = expected.pop("frozen.weight", None)
-    states = states_of(coming.model, inf.handle(coming.model))
+    states = states_of(coming.model)
     for parameter, wanted in expected.items():
         assert states[parameter].pop("step") == 3 - skipped
         assert_same(wanted, states[parameter])
@@ -159,7 +159,7 @@ def test_on_nvme_it_is_the_same_bits(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path: Path) -> None:
     coming = Coming("zero2_cpu", tmp_path)
     handle = inf.handle(coming.model)
-    before = states_of(coming.model, handle)
+    before = states_of(coming.model)
     handle.close()
     one_group = Coming("zero2_cpu", tmp_path / "one")
     inf.handle(one_group.model).close()
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path: Path) -
         inf.load_deepspeed(model, coming.directory, opt=opt)
     assert_same(
         {name: state["master"] for name, state in before.items()},
-        {name: state["master"] for name, state in states_of(model, inf.handle(model)).items()},
+        {name: state["master"] for name, state in states_of(model).items()},
     )
     inf.handle(model).close()
     torch.manual_seed(5)

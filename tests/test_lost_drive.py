@@ -22,6 +22,7 @@ from infinity.aio import Fault, Seam
 from infinity.errors import DeviceFailedError, DriveLostError, StepUndone
 from tests.crashes import Net, digest, step
 from tests.durable_runs import close, die, made, undisturbed
+from tests.marks import alternating
 from tests.unit.aio.disks import loop_ext4
 
 MIB = 1 << 20
@@ -71,8 +72,10 @@ def meet(model: Any, optimizer: Any, when: str, lose: Callable[[], None], place:
     inf.handle(model).flush()
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("when", ["forward", "backward", "step", "commit", "save", "close"])
+@pytest.mark.parametrize(
+    ("when", "which"),
+    alternating(["forward", "backward", "step", "commit", "save", "close"], [0, 1]),
+)
 def test_a_drive_that_goes_ends_the_run_in_one_error(
     tmp_path: Path, wanted: tuple[str, ...], when: str, which: int
 ) -> None:

@@ -17,7 +17,8 @@ import infinity as inf
 from infinity._src.cli.main import main
 from tests import models
 from tests.data.deepspeed import go_on, make
-from tests.test_interchange import assert_same, opened, states_of, train
+from tests.harness import assert_same, states_of, train
+from tests.test_interchange import opened
 
 CPU = {"params": "cpu", "optim": "cpu"}
 DEEPSPEED = Path(__file__).parents[1] / "bench" / ".venv-deepspeed"
@@ -78,7 +79,7 @@ def test_all_states_come_back(
     case = make.CASES["zero2_cpu"]
     run = Run(case, **CPU, state=state)
     source = run.saved(tmp_path)
-    expected, groups = states_of(run.model, inf.handle(run.model)), run.opt.param_groups
+    expected, groups = states_of(run.model), run.opt.param_groups
     assert export(source, tmp_path / "out") == 0
     shown = capsys.readouterr().out
     assert "8 parameters in" in shown
@@ -91,7 +92,7 @@ def test_all_states_come_back(
     loaded = inf.load_deepspeed(other.model, tmp_path / "out", opt=other.opt)
     assert loaded == ((), ())
     assert (loaded.step, loaded.lr_scheduler["last_batch_iteration"]) == (3, 2)
-    assert_same(expected, states_of(other.model, inf.handle(other.model)))
+    assert_same(expected, states_of(other.model))
     assert other.model.get_buffer("scale") == 2
     frozen = "frozen.weight"
     assert torch.equal(other.model.state_dict()[frozen], run.model.state_dict()[frozen])
@@ -128,17 +129,17 @@ def test_a_weight_in_tiles_is_one_parameter_there(tmp_path: Path) -> None:
     def tiled() -> nn.Module:
         return inf.tile_linears(models.llama(), tiles=(2, 2))
 
-    with opened(tiled, tmp_path) as (model, optimizer, handle):
+    with opened(tiled, tmp_path) as (model, optimizer):
         train(model, optimizer)
         inf.save(model, optimizer, tmp_path / "saved").wait()
         inf.export_dcp(model, optimizer, tmp_path / "dcp")
     assert export(tmp_path / "saved", tmp_path / "out") == 0
-    with opened(models.llama, tmp_path, seed=1) as (model, optimizer, handle):
+    with opened(models.llama, tmp_path, seed=1) as (model, optimizer):
         inf.load_dcp(model, optimizer, tmp_path / "dcp")
-        expected = states_of(model, handle)
-    with opened(models.llama, tmp_path, seed=2) as (model, optimizer, handle):
+        expected = states_of(model)
+    with opened(models.llama, tmp_path, seed=2) as (model, optimizer):
         inf.load_deepspeed(model, tmp_path / "out", opt=optimizer)
-        assert_same(expected, states_of(model, handle))
+        assert_same(expected, states_of(model))
 
 
 def test_what_deepspeed_has_no_place_for_is_refused(
