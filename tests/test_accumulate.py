@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-# -- the same bits: test_matrix.py has them of models, loops and policies ---------------------------
+# -- the same bits: test_matrix.py has them of models, loops and policies --------------------------
 
 
 @pytest.mark.parametrize("update", [{}, {"update": "backward"}], ids=["deferred", "backward"])

@@ -196,7 +196,7 @@ def test_states_that_no_update_wrote_are_zeros_after_a_crash_and_in_a_save(tmp_p
         inf.handle(model).end(commit=False)
 
 
-# -- runs of every kind ------------------------------------------------------------------------------
+# -- runs of every kind ----------------------------------------------------------------------------
 
 
 def test_a_run_restores_into_other_policies(tmp_path: Path, wanted: tuple[str, ...]) -> None:
@@ -493,7 +493,7 @@ def test_a_run_does_not_go_on_without_its_optimizer(tmp_path: Path) -> None:
     close(model)
 
 
-# -- checkpoints whose files are second names of the run's ------------------------------------------
+# -- checkpoints whose files are second names of the run's -----------------------------------------
 
 
 def states_files(place: Path) -> list[Path]:
