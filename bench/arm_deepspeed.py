@@ -22,14 +22,14 @@ import torch
 
 
 def find_free_port() -> int:
-    """A TCP port on the loopback interface that nobody listens on at this moment."""
+    """Return a TCP port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def single_process_environment() -> None:
-    """Be rank 0 of 1 without a launcher. Set before anything asks for the accelerator."""
+    """Set the environment of rank 0 of 1. Call it before DeepSpeed reads its accelerator."""
     port = str(find_free_port())
     os.environ.update(
         RANK="0",
@@ -42,8 +42,8 @@ def single_process_environment() -> None:
 
 
 def unlink_shared_memory() -> None:
-    """Take away the name of the 69 MB buffer that DeepSpeed leaves in shared memory; the mapping
-    stays in use."""
+    """Unlink the 69 MB shared-memory buffer that DeepSpeed would leave in /dev/shm; its mapping
+    stays valid."""
     for path in Path("/dev/shm").glob(
         f"deepspeed_allreduce_buffer_{os.getuid()}_*_{os.environ['MASTER_PORT']}_*"
     ):
@@ -67,8 +67,8 @@ def build_ops() -> None:
 
 
 def build_engine(workload: r1.Workload, swap_dir: str, offload: str) -> Any:
-    """The DeepSpeed engine around R1. Parameters go to their tier as they are built: no further
-    full copy exists in RAM."""
+    """Build the DeepSpeed engine of R1. Parameters move to their tier during construction, so RAM
+    never holds a second full copy."""
     config = (
         deepspeed_json.everything_on_nvme(workload, swap_dir)
         if offload == "nvme"
@@ -147,8 +147,8 @@ def main() -> int:
         unlink_shared_memory()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    # Its I/O threads are still there when the interpreter goes, and now and then the process aborts
-    # then, after all is said.
+    # DeepSpeed's I/O threads outlive the interpreter's shutdown, and sometimes abort the process
+    # there, after the record was printed.
     sys.stdout.flush()
     os._exit(0)
 

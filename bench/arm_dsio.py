@@ -1,5 +1,5 @@
-"""DeepSpeed's I/O engine (`aio_handle`, what its tool ds_io measures) on one file; prints one JSON
-line.
+"""Measures DeepSpeed's I/O engine (`aio_handle`, as its tool ds_io does) on one file; prints one
+JSON line.
 
 Started by compare_io.py inside DeepSpeed's own environment. Blocks of 1 MiB, depth 32, blocks
 submitted together (single_submit False), submission and completion overlapping (overlap_events
@@ -33,7 +33,7 @@ LAYERS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 
 
 def huge_share(address: int, size: int) -> float:
-    """The share of [address, address + size) that huge pages back, from /proc/self/smaps."""
+    """Return the share of [address, address + size) on huge pages, by /proc/self/smaps."""
     huge, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         found = LAYERS.match(line)

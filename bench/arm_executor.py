@@ -1,9 +1,9 @@
-"""FETCH, STORE and UPDATE of whole chunks on null drives, with one number of drives, block size and
-batch (0: real drives, by io_uring); prints one JSON line.
+"""FETCH, STORE and UPDATE of whole chunks on null drives, for one number of drives, block size and
+batch (batch 0: real drives, by io_uring); prints one JSON line.
 
-Started by executor.py, once as it is and once with lock_meter.c preloaded. Chunks are those of the
-`exact` state (4.5 MiB). "without" kernels: jobs go the same way, through slots, drives and workers,
-but nothing is copied, updated or summed.
+executor.py starts it once without and once with lock_meter.c preloaded. Chunks are those of the
+`exact` state (4.5 MiB). "without" kernels: jobs pass through slots, drives and workers as usual,
+but no bytes are copied, updated or summed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KINDS = (aio.JobKind.STORE, aio.JobKind.FETCH, aio.JobKind.UPDATE)
 
 
 class LockFigures(ctypes.Structure):
-    """lock_figures of lock_meter.c."""
+    """The struct `lock_figures` of lock_meter.c."""
 
     _fields_ = (
         ("holds", ctypes.c_uint64),
@@ -40,7 +40,7 @@ class LockFigures(ctypes.Structure):
 
 
 class LockMeter:
-    """The executor's mutex, if lock_meter.c is there."""
+    """Measures the executor's mutex, if lock_meter.c is preloaded."""
 
     def __init__(self, executor: aio.Executor) -> None:
         self._library: Any = ctypes.CDLL(None)
@@ -58,7 +58,7 @@ class LockMeter:
         return {name: int(getattr(figures, name)) for name, *_ in LockFigures._fields_}
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Stop measuring."""
         if self.there:
             self._library.lock_meter_watch(None)
 
@@ -73,7 +73,7 @@ def requests(executor: aio.Executor) -> tuple[int, int]:
 
 
 def measure(passes: Pass, lock: LockMeter, kind: aio.JobKind, seconds: float) -> dict[str, float]:
-    """Run passes over all chunks for so long; returns what they took."""
+    """Run passes over all chunks for the given time; return their cost."""
     passes.run(kind)
     before, locked = requests(passes.executor), lock.read()
     cpu, start, count = cpu_s(), time.perf_counter(), 0
@@ -118,7 +118,7 @@ def run(
         )
         stack.callback(executor.close, wait=False)
         lock = LockMeter(executor)
-        # Before the executor closes: its memory goes then.
+        # Before the executor closes and frees the mutex.
         stack.callback(lock.close)
         passes = Pass(executor, chunks, memory.address, drives=drives)
         return {kind.name.lower(): measure(passes, lock, kind, seconds) for kind in KINDS}

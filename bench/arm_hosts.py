@@ -31,7 +31,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "qgz": {"qgz": True},
     "all": {"qwz": True, "hpz": "cpu", "qgz": True},
 }
-# Signs of life and barriers stay below this in the time; a gather does not.
+# In the polling interval heartbeats and barriers send less than this; a gather sends more.
 SMALL_BYTES, PAUSE_S = 16384, 0.3
 
 
@@ -47,8 +47,8 @@ def engine_counts(handle: Any) -> dict[str, float]:
 
 
 def counts_at_rest(link: str, handle: Any) -> tuple[int, dict[str, float]]:
-    """Return the counts of bytes sent, when no rank sends: gathers ahead of the next forward go on
-    after a step. Collective."""
+    """Return the counts of bytes sent once no rank is sending: prefetching gathers continue after a
+    step. Collective."""
     before = -SMALL_BYTES
     while link_bytes(link) - before >= SMALL_BYTES:
         before = link_bytes(link)

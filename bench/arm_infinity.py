@@ -21,13 +21,13 @@ from infinity._src.memory.roofline import AtRest, traffic
 
 
 class Always:
-    """A history that finds every step worth speculating: what
-    `infinity._src.optim.speculative_update` would do if it never gave up."""
+    """A history by which every step is worth speculating, so that
+    `infinity._src.optim.speculative_update` always runs ahead."""
 
     speculates = True
 
     def add(self, right: bool) -> None:
-        """A step was taken, and nothing is learned from it."""
+        """Ignore the step's outcome."""
 
 
 @dataclasses.dataclass
@@ -48,12 +48,12 @@ def build(
     schedule: str = "horizontal",
     checkpoint: bool = True,
 ) -> Training:
-    """R1 and an ordinary loop. update="backward" cannot clip, and does not, unless there are two
-    generations.
+    """R1 and an ordinary loop. It does not clip with update="backward" and one generation, which
+    does not support that.
 
-    always: speculate in every step, whatever the last ones showed.
+    always: speculate in every step, whatever the last steps showed.
     schedule: horizontal runs one micro-batch after the other; vertical runs all of them through a
-    layer before the next one (`inf.microbatched`). checkpoint: with vertical, slices of blocks are.
+    layer before the next (`inf.microbatched`). checkpoint: with vertical, checkpoint slices.
     """
     vertical = schedule == "vertical"
     bare = r1.build_on_meta(workload)
@@ -88,7 +88,7 @@ def build(
 
 
 def counters(handle: Any) -> dict[str, float]:
-    """The totals of `handle.stats()` that are told for each step, without its cost."""
+    """Return the totals of `handle.stats()` that are recorded for each step, cheaply."""
     pipeline = handle.pipeline
     return {
         "updates_ahead": pipeline.updates_ahead,
@@ -99,8 +99,8 @@ def counters(handle: Any) -> dict[str, float]:
 
 
 def must_move(handle: Any, workload: r1.Workload) -> dict[str, Any]:
-    """Return the bytes that a step must move, by update mode, for the states on NVMe; moves of
-    withdrawn updates are left out."""
+    """Return the bytes that a step must move, by update mode, for the states on NVMe, without the
+    bytes of undone updates."""
     plan, params, optim, grads = handle.parts.tiers.planner.plan, 0, 0, 0
     for flat, state_format, masks in zip(
         handle.parts.split.flats, plan.formats, plan.nvme_masks, strict=True
@@ -199,7 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def policy_of(args: argparse.Namespace) -> inf.Policy:
-    """The policy that parsed arguments ask for."""
+    """Return the policy of parsed arguments."""
     nvme = [args.dir] if args.tier == "nvme" else ()
     return inf.Policy(
         params=args.tier,

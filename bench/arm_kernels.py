@@ -1,10 +1,10 @@
 """One update kernel, timed round by round; started by bench_kernels.py, which says "go" on its
 standard input.
 
-Holds the states of `--numel` parameters, makes one warm-up update, and prints "ready". For every
-line that comes it updates all of them once and prints one JSON line: seconds on the wall, and of
-CPU. bf16 gradients in, bf16 parameters out; what an arm needs to cast for that is a part of its
-time. Runs in any interpreter that has the arm's library.
+Allocates the states of `--numel` parameters, runs one warm-up update, and prints "ready". For every
+line on standard input it updates all of them once and prints one JSON line: wall and CPU seconds.
+Input are bf16 gradients, output bf16 parameters; an arm's time includes the casts. Runs in any
+interpreter that has the arm's library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Update = Callable[[], object]
 LR, DECAY = 1e-4, 0.1
 
 _KEPT: list[object] = []
-"""Arrays that the kernels know by address only."""
+"""Arrays that must stay alive: the kernels hold only their addresses."""
 
 
 def _noise(numel: int) -> np.ndarray[Any, Any]:
@@ -33,7 +33,7 @@ def _noise(numel: int) -> np.ndarray[Any, Any]:
 
 
 def _in_parts(numel: int, threads: int, part: Callable[[int, int], Update]) -> Update:
-    """`part(low, high)` for each thread's share, all run at once by threads that stay."""
+    """Runs `part(low, high)` on each thread's share at once, in persistent threads."""
     step = -(-numel // threads // 8192) * 8192
     updates = [part(low, min(low + step, numel)) for low in range(0, numel, step)]
     pool = ThreadPoolExecutor(threads)
@@ -92,7 +92,7 @@ def ours(state: str, numel: int, threads: int) -> Update:
 
 
 def verified(numel: int, threads: int) -> Update:
-    """Return the executor's pass on `exact` states: verify, update, sum anew, piece by piece."""
+    """Return the executor's pass on `exact` states: verify, update, recompute sums, by pieces."""
     from infinity._src.cabi.native import ffi, lib
     from infinity._src.cabi.records import CHUNK_NUMEL, PIECE_NUMEL, piece_count
     from infinity._src.kernels.hyper import hyper_row_adamw

@@ -1,5 +1,5 @@
-"""Limit of a step of R1 on this machine now: forward and backward alone, and the memory's
-bandwidth; one JSON line."""
+"""Measures the limit of a step of R1 on this machine now: forward and backward alone, and the
+memory's bandwidth; one JSON line."""
 
 from __future__ import annotations
 

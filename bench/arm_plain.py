@@ -1,7 +1,7 @@
 """One run of R1 under plain torch, all in RAM; prints one JSON line.
 
-bf16 parameters, fp32 masters and torch's fused AdamW on them: what a user writes who has the
-memory. With --optimizer=none only forward, backward and clipping: the floor of computation.
+bf16 parameters, fp32 masters and torch's fused AdamW on these: the usual loop of a user with enough
+memory. With --optimizer=none only forward, backward and clipping: the lower bound of compute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Training:
     step: Callable[[], float]
 
     def states(self) -> dict[str, Any]:
-        """Everything that training goes on from."""
+        """Return all states that a resumed training needs."""
         assert self.optimizer is not None
         return {
             "params": {k: v.detach() for k, v in self.params.items()},
@@ -38,7 +38,7 @@ class Training:
 
     @torch.no_grad()
     def load_states(self, states: dict[str, Any]) -> None:
-        """Take states over."""
+        """Load states."""
         assert self.optimizer is not None
         for name, param in self.params.items():
             param.copy_(states["params"][name])

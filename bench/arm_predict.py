@@ -2,8 +2,8 @@
 
 plain    forward and backward of one micro-batch with everything in RAM and no optimizer, and the
 memory's bandwidth
-step     a training step of R1 under a policy, on drives that the seam may slow down, and what the
-planner says of it
+step     a training step of R1 under a policy, on drives that the fault injector may throttle, and
+the plan's forecast of it
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def plain(workload: r1.Workload) -> dict[str, Any]:
 
 
 def budget_of(shape: ModelShape, machine: Machine, job: Job, ram: str) -> int | str:
-    """The bytes that a configuration's `ram` means: "min", or a share of what everything would
-    take."""
+    """Return a configuration's `ram` in bytes: "min", or a share of the bytes that keep everything
+    in RAM."""
     if ram == "min":
         return ram
     found = predict(shape, machine, job)
@@ -151,7 +151,7 @@ def step(config: dict[str, Any], workload: r1.Workload, directory: str) -> dict[
 
 
 def describe(machine: Machine, ram_bytes: int) -> Machine:
-    """The machine with so much RAM."""
+    """Return the machine with this much RAM."""
     return dataclasses.replace(machine, ram_bytes=ram_bytes)
 
 

@@ -1,11 +1,11 @@
-"""Cost of a save of R1 under infinity while it trains on, and of restoring in a fresh engine; one
-JSON line.
+"""Measures a save of R1 under infinity during training, and a restore into a fresh engine; one JSON
+line.
 
-    --stage save      steps alone, then steps with a save under way, as often as asked for; two
-    losses after the last save
+    --stage save      steps alone, then steps during a save, repeated as requested; two losses after
+    the last save
     --stage restore   a fresh engine in the same directories, `inf.restore`, the same two steps
 
-Both stages are processes of their own, started by checkpoints.py.
+checkpoints.py starts each stage as a separate process.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ def timed(step: Any) -> tuple[float, float]:
 
 
 def stall_s(call_s: float, steps: list[float], alone: list[float]) -> float:
-    """Return the time that training lost: the call and the steps beside it, less as many steps
-    alone.
+    """Return the time that training lost: the call and the steps during the save, minus the same
+    number of steps alone.
 
-    The call waits for the update before it, which the step after it would have waited for: neither
-    is counted twice.
+    The call waits for the pending update, for which otherwise the next step would have waited: this
+    wait is counted once.
     """
     return call_s + sum(steps) - len(steps) * statistics.fmean(alone)
 
 
 def one_save(training: arm_infinity.Training, target: Path, least: int) -> dict[str, Any]:
-    """Save while training goes on, `least` steps or until it is whole. Blocks until then."""
+    """Save during training, for `least` steps or until the save is complete. Blocks until then."""
     ended: list[float] = []
     links: list[int] = []
     written = meter.io_bytes()[1]
@@ -105,8 +105,8 @@ def save_stage(
 
 
 def durable_stage(training: arm_infinity.Training) -> dict[str, Any]:
-    """The losses that a run restored from the swap directory must repeat; then that run is what the
-    directory holds."""
+    """Return the losses that a run restored from the swap directory must repeat. Afterwards the
+    directory holds that run."""
     training.handle.flush()
     return {
         "committed": training.handle.pipeline.steps,

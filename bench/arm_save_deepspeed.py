@@ -1,7 +1,7 @@
 """Cost of `save_checkpoint` and `load_checkpoint` of R1 under DeepSpeed ZeRO-3; one JSON line.
 
-Runs in DeepSpeed's own environment, tuned as in arm_deepspeed.py. Training stands still for all of
-a save.
+Runs in DeepSpeed's own environment, tuned as in arm_deepspeed.py. Training stops during a whole
+save.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLLOWING = 2
 
 
 def kinds_of(target: Path) -> dict[str, int]:
-    """Bytes by kind of file: DeepSpeed's save of states that rest on NVMe copies its swap files."""
+    """Return bytes by kind of file: with states on NVMe DeepSpeed's save copies its swap files."""
     found: dict[str, int] = {}
     for path in target.rglob("*"):
         if path.is_file():
@@ -34,7 +34,7 @@ def kinds_of(target: Path) -> dict[str, int]:
 
 
 def save_once(engine: Any, target: Path, tag: str) -> dict[str, Any]:
-    """Save, and sync what it leaves in the page cache: that is told apart, since DeepSpeed does not
+    """Save, then sync the page cache. The sync is recorded separately, since DeepSpeed does not
     wait for it."""
     target.mkdir(exist_ok=True)
     start = time.perf_counter()

@@ -1,5 +1,5 @@
-"""Cost of `torch.save` and `torch.load` of R1's states to a plain loop that has everything in RAM;
-one JSON line.
+"""Measures `torch.save` and `torch.load` of R1's states in a plain loop with everything in RAM; one
+JSON line.
 
 The same states as infinity's: bf16 parameters, fp32 masters, both moments. Saved to the drive that
 is measured, and synced.

@@ -1,9 +1,9 @@
-"""Python's time for a unit: CPU time of the main thread, for small units in RAM, per unit.
+"""Measures Python's CPU time per unit in the main thread, for small units in RAM.
 
-One arm of compare_versions.py. It uses the public interface alone, so that it runs with any version
+One arm of compare_versions.py. It uses only the public interface, so that it runs with any version
 of the project (PYTHONPATH). Prints a JSON line: microseconds of the main thread per unit, the
-median over passes, for a forward without gradients and for a training step, at `--units` and at 8
-times as many (the cost must not grow with their number).
+median over passes, for a forward without gradients and for a training step, with `--units` units
+and with 8 times as many (the cost per unit must not grow).
 
     python bench/arm_unit_time.py --units 64
 """
@@ -52,7 +52,7 @@ def us_per_unit(run: Callable[[], object], units: int, passes: int) -> float:
 
 
 def measure(units: int, passes: int) -> dict[str, float]:
-    """Both figures for a model of so many units."""
+    """Measure both figures for a model of `count` units."""
     torch.manual_seed(0)
     model: Any = Stack(units)
     plain = Stack(units)

@@ -2,8 +2,8 @@
 one JSON line.
 
 Started by cost_of_verify.py. Chunks are those of the `exact` state (4.5 MiB, 12 bytes per
-parameter); what is stored, fetched and the gradients lie in memory that is larger than any cache,
-as in training.
+parameter). As in training, the buffers of stored and fetched bytes and of gradients are larger than
+any cache.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ITEMSIZES = tuple(section.itemsize for section in aio.Format.SPLIT.sections)
 CHUNK_BYTES = CHUNK_NUMEL * sum(ITEMSIZES)
 SLOTS = 16
 MEMORY_CHUNKS = 24
-"""Chunks of memory that jobs copy from and to in turns: 108 MiB."""
+"""Number of chunk buffers that jobs use in rotation: 108 MiB."""
 
 
 def cpu_s() -> float:
@@ -49,7 +49,7 @@ def hyper() -> npt.NDArray[np.void]:
 
 
 class Pass:
-    """Chunks on drives, in turn, memory beside them, and passes over all of them."""
+    """Chunks on alternating drives, chunk buffers in memory, and passes over all chunks."""
 
     def __init__(self, executor: aio.Executor, count: int, memory: int, drives: int = 1) -> None:
         self.executor = executor
@@ -118,8 +118,8 @@ def states(memory: aio.Slab) -> None:
 
 
 def run(directory: Path, size: int, verify: str) -> dict[str, Any]:
-    """STORE (twice: the first pays for fresh extents and is not told), FETCH, UPDATE. Blocks until
-    done."""
+    """Run STORE (twice: the first allocates extents and is not recorded), FETCH, UPDATE. Blocks.
+    """
     count = max(size // CHUNK_BYTES, 2)
     with ExitStack() as stack:
         file = aio.SwapFile.create(directory)

@@ -1,17 +1,17 @@
-"""Speed of the update kernels and the checksums, beside torch, DeepSpeed and the memory's limit.
+"""Compares the update kernels and checksums with torch, DeepSpeed and the memory's bandwidth.
 
     python bench/bench_kernels.py                 # a table
     python bench/bench_kernels.py --json          # one JSON line
     python bench/bench_kernels.py --append        # and one line to bench/results/kernels.jsonl
     python bench/bench_kernels.py --smoke         # tiny and fast: only shows that everything runs
 
-Every arm is a process of its own (arm_kernels.py; DeepSpeed's in its own environment, which
-compare_deepspeed.py prepares) that holds its states and updates them when told. Every round runs
-each arm once, alone, in an order that changes; figures are medians over the rounds, on the wall.
-All start from bf16 gradients and end with bf16 parameters; casts that an arm needs for it are
-counted. The limit is the arm's own traffic (every byte it must read and write) over the bandwidth
-of an in-place addition by as many threads in the same round: a copy would be no limit, since it
-also reads the lines it overwrites.
+Every arm is a separate process (arm_kernels.py; DeepSpeed's in its own environment, which
+compare_deepspeed.py prepares) that holds its states and updates them on request. Every round runs
+each arm once, alone, in varying order; figures are medians of wall times over the rounds. All arms
+start from bf16 gradients and end with bf16 parameters; their times include the casts. The limit is
+the arm's traffic (every byte it must read and write) divided by the bandwidth of an in-place
+addition by the same number of threads in the same round. (A copy is no limit: it also reads the
+cache lines that it overwrites.)
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ ARMS = {
     "torch": (2 + 4) + (16 + 12) + (4 + 2),
     "deepspeed": (2 + 4) + (16 + 12) + (4 + 2),
 }
-"""Bytes that each reads and writes per parameter: gradient and states, states. torch and DeepSpeed:
-the cast of the gradient, the update, the cast of the parameter."""
+"""Bytes per parameter that each arm reads (gradient and states) and writes (states). For torch and
+DeepSpeed: cast of the gradient, update, cast of the parameter."""
 
 
 class Arm:
@@ -78,7 +78,7 @@ class Arm:
         )
 
     def wait_ready(self) -> None:
-        """Block until its states are there and a first update is done."""
+        """Block until its states are allocated and a first update is done."""
         self._line()
 
     def round(self) -> float:
@@ -96,7 +96,7 @@ class Arm:
 
 @contextlib.contextmanager
 def started(names: list[str], numel: int, threads: int) -> Iterator[dict[str, Arm]]:
-    """The arms, ready; started one after the other, so that none sets up while another warms up."""
+    """Start the arms one after the other, so that none is set up while another warms up."""
     arms: dict[str, Arm] = {}
     try:
         for name in names:
@@ -154,8 +154,8 @@ def _seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def measure_checksums(size_bytes: int, *, rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """GB/s of every implementation that this machine has, on one buffer, in one thread's CPU
-    time."""
+    """Measure GB/s of every implementation that this machine supports, on one buffer, by one
+    thread's CPU time."""
     data = np.random.default_rng(1).integers(0, 256, size_bytes, dtype=np.uint8)
     view, ok = ffi.from_buffer(data), ffi.new("int32_t *")
     rows = []

@@ -1,4 +1,4 @@
-"""Speed of the Triton kernels beside torch's best, on a GPU.
+"""Compares the Triton kernels with torch's fastest alternatives on a GPU.
 
     python bench/bench_ops.py                           # a table
     python bench/bench_ops.py --ops update tile_matmul
@@ -6,11 +6,11 @@
     python bench/bench_ops.py --smoke                   # tiny and fast: only shows that everything
     runs; with --device cpu and TRITON_INTERPRET=1 it does so without a GPU
 
-Every operation of infinity/_src/kernels/choice.py has one function here that yields its cases; to
-add one, write it and name it in `CASES`. Arms of a case take turns, round after round, on the same
-data, with the L2 cache overwritten before each; times are CUDA events', the median over the rounds.
-"ratio" is the best time of torch's arms over Triton's: what choice.MEASURED wants. On a CPU, where
-Triton runs in its interpreter, there is nothing to measure.
+Every operation of infinity/_src/kernels/choice.py has a function here that yields its cases; to add
+one, write the function and name it in `CASES`. Arms of a case alternate in rounds on the same data,
+with the L2 cache overwritten before each; times are medians over the rounds, by CUDA events.
+"ratio" is the best time of torch's arms divided by Triton's, for choice.MEASURED. On a CPU Triton
+runs in its interpreter, so times there mean nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from infinity._src.kernels.quantized import wire_bytes
 from infinity._src.kernels.update import UpdatePlan
 
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 1 << 10}
-"""Written before each measurement: more than the L2 cache of any GPU there is."""
+"""Bytes written before each measurement: more than any GPU's L2 cache."""
 
 NOT_RUN = 3  # exit status
 
@@ -49,10 +49,9 @@ NOT_RUN = 3  # exit status
 class Case:
     """One operation at one size.
 
-    arms: what to run, by name: "triton", torch's alternatives ("torch" and names that begin so),
-    and bounds ("bound: ..."), which do less than is asked for and take no part in the ratio.
-    traffic_bytes: what it must read and write at least; flops: multiplications and additions of a
-    matmul, else 0.
+    arms: functions by name: "triton", torch's alternatives ("torch..."), and bounds ("bound: ..."),
+    which do less than the operation and are excluded from the ratio. traffic_bytes: bytes that it
+    must read and write at least; flops: multiplications and additions of a matmul, else 0.
     """
 
     op: str
@@ -63,8 +62,8 @@ class Case:
 
 
 def both(op: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
-    """The arms of an operation that `choice` dispatches: the same call, forced to each
-    implementation."""
+    """Return the arms of an operation that `choice` dispatches: the same call with each
+    implementation forced."""
 
     def forced(which: str) -> Callable[[], object]:
         def arm() -> object:
@@ -156,8 +155,8 @@ def linear_cross_entropy(device: torch.device, smoke: bool) -> Iterator[Case]:
 
 
 def _large(device: torch.device) -> bool:
-    """True when the device has room for the references' many copies of large values. A consumer's
-    GPU has not."""
+    """Return whether the references' copies of large values fit the device. They do not fit a
+    consumer GPU."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 40e9
 
 
@@ -180,7 +179,7 @@ def group_quantize(device: torch.device, smoke: bool) -> Iterator[Case]:
 
 
 def group_dequantize(device: torch.device, smoke: bool) -> Iterator[Case]:
-    """And back."""
+    """The inverse: blocks dequantized to bf16."""
     numel = 1 << (14 if smoke else 27 if _large(device) else 24)
     values = torch.randn(numel, device=device).to(torch.bfloat16)
     out = torch.empty_like(values)
@@ -292,7 +291,7 @@ def update(device: torch.device, smoke: bool) -> Iterator[Case]:
 
         arms: dict[str, Callable[[], object]] = {}
         for which in choice.IMPLEMENTATIONS:
-            # a plan is made once a step, and holds to what was chosen then
+            # a plan is made once a step with the implementation chosen then
             with choice.forced(update=which):
                 plan = UpdatePlan(
                     state_format, [segs], hypers, device=device, grad_dtype=grad.dtype
@@ -361,9 +360,8 @@ def measure_case(case: Case, flush: torch.Tensor, *, rounds: int) -> dict[str, A
 def measure(
     names: Sequence[str], device: torch.device, *, rounds: int, smoke: bool
 ) -> Iterator[dict[str, Any]]:
-    """Each case as a record, as it was measured, and one record as an operation's cases have ended.
-    A case that fails is recorded as such, and the others go on; one that cannot be made ends its
-    operation."""
+    """Yield a record for each measured case, and one at the end of each operation. A case that
+    fails is recorded, and the next cases run; a case that cannot be built ends its operation."""
     flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
     for name in names:
         cases, what = CASES[name](device, smoke), "making the first case"
@@ -384,7 +382,7 @@ def measure(
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """On what and with what it is measured."""
+    """Return the device and the versions of the measurement."""
     found: dict[str, Any] = {"script": "bench_ops", "run": harness.now()}
     found |= {"commit": harness.commit(), "machine": harness.machine()}
     on: dict[str, Any] = {"device": device.type, "torch": str(torch.__version__)}

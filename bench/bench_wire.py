@@ -1,15 +1,15 @@
-"""Speed of the codec of collectives on one CPU thread, beside torch and the memory's limit.
+"""Compares the codec of collectives on one CPU thread with torch and the memory's bandwidth.
 
     python bench/bench_wire.py                 # a table
     python bench/bench_wire.py --json          # one JSON line
     python bench/bench_wire.py --append        # and one line to bench/results/wire.jsonl
     python bench/bench_wire.py --smoke         # tiny and fast: only shows that everything runs
 
-Every round runs each case once, in an order that changes; figures are medians over the rounds, in
-one thread's CPU time, so that other work on the machine costs its share of caches and memory only.
-The limit is the case's own traffic (every byte that it must read and write) over the bandwidth of
-an in-place addition in the same round. torch is the reference of
-infinity/_src/kernels/comm_codec.py, which runs where the extension is not built; once, since it is
+Every round runs each case once, in varying order; figures are medians over the rounds, in one
+thread's CPU time, so that other work on the machine only competes for caches and memory. The limit
+is the case's traffic (every byte that it must read and write) divided by the bandwidth of an
+in-place addition in the same round. "torch" is the reference in
+infinity/_src/kernels/comm_codec.py, which runs without the extension; it runs once, since it is
 slow.
 """
 
@@ -56,7 +56,7 @@ def noise(numel: int, seed: int) -> torch.Tensor:
 
 
 def cases(numel: int) -> list[Case]:
-    """All that hierarchical reduction and the gather of weights do, in bf16."""
+    """Yield the cases of hierarchical reduction and of gathering weights, in bf16."""
     values, out = noise(numel, 0), torch.empty(numel, dtype=torch.bfloat16)
     error = torch.zeros(numel, dtype=torch.bfloat16)
     found = []

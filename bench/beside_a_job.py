@@ -1,14 +1,14 @@
-"""A training step beside another job on the same cores, and without: the ratio of each engine.
+"""A training step with and without another job on the same cores: the ratio of each engine.
 
     python bench/beside_a_job.py --dir /mnt/nvme0
     python bench/beside_a_job.py --dir /mnt/nvme0 --arms infinity:tier=cpu:ram=8GiB
     infinity:tier=cpu:ram=8GiB:wait=default plain plain:wait=passive deepspeed:offload=cpu
 
-An arm is one of compare_deepspeed.py with its options; `wait` says how waiting OpenMP threads do
-so: passive, active, or default, which is what a process has whose user set nothing. infinity waits
-passively, as its commands do, the others by default. The other job multiplies matrices with torch
-(other_job.py), on as many threads as there are cores, at nice 19, in a session of its own. Each
-round runs each arm quiet and busy; the order alternates. See bench/README.md.
+An arm is one of compare_deepspeed.py with its options. `wait` sets how OpenMP threads wait:
+passive, active, or default (no variable set). infinity waits passively, as its commands do; other
+arms wait by default. The other job (other_job.py) multiplies matrices with torch, on as many
+threads as there are cores, at nice 19, in a separate session. Each round runs each arm quiet and
+busy, in alternating order. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import r1
 
 ARMS = ("infinity:tier=cpu:ram=8GiB", "infinity:ram=600MiB", "plain", "deepspeed")
 WAITS = {"passive": "PASSIVE", "active": "ACTIVE", "default": None}
-# Whatever else decides how threads wait.
+# Other variables that set how threads wait.
 COUNTS = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 BUSY_MAX = 2.0
-"""The most that a busy machine may slow infinity down, by its own aim."""
+"""The target: a busy machine slows infinity down by at most this factor."""
 
 
 def parse_arm(text: str) -> tuple[str, str]:
-    """An arm without its `wait`, and that. Raises: ValueError."""
+    """Split an arm into (arm without `wait`, value of `wait`). Raises: ValueError."""
     kind, *options = text.split(":")
     waits = [option.partition("=")[2] for option in options if option.startswith("wait=")]
     kept = [option for option in options if not option.startswith("wait=")]
@@ -49,7 +49,7 @@ def parse_arm(text: str) -> tuple[str, str]:
 
 
 def waiting(env: dict[str, str], wait: str) -> dict[str, str]:
-    """The environment with waiting threads as `wait` says, whatever ours has."""
+    """Return the environment that makes threads wait as `wait` says, whatever ours sets."""
     names = (harness.WAIT_POLICY, *COUNTS)
     kept = {name: value for name, value in env.items() if name not in names}
     policy = WAITS[wait]
@@ -58,7 +58,7 @@ def waiting(env: dict[str, str], wait: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def other_job(threads: int) -> Iterator[None]:
-    """Run the other job beside the block, from its first multiplication on."""
+    """Run the other job during the block, which starts after the job's first multiplication."""
     process = subprocess.Popen(
         [sys.executable, str(harness.BENCH / "other_job.py"), f"--threads={threads}"],
         env=waiting(harness.environment(PYTHONPATH=str(harness.ROOT)), "default"),

@@ -1,5 +1,5 @@
-"""Bytes that each rank holds, by state, ZeRO stage and tier: what `infinity plan` predicts beside
-what the engine has allocated.
+"""Bytes of each rank, by state, ZeRO stage and tier: the prediction of `infinity plan`, compared
+with the engine's allocations.
 
     python bench/bytes_per_rank.py --dir /mnt/nvme0                        # 2 ranks on the CPU,
     gloo; a minute
@@ -7,12 +7,12 @@ what the engine has allocated.
     2 x 2
     python bench/bytes_per_rank.py --dir /mnt/nvme0 --json FILE            # one record a line, too
 
-For each case every rank trains for two steps of two micro-batches and then counts, on rank 0 and on
-the last one, which has the padding: sections of chunks by where their memory or their extents lie,
-slabs of gradients and of whole sums, storages of flats, shards and errors that are kept; and what
-was sent to reduce gradients, in a step. Nothing is taken from a plan. Of what is gathered and freed
-again the peak is counted. Pools, checksums and scratch are not states, and left out. The prediction
-knows the model's shape and the policy, nothing else.
+For each case every rank trains for two steps of two micro-batches. Then rank 0 and the last rank,
+which has the padding, count: sections of chunks by the place of their memory or extents, slabs of
+gradients and of whole sums, storages of flats, shards and retained errors; and the bytes that a
+step sends to reduce gradients. The counts use no plan. For gathered memory, which is freed again,
+the peak counts. Pools, checksums and scratch are no states and do not count. The prediction uses
+only the model's shape and the policy.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class Task:
 
 
 def policy_of(case: str) -> dict[str, Any]:
-    """The case as fields of a policy: nothing rests higher than its tier, whatever there is room
-    for."""
+    """Return the case's policy fields: no state rests above its tier, whatever the budget."""
     values = CASES[case]
     resident = {kind: 0.0 for kind in ("params", "optim") if values[kind] == "nvme"}
     return {**values, "resident": resident or None, "ram": RAM_BYTES}
@@ -153,7 +152,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, TierBytes]:
                     found[name] += TierBytes(cpu=size)
                     sections += -(-size // 64) * 64
         extents += sum(place.size_bytes for place in shard.places)
-    # What the records say is what slabs and swap files have been asked for.
+    # The records list all allocations in slabs and swap files.
     assert sections == handle.parts.tiers.store.resident_bytes, (
         sections,
         handle.parts.tiers.store.resident_bytes,
@@ -193,7 +192,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, TierBytes]:
 
 
 def train(case: str, task: Task, mesh: Any) -> Said:
-    """Two steps of a case on this rank, and what it then holds."""
+    """Train two steps of a case on this rank, and count its bytes."""
     torch.manual_seed(0)
     policy = inf.Policy(**policy_of(case), nvme=[task.directory], mesh=mesh)
     model = inf.offload(model_of(task.workload), policy)
@@ -217,8 +216,8 @@ def train(case: str, task: Task, mesh: Any) -> Said:
 
 
 def rank_main(rank: int, task: Task, place: str) -> None:
-    """One rank: every case, one after the other; rank 0 and the last one leave what they
-    counted."""
+    """Run every case on one rank, one after the other; rank 0 and the last rank write their counts.
+    """
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=task.world
@@ -241,8 +240,8 @@ def measure(task: Task) -> list[dict[str, Said]]:
 
 
 def rows_of(task: Task, ranks: list[dict[str, Said]]) -> list[dict[str, Any]]:
-    """One row for each case, state and tier that either side has: predicted, and counted on each of
-    the two ranks."""
+    """Yield a row for each case, state and tier: bytes predicted, and counted on each of the two
+    ranks."""
     rows = []
     for case in task.cases:
         (said, sent), counts = predicted(case, task), [found[case][0] for found in ranks]
@@ -286,8 +285,8 @@ def differs(row: dict[str, Any]) -> bool:
 
 
 def as_markdown(rows: list[dict[str, Any]], params: int) -> str:
-    """The table of docs/performance.md: what rank 0 counted, in bytes for each parameter of the
-    model."""
+    """Return the table of docs/performance.md: rank 0's counts in bytes per parameter of the model.
+    """
     short = {
         "parameters gathered, at most": "gathered",
         "parameters on the device": "parameters",

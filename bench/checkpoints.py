@@ -1,14 +1,14 @@
-"""Cost of a checkpoint: the time that training stands still, the time until it is on the drive,
-bytes, and restoring it.
+"""Cost of a checkpoint: the time that training stops, the time until it is durable, its bytes, and
+the time of a restore.
 
     python bench/checkpoints.py --dir /mnt/nvme0
     python bench/checkpoints.py --dir /mnt/nvme0 --arms infinity torch deepspeed:offload=cpu
     --rounds 1 --saves 1
 
-An arm is infinity (saves while it trains on), torch (`torch.save` of the same states, all in RAM)
-or deepspeed (`save_checkpoint`), with options of arm_infinity.py or arm_deepspeed.py after colons.
-Each saves in one process and restores in a fresh one; ratios are of the first arm to each other
-one, of one round. An arm that fails or takes too long is recorded with its error. See
+An arm is infinity (saves during training), torch (`torch.save` of the same states, all in RAM) or
+deepspeed (`save_checkpoint`), with options of arm_infinity.py or arm_deepspeed.py after colons.
+Each arm saves in one process and restores in a fresh one. Ratios compare the first arm with each
+other arm in one round. An arm that fails or takes too long is recorded with its error. See
 bench/README.md.
 """
 
@@ -45,7 +45,7 @@ Record = dict[str, Any]
 
 
 def reason(error: harness.BenchError, directory: Path) -> str:
-    """The line that says what went wrong, without the names of this machine's folders."""
+    """Return the error's line, without the names of this machine's folders."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) == 1:  # it took too long
         return (
@@ -70,8 +70,8 @@ def stages_of(arm: str) -> tuple[str, ...]:
 
 
 def run_arm(arm: str, workload: r1.Workload, args: argparse.Namespace) -> Record:
-    """All stages of one arm: stage -> its record, or its error; what depends on a stage that failed
-    is not run. Blocks."""
+    """Run all stages of one arm. Returns a record or an error for each stage; stages that depend on
+    a failed stage are not run. Blocks."""
     kind, chosen = compare_deepspeed.parse_arm(arm, SCRIPTS)
     if kind == "deepspeed":
         python, env = (
@@ -116,7 +116,7 @@ def run_arm(arm: str, workload: r1.Workload, args: argparse.Namespace) -> Record
 
 
 def figures(record: Record) -> dict[str, float]:
-    """The numbers of one arm of one round: what is not known is left out."""
+    """Return the figures of one arm in one round, without unknown ones."""
     found: dict[str, float] = {}
     save = record.get("save", {})
     if "saves" in save:

@@ -1,19 +1,19 @@
-"""Collectives over gloo: messages from point to point beside those of torch.distributed.
+"""Collectives over gloo: point-to-point messages compared with torch.distributed's collectives.
 
     python bench/collectives.py                                # 2 and 3 ranks on this machine
     python bench/collectives.py --results bench/results/collectives.jsonl
     python bench/collectives.py --rounds 2 --sizes 65536       # short
 
-    gather      a unit of one flat: every rank has a part, and gets the others
+    gather      a unit of one flat: every rank has a part, and receives the other parts
     gather 3    a unit of three flats, of a third each
-    reduce      a unit of one flat: every rank gets the mean of its part
-    names       128 B to every rank, as ranks compare the names of collectives
-    flags       16 B, as ranks unite the flags of parameters that have a gradient
+    reduce      a unit of one flat: every rank receives the mean of its part
+    names       128 B to every rank, as for the comparison of collectives' names
+    flags       16 B, as for the union of flags of parameters with a gradient
 
-The arms of an operation take turns in each round, in an order that chance decides, alike on all
-ranks. Figures are rank 0's, of a call: its time, and the CPU time of all threads of the process,
-which says more where other work shares the machine. Ratios are of one round. Beside them: whether
-the bits are those of the messages, and the memory that a call takes for a while.
+The arms of an operation alternate in each round, in random order, the same on all ranks. Figures
+are rank 0's for one call: its time, and the CPU time of all threads of the process, which is more
+reliable on a shared machine. Ratios are of one round. The record also says whether the bits equal
+those of the messages, and how much temporary memory a call needs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Cases:
         self.flags.zero_()[self.rank] = 1
 
     def result(self) -> torch.Tensor:
-        """Everything that an arm may write, as bytes."""
+        """Return all buffers that an arm may write, as bytes."""
         written = [self.whole, *self.flats, self.mean, self.flags]
         return torch.cat([each.reshape(-1).view(torch.uint8) for each in written])
 
@@ -146,8 +146,8 @@ def _reduce_scatter(mean: torch.Tensor, values: torch.Tensor, group: Any) -> Non
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
-    """Memory that one call takes beyond what there was before, at most."""
-    # What malloc keeps of earlier calls would be taken without being seen.
+    """Return the peak of memory that one call allocates."""
+    # Memory that malloc retains from earlier calls would be reused unnoticed.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
@@ -216,7 +216,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
 
 def run_ranks(args: argparse.Namespace, ranks: int) -> Record:
-    """Measure on so many ranks, with the load of the machine before it."""
+    """Measure on this number of ranks; record the machine's load before."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""infinity beside DeepSpeed and plain torch: the same model, the same drive, alternating runs.
+"""Compares infinity with DeepSpeed and plain torch: same model, same drive, alternating runs.
 
     python bench/compare_deepspeed.py --dir /mnt/nvme0
     python bench/compare_deepspeed.py --dir /mnt/nvme0 --arms infinity:state=compact:ram=1GiB
@@ -7,9 +7,9 @@
     infinity infinity:update=backward:generations=2 limit
 
 An arm is infinity, deepspeed, plain (torch alone, all in RAM) or limit (forward, backward and the
-drive alone, from which η of the infinity arms of the same round follows), with options of arm_*.py
-after colons. Ratios are to the first arm. DeepSpeed lives in an environment of its own, made on the
-first run. See bench/README.md.
+drive alone, for η of the infinity arms of the same round), with options of arm_*.py after colons.
+Ratios are to the first arm. DeepSpeed runs in a separate environment, which the first run creates.
+See bench/README.md.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ ARM_TIMEOUT_S = 7200
 SWAP_BYTES_PER_PARAM = 18
 # Two generations of infinity's states.
 TWO_GENERATIONS_BYTES_PER_PARAM = 26
-# Below 1 MiB (its I/O block) DeepSpeed swaps nothing, and a model with such matrices fails in its
-# second step
-# ("param 20 already assigned swap buffer id 14").
+# DeepSpeed does not swap parameters below 1 MiB (its I/O block), and a model with such matrices
+# fails in its second step ("param 20 already assigned swap buffer id 14").
 SWAPPABLE_NUMEL = 1 << 19
 SPARE_BYTES = 4_000_000_000
 
@@ -142,8 +141,8 @@ def prepare_deepspeed(pip_arguments: Sequence[str]) -> None:
 
 
 def have_environment(venv: Path | None, pip_arguments: Sequence[str]) -> None:
-    """Have DeepSpeed's environment: one that is there already, which is left as it is, or our own.
-    Blocks for minutes when it must be made."""
+    """Return DeepSpeed's environment: an existing one, unchanged, or a new one. Creating it blocks
+    for minutes."""
     global VENV
     if venv is None:
         prepare_deepspeed(pip_arguments)
@@ -188,7 +187,7 @@ def run_arm(
     kind, chosen = parse_arm(arm)
     python, usual = interpreter_of(kind)
     env = with_environment(usual)
-    # What the arm before left in the page cache must not be written during this one.
+    # Flush the page cache: the previous arm's pages must not be written during this one.
     os.sync()
     with harness.scratch(directory) as swap:
         command = [
@@ -258,8 +257,8 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
 
 
 def counted(mine: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means per step of what an arm counted, over the steps that `harness.steady_s` is the mean of;
-    without what was never seen."""
+    """Return means per step of an arm's counters, over the steps of `harness.steady_s`; counters
+    that are missing are omitted."""
     found = {}
     for name in ("updates_ahead", "updates_withdrawn", "steps_undone", "commit_s"):
         values = [value for record in mine for value in record.get(name, ())[1:]]
@@ -275,12 +274,12 @@ def traffic_of(moved: dict[str, Any]) -> Traffic:
 
 
 def eta(mine: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Limit / measured of each round's pair, for any schedule and for the arm's update mode; empty
-    without limits. The drive is what it gave just before and after the arm; records of before
-    2026-11-21T17 have it with the limit of their round.
+    """Return limit / measured of each round's pair, for any schedule and for the arm's update mode;
+    empty without limits. The drive's bandwidth was measured just before and after the arm; in
+    records before 2026-11-21T17 with the limit of the round.
 
-    Where updates run ahead of their step and may be withdrawn, what a step has to move counts and
-    not what it moved, and there is a third limit: of the same step with deferred updates."""
+    If updates may run ahead of their step, the limit counts the bytes that a step must move, not
+    those that it moved, and there is a third limit: the same step with deferred updates."""
     found: dict[str, list[float]] = {}
     for record, bound in zip(mine, bounds, strict=False):
         if record.get("moved") is None:

@@ -1,5 +1,5 @@
-"""`python -m infinity.bench swap` beside fio's io_uring engine and DeepSpeed's ds_io: one drive,
-alternating runs.
+"""Compares `python -m infinity.bench swap` with fio's io_uring engine and DeepSpeed's ds_io: one
+drive, alternating runs.
 
     python bench/compare_io.py --dir /mnt/nvme0                        # all three, 15 rounds
     python bench/compare_io.py --dir /mnt/nvme0 --arms infinity,fio --rounds 25
@@ -107,9 +107,9 @@ def fio_command(kind: str, file: Path, size: int, *, fixed: bool) -> list[str]:
     """The fio command for one pass over ``size`` bytes of ``file``: sequential, overwriting in
     place.
 
-    Not measuring latencies and not touching the buffers between writes are what make fio cheapest:
-    the second alone is 70 of 78 ms of CPU per GB written. Jobs are threads: one that is forked
-    leaves the process group that we kill.
+    For the least CPU time fio measures no latencies and does not change buffers between writes: the
+    second alone saves 70 of 78 ms of CPU per GB written. Jobs are threads: a forked job would leave
+    the process group that we kill.
     """
     pattern = {
         "read": ["--rw=read"],
@@ -208,7 +208,7 @@ def dsio_figures(record: Mapping[str, Any]) -> Figures:
 
 
 class Comparison:
-    """The arms, what they work on, and what they found."""
+    """The arms, their files, and their results."""
 
     def __init__(self, args: argparse.Namespace, size: int, file: Path) -> None:
         self.args = args
@@ -236,14 +236,13 @@ class Comparison:
         )
 
     def run_arm(self, arm: str) -> tuple[Figures, dict[str, Any]]:
-        """Every run has a file of its own, written once before: infinity's benchmark does that
-        itself."""
+        """Create a file for each run, written once before; infinity's benchmark writes its own."""
         if arm == "infinity":
             os.sync()
             return run_infinity(self.args.dir, self.size, self.args.infinity_args.split())
         self.file.unlink(missing_ok=True)
         harness.lay_out(self.file, self.size)
-        # What was written before must not be written back during the measurement.
+        # Flush earlier writes, so that they are not written back during the measurement.
         os.sync()
         if arm == "fio":
             return run_fio(self.file, self.size, fixed=not self.args.no_fixed)
@@ -394,7 +393,7 @@ def check_tools(args: argparse.Namespace) -> None:
 
 def main() -> int:
     args = parse()
-    # A multiple of what eight threads of ds_io read in whole blocks, and of nothing less.
+    # A multiple of the bytes that eight threads of ds_io read in whole blocks.
     size = parse_size(args.size) // (64 * MIB) * 64 * MIB
     if size < 64 * MIB:
         raise ValueError(

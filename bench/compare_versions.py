@@ -1,10 +1,10 @@
-"""R1 with this tree beside R1 with another tree of the project: alternating runs, ratios of each
+"""Compares R1 with this tree and with another tree of the project: alternating runs, ratios of each
 pair.
 
 The other tree is a checkout with its extension built (`make native` there); both run in this Python
-environment. Nothing else may run on the machine: the load before each arm is recorded.
+environment. The machine must be idle otherwise: the load before each arm is recorded.
 
-A last table has Python's CPU time per unit (arm_unit_time.py), in as many alternating pairs.
+The last table has Python's CPU time per unit (arm_unit_time.py), in as many alternating pairs.
 
     python bench/compare_versions.py --dir /mnt/nvme0 --old ../infinity-before --rounds 6
 
@@ -52,10 +52,10 @@ def run_arm(
     python = [sys.executable] if ranks == 1 else [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
     ]  # fmt: skip
-    # Each rank has its share of the cores; threads that wait must not take another rank's.
+    # Each rank has its share of the cores; spinning threads must not occupy another rank's.
     threads = max((os.cpu_count() or 1) // ranks, 1)
     env = harness.environment(PYTHONPATH=str(tree), OMP_NUM_THREADS=str(threads))
-    os.sync()  # what the arm before left in the page cache must not be written during this one
+    os.sync()  # so that the previous arm's dirty pages are not written during this one
     with harness.scratch(directory) as place:
         command = [*python, str(tree / "bench" / arm), f"--dir={place}", *options]
         return harness.last_json_line(

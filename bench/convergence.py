@@ -1,14 +1,14 @@
-"""Do the state formats train as well as exact? Held-out loss of the same training in each format,
-over several seeds.
+"""Tests whether the state formats train as well as exact: held-out loss of the same training in
+each format, over several seeds.
 
     make convergence                                              # both models, five seeds: hours
     on two cores
     python bench/convergence.py --model small --seeds 0 1         # a trial
 
 `smollm2` fine-tunes SmolLM2-135M on the King James Bible; `small` trains a byte-level Llama of 0.7M
-parameters on it from scratch. A seed chooses the order of the text, the first values (small) and
-the random rounding. Each run is a line of results/convergence.jsonl as soon as it ends; a run that
-is there already (same settings) is not repeated.
+parameters on it from scratch. A seed sets the order of the text, the initial values (small) and
+the stochastic rounding. Each finished run appends a line to results/convergence.jsonl; a recorded
+run (same settings) is not repeated.
 """
 
 from __future__ import annotations
@@ -188,8 +188,9 @@ def show(
     formats: Sequence[str],
     seeds: Sequence[int],
 ) -> None:
-    """Print final held-out losses, and whether each format's mean lies within the range of exact
-    between seeds, and no seed is farther from exact's own than that range is wide."""
+    """Print final held-out losses, and two checks: whether each format's mean is within the range
+    of exact over seeds, and whether each seed's difference from exact is below that range's width.
+    """
     rows = []
     exact = [runs["exact", seed]["final"] for seed in seeds if ("exact", seed) in runs]
     for state in formats:
@@ -229,7 +230,7 @@ def show(
 
 
 def plot(setting: Setting, runs: dict[tuple[str, int], dict[str, Any]], path: Path) -> None:
-    """Held-out loss over steps, every run. Nothing without matplotlib, which is said."""
+    """Plot held-out loss over steps for every run; without matplotlib only print that."""
     try:
         import matplotlib as mpl
     except ImportError:

@@ -1,4 +1,4 @@
-"""Cost of checksums: verify="full", "sample" and "off" beside each other, alternating.
+"""Cost of checksums: compares verify="full", "sample" and "off" in alternating runs.
 
     python bench/cost_of_verify.py --dir /mnt/nvme0                      # both parts
     python bench/cost_of_verify.py --dir /mnt/nvme0 --part executor      # CPU and time per GB of
@@ -87,7 +87,7 @@ def measure(
     records = []
     for number in range(rounds):
         for mode in order.sample(args.modes, len(args.modes)):
-            # What was written before must not be written back during the measurement.
+            # Flush earlier writes, so that they are not written back during the measurement.
             os.sync()
             record = {"part": part, "round": number, **run(mode)}
             records.append(record)

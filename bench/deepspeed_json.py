@@ -9,7 +9,7 @@ import r1
 
 
 def everything_on_nvme(workload: r1.Workload, swap_dir: str) -> dict[str, Any]:
-    """The fastest configuration found by hand that holds the promise of "everything on NVMe".
+    """Return the fastest configuration, found by hand, that really keeps everything on NVMe.
 
     ``buffer_size`` is the only value that follows the model: every parameter must fit one buffer.
     """

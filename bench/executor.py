@@ -1,20 +1,20 @@
-"""Speed of the executor itself: requests and bytes per second on null drives, which answer at once
-and move nothing, and what its one mutex costs.
+"""Speed of the executor itself: requests and bytes per second on null drives, which complete
+requests at once without moving bytes, and the cost of its one mutex.
 
     python bench/executor.py --dir out                  # 1, 4, 8 drives; 256 KiB, 1 MiB, 4 MiB
     python bench/executor.py --dir out --drives 8 --blocks 1MiB --real
     python bench/executor.py --dir out --smoke          # tiny and fast: only shows that it runs
 
-Every arm is a process of its own, once as it is, and once with lock_meter.c preloaded (where there
-is a C compiler), which counts what threads do with the mutex. "none" of kernels: jobs go through
-slots, drives and workers, and nothing is copied, updated or summed; what is left is the executor.
-A null drive completes `--batch` requests together; one is the worst.
+Every arm runs in two processes: without and (if there is a C compiler) with lock_meter.c preloaded,
+which measures the mutex. Kernels "none": jobs pass through slots, drives and workers, but no bytes
+are copied, updated or summed, so only the executor's cost remains. A null drive completes `--batch`
+requests together; 1 is the worst case.
 
-CPU is that of all threads of the process. *lock us* is how long the mutex is held per request;
-holds of more than 0.1 ms, whose thread lost its CPU, are left out. *lock GB/s* is what would go
-through it if it were never free: above what drives give, it does not bind. `--real` adds the jobs
-with kernels on io_uring and the drive under --dir. One JSON line per arm is added to
-bench/results/executor.jsonl.
+CPU time is that of all threads of the process. *lock us* is the time that a request holds the
+mutex; holds of more than 0.1 ms, during which the thread lost its CPU, are omitted. *lock GB/s* is
+the throughput at which the mutex would be held all the time: above the drives' bandwidth, it is no
+bottleneck. `--real` adds the jobs with kernels on io_uring and the drive under --dir. Each arm
+appends a JSON line to bench/results/executor.jsonl.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from infinity._src.base.sizes import format_size, parse_size
 from infinity._src.engine.storage import default_update_threads
 
 NEEDED_GB_PER_S = 60
-"""Bytes per second of eight drives that read and write, which the mutex must let through."""
+"""Bytes per second of eight drives that read and write, which the mutex must sustain."""
 KERNELS = ("none", "all")
 TIMEOUT_S = 600
 CHUNKS_PER_DRIVE = 64
@@ -100,7 +100,7 @@ def figures(plain: dict[str, float], metered: dict[str, float]) -> dict[str, flo
     if "holds" not in metered:
         return found
     short = metered["holds"] - metered["long_holds"]
-    # As if those that were cut off had been as long as the others.
+    # Estimate the omitted holds by the mean of the others.
     hold_s = metered["hold_ns"] / 1e9 * metered["holds"] / short
     return {
         **found,
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
 
 
 def show(records: list[dict[str, Any]], title: str) -> None:
-    """Print a table, and whether the mutex lets enough through."""
+    """Print a table, and whether the mutex sustains MUST_PASS."""
     names = (
         ("GB/s", "gb_per_s", 1.0, 1), ("k req/s", "requests_per_s", 1e-3, 1),
         ("CPU us/req", "cpu_us_per_request", 1.0, 2), ("CPU ms/GB", "cpu_ms_per_gb", 1.0, 2),

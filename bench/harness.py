@@ -1,4 +1,4 @@
-"""Running two arms side by side: scratch directories, subprocesses that end with us, ratios,
+"""Shared code of comparisons: scratch directories, subprocesses that end with this one, ratios,
 tables, result lines."""
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def clean_up_on_signals() -> None:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that scratch directories and arms go as they do
+    """Turn SIGTERM and SIGHUP into SystemExit, so that scratch directories and arms are removed as
     on Ctrl-C."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
@@ -104,7 +104,7 @@ def clean_up_on_signals() -> None:
 
 @contextlib.contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """A private directory under ``parent``, removed on the way out however that is taken."""
+    """Enter a private directory under ``parent``, removed on every exit."""
     path = Path(tempfile.mkdtemp(prefix="infinity-bench-", dir=parent))
     try:
         yield path
@@ -129,8 +129,8 @@ def check_directory(directory: Path, needed_bytes: int) -> None:
 def lay_out(file: Path, size: int) -> None:
     """Write ``size`` random bytes (64 MiB that repeat) to ``file`` and to its drive.
 
-    The first pass over a new file pays for its blocks; swap files are reused, so that is not what
-    is to be measured.
+    The first pass over a new file allocates its blocks. Swap files are reused, so a measurement
+    must exclude that.
     """
     block = random.Random(0).randbytes(_LAY_OUT_BYTES)
     with file.open("wb") as target:
@@ -158,17 +158,17 @@ def commit() -> str:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment of this process with `changes`, less the variables that would leak one
-    Python's packages into another. Waiting threads sleep, unless our environment says otherwise:
-    what else this machine does would decide the figures."""
+    """Return this process's environment with `changes`, without the variables that would leak one
+    Python's packages into another. Threads wait passively unless our environment says otherwise:
+    with spinning threads, other load on the machine would distort the figures."""
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
     return {WAIT_POLICY: "PASSIVE", **kept, **changes}
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this child when its parent dies, even of SIGKILL. Called between fork and
-    exec."""
+    """Ask the kernel to kill this child when its parent dies, even by SIGKILL. Called between fork
+    and exec."""
     if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
@@ -178,8 +178,8 @@ def run_command(
 ) -> str:
     """Run a command to its end and return its standard output.
 
-    It leads a process group of its own, which is killed as a whole when we are interrupted or time
-    runs out. Raises BenchError with the end of its output when it fails.
+    The command leads a new process group, which is killed as a whole on an interrupt or a timeout.
+    Raises BenchError with the end of its output if it fails.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
@@ -215,8 +215,8 @@ def kill_group(process: subprocess.Popen[str], timeout_s: float | None = None) -
 
 
 def last_json_line(output: str) -> dict[str, Any]:
-    """The record that an arm printed; other lines are its libraries' chatter. Raises BenchError
-    without one."""
+    """Return the record that an arm printed among its libraries' messages. Raises BenchError if
+    there is none."""
     for line in reversed(output.splitlines()):
         if line.startswith("{"):
             record: dict[str, Any] = json.loads(line)
@@ -225,9 +225,9 @@ def last_json_line(output: str) -> dict[str, Any]:
 
 
 def steady_s(record: Mapping[str, Any]) -> float:
-    """Seconds per step of an arm while training goes on: of the measured steps but the first,
-    before which nothing was pending, so that each bears the update of the one before it.
-    `s_per_step` counts the last update too, beside which nothing runs."""
+    """Return an arm's seconds per step in steady state: without the first measured step, before
+    which no update was pending, so that each step includes its predecessor's update. `s_per_step`
+    includes the last update as well, which overlaps nothing."""
     return statistics.fmean(record["step_s"][1:])
 
 
@@ -260,7 +260,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def note(text: str) -> None:
-    """Tell the person who waits what goes on; standard output is for results."""
+    """Print progress to standard error; standard output is for results."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -299,8 +299,8 @@ def some_of(choices: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def run_main(main: Any) -> int:
-    """Run a command's ``main()``; faults that are the user's to mend end in one line and status
-    1."""
+    """Run a command's ``main()``. An error that the user can fix prints one line and exits with
+    status 1."""
     clean_up_on_signals()
     try:
         return int(main())

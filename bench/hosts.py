@@ -5,14 +5,14 @@
     python bench/hosts.py --run my_script.py --steps 10            # any script under torchrun on
     both nodes
 
-A node is a network namespace with its own process and host names: what runs on another node is seen
-over the link only, as on another machine. The link is a veth pair, shaped at both ends by tc's
-token bucket (its rate counts the headers of every segment). `tx_bytes` are of
-/sys/class/net/LINK/statistics at the sender, where a large packet that is cut into segments counts
-as one; `wire_bytes` are the token bucket's, with the headers of each segment.
+A node is a network namespace with its own process and host names: processes of two nodes see each
+other only over the link, as on two machines. The link is a veth pair, shaped at both ends by tc's
+token bucket (its rate counts the headers of every segment). `tx_bytes` are the sender's counts in
+/sys/class/net/LINK/statistics, which count a large segmented packet once; `wire_bytes` are the
+token bucket's, with the headers of each segment.
 
-Everything goes when this ends, also on Ctrl-C, SIGTERM or SIGKILL (then the namespaces wait for the
-next run to be removed).
+The nodes are removed at the end, also on Ctrl-C or SIGTERM. After SIGKILL the next run removes
+their namespaces.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ RATE = "1gbit"
 # late by 2 ms.
 BURST_BYTES = 256 << 10
 QUEUE_MS = 20
-# The owner's process and when it began, in clock ticks since boot: a number that was given anew is
-# not taken for the owner.
+# The owner's pid and its start time in clock ticks since boot: so a reused pid is not mistaken for
+# the owner.
 _NAME = re.compile(r"infinity-hosts-(\d+)-(\d+)-[01]")
 _COUNTED = ("tx_bytes", "tx_packets", "tx_dropped")
 RUN_TIMEOUT_S = 1800.0
@@ -109,8 +109,8 @@ def _end_namespace(name: str) -> None:
 
 
 def remove_leftovers() -> list[str]:
-    """Remove the namespaces of earlier runs that were killed; returns their names. Those of runs
-    that live stay, and so does everything that has another name."""
+    """Remove the namespaces of earlier runs that were killed; returns their names. Namespaces of
+    live runs, and others' namespaces, stay."""
     removed = []
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0] if line.split() else ""
@@ -122,10 +122,10 @@ def remove_leftovers() -> list[str]:
 
 
 class Hosts:
-    """Two nodes with a link of `rate` (as tc writes it) between them, while the context lasts.
+    """A context with two nodes and a link of `rate` (in tc's notation) between them.
 
-    Logs of what runs there are files of a scratch directory. Raises: BenchError where they cannot
-    be made.
+    Processes on the nodes log to files in a scratch directory. Raises: BenchError if the nodes
+    cannot be created.
     """
 
     def __init__(self, rate: str = RATE) -> None:
@@ -200,8 +200,8 @@ class Hosts:
     def start(
         self, node: int, command: Sequence[str], env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a node; it and all that it starts end with this process, or with the
-        returned one."""
+        """Start a command on a node. It and its descendants end with this process, or with the
+        returned process."""
         # Killing the first process of a process namespace kills all others in it: `unshare` does so
         # when it is killed.
         inside = ["sh", "-c", f'hostname node{node} && "$@"; exit $?', "sh", *command]
@@ -310,7 +310,7 @@ class Hosts:
     # -- the link ----------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Take the link down: packets are lost, and nobody is told."""
+        """Take the link down: packets are lost silently."""
         _ip("-n", self.nodes[1], "link", "set", LINK, "down")
 
     def mend(self) -> None:
@@ -481,7 +481,7 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def run_script(args: argparse.Namespace) -> int:
-    """Run any script on both nodes; its output, and what went over the link."""
+    """Run any script on both nodes; return its output and the link's traffic."""
     with Hosts(args.rate) as hosts:
         before = hosts.counted()
         outputs = hosts.wait(hosts.torchrun(args.run))

@@ -56,9 +56,9 @@ def measure(
     """Run ``warmup`` + ``steps`` steps and return one arm's JSON record.
 
     ``step`` runs one optimizer step and returns its loss; ``flush`` returns when no work of earlier
-    steps is pending. It is called before the first measured step and after the last, and its time
-    is counted, so work that an engine defers past ``step`` is neither given to it nor taken from
-    it. ``counters``: running totals; the record has what each measured step added, by name.
+    steps is pending. ``flush`` runs before the first and after the last measured step, and its time
+    counts, so deferred work is attributed to the measured steps exactly once. ``counters``: running
+    totals; the record has each measured step's increments, by name.
     """
     losses = [step() for _ in range(warmup)]
     flush()
@@ -130,7 +130,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def forget_tree(folder: Path) -> None:
-    """Have the page cache forget a folder's files, so that reading them reads the drive."""
+    """Drop a folder's files from the page cache, so that reads reach the drive."""
     sync_tree(folder)
     for path in _files(folder):
         number = os.open(path, os.O_RDONLY)

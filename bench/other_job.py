@@ -1,5 +1,5 @@
-"""Another job on the machine: multiplies matrices on some threads, at the lowest priority, until it
-is ended.
+"""Another job on the machine: multiplies matrices on some threads, at the lowest priority, until
+its parent kills it.
 
 Started by beside_a_job.py. Prints a line when it has begun.
 """

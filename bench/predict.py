@@ -1,5 +1,5 @@
-"""Predictions of `infinity plan` beside measurements: s/step of R1 in many configurations, and the
-error of each.
+"""Compares predictions of `infinity plan` with measurements: s/step of R1 in many configurations,
+and the error of each.
 
     python bench/predict.py --dir /mnt/nvme0                                   # 3 rounds of 13
     configurations: half an hour or more
@@ -9,8 +9,8 @@ error of each.
 
 Every round measures, per number of tokens, a plain forward and backward without offloading. Then
 the configurations run in random order, each in a fresh process; the drive is measured before each.
-These and the configuration are all that a prediction knows. "6.8:5.0" and "3.5:3.0" run through the
-throttling seam at these ratios of read to write, scaled down to what the drive can do (SEAM_SHARE).
+A prediction uses only these measurements and the configuration. "6.8:5.0" and "3.5:3.0" throttle
+the drive by the fault injector to these ratios of read to write, scaled to its speed (SEAM_SHARE).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ import r1
 
 TIMEOUT_S = 3600
 SEAM_SHARE = 0.6
-"""Throttled drives get at most this share of the bandwidth that the real one has, so that the seam
-decides."""
+"""Throttled drives get at most this share of the real drive's bandwidth, so that the throttle is
+the bottleneck."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One configuration. ram: "min", or a share of what everything would take. ratio: (read, write)
-    of a throttled drive."""
+    """One configuration. ram: "min", or a share of the bytes that keep everything in RAM. ratio:
+    (read, write) of a throttled drive."""
 
     ram: str = "min"
     state: str = "exact"
@@ -98,7 +98,7 @@ def bandwidths(config: Config, found: Mapping[str, float]) -> tuple[float, float
 
 
 def error_of(record: Record) -> float:
-    """By how much the prediction is too long, as a share."""
+    """Return predicted / measured - 1."""
     return float(record["predicted_s"]) / harness.steady_s(record) - 1
 
 

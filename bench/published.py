@@ -1,16 +1,16 @@
-"""Published end-to-end results of other engines, and what the plan's terms make of each.
+"""Published end-to-end results of other engines, compared with the plan's forecasts.
 
 Nothing is measured here. A row has the published seconds of a step, and two computed ones:
 
     forecast    the plan's rates of drives and GPUs, with the bytes per parameter that the system
-                moves, in its own order: "serial" (drives after the passes) or "overlapped"
+                moves, in its order: "serial" (drives after the passes) or "overlapped"
     infinity    `infinity plan` for the same model, machine and tokens, with everything on the tiers
-                that the system uses, and nothing more resident
+                that the system uses, and nothing else resident
 
-Both are a limit over `EFFICIENCY`, as every forecast. The error is that of the first. The second
-says what this engine's bytes and order are worth, and is held by no measurement here.
+Both are a limit divided by `EFFICIENCY`, as every forecast. The error is that of the first. The
+second estimates the gain of infinity's bytes and order; no measurement here confirms it.
 
-Where a source leaves something out, `Result.assumed` says what is taken. No rate of the plan was
+`Result.assumed` states the assumptions where a source is incomplete. No rate of the plan was
 changed for these rows.
 """
 
@@ -38,11 +38,11 @@ PASSES = 8.0
 class Result:
     """One published step.
 
-    mlp_width: inside gated MLPs, with 4 heads of keys and values; None: 12 x layers x width^2
-    parameters. counted: parameters, as the source counts them. read, written: NVMe bytes per
-    parameter that the system moves. seconds: of a step; tflops: of all GPUs, where a source gives
-    that. at_least: it says "more than". gives_rate: the row that the GPU's sustained rate is taken
-    from.
+    mlp_width: of gated MLPs, with 4 heads of keys and values; None: 12 x layers x width^2
+    parameters. counted: parameters as the source counts them. read, written: NVMe bytes per
+    parameter that the system moves. seconds: of a step; tflops: of all GPUs, if the source has
+    that. at_least: the source says "more than". gives_rate: the GPU's sustained rate was derived
+    from this row.
     """
 
     system: str
@@ -100,13 +100,13 @@ class Result:
 
     @property
     def error(self) -> float:
-        """Return by how much the forecast is too long, as a share."""
+        """Return forecast / published - 1."""
         return self.forecast_s / self.published_s - 1
 
     @property
     def counts(self) -> bool:
-        """Return whether the error says anything: a bound's does not, nor that of the row from
-        which a rate was taken.
+        """Return whether the error is meaningful: not for a bound, nor for the row from which the
+        rate was derived.
         """
         return not (self.gives_rate or self.at_least)
 
@@ -114,7 +114,7 @@ class Result:
     def infinity_s(self) -> float:
         """Compute seconds of a step by `infinity plan`."""
         policy = inf.Policy(nvme=["."], **self.policy)
-        # Nothing of these systems' losses is known but that logits are not what fills the GPU.
+        # These systems' losses are unknown; assume that logits do not fill the GPU.
         job = Job(policy, tokens=self.tokens, sequence=self.sequence, loss_tiles=16)
         return predict(shape(self), self.machine, job).step_s
 
@@ -329,8 +329,8 @@ RESULTS = (zero_infinity, ratel, mlp_offload)
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """A published speed-up of GreedySnake over ZeRO-Infinity, and the one that bytes and orders
-    give with each of `DRIVES` drives.
+    """A published speed-up of GreedySnake over ZeRO-Infinity, and the speed-up computed from bytes
+    and orders with each number of drives in `DRIVES`.
     """
 
     title: str
@@ -340,8 +340,8 @@ class Ratio:
     published: float
 
     def computed(self, drives: int) -> float:
-        """Compute the ratio. ZeRO-Infinity reads parameters for every micro-batch beside the
-        passes, and updates after them; GreedySnake reads them once for all, beside everything.
+        """Compute the ratio. ZeRO-Infinity reads parameters for every micro-batch during the
+        passes, and updates after them; GreedySnake reads them once for all and overlaps everything.
         """
         machine = describe_machine(gpus=self.gpus, gpu="a100", ram_bytes=512 * GIB, drives=drives)
         bandwidths = machine.bandwidths

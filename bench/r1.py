@@ -1,7 +1,7 @@
 """R1, the reference workload: a Llama-shaped causal LM on one fixed batch of random tokens.
 
-Runs in any environment that has torch and transformers; every arm of a comparison builds the same
-model from here, filled with the same values, so that their losses can be set side by side.
+Runs in any environment with torch and transformers. Every arm of a comparison builds the same model
+with the same values from here, so that losses can be compared.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ EXPERTS_PER_TOKEN = 2
 
 @dataclass(frozen=True)
 class Workload:
-    """Model, batch and number of steps of a training. Sizes other than R1's keep its
-    proportions. experts: in each layer, fused, of which a token takes two; 0 is R1, which is dense.
+    """Model, batch and number of steps of a training. Other sizes keep R1's proportions. experts:
+    fused experts of each layer, two for each token; 0: dense, as R1.
     """
 
     hidden: int = 1024

@@ -1,14 +1,14 @@
-"""R1 on one and two ranks beside DeepSpeed: stage 3 with everything on NVMe, and stage 2 with CPU
-offload.
+"""Compares R1 on one and two ranks with DeepSpeed: stage 3 with everything on NVMe, and stage 2
+with CPU offload.
 
     python bench/ranks.py --dir /mnt/nvme0                                  # both parts, 1 and 2
     ranks, 3 rounds python bench/ranks.py --dir /mnt/nvme0 --parts cpu --ranks 2 --rounds 5
     python bench/ranks.py --dir /mnt/nvme0 --rounds 1 --warmup 1 --steps 2  # a trial
 
 A round runs every part and number of ranks, infinity and DeepSpeed right after each other. The
-batch per rank is R1's on both (1 x 128 tokens, others on each rank), so the global batch is as many
-rows as ranks. The machine's cores are divided among the ranks: two threads for one rank of two
-cores, one each for two. See bench/README.md.
+batch per rank is R1's on both (1 x 128 tokens, different on each rank), so the global batch has one
+row for each rank. The ranks share the machine's cores evenly: on two cores two threads for one
+rank, one each for two. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run_arm(
     else:
         python, env = sys.executable, harness.environment(PYTHONPATH=str(harness.ROOT))
     options = [*PARTS[part][engine], *(args.infinity if engine == "infinity" else ())]
-    os.sync()  # what the arm before left in the page cache must not be written during this one
+    os.sync()  # so that the previous arm's dirty pages are not written during this one
     with harness.scratch(args.dir) as swap:
         launch = [
             python,
@@ -224,7 +224,7 @@ def main() -> int:
     for number in range(args.rounds):
         for part in args.parts:
             for ranks in args.ranks:
-                # Who goes first alternates too.
+                # The first engine alternates, too.
                 for engine in args.engines[:: -1 if number % 2 else 1]:
                     began = time.perf_counter()
                     record = {"round": number, **run_arm(engine, part, ranks, workload, args)}

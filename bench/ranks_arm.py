@@ -48,7 +48,7 @@ def build(workload: r1.Workload, policy: inf.Policy) -> arm_infinity.Training:
 
 
 def flush(handle: Any) -> None:
-    """No work of any rank is pending."""
+    """Wait until no rank has pending work."""
     handle.flush()
     dist.barrier()
 

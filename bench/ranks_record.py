@@ -1,5 +1,5 @@
-"""Work of one rank of R1, and the one record that the ranks of an arm make. Runs in either
-engine's environment."""
+"""One rank's micro-batches of R1, and the joint record of an arm's ranks. Runs in either engine's
+environment."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batches(workload: r1.Workload, rank: int) -> list[torch.Tensor]:
 def measure(
     step: Callable[[], float], workload: r1.Workload, *, flush: Callable[[], None], setup_s: float
 ) -> dict[str, Any]:
-    """`meter.measure` on this rank, begun by all at once. Blocks."""
+    """Run `meter.measure` on all ranks at once. Blocks."""
     dist.barrier()
     return meter.measure(
         step,

@@ -6,11 +6,11 @@ two, over several seeds.
     python bench/zeropp_curves.py --seeds 0 --steps 60              # a trial; other lengths are
     other settings
 
-A byte-level Llama (`small` of convergence.py) learns the King James Bible from scratch; a seed
-chooses the first values and the order of the text, the same in every arm. The nodes are two by the
-mesh alone: all ranks run here. The held-out loss is of the weights as they are gathered, so with
-qwz of the quantized ones. Each run is a line of results/zeropp_curves.jsonl as soon as it ends; a
-run that is there already (same setting) is not repeated, and --limit-s ends in time, between runs.
+A byte-level Llama (`small` of convergence.py) learns the King James Bible from scratch; a seed sets
+the initial values and the order of the text, the same in every arm. The mesh defines two nodes; all
+ranks run on this machine. The held-out loss uses the gathered weights, with qwz the quantized ones.
+Each finished run appends a line to results/zeropp_curves.jsonl; a recorded run (same setting) is
+not repeated. --limit-s stops between runs, in time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NODES, RANKS = 2, 4
 SETTING = dataclasses.replace(convergence.SETTINGS["small"], steps=300, warmup=30)
 EVERY = 25
 STARTS_S = 120.0
-"""Allowed for the ranks' start and the first run's set-up, beside the limit."""
+"""Seconds added to the limit for the ranks' start and the first run's set-up."""
 
 Key = tuple[str, int]
 
@@ -136,8 +136,8 @@ def train(setting: convergence.Setting, arm: str, seed: int) -> dict[str, Any]:
 
 
 def work(args: argparse.Namespace) -> int:
-    """One rank: the runs that are wanted, one after the other, as long as there is time for one
-    more."""
+    """Run the missing runs on one rank, one after the other, while the time limit allows another.
+    """
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
     setting = dataclasses.replace(SETTING, steps=args.steps)
@@ -205,8 +205,8 @@ def rows_of(
 
 
 def plot(runs: dict[Key, dict[str, Any]], seeds: Sequence[int], path: Path) -> None:
-    """Held-out loss over steps, the mean of the seeds, and its difference from plain's with its
-    range over seeds. Nothing without matplotlib, which is said."""
+    """Plot held-out loss over steps, the mean of the seeds, and its difference from plain's with
+    the range over seeds. Without matplotlib only print that it is missing."""
     try:
         import matplotlib as mpl
     except ImportError:
