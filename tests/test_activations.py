@@ -261,14 +261,6 @@ def test_the_cpu_tier_is_refused_where_the_cpu_computes(tmp_path: Path) -> None:
     inf.handle(inf.offload(model, policy(tmp_path))).close()  # the model is as it was
 
 
-def test_the_nvme_tier_needs_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("INFINITY_NVME_DIR", raising=False)
-    with pytest.raises(
-        ValueError, match=r"activations='nvme' need a place on NVMe: set nvme=\[directories\]"
-    ):
-        inf.Policy(activations="nvme")
-
-
 @pytest.mark.parametrize("update", ["deferred", "delayed"])
 def test_a_model_without_checkpoints_is_told_once(update: str, tmp_path: Path) -> None:
     training = harness.Training(models.Small, steps=3, accumulation=1, max_norm=None)

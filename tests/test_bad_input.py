@@ -163,6 +163,10 @@ class mounted:
         ),
         ({"grads": "nvme"}, r"grads='nvme'.*set nvme=\[directories\]"),
         ({"activations": "nvme"}, r"activations='nvme'.*set nvme=\[directories\]"),
+        ({"update": "delayed", "generations": 2}, "keeps one generation"),
+        ({"damaged": "from-older"}, "generations=2"),
+        ({"damaged": "from-older", "generations": 2, "verify": "sample"}, "verify='full'"),
+        ({"damaged": "older"}, "damaged="),
         ({"grads": "device"}, "grads='device' is not known; use 'cpu' or 'nvme'"),
         (
             {"zero": 2},
@@ -421,13 +425,6 @@ def test_an_update_in_backward_refuses_what_comes_too_late() -> None:
 def test_a_policy_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=r"takes an inf\.Policy, not a dict"):
         inf.offload(llama(), {"params": "cpu"})  # type: ignore[arg-type]
-
-
-def test_activations_that_are_on_the_cpu_already_are_refused() -> None:
-    model = llama()
-    with pytest.raises(ValueError, match="they are in CPU memory already"):
-        inf.offload(model, inf.Policy(activations="cpu"))
-    models.loss_of(model, BATCH).backward()
 
 
 def test_states_and_gradients_that_do_not_fit_their_parameter_are_refused() -> None:

@@ -352,7 +352,7 @@ def load_all(directory: Path) -> dict[str, torch.Tensor]:
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert list(found) == list(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    harness.assert_same(dict(found), dict(expected))
 
 
 def start(model: nn.Module, load: Any = None) -> tuple[nn.Module, Any]:

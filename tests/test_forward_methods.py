@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity as inf
 from infinity.errors import EngineClosed, ParameterReleased
-from tests.harness import one_thread, values_of
+from tests.harness import assert_same, one_thread
 from tests.reference import ReferenceAdamW
 
 WIDTH = 16
@@ -145,8 +145,7 @@ def test_a_method_trains_with_the_bits_of_the_plain_loop(model: Clip, case: str)
     plain = make()
     want = train(plain, ReferenceAdamW([{"params": list(plain.parameters())}], lr=1e-2), loss_of)
     assert train(model, inf.AdamW(model.parameters(), lr=1e-2), loss_of) == want
-    ours, theirs = values_of(model), values_of(plain)
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert_same(model, plain)
 
 
 def test_gather_serves_a_backward_that_comes_later(model: Clip) -> None:
@@ -163,8 +162,7 @@ def test_gather_serves_a_backward_that_comes_later(model: Clip) -> None:
     plain = make()
     want = train(plain, ReferenceAdamW([{"params": list(plain.parameters())}], lr=1e-2), loss_of)
     assert train(model, inf.AdamW(model.parameters(), lr=1e-2), loss_of) == want
-    ours, theirs = values_of(model), values_of(plain)
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    assert_same(model, plain)
 
 
 def test_a_method_that_raises_leaves_a_clean_state_and_close_puts_methods_back(

@@ -347,11 +347,6 @@ def test_an_interrupt_that_meets_a_submission_leaves_no_update_that_nobody_knows
     as_plain(tmp_path, loop)
 
 
-def test_delayed_updates_keep_one_generation(tmp_path):
-    with pytest.raises(ValueError, match="keeps one generation"):
-        inf.Policy(update="delayed", generations=2)
-
-
 def test_counts_of_a_class_of_torch_go_back_with_all_steps_since_the_commit(tmp_path, batches):
     """A durable run that commits every third step undoes up to three at once."""
 

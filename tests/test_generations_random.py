@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import infinity as inf
 from infinity._src.engine.handle import offload
 from infinity.aio import Seam
-from infinity.errors import BudgetError
 from tests import harness, models
 from tests.marks import alternating
 
@@ -177,24 +176,13 @@ class Loop:
 
 @functools.cache
 def least_ram() -> int:
-    with pytest.raises(BudgetError) as caught:
-        offload(models.make(deep), spilling(Path("/tmp"), 1))
-    return int(str(caught.value).split("works is ")[1].split(" bytes")[0])
+    return harness.least_ram(models.make(deep), spilling(Path("/tmp"), 1))
 
 
 def spilling(place: Path, ram: int, update: str = "backward") -> inf.Policy:
     nowhere = {"params": 0.0, "optim": 0.0}
-    return inf.Policy(
-        params="nvme",
-        optim="nvme",
-        grads="nvme",
-        nvme=place,
-        ram=ram,
-        resident=nowhere,
-        unit_bytes_max=4096,
-        update=update,
-        generations=2,
-    )
+    values = {"ram": ram, "resident": nowhere, "unit_bytes_max": 4096, "update": update}
+    return harness.policy(place, grads="nvme", generations=2, **values)
 
 
 def policies(place: Path) -> dict[str, inf.Policy]:

@@ -423,15 +423,6 @@ def test_any_block_that_cannot_be_read_costs_what_was_promised(
             inf.handle(model).close()
 
 
-def test_older_states_want_two_generations_and_full_checks() -> None:
-    with pytest.raises(ValueError, match="generations=2"):
-        inf.Policy(damaged="from-older")
-    with pytest.raises(ValueError, match="verify='full'"):
-        inf.Policy(damaged="from-older", generations=2, verify="sample")
-    with pytest.raises(ValueError, match="damaged="):
-        inf.Policy(damaged="older")
-
-
 def test_older_states_are_not_taken_while_the_last_can_be_read(tmp_path: Path) -> None:
     """Spilled gradients that cannot be read are no lost states."""
     _, _, states = reference()
