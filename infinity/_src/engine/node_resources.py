@@ -346,6 +346,3 @@ def _drive(directory: Path) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-__all__ = ["DEPTH_MIN", "NodeResources", "open_node_resources"]

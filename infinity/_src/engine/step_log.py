@@ -233,6 +233,3 @@ def _about(engine: Handle, after: int) -> dict[str, Any]:
         if known is not None
         else None,
     }
-
-
-__all__ = ["StepLog", "StepMeter", "step_figures"]

@@ -46,8 +46,6 @@ from infinity._src.memory.roofline import move_counts
 from infinity.aio import Format
 from infinity.errors import BudgetError
 
-__all__ = ["FlatNeed", "PlacementPlan", "StepLoad", "chunk_bytes", "plan_placement", "step_bytes"]
-
 
 @dataclasses.dataclass(frozen=True)
 class FlatNeed:

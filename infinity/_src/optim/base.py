@@ -461,13 +461,3 @@ def not_negative(value: Any) -> bool:
 def two_betas(value: Any) -> bool:
     """Return True for two numbers in [0, 1)."""
     return len(value) == 2 and all(0 <= beta < 1 for beta in value)
-
-
-__all__: Sequence[str] = (
-    "Optimizer",
-    "StepEngine",
-    "check_range",
-    "engine_of",
-    "not_negative",
-    "two_betas",
-)

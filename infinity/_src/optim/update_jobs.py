@@ -4,7 +4,7 @@ have a gradient."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -147,6 +147,3 @@ def _filter(
     jobs["seg_first"] = seg_first + np.cumsum(counts) - counts
     jobs["kind"] = np.where(counts > 0, int(JobKind.UPDATE), int(JobKind.FETCH))
     return jobs, segs
-
-
-__all__: Sequence[str] = ("FlatJobs", "Submission", "Work", "jobs_of_flat", "jobs_of_unit")

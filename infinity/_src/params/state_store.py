@@ -530,15 +530,9 @@ class StateStore:
         for index in flat.layout.chunks.touched(start, numel) if left else ():
             span = flat.layout.chunks[index]
             low, high = max(start, span.start), min(start + numel, span.start + span.numel)
-            job = np.zeros(1, dtype=JOB)
-            job["chunk"], job["base"] = shard.ids[index], -1
-            job["mask"] = sum(1 << section for section in range(1, 1 + len(left)))
-            buffers = []
-            for section, kind in enumerate(left, 1):
-                buffers.append(np.zeros(kind.size_bytes(span.numel), dtype=np.uint8))
-                job["ptr"][0, section] = buffers[-1].ctypes.data
-            job["kind"] = JobKind.FETCH
-            self._executor.submit(job, priority=Priority.DEMAND).wait()
+            buffers = [np.zeros(kind.size_bytes(span.numel), dtype=np.uint8) for kind in left]
+            addresses = {section: each.ctypes.data for section, each in enumerate(buffers, 1)}
+            self.move_chunk(flat, index, JobKind.FETCH, addresses).wait()
             for buffer, kind in zip(buffers, left, strict=True):
                 # A parameter starts where a group does, so its last group is its own, too.
                 first = (low - span.start) // kind.group_numel * kind.itemsize
@@ -551,8 +545,7 @@ class StateStore:
                 master[low - span.start : high - span.start] = param[
                     low - span.start : high - span.start
                 ].float()
-            job["kind"] = JobKind.STORE
-            self._executor.submit(job, priority=Priority.DEMAND).wait()
+            self.move_chunk(flat, index, JobKind.STORE, addresses).wait()
 
     def move_chunk(
         self,

@@ -238,9 +238,6 @@ class PinnedLayers:
             self._layers.discard(layer)
 
 
-__all__ = ["PinnedLayers", "link_all"]
-
-
 log = logging.getLogger("infinity")
 
 _LEFT_FREE = 64 * MIB

@@ -49,8 +49,8 @@ from infinity._src.checkpoint.formats.hub_conversion import (
     too_old_to_load,
     transformers_loading,
 )
+from infinity._src.checkpoint.formats.load import Engine
 from infinity._src.checkpoint.formats.safetensors import (
-    Exporter,
     ExportPart,
     Whole,
     check_written,
@@ -570,7 +570,7 @@ def _conversion_id(model: Any, quantized: Any) -> str:
     return f"transformers {transformers.__version__}, {digest}"
 
 
-def hub_parts(model: Any, of: Exporter, *, masters: bool) -> list[ExportPart]:
+def hub_parts(model: Any, of: Engine, *, masters: bool) -> list[ExportPart]:
     """Return what is written of a model of transformers, one part for each group. Nothing is read.
 
     Tensors that transformers does not save are left out. Raises: ValueError where a conversion has

@@ -29,13 +29,16 @@ from infinity.aio import Format
 _Match = TypeVar("_Match", bound=tuple[Any, ...])
 
 
-class Receiver(Protocol):
-    """The engine, as far as taking values in needs it."""
+class Engine(Protocol):
+    """The engine, as far as values go in and out of it."""
 
     units: list[Unit]
     states: States
     unsharder: Unsharder
     comm: Comm
+
+    def read(self, param: Param) -> torch.Tensor:
+        """Read the current value of one parameter to the CPU; collective on several ranks."""
 
 
 class Loaded(NamedTuple):
@@ -146,7 +149,7 @@ def has_master(states: States, param: Param) -> bool:
     return states.store[param.flat].format is not Format.RAW
 
 
-def write_param(of: Receiver, param: Param, value: torch.Tensor) -> None:
+def write_param(of: Engine, param: Param, value: torch.Tensor) -> None:
     """Set a parameter, and its fp32 master if it has one. Calls no collective. Blocks."""
     # Through the master: the value in the file's precision is retained, and rounded as an update
     # rounds.
@@ -181,7 +184,7 @@ def _by_name(matches: Sequence[_Match]) -> list[_Match]:
     return sorted(matches, key=lambda match: order[match[-1]])
 
 
-def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
+def take_in(of: Engine, source: NamedTensors, matched: Matched) -> None:
     """Write what was matched, one tensor in memory at a time. Calls no collective. Blocks.
 
     Raises: any error of reading or writing; then some tensors have been written and others not.

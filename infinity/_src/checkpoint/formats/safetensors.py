@@ -20,7 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import torch
 
@@ -35,7 +35,7 @@ from infinity._src.base.paths import check_link
 from infinity._src.base.progress import ProgressLine
 from infinity._src.base.sizes import format_size, parse_size
 from infinity._src.cabi.records import Master
-from infinity._src.checkpoint.formats.load import has_master
+from infinity._src.checkpoint.formats.load import Engine, has_master
 from infinity._src.checkpoint.formats.safetensors_files import (
     FileTensor,
     check_dtypes,
@@ -55,9 +55,8 @@ from infinity._src.kernels.tiling.tiled_module import (
 )
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.ledger import memory_left_bytes
-from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
-from infinity._src.params.unit import Param, Unit
+from infinity._src.params.unit import Param
 
 INDEX = "model.safetensors.index.json"
 _WAY_OUT = "inf.save keeps it; for an export give the model another dtype"
@@ -272,18 +271,7 @@ def shard_name(index: int, count: int) -> str:
 # -- from a model ----------------------------------------------------------------------------------
 
 
-class Exporter(Protocol):
-    """The engine, as far as writing a model out needs it."""
-
-    units: list[Unit]
-    states: States
-    comm: Comm
-
-    def read(self, param: Param) -> torch.Tensor:
-        """Read the current value of one parameter to the CPU; collective on several ranks."""
-
-
-def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:
+def read_value(of: Engine, param: Param, *, masters: bool) -> torch.Tensor:
     """Read a parameter to the CPU: its fp32 master if that is wanted and there is one, else the
     value that computes. Collective. Blocks.
     """
@@ -370,7 +358,7 @@ Rename = Callable[[str], "str | None"]
 
 
 def module_parts(
-    model: torch.nn.Module, of: Exporter, *, masters: bool, rename: Rename = str
+    model: torch.nn.Module, of: Engine, *, masters: bool, rename: Rename = str
 ) -> list[ExportPart]:
     """Return the tensors of each unit, under the names of the modules; the tiles of a weight, units
     of their own, are one part together. Persistent buffers lie with the first.
@@ -427,14 +415,14 @@ def _read_buffers(
 
 
 def _read_wholes(
-    of: Exporter, unit: Mapping[str, Whole], *, masters: bool
+    of: Engine, unit: Mapping[str, Whole], *, masters: bool
 ) -> dict[str, torch.Tensor]:
     read = functools.partial(read_value, of, masters=masters)
     return {name: whole.merged(read) for name, whole in unit.items()}
 
 
 def check_written(
-    of: Exporter, wholes: Iterable[Whole], buffers: Mapping[str, torch.Tensor], *, masters: bool
+    of: Engine, wholes: Iterable[Whole], buffers: Mapping[str, torch.Tensor], *, masters: bool
 ) -> None:
     """Raise ValueError naming the first of these tensors that safetensors does not have."""
     check_kept(buffers.items(), "safetensors")
@@ -448,7 +436,7 @@ def check_written(
     check_dtypes(tensors, way_out=f"{_WAY_OUT}, or give names= a function that leaves it out")
 
 
-def whole_bytes(of: Exporter, whole: Whole, *, masters: bool) -> int:
+def whole_bytes(of: Engine, whole: Whole, *, masters: bool) -> int:
     """Return the bytes of a tensor as it is written."""
     return sum(
         param.numel * (4 if masters and has_master(of.states, param) else param.dtype.itemsize)
