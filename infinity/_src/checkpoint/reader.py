@@ -47,6 +47,8 @@ from infinity._src.checkpoint.directory import (
 )
 from infinity._src.checkpoint.durable.copies import are_of_one_run, others_of
 from infinity._src.checkpoint.manifest import (
+    FOLDED,
+    PADDED,
     PIECE_BYTES,
     FileEntry,
     FlatEntry,
@@ -56,7 +58,6 @@ from infinity._src.checkpoint.manifest import (
     pieces_of,
     section_bytes,
 )
-from infinity._src.checkpoint.rows import FOLDED, PADDED
 from infinity._src.kernels.tiling.tiled_module import TilePlace, tile_index, whole_name
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.unit import Param

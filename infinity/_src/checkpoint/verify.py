@@ -30,6 +30,8 @@ from infinity._src.checkpoint.directory import (
 )
 from infinity._src.checkpoint.durable.copies import RUN_DIRECTORY, run_directory
 from infinity._src.checkpoint.manifest import (
+    FOLDED,
+    PADDED,
     PIECE_BYTES,
     FileEntry,
     Manifest,
@@ -38,7 +40,6 @@ from infinity._src.checkpoint.manifest import (
     section_bytes,
 )
 from infinity._src.checkpoint.reader import DataReader
-from infinity._src.checkpoint.rows import FOLDED, PADDED
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio import Ticket
 from infinity.errors import AioError, ChecksumError

@@ -29,6 +29,8 @@ from infinity._src.checkpoint.directory import (
     write_attachment,
 )
 from infinity._src.checkpoint.manifest import (
+    PADDED,
+    ROW,
     FileEntry,
     FlatEntry,
     Layout,
@@ -39,7 +41,6 @@ from infinity._src.checkpoint.manifest import (
     section_bytes,
 )
 from infinity._src.checkpoint.reader import ALGORITHM, SLOTS, Chunks, RowChunks
-from infinity._src.checkpoint.rows import PADDED, ROW
 from infinity.aio import JobKind, PoolSpec, SwapFile, Ticket, open_executor
 
 _KINDS = ("data", "buffers", "extra")

@@ -24,14 +24,18 @@ from infinity._src.checkpoint.directory import (
 )
 from infinity._src.checkpoint.durable.run import Described, RunTable
 from infinity._src.checkpoint.manifest import (
+    FOLDED,
+    TABLE,
     FileEntry,
     FlatEntry,
     Head,
     Layout,
+    Marks,
     ParamEntry,
+    joined,
+    marks_of,
     table_parts,
 )
-from infinity._src.checkpoint.rows import FOLDED, TABLE, Marks, joined, marks_of
 from infinity.aio import CHUNK, Format
 from infinity.errors import AioError
 

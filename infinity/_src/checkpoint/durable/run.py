@@ -45,13 +45,16 @@ from infinity._src.checkpoint.durable.files import RunFiles
 from infinity._src.checkpoint.durable.named_places import OlderCommits, PinnedLayers
 from infinity._src.checkpoint.formats.safe_pickle import extra_bytes
 from infinity._src.checkpoint.manifest import (
+    ROW,
+    TABLE,
     FileEntry,
     Head,
+    Marks,
     OptimizerEntry,
+    marks_of,
     table_parts,
 )
 from infinity._src.checkpoint.reader import ALGORITHM
-from infinity._src.checkpoint.rows import ROW, TABLE, Marks, marks_of
 from infinity._src.checkpoint.save import Saver
 from infinity._src.checkpoint.writer import StoredStates
 from infinity._src.memory.swap_space import SwapSpace
