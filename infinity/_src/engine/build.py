@@ -84,7 +84,6 @@ from infinity._src.params.materialize import (
     place_of,
 )
 from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
-from infinity._src.params.proxy import GradProxy
 from infinity._src.params.reduce import GradReducer, ReduceOrder
 from infinity._src.params.sharded_param import Rollback
 from infinity._src.params.state_store import StateStore
@@ -682,7 +681,6 @@ def build_grads(core: Core) -> Grads:
     split, tiers, undo = core.split, core.tiers, core.undo
     comm, ranks = split.comm, split.ranks
     registry = GradRegistry(
-        GradProxy.of,
         comm.all_gather_floats if comm.world > 1 else None,
         grad_offload=tiers.offload,
     )

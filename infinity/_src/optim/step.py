@@ -12,7 +12,7 @@ to the update until its ticket is done: whoever wants to change it earlier waits
 (`GradAccumulator.guard`).
 
 Clipping and unscaling come before the step: the loop calls torch's own functions, `p.grad` answers
-them (`infinity._src.params.proxy`), and updates replay the scalings.
+them (`infinity._src.params.accumulator`), and updates replay the scalings.
 
 That is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
 

@@ -14,7 +14,6 @@ from infinity._src.memory.device import Device, GradOffload, open_device
 from infinity._src.optim.device_update import DeviceUpdate, JointTicket, _DeviceBuffer
 from infinity._src.optim.grad_windows import GradWindows, _Window
 from infinity._src.params.accumulator import GradRegistry
-from infinity._src.params.proxy import GradProxy
 from infinity.errors import RankFailed
 
 CPU = torch.device("cpu")
@@ -80,7 +79,7 @@ def room_for_a_gradient(device: Stuck) -> None:
 
 
 def gradient_that_lands(device: Stuck) -> None:
-    registry = GradRegistry(GradProxy.of, None, grad_offload=GradOffload(device, 1 << 20))
+    registry = GradRegistry(None, grad_offload=GradOffload(device, 1 << 20))
     accumulator = registry.add("w", torch.Size([4]), torch.empty(4), CPU)
     accumulator.accumulate(torch.ones(4))
     accumulator.wait_d2h()
@@ -89,7 +88,7 @@ def gradient_that_lands(device: Stuck) -> None:
 def sum_that_comes_back(device: Stuck) -> None:
     device.hangs = lambda out: out
     offload = GradOffload(device, 1 << 20)
-    registry = GradRegistry(GradProxy.of, None, grad_offload=offload)
+    registry = GradRegistry(None, grad_offload=offload)
     accumulator = registry.add("w", torch.Size([4]), torch.empty(4), CPU)
     accumulator.accumulate(torch.ones(4))
     offload.backward_count += 1

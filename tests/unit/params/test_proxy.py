@@ -17,10 +17,10 @@ from infinity._src.params import accumulator as grad_accumulator
 from infinity._src.params.accumulator import (
     AccumulatorState,
     GradAccumulator,
+    GradProxy,
     GradRegistry,
     to_fp32,
 )
-from infinity._src.params.proxy import GradProxy
 
 SHAPES = ((5, 7), (130,), (64, 96), (3, 5, 7), (1,))
 
@@ -29,7 +29,7 @@ def make_params(
     dtype: torch.dtype = torch.bfloat16, grad_dtype: torch.dtype | None = None
 ) -> tuple[list[torch.nn.Parameter], list[GradAccumulator]]:
     """Parameters without values and the accumulators of their gradients."""
-    book = GradRegistry(GradProxy.of)
+    book = GradRegistry()
     params, accumulators = [], []
     for index, shape in enumerate(SHAPES):
         size = torch.Size(shape)
@@ -424,8 +424,8 @@ def test_norms_over_ranks_take_one_reduction_for_all_parameters() -> None:
     torch.manual_seed(1)
     grads = [torch.randn(64).bfloat16() for _ in range(5)]
     said: list[list[float]] = []
-    books = [GradRegistry(GradProxy.of, lambda parts: said.append(parts) or [parts]), None]
-    books[1] = GradRegistry(GradProxy.of, lambda parts: [said[-1], parts])
+    books = [GradRegistry(lambda parts: said.append(parts) or [parts]), None]
+    books[1] = GradRegistry(lambda parts: [said[-1], parts])
     for rank, book in enumerate(books):
         for index, grad in enumerate(grads):
             accumulator = book.add(
@@ -450,7 +450,7 @@ def test_norms_over_ranks_take_one_reduction_for_all_parameters() -> None:
 
 
 def test_a_part_of_no_elements_counts_nothing() -> None:
-    book = GradRegistry(GradProxy.of, lambda parts: [[2.0], parts])
+    book = GradRegistry(lambda parts: [[2.0], parts])
     accumulator = book.add("w", torch.Size((8,)), torch.empty(0), torch.device("cpu"))
     accumulator.accumulate(torch.empty(0))
     for order in (0.0, 1.0, 3.0, -1.0, math.inf, -math.inf):
@@ -462,7 +462,7 @@ def test_a_part_of_no_elements_counts_nothing() -> None:
 def test_norms_of_large_gradients_use_a_bounded_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grad_accumulator, "_SMALL_NUMEL", 0)
     monkeypatch.setattr(grad_accumulator, "NORM_PIECE_NUMEL", 1000)
-    book = GradRegistry(GradProxy.of)
+    book = GradRegistry()
     accumulator = book.add(
         "w", torch.Size((50, 101)), torch.empty(5050).bfloat16(), torch.device("cpu")
     )
@@ -517,7 +517,7 @@ def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
     """The model: an fp32 tensor that every operation changes, rounded to bf16 only where a gradient
     follows a scaling."""
     torch.manual_seed(seed)
-    book = GradRegistry(GradProxy.of)
+    book = GradRegistry()
     accumulator = book.add("w", torch.Size((6, 7)), torch.empty(42).bfloat16(), torch.device("cpu"))
     param = torch.nn.Parameter(torch.zeros(6, 7).bfloat16())
     truth: torch.Tensor | None = None
@@ -567,7 +567,7 @@ FACTORS = [0.5, 3.0, math.inf, math.nan, 1e38]
 def test_finiteness_is_that_of_the_gradient_after_its_log(
     log: list[tuple[str, float]], value: float
 ) -> None:
-    book = GradRegistry(GradProxy.of)
+    book = GradRegistry()
     accumulator = book.add("w", torch.Size([64]), torch.zeros(64).bfloat16(), torch.device("cpu"))
     grad = torch.full((64,), value, dtype=torch.bfloat16)
     grad[0] = 0.0

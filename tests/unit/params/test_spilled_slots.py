@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.memory.layout import plan_flat
-from infinity._src.params.accumulator import AccumulatorState, GradAccumulator, GradRegistry
+from infinity._src.params.accumulator import (
+    AccumulatorState,
+    GradAccumulator,
+    GradRegistry,
+)
 from infinity._src.params.buffers import GradBuffers
-from infinity._src.params.proxy import GradProxy
 from infinity._src.params.reduce import GradReducer
 from infinity._src.params.spill import SpilledGradients
 from infinity._src.params.unit import Flat, Param, Unit
@@ -102,7 +105,7 @@ class Model:
     """Units with one flat each, and their accumulators: spilled (`drive`) or in memory."""
 
     def __init__(self, units: int, drive: Drive | None, windows: int = 3) -> None:
-        self.registry = GradRegistry(GradProxy.of)
+        self.registry = GradRegistry()
         self.units = [Unit(index, f"unit.{index}", ()) for index in range(units)]
         self.params: list[Param] = []
         self.memory = GradBuffers(0, None)
