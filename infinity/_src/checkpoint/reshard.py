@@ -17,7 +17,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,19 @@ LOOK_AHEAD = 4
 
 
 @dataclasses.dataclass(frozen=True)
+class Target:
+    """A chunk that is put together. section: gives the memory of (section, first element,
+    elements). states: of optimizers, too, as in `convert`; without them the moments stay, and
+    `format.master_sections` have their values of before.
+    """
+
+    format: Format
+    dtype: torch.dtype
+    section: Callable[[int, int, int], Bytes]
+    states: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Part:
     """A part of a parameter in the chunk that is put together, from element `start` on, and where
     it lies in the checkpoint. element: its first one, of the saved parameter.
@@ -81,24 +94,23 @@ class Part:
             yield ChunkRef(piece.rank, self.saved.flat_index, piece.chunk)
 
 
+def refs_of(chunks: Sequence[Sequence[Part]]) -> Iterator[ChunkRef]:
+    """Yield the saved chunks that these chunks are put together of."""
+    return (ref for parts in chunks for part in parts for ref in part.refs)
+
+
 def compose(
     reader: ChunkReader,
     part: Part,
-    target: Format,
-    dtype: torch.dtype,
-    section: Callable[[int, int, int], Bytes],
-    *,
-    states: bool,
+    target: Target,
     missed: Callable[[Piece, AioError], None] | None = None,
 ) -> None:
-    """Read a part and put it into a chunk of format `target`. Blocks. Raises: as `ChunkReader.get`;
-    the error names the parameter, too.
+    """Read a part and put it into a chunk. Blocks. Raises: as `ChunkReader.get`; the error names
+    the parameter, too.
 
-    section: gives the memory of (section, first element, elements). states: as `convert`; without
-    them the moments stay, and `target.master_sections` have their values of before. missed: gets a
-    piece that cannot be read, in place of the error; its elements stay as they are.
+    missed: gets a piece that cannot be read, in place of the error; its elements stay as they are.
     """
-    source = part.saved.flat.state_format
+    source, form, section = part.saved.flat.state_format, target.format, target.section
     for piece, ref in zip(part.pieces, part.refs, strict=True):
         try:
             arrays = reader.get(ref)
@@ -114,13 +126,13 @@ def compose(
             slice_of(each, array, piece.start, piece.numel)
             for each, array in zip(part.saved.flat.sections, arrays, strict=True)
         ]
-        made = convert(source, given, target, dtype, states=states)
+        made = convert(source, given, form, target.dtype, states=target.states)
         at, numel = part.start + piece.at, piece.numel
-        if not states and target.sign_section is not None:
-            lo, moment = (section(index, at, numel) for index in target.master_sections[1:])
+        if not target.states and form.sign_section is not None:
+            lo, moment = (section(index, at, numel) for index in form.master_sections[1:])
             every = torch.ones((), dtype=torch.bool)
             clear_signs(torch.from_numpy(lo), torch.from_numpy(moment), every)
-        for index in range(len(made) if states else target.master_count):
+        for index in range(len(made) if target.states else form.master_count):
             section(index, at, numel)[:] = made[index]
 
 
@@ -344,15 +356,9 @@ class ReshardJob:
         return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _NewRow:
+class _NewRow(NamedTuple):
     row: int
     parts: list[Part]
-
-    @property
-    def refs(self) -> Iterator[ChunkRef]:
-        for part in self.parts:
-            yield from part.refs
 
 
 class _RankShards:
@@ -384,9 +390,7 @@ class _RankShards:
                 pipeline = ChunkPipeline(
                     buffers,
                     ahead=LOOK_AHEAD,
-                    look_ahead=lambda coming: reader.start(
-                        ref for turn in coming for ref in turn.refs
-                    ),
+                    look_ahead=lambda coming: reader.start(refs_of([t.parts for t in coming])),
                     transform=lambda turn, buffer: self._compose(reader, buffer, turn),
                     write=lambda turn, buffer: writer.store(
                         turn.row, self._addresses(turn.row, buffer)
@@ -424,9 +428,9 @@ class _RankShards:
             size = flat.sections[index].size_bytes
             return buffer[low + size(start) : low + size(start + numel)]
 
-        dtype = dtype_of(flat.dtype)
+        target = Target(flat.state_format, dtype_of(flat.dtype), section, states=True)
         for part in turn.parts:
-            compose(reader, part, flat.state_format, dtype, section, states=True)
+            compose(reader, part, target)
 
 
 def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:

@@ -36,14 +36,21 @@ from infinity._src.checkpoint.manifest import (
 from infinity._src.checkpoint.reader import (
     Checkpoint,
     ChunkReader,
-    ChunkRef,
     Piece,
     SavedParam,
     SavedRanges,
     SavedWeight,
     weights_by_name,
 )
-from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
+from infinity._src.checkpoint.reshard import (
+    CHUNKS_CACHED,
+    LOOK_AHEAD,
+    Part,
+    Target,
+    compose,
+    refs_of,
+    rounding,
+)
 from infinity._src.checkpoint.save import Saver
 from infinity._src.config.policy import Policy
 from infinity._src.distributed.communicator import Comm
@@ -55,7 +62,7 @@ from infinity._src.params.materialize import size_text
 from infinity._src.params.reduce import GradReducer
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param
-from infinity.aio import Format, Ticket
+from infinity.aio import Ticket
 from infinity.errors import AioError, DamagedRange, PeerFailed, StateInvalid
 
 log = logging.getLogger("infinity")
@@ -344,11 +351,6 @@ class _Chunk:
     whole: bool
 
     @property
-    def refs(self) -> Iterator[ChunkRef]:
-        for part in self.parts:
-            yield from part.refs
-
-    @property
     def size_bytes(self) -> int:
         numel = self.records.flat.layout.chunks[self.chunk].numel
         return sum(section.size_bytes(numel) for section in self.records.sections)
@@ -393,30 +395,6 @@ class _Older:
         element = part.element + piece.at
         pieces = tuple(self.checkpoint.pieces(saved, element, piece.numel))
         return Part(part.start + piece.at, saved, pieces, element)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """A chunk that is put together in a buffer. states: those of optimizers, too."""
-
-    format: Format
-    dtype: torch.dtype
-    buffer: ChunkBuffer
-    states: bool
-
-    def compose(
-        self, reader: ChunkReader, part: Part, missed: Callable[[Piece, AioError], None] | None
-    ) -> None:
-        """Read a part and put it there. Blocks. Raises: AioError, unless `missed` takes it."""
-        compose(
-            reader,
-            part,
-            self.format,
-            self.dtype,
-            self.buffer.section,
-            states=self.states,
-            missed=missed,
-        )
 
 
 class _Unreadable(Exception):
@@ -834,7 +812,7 @@ class RestoreJob:
         chunk is put together, and reported then."""
         met_again = self._reports or self._falls_back
         with contextlib.suppress(AioError) if met_again else contextlib.nullcontext():
-            reader.start(ref for turn in coming for ref in turn.refs)
+            reader.start(refs_of([turn.parts for turn in coming]))
 
     def _compose(
         self, reader: ChunkReader, buffer: ChunkBuffer, turn: _Chunk, held: Container[Param]
@@ -873,7 +851,7 @@ class RestoreJob:
         else:
             # Beside what is restored lie frozen parameters, whose values stay, or damage.
             buffer.fetch(turn.records, turn.chunk, sections).wait()
-        target = _Target(turn.records.format, flat.dtype, buffer, states)
+        target = Target(turn.records.format, flat.dtype, buffer.section, states)
         for part in turn.parts:
             source = part.saved.flat.state_format
             # A dict as an ordered set: each kind of rounding is reported once.
@@ -881,7 +859,7 @@ class RestoreJob:
                 self._rounded[text] = None
             missed = functools.partial(self._missed, self._older, target, part) if notes else None
             try:
-                target.compose(reader, part, missed)
+                compose(reader, part, target, missed)
             except AioError as error:
                 if not self._falls_back:
                     raise
@@ -889,7 +867,7 @@ class RestoreJob:
                 raise _Unreadable from error
 
     def _missed(
-        self, older: Sequence[_Older], target: _Target, part: Part, piece: Piece, error: AioError
+        self, older: Sequence[_Older], target: Target, part: Part, piece: Piece, error: AioError
     ) -> None:
         if not older:
             self._note_damage(part, piece, error, None)
@@ -900,7 +878,7 @@ class RestoreJob:
             self._missed(others, target, part, piece, error)
             return
         missed: list[Piece] = []
-        target.compose(first.reader, again, lambda each, _: missed.append(each))
+        compose(first.reader, again, target, lambda each, _: missed.append(each))
         for each in again.pieces:
             if each in missed:
                 self._missed(others, target, again, each, error)
