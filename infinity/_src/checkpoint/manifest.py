@@ -638,8 +638,8 @@ def from_json(value: Any) -> Any:
 
 
 # -- rows and marks --------------------------------------------------------------------------------
-# The places of a rank's chunks as tables: the rows of a manifest; and, in two parts so that a commit
-# writes little, the places of a durable run.
+# The places of a rank's chunks as tables: the rows of a manifest; and, in two parts so that a
+# commit writes little, the places of a durable run.
 #
 #     TABLE   both places of each chunk; written again when one of them changes, which steps do not
 #     Marks   what a step changes: which place is live, its generation, its checksums

@@ -60,7 +60,8 @@ from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.engine.handle import Handle, handle
 from infinity._src.memory.layout import state_format
 from infinity._src.optim.base import Optimizer
-from infinity._src.params.materialize import NamedTensors
+
+log = logging.getLogger("infinity")
 
 
 def export_safetensors(
@@ -127,8 +128,16 @@ def load_safetensors(
     backward or gather(). After an OSError or AioError some parameters are loaded and others not:
     load again before going on.
     """
-    source = absolute(path, "path")
-    return _load(model, lambda: open_weights(model, source), strict=strict)
+    of, place = handle(model), absolute(path, "path")
+    of.flush()
+    with Rendezvous(of.comm, "opening the values to load"):
+        check_idle(of.units)
+        source = open_weights(model, place)
+        matched = match(model, of.units, source, strict=strict)
+    # Only when every rank could open and match: none is half loaded alone.
+    with Rendezvous(of.comm, f"loading {source.label}"):
+        take_in(of, source, matched)
+    return matched.left_out
 
 
 def export_dcp(
@@ -349,25 +358,8 @@ def _held(of: Handle, opt: Optimizer | None) -> list[Held]:
     ]
 
 
-def _load(model: torch.nn.Module, opened: Callable[[], NamedTensors], *, strict: bool) -> Loaded:
-    """Open, match, and only when all ranks could, write."""
-    of = handle(model)
-    comm = of.comm
-    of.flush()
-    with Rendezvous(comm, "opening the values to load"):
-        check_idle(of.units)
-        source = opened()
-        matched = match(model, of.units, source, strict=strict)
-    # Only when every rank could open and match: none is half loaded alone.
-    with Rendezvous(comm, f"loading {source.label}"):
-        take_in(of, source, matched)
-    return matched.left_out
-
-
 # -- inf.save and inf.restore ----------------------------------------------------------------------
 
-
-log = logging.getLogger("infinity")
 
 __all__ = ["Restored", "Save", "restore", "save"]
 

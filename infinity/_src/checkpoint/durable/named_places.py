@@ -52,6 +52,8 @@ from infinity.aio import Executor, Format
 from infinity.aio._validate import FILE_MAX
 from infinity.errors import SwapFullError
 
+log = logging.getLogger("infinity")
+
 _CANNOT = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP})
 """Errors of `os.link` after which a save copies: another file system, no links, too many."""
 
@@ -237,8 +239,6 @@ class PinnedLayers:
             self._files.release(files)
             self._layers.discard(layer)
 
-
-log = logging.getLogger("infinity")
 
 _LEFT_FREE = 64 * MIB
 """Free space that additional places must leave on a drive, for manifests and other processes."""

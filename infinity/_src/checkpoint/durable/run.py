@@ -65,6 +65,8 @@ from infinity._src.params.unit import Flat
 from infinity.aio import Executor
 from infinity.errors import AioError, DriveLostError, PeerFailed
 
+log = logging.getLogger("infinity")
+
 _DRIVES_MAX = 1 << 16
 BLOCK_CHUNKS = 4096
 
@@ -195,9 +197,6 @@ def _places(
     offsets = np.stack([now["file_offset"], now["other_offset"]], axis=1)
     files[second], offsets[second] = files[second, ::-1], offsets[second, ::-1]
     return files, offsets
-
-
-log = logging.getLogger("infinity")
 
 
 @dataclasses.dataclass(frozen=True)
