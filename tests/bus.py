@@ -264,7 +264,7 @@ def _caller() -> str | None:
 ALLOWED: dict[str, str] = {
     "params/accumulator.py: read_device_norms": "norms, one read for all, when the loop asks",
     "params/accumulator.py: factor": "the factor of clipping, made of these norms, once a step",
-    "params/accumulator.py: _foreach_norm": "the norms as the loop wants them, when it has just waited",
+    "params/accumulator.py: _foreach_norm": "norms as the loop wants them, when it has just waited",
     "kernels/update.py: run": "a kernel reads the gradient in pinned memory, once",
     "kernels/rounding.py: sqrt_exact": "the CPU's way; on a GPU it is a kernel",
     "optim/elementwise.py: _step": "a class of torch.optim computes on the CPU",
