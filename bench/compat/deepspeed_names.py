@@ -1,9 +1,9 @@
 """Names of `deepspeed` that its tests import and the adapter does not have.
 
-A test file imports dozens of names, and most of its tests touch few of them. A name that is missing
-becomes a placeholder, so that the file can be imported; a test that touches it fails with
-`NotThere`, which names it. What a test only asks about the machine (is an operator built, which
-CUDA was a release built for) is answered here.
+A test file imports dozens of names, and most of its tests use few of them. A missing name becomes a
+placeholder, so that the file can be imported; a test that uses it fails with `NotThere`, which
+names it. Queries about the machine (is an operator built, for which CUDA was a release built) are
+answered here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class AbsentModule(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of some packages that nobody else finds."""
+    """Finds modules of some packages that no other finder finds."""
 
     def __init__(self, *packages: str) -> None:
         self._packages = packages
@@ -84,7 +84,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def complete(modules: Sequence[types.ModuleType], packages: Sequence[str]) -> None:
-    """Give modules placeholders for what they lack, and packages for modules that they lack."""
+    """Add placeholders for missing names to modules, and for missing modules to packages."""
     sys.meta_path.append(Finder(*packages))
     for module in modules:
         module.__dict__["__getattr__"] = _getattr_of(module)

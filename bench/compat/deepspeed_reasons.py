@@ -1,7 +1,7 @@
 """Why a test of DeepSpeed's says nothing about the adapter, or cannot be meant for it.
 
-Looked up for tests that did not pass only: by what the failure says (a test that reads a field of
-DeepSpeed's own optimizer fails naming it), and by the test's name, where it says too little.
+Only looked up for tests that did not pass: by the failure's message (a test that reads a field of
+DeepSpeed's own optimizer fails naming it), or by the test's name if the message is not specific.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""DeepSpeed's own tests, with infinity's adapter in the place of DeepSpeed.
+"""Runs DeepSpeed's own tests with infinity's adapter in place of DeepSpeed.
 
     python bench/compat/deepspeed_tests.py CHECKOUT                    # all of FILES
     python bench/compat/deepspeed_tests.py CHECKOUT --files runtime/zero/test_zero_leaf_module.py
     python bench/compat/deepspeed_tests.py CHECKOUT --deepspeed-venv bench/.venv-deepspeed
     python bench/compat/deepspeed_tests.py --show
 
-CHECKOUT: a checkout of DeepSpeed, best at the tag of the release that the adapter speaks for; its
-`tests/unit` is run as it is. Without one there is nothing to run: the script says so and ends with
-status 0. `unit.common`, which starts ranks, is ours (distributed_tests.py); what a test imports and
-the adapter does not have is a placeholder (deepspeed_names.py).
+CHECKOUT: a checkout of DeepSpeed, preferably at the tag of the release that the adapter implements;
+its `tests/unit` runs unchanged. Without a checkout the script says so and exits with status 0.
+`unit.common`, which starts ranks, is replaced by distributed_tests.py; names that a test imports
+and the adapter lacks become placeholders (deepspeed_names.py).
 
-A file is run at a time, in a process of its own, and its tests in forks of that. With
-`--deepspeed-venv` the same tests run under DeepSpeed itself, too, on the same device: one that
-fails there says nothing about the adapter. Each file is a line of the results file; the table is of
-the last line of each file. The status is 1 if a test failed for which deepspeed_reasons.py has no
-reason.
+Files run one at a time, each in a separate process, and their tests in forks of it. With
+`--deepspeed-venv` the same tests also run under DeepSpeed itself on the same device: a test that
+fails there says nothing about the adapter. Each file adds a line to the results file; the table
+shows the last line of each file. The exit status is 1 if a test failed for which
+deepspeed_reasons.py has no reason.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ with, or empty), with their number in "cases"."""
 
 
 def read(record: Path) -> dict[str, dict[str, Any]]:
-    """Return the ends of tests by name; of several of one test, the first that is no success."""
+    """Return the outcomes of tests by name; of several of one test, the first failure or skip."""
     found: dict[str, dict[str, Any]] = {}
     for line in record.read_text().splitlines() if record.exists() else ():
         end = json.loads(line)

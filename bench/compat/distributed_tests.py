@@ -1,9 +1,9 @@
 """The `unit.common` that DeepSpeed's tests import, and the plugin of pytest that runs them.
 
-Each test runs in fresh forks of this process, one for each rank it asks for, over gloo; a test that
-asks for none runs in one fork, too. This process imports and never computes, so forks are safe.
-The plugin and the names that tests take from `unit.common` do what DeepSpeed's own promise in their
-documentation: `DistributedTest` (`world_size`, by number, by mark or by fixture; `class_tmpdir`),
+Each test runs in fresh forks of this process, one for each requested rank, over gloo; a test
+without ranks runs in one fork. This process imports and never computes, so forks are safe. The
+plugin and the names of `unit.common` follow DeepSpeed's documentation of these names:
+`DistributedTest` (`world_size`, by number, by mark or by fixture; `class_tmpdir`),
 `DistributedFixture`, `preferred_dtype`, `enable_determinism`, `allclose_on_all_ranks` and so on.
 """
 
@@ -121,7 +121,7 @@ def _tail(log: Path) -> str:
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on at this moment."""
+    """Return a TCP port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,16 +1,15 @@
-"""One training script, unmodified, under DeepSpeed itself and under infinity's adapter.
+"""Runs one unmodified training script under DeepSpeed itself and under infinity's adapter.
 
     python bench/compat/same_script.py --dir /mnt/nvme0                  # all cases, 1 and 2 ranks
     python bench/compat/same_script.py --dir /mnt/nvme0 --cases nvme fp16 --ranks 2 --rounds 5
     python bench/compat/same_script.py --dir /mnt/nvme0 --hidden 768 --layers 2 --rounds 1
     python bench/compat/same_script.py --show RUN
 
-The script is trainee.py; a case is a JSON, the same file for both. A round runs every case and
-number of ranks under both engines right after each other; who goes first alternates. Compared are
-the losses of all steps, warm-up included (every step of every case must agree within the tolerance
-of its dtype, and in fp16 the same steps must be skipped), seconds per step, memory and bytes. The
-status is 1 if a case disagrees. DeepSpeed lives in an environment of its own, made on the first
-run.
+The script is trainee.py; a case is a JSON file, the same for both. A round runs every case and
+number of ranks under both engines right after each other, in alternating order. It compares the
+losses of all steps, warm-up included (every step must agree within the tolerance of its dtype, and
+in fp16 the same steps must be skipped), seconds per step, memory and bytes. The exit status is 1 if
+a case disagrees. DeepSpeed runs in a separate environment, which the first run creates.
 """
 
 from __future__ import annotations
@@ -170,8 +169,8 @@ def run_arm(engine: str, case: str, ranks: int, args: argparse.Namespace) -> dic
 
 
 def distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return how far two runs' losses lie apart at the step where that is most: relative to the
-    larger, or to 1 where both are less; infinite where one is no number."""
+    """Return the largest difference of two runs' losses at any step: relative to the larger loss,
+    or absolute if both are below 1; infinite if a loss is NaN."""
     pairs = zip(ours, theirs, strict=True)
     found = [abs(a - b) / max(abs(a), abs(b), 1.0) for a, b in pairs]
     return max(value if math.isfinite(value) else math.inf for value in found)

@@ -1,8 +1,8 @@
-"""A training script as people write them for DeepSpeed; prints one JSON line about the run.
+"""A typical DeepSpeed training script; prints one JSON line about the run.
 
 It imports `deepspeed` and nothing of infinity. same_script.py starts it under torchrun, with
-DeepSpeed in that place or with `infinity.compat.deepspeed`. Trains R1 (r1.py) on other rows on
-each rank, all choices being the JSON's.
+DeepSpeed itself or with `infinity.compat.deepspeed` in its place. Trains R1 (r1.py) with different
+rows on each rank; the JSON has all settings.
 """
 
 from __future__ import annotations

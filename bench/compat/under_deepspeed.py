@@ -1,8 +1,8 @@
 """Run a script under DeepSpeed itself on the CPU: `under_deepspeed.py SCRIPT [arguments]`.
 
-DeepSpeed 0.19.8 says that CPUs without fp16 instructions do not train in fp16; torch computes it
-nevertheless, so it is told that they do. At the end its I/O threads are still there, and now and
-then the process aborts then; so it ends at once, after all is said.
+DeepSpeed 0.19.8 refuses fp16 on CPUs without fp16 instructions; torch does compute it, so the check
+is overridden. DeepSpeed's I/O threads outlive the interpreter's shutdown and sometimes abort the
+process there; so the script exits immediately after its output.
 """
 
 from __future__ import annotations

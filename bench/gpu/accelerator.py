@@ -1,9 +1,8 @@
-"""The device that the scripts of this folder measure on: what it is, what it multiplies at, what
-its bus gives, and where results go.
+"""The measured device: its description, matrix rate and bus bandwidth, and the results file.
 
-Every script takes `--device cpu` and `--device simulated` too, with sizes to match: that shows that
-it runs, and nothing else. Simulated is the CPU, which the engine takes for a device with memory of
-its own (tests/device.py).
+Every script also accepts `--device cpu` and `--device simulated`, with small sizes: this only shows
+that the script runs. "simulated" is the CPU, which the engine treats as a device with separate
+memory (tests/device.py).
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def synchronise(device: str) -> None:
 
 
 def clear(device: str) -> None:
-    """Give back what is not used, and count peaks from here."""
+    """Release unused memory, and reset the peaks."""
     gc.collect()
     if device == "cuda":
         torch.cuda.synchronize()
@@ -134,8 +133,7 @@ class PlainCopies:
     """Copies between pinned torch tensors and the device, each way on a stream of its own, and
     nothing else.
 
-    What the bus gives to whoever asks in the plainest way: cudaMemcpyAsync of large pieces, waited
-    for once.
+    The bus bandwidth of the simplest program: cudaMemcpyAsync of large pieces, and one wait.
     """
 
     def __init__(self, device: str, *, piece_bytes: int = 0) -> None:
@@ -195,7 +193,7 @@ def record(script: str, device: str, found: dict[str, Any], results: Path) -> No
 
 
 def main(script: Any) -> int:
-    """Run a script's main; only what the user can mend is told without a traceback."""
+    """Run a script's main; errors that the user can fix are shown without a traceback."""
     try:
         return harness.run_main(script)
     except NotRun as why:

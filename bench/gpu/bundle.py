@@ -1,12 +1,11 @@
-"""Makes build/gpu-bundle: what a machine without a network needs beside this tree (`make
-gpu-bundle`).
+"""Creates build/gpu-bundle: packages for a machine without a network (`make gpu-bundle`).
 
     wheels/             of the packages in `prepare.WHEELS`, for each Python, manylinux x86_64
     _native.abi3.so     the extension, from the wheel that `make wheel` has built for every glibc
                         from 2.28 on
-    manifest.json       digests of both, of the sources that the extension is of, and the packages
+    manifest.json       digests of both and of the extension's sources, and the list of packages
 
-Ends with status 1 when tree and bundle together are more than 64 MiB.
+Exits with status 1 if tree and bundle together exceed 64 MiB.
 """
 
 from __future__ import annotations

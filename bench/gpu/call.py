@@ -1,15 +1,15 @@
-"""One of the three calls that run the ten commands, for a machine that is lent for minutes:
+"""One of the three calls that run the ten commands, for a machine that is available for minutes:
 
     python3 bench/gpu/call.py 1     # the driver, the first training and its bits, tokens/s
     python3 bench/gpu/call.py 2     # a late GPU, and all tests that need a GPU
     python3 bench/gpu/call.py 3     # the bus, the kernels' speed, memcheck
 
-A call ends within ten minutes, with the preparation of the machine in it. Each command has a share
-of that time: it never takes the share of a later one, and leaves to them what it does not use. So
-one that hangs or dies costs its own figures only. Results go to $OUT or --out and are added to as
-they come (stage.py). `table.py` makes one table of those of several calls.
+A call ends within ten minutes, including the machine's set-up. Each command has a share of that
+time: it never uses a later command's share, and passes unused time on. So a command that hangs or
+dies loses only its own figures. Results are appended in $OUT or --out as they are known (stage.py).
+`table.py` merges the results of several calls.
 
---dry tries the call on the simulated device, with a test or two where there are hundreds.
+--dry tries the call on the simulated device, with one or two tests of hundreds.
 
 Exit status: that of the commands together, as stage.py gives it: 1, else 3, else 0.
 """

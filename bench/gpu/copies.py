@@ -1,15 +1,15 @@
-"""Share of the bus's rate that the engine's copies reach, both measured in turns in one run.
+"""Bandwidth of the engine's copies as a share of the bus's, measured alternately in one run.
 
     to the device     a forward without gradients, params="cpu": every unit is gathered
     from the device   a backward, params="device": every gradient leaves, nothing is gathered
-    both ways         a backward, params="cpu": units come, gradients leave
+    both ways         a backward, params="cpu": units arrive, gradients leave
 
-The model is a stack of large square matrices and its batch one row, so computing takes next to
-nothing: a matrix that takes 2.4 ms to arrive at 55 GB/s is multiplied in 0.1. Beside each the same
-bytes go between pinned torch tensors and the device. Bytes are those that `stats()` counted where
-it does, else those of the parameters. An optimizer holds the parameters, as in a training: the
-gradients of others wait in memory of their own, which is not pinned. That all gradients do rest in
-pinned memory is asked of the driver before anything is recorded.
+The model is a stack of large square matrices with a batch of one row, so compute is negligible: a
+matrix that needs 2.4 ms for its copy at 55 GB/s is multiplied in 0.1 ms. For comparison the same
+bytes are copied between pinned torch tensors and the device. Bytes are counted by `stats()` if it
+counts them, else they are the parameters'. As in training, an optimizer holds the parameters: other
+gradients would be stored in memory that is not pinned. Before recording, the script checks by the
+driver that all gradients are in pinned memory.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""1. Whether anything works at all (three minutes): the driver, `infinity doctor`, and the probe of
-what the engine takes for granted of CUDA. Without a good end here nothing else needs to be run."""
+"""1. Smoke test (three minutes): the driver, `infinity doctor`, and the probe of the engine's
+assumptions about CUDA. If it fails, the other commands are useless."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """3. A late GPU (six minutes): every kernel of a unit runs milliseconds after its launch, so a copy
-that does not wait for it reads old bytes. The bits must stay those of the plain loop. Worth more
-than any other single run. The control breaks the engine on purpose (its copies wait for a stream on
-which nothing runs): it must be seen."""
+that does not wait for it reads old bytes. The bits must equal those of the plain loop. This is the
+most valuable run. Its control breaks the engine on purpose (copies wait for an empty stream): its
+tests must fail."""
 
 from __future__ import annotations
 

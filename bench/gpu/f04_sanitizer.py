@@ -1,5 +1,5 @@
-"""4. One training under compute-sanitizer's memcheck (eight minutes): kernels and copies outside of
-what they were given. Allocations are CUDA's own, since torch's pools hide overruns."""
+"""4. One training under compute-sanitizer's memcheck (eight minutes): detects kernels and copies
+out of bounds. Allocations are CUDA's own, since torch's pools hide overruns."""
 
 from __future__ import annotations
 

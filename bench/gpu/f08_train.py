@@ -1,6 +1,6 @@
-"""8. Training of a billion parameters (seven minutes): tokens/s, MFU, η and peak memory, states in
-RAM beside FSDP2 with CPU offload, then states on a drive, which may be slow and so comes last. Look
-at η bus first, and at peak beside plan."""
+"""8. Training of a billion parameters (seven minutes): tokens/s, MFU, η and peak memory, with
+states in RAM compared with FSDP2 with CPU offload, then with states on a drive, which may be slow
+and so is last. First check η bus, and the peak against the plan."""
 
 from __future__ import annotations
 

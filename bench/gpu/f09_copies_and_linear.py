@@ -1,6 +1,6 @@
-"""9. The bus (eight minutes): what the engine's copies reach of plain pinned ones, a profile of two
-steps (the gaps between copies say whether they are too small), and the largest linear that trains
-within 1 GiB of GPU memory."""
+"""9. The bus (eight minutes): bandwidth of the engine's copies as a share of plain pinned copies, a
+profile of two steps (gaps between copies show whether copies are too small), and the largest linear
+that trains within 1 GiB of GPU memory."""
 
 from __future__ import annotations
 

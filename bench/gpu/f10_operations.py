@@ -1,6 +1,6 @@
-"""10. Triton's kernels beside torch's best (eight minutes), cheap ones first, each operation in a
-process of its own: a compiler that hangs or dies costs its own figures only. table.md ends with the
-entries for `choice.MEASURED`."""
+"""10. Triton's kernels compared with torch's fastest (eight minutes), cheap ones first, each
+operation in a separate process: a compiler that hangs or dies loses only that operation's figures.
+table.md ends with the entries for `choice.MEASURED`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The largest single linear (width -> 4 x width, as an MLP's) that trains within a limit of GPU
 memory, whole and tiled.
 
-ZeRO-Infinity §5.1.3 and its figure 6b: without tiling a linear must be gathered whole, and its
-gradient made whole. Sizes double until one fails; what was it (GPU memory, or a budget of RAM) is
-recorded. On a GPU the limit is set for this process, so that a large card shows what a small one
-could do: otherwise RAM, 14 bytes per parameter, would end the search first.
+After ZeRO-Infinity §5.1.3 and its figure 6b: without tiling a linear and its gradient must be whole
+in GPU memory. Sizes double until one fails; the cause (GPU memory, or the RAM budget) is recorded.
+On a GPU the process sets its memory limit, so that a large card emulates a small one: otherwise
+RAM, 14 bytes per parameter, would end the search first.
 """
 
 from __future__ import annotations

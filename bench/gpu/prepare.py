@@ -1,12 +1,12 @@
-"""Makes a bare machine without a network ready for the commands of this folder.
+"""Sets up a bare machine without a network for the commands of this folder.
 
-    python3 bench/gpu/prepare.py        # every command does it where it has not been done
+    python3 bench/gpu/prepare.py        # every command does this if necessary
 
-torch, triton and transformers must be there. The bundle (`make gpu-bundle`, build/gpu-bundle)
-brings wheels and the C extension. The wheels that this Python lacks go to a folder of
-build/gpu-site that is named after its version and ABI; the extension goes where an import finds
-it. Nothing that the machine has is replaced, nothing is fetched. Without a bundle the
-extension is compiled, where there are a compiler and cffi.
+The machine needs torch, triton and transformers. The bundle (`make gpu-bundle`, build/gpu-bundle)
+contains wheels and the C extension. Wheels that this Python lacks are installed into a folder of
+build/gpu-site named after its version and ABI, and the extension into its package. The script
+replaces no installed package and downloads nothing. Without a bundle it compiles the extension, if
+there are a compiler and cffi.
 
 Uses the standard library only.
 """
@@ -79,7 +79,7 @@ print(json.dumps({name: importlib.metadata.version(name) for name in names}))
 
 
 class Unready(Exception):
-    """The machine cannot be made ready; the message says what to do."""
+    """The machine cannot be set up; the message says what to do."""
 
 
 def wanted() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Asks the machine for what the engine takes for granted of CUDA, without a model.
+"""Tests the engine's assumptions about CUDA on this machine, without a model.
 
     versions     torch, CUDA, the driver, NCCL, Triton, numpy
     attributes   of the device, by the driver; 91 must be 1 for updates on the device to read
@@ -12,8 +12,8 @@
     allocator    whether gather buffers get memory that torch has cached, under a limit of 2 GiB:
                  torch 2.10 to 2.12 are out of memory there, and the engine must retry
 
-Each part is recorded as it ends. One that fails costs itself only; one that cannot run without a
-GPU says so. The simulated device runs the parts that go to the driver, on small sizes.
+Each part is recorded when it ends. A failure does not stop the other parts; parts that need a GPU
+report that. The simulated device runs the parts that call the driver, on small sizes.
 """
 
 from __future__ import annotations

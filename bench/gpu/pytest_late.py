@@ -3,13 +3,13 @@ kernel reads, or writes, too early.
 
     -p pytest_late [--late-cycles N] [--unordered]
 
-On a GPU the current stream sleeps behind every `unshard`, so the kernels that use the unit run
-milliseconds after they were launched. On the simulated device and the CPU, where what computes is
-the thread itself, that thread sleeps. The bits must be those of a run without it. A run in which
-nothing was delayed fails: the engine's names have moved.
+On a GPU the current stream sleeps after every `unshard`, so the kernels that use the unit run
+milliseconds after their launch. On the simulated device and the CPU the computing thread itself
+sleeps. The bits must equal those of a run without the plugin. A run without any delay fails: the
+engine's names have changed.
 
---unordered breaks the engine on purpose: its copies wait for a stream on which nothing runs. Tests
-must then fail (pytest_lines --must-fail), or the lateness shows nothing.
+--unordered breaks the engine on purpose: its copies wait for an empty stream. Tests must then fail
+(pytest_lines --must-fail), or the delays detect nothing.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Total:
     # After pytest_lines, which calls a run good in which all tests failed as they must.
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """A run that delayed nothing has shown nothing."""
+        """Fail a run that delayed nothing."""
         if self.ran and not self.delayed:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -1,12 +1,11 @@
-"""A pytest plugin for runs that may be cut off: a JSON line per test as it begins and as it ends,
-and the tests of one device.
+"""A pytest plugin for runs that may be cut off: writes a JSON line when a test begins and when it
+ends, and selects the tests of one device.
 
     -p pytest_lines --lines FILE --suite NAME --on cuda|simulated|cpu [--must-fail]
 
-A run in which no test passed or failed (all were skipped) ends with pytest's status for that
-nothing was collected (5), so that it never looks like a pass. With --must-fail each test has to
-fail, by an assertion or by gradients that are not finite: for runs of an engine that was broken on
-purpose.
+If all tests were skipped, the run ends with pytest's status for an empty collection (5), so that it
+does not look like a pass. With --must-fail each test must fail, by an assertion or by gradients
+that are not finite: for runs with an engine that was broken on purpose.
 """
 
 from __future__ import annotations

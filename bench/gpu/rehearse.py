@@ -1,11 +1,10 @@
-"""Rehearses the three calls of call.py without a GPU, as a machine that is lent for minutes would
-run them (`make gpu-dry`).
+"""Rehearses the three calls of call.py without a GPU (`make gpu-dry`).
 
-The files of the tree that git has or does not ignore, and the bundle, are copied to a bare folder;
-there each call runs with the Python that is named, on the simulated device, and `table.py` adds up
-what the calls have left. It fails where tree and bundle are too large to travel, where a command
-fails, is cut off or does not run, and where a call leaves more than can be brought back. What only
-a GPU can answer is told as NOT RUN. No figure of it is a speed.
+It copies the tree's files that git tracks or does not ignore, and the bundle, to an empty folder,
+runs each call there with the given Python on the simulated device, and merges the results by
+`table.py`. It fails if tree and bundle exceed their size limit, if a command fails, is cut off or
+does not run, and if a call's results exceed their limit. Measurements that need a GPU are reported
+as NOT RUN. Its figures are no speeds.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""Running the commands of a first GPU: steps with limits, and results that survive being cut off.
+"""Runs the commands for a GPU: steps with time limits, and results that survive a kill.
 
-A command is a script `fNN_*.py`: a list of steps, each a process with a limit of its own. All that
-it learns is appended at once to files of the results folder, so that it is there when the command,
-or the machine, is taken away:
+A command is a script `fNN_*.py`: a list of steps, each a process with a time limit. Results are
+appended to files of the results folder at once, so that they survive the end of the command or the
+machine:
 
-    results.jsonl    one JSON line per test, figure and step, as it ends (and as a test begins)
+    results.jsonl    one JSON line per test, figure and step when it ends (and when a test begins)
     log.txt          the output, its first 12 MiB
-    table.md         the lines as tables, made anew by every command
+    table.md         the lines as tables, rewritten by every command
 
-Each step has a share of the command's time: its limit, or less where the limits of all steps are
-more than there is. A step never takes the share of a later one, and leaves to them what it does not
-use.
+Each step has a share of the command's time: its limit, or less if the limits of all steps exceed
+the command's time. A step never uses a later step's share, and passes unused time on.
 
-Exit status: 0 all ran and passed; 1 something failed or ran out of time; 3 nothing failed, but
-something did NOT run, and a line says what and why. A test that was skipped has not run.
+Exit status: 0 everything ran and passed; 1 something failed or ran out of time; 3 nothing failed,
+but something did NOT run, and a line says what and why. A skipped test counts as not run.
 """
 
 from __future__ import annotations
@@ -133,8 +132,8 @@ class Run:
         )
 
     def is_ready(self) -> bool:
-        """Make the machine ready, where it is not; tell whether it is. A preparation that ran out
-        of time in its check counts: the first imports may take minutes."""
+        """Set the machine up if necessary; return whether it is ready. A set-up whose final check
+        timed out counts as ready: the first imports may take minutes."""
         if prepare.is_ready():
             return True
         self.step(Step("prepare", self.script("prepare.py"), PREPARE_S))
@@ -246,8 +245,8 @@ class Run:
             self.kill(process)
 
     def kill(self, process: subprocess.Popen[str]) -> None:
-        """End what is left of a step, and wait for that a bounded time: a process in a call of a
-        driver that hangs stays, and the steps after it are worth a try."""
+        """Kill the rest of a step, and wait a bounded time: a process inside a hanging driver call
+        cannot be killed, and later steps are still worth a try."""
         try:
             harness.kill_group(process, timeout_s=KILL_S)
         except subprocess.TimeoutExpired:

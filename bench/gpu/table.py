@@ -1,8 +1,8 @@
-"""Makes one Markdown table of what the commands left in results.jsonl: commands and their steps,
-tests, the probe, copies, operations, training, the largest linear.
+"""Formats the commands' results.jsonl as Markdown tables: commands and their steps, tests, the
+probe, copies, operations, training, the largest linear.
 
-    python bench/gpu/table.py FILE              # the table of one results.jsonl, or of its folder
-    python bench/gpu/table.py A B C --out DIR   # adds up several: DIR gets results.jsonl, table.md
+    python bench/gpu/table.py FILE              # the tables of one results.jsonl, or of its folder
+    python bench/gpu/table.py A B C --out DIR   # merges several: DIR gets results.jsonl, table.md
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def training(records: Sequence[Record]) -> list[str]:
 
 
 def beside_fsdp2(mine: Sequence[Record], one: Record) -> list[float]:
-    """Tokens/s over FSDP2's, round by round: what runs in turns shares what drifts."""
+    """Return tokens/s divided by FSDP2's, round by round: alternating arms share the drift."""
     rates: dict[str, dict[int, float]] = {}
     for other in mine:
         if "tokens_per_s" in other and (other["size"], other["tokens"]) == (

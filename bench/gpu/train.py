@@ -1,23 +1,23 @@
-"""Tokens per second, MFU, η and peak GPU memory of the engine on Llama-shaped models, beside FSDP2
-with CPU offload (and DeepSpeed).
+"""Measures tokens per second, MFU, η and peak GPU memory of the engine on Llama-shaped models,
+compared with FSDP2 with CPU offload (and DeepSpeed).
 
-    1b, 7b     1.06 and 6.8 billion parameters: `cpu` (states in RAM), `nvme` (on the drive, and
-    what has no room there in RAM)
-    largest    as many layers of width 6144 as RAM and drive have room for, compact states, updated
-    in backward
+    1b, 7b     1.06 and 6.8 billion parameters: `cpu` (states in RAM), `nvme` (states on the drive,
+    and in RAM if the drive is too small)
+    largest    as many layers of width 6144 as fit RAM and drive, compact states, updated in
+    backward
 
-Arms are processes; those that fit RAM together live side by side and step in turns, others one
-after another. A step of an arm that does not fit is not tried, and the reason is recorded; one that
-takes too long or fails costs its own figures only.
+Arms are processes. Arms that fit RAM together run at once and step alternately, others run one
+after another. An arm that does not fit is not tried, and the reason is recorded; an arm that takes
+too long or fails loses only its own figures.
 
     model FLOP    6 x parameters x tokens + 6 x layers x width x sequence x tokens (causal
     attention); recomputation is not counted,
                   nor is the table of the input embedding
     MFU           model FLOP / (seconds x FLOP/s of an 8192³ bf16 product in this run)
-    η             `stats()`'s, with the drive's bandwidths as measured in this run, and `η bus`: the
-    larger of 8/6 model FLOP at that product's rate and the parameters twice over the bus
-                  (gradients once back) at the rate of plain pinned copies in this run, over what
-                  was measured; it knows no drives
+    η             `stats()`'s, with the drive's bandwidths measured in this run
+    η bus         a limit / the measured seconds: the larger of 8/6 model FLOP at that product's
+                  rate, and the parameters twice over the bus plus the gradients once back, at the
+                  rate of plain pinned copies in this run; drives do not count
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 DeepSpeed, that steps when it is told to.
 
 Reads one JSON object per line from standard input ({"rows": 2, "warmup": 1, "steps": 3}) and
-answers each with one line "ARM {...}"; the first line says that it is ready. Arms that live side by
-side can so be measured in turns.
+answers each with one line "ARM {...}"; the first line reports that it is ready. So arms that run at
+once can be measured alternately.
 
 All compute with bf16 parameters from fp32 masters, recompute blocks in backward (non-reentrant
 checkpointing, SDPA), clip at 1.0 and use AdamW; FSDP2 as its documentation has it: fp32 shards in

@@ -1,16 +1,16 @@
-"""Memory of a transformers' Trainer with everything on NVMe: nothing of a model is whole in RAM.
+"""Measures memory of transformers' Trainer with everything on NVMe: RAM must never hold the model.
 
     parent   writes a Llama-shaped checkpoint of random bf16 values, shard by shard
       first    from_pretrained -> embed -> two steps, both saved -> best model -> export
       resume   from_pretrained -> embed -> resume from the first checkpoint
-      whole    from_pretrained -> state_dict: what the meter says of a model that is whole in RAM
+      whole    from_pretrained -> state_dict: checks that the meter notices a whole model in RAM
 
-Measured is anonymous and shared memory, sampled every few milliseconds. The limit of what a phase
-adds to the memory before it is the engine's budget and three of the largest tensor; what malloc
-keeps free for the next unit (`Stats.heap_spare_bytes`) may come on top, and is said then. Training
-adds more: gathered units and activations, which are no part of the budget. `update="backward"`
-keeps no gradients, so the budget is small against the model. Exits with 1 where a phase is over its
-limit and the spare, or a whole model is not.
+It samples anonymous and shared memory every few milliseconds. A phase may add at most the engine's
+budget and three times the largest tensor; memory that malloc retains for the next unit
+(`Stats.heap_spare_bytes`) may be added, and is then reported. Training adds more: gathered units
+and activations, which the budget excludes. `update="backward"` stores no gradients, so the budget
+is small compared with the model. Exits with 1 if a phase exceeds limit and spare, or if a whole
+model does not.
 
     python bench/integrations/memory.py --dir /mnt/nvme0
 """

@@ -1,16 +1,15 @@
-"""transformers' own tests of Trainer, with every model offloaded that a test trains.
+"""Runs transformers' own tests of Trainer, with every trained model offloaded.
 
     python bench/integrations/transformers_tests.py CHECKOUT [--out FILE.md] [arguments of pytest]
 
-CHECKOUT: a checkout of transformers, of which `tests/trainer` is run as it is: best at the tag of
-the installed release. Without one there is nothing to run: the script says so and ends with
-status 0.
+CHECKOUT: a checkout of transformers, preferably at the tag of the installed release; its
+`tests/trainer` runs unchanged. Without a checkout the script says so and exits with status 0.
 
-Tests run twice. First as they are: one that fails then (another release, no network, no GPU) says
-nothing about an offloaded model. Then embedded: a test builds a Trainer and calls it, and the
-first call embeds it. Between calls the test may look at parameters: they are gathered then
-(`handle.gather`). Prints a table of the files and a line for each test that did not pass; the
-status is 1 if one failed that passes on a plain model, and that `NOT_APPLICABLE` does not know.
+Tests run twice. First unchanged: a test that fails then (another release, no network, no GPU) says
+nothing about an offloaded model. Then embedded: the first call of a test's Trainer embeds it.
+Between calls the parameters are gathered (`handle.gather`), so that the test may read them. Prints
+a table of the files and a line for each test that did not pass. The exit status is 1 if a test
+failed that passes on a plain model and is not in `NOT_APPLICABLE`.
 """
 
 from __future__ import annotations

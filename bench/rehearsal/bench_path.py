@@ -1,6 +1,6 @@
-"""The path to the scripts of bench/: importing it makes `bench/` importable.
+"""Adds `bench/` to sys.path on import.
 
-Imported before `harness` and its like (the alphabet sees to that).
+Its name sorts before `harness` and the other modules of bench/, so it is imported first.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""Counts: as many chunks and units as Llama-3-405B has, 1.03 million and 506, with 1/192 of its
+"""Counts: the number of chunks and units of Llama-3-405B, 1.03 million and 506, with 1/192 of its
 bytes.
 
     python bench/rehearsal/counts.py --dir out                       # 0.1, 0.3 and 1.03 million
     python bench/rehearsal/counts.py --dir out --chunks 20000 --units 23
 
-The engine is the real one with real I/O; chunks have 2,048 elements instead of 393,216. For each
-count, in processes of their own:
+The engine runs with real I/O; chunks have 2,048 elements instead of 393,216. For each count, in
+separate processes:
 
     train     offload, AdamW, two steps clipped by their norm, a save, a third step; killed in the
               fourth (SIGKILL)
     restore   a new process restores the save and takes the third step: its loss must be the same
     offline   the save is verified and resharded to two ranks
     durable   two committed steps; killed in the third
-    resume    a new process goes on with the run: the loss of the step after its last commit must be
-              that of `train`; the run is verified
+    resume    a new process resumes the run: the loss of the step after its last commit must be that
+              of `train`; the run is verified
 
-Each phase says its seconds, CPU seconds and the memory that it added, in all and per chunk: per
-chunk none may grow with the count. One JSON line per count is added to
+Each phase reports seconds, CPU seconds and added memory, in total and per chunk: the values per
+chunk must not grow with the count. Each count appends a JSON line to
 bench/results/rehearsal_counts.jsonl.
 """
 

@@ -1,19 +1,19 @@
-"""Experts: one mixture-of-experts layer of DeepSeek-V3's width, its stack of experts in tiles.
+"""Experts: one mixture-of-experts layer of DeepSeek-V3's width, with its stack of experts in tiles.
 
     python bench/rehearsal/experts.py --dir out --experts 64
 
-Hidden 7168, experts of intermediate 2048, eight of them for each token, a shared expert beside
-them: 44M parameters for each expert. bf16, state="compact", everything on NVMe, update="backward",
-the least RAM. The layer is made on the meta device and filled from tensors that take the memory of
-one expert: all experts begin alike (a dimension of stride 0), the router does not.
+Hidden 7168, experts of intermediate 2048, eight for each token, and a shared expert: 44M parameters
+for each expert. bf16, state="compact", everything on NVMe, update="backward", minimal RAM. The
+layer is built on the meta device and loaded from tensors with the memory of one expert: all experts
+start equal (a dimension of stride 0), the router does not.
 
-A step of few tokens moves what one of many moves, since every expert is updated. Processors without
-instructions for bf16 multiply so slowly that tokens decide about the time: eight take minutes.
+The traffic of a step does not depend on the number of tokens, since every expert is updated.
+Processors without bf16 instructions multiply so slowly that tokens dominate the time: eight take
+minutes.
 
-`--tile 0` leaves the stack whole, as one unit that is gathered and that gets its gradient at once.
-Each step says its seconds, the bytes that the drive moved, the most bytes that were gathered at
-once and the memory of the process. One JSON line is added to
-bench/results/rehearsal_experts.jsonl.
+`--tile 0` keeps the stack whole, as one unit that is gathered and gets its gradient at once. Each
+step reports seconds, the drive's bytes, the peak of gathered bytes and the memory of the process.
+It appends a JSON line to bench/results/rehearsal_experts.jsonl.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
     layer = empty(args)
     planned = shape_of(layer)
     matrix = nn.Linear(HIDDEN, INTERMEDIATE, bias=False, dtype=torch.bfloat16)
-    # A token in each: that of a step has its experts to itself, or nearly.
+    # One token in each batch: hardly any expert is shared.
     rates = forecast.measure_rates(args.dir, matrix, 1)
     harness.note(f"rates: {rates}; setting up")
     meter.reset_peak_rss()

@@ -91,7 +91,7 @@ def forecast(
         policy, tokens=tokens, sequence=tokens, checkpointing=checkpointing,
         expert_tile=expert_tile,
     )  # fmt: skip
-    # Of `machine_of`: a plan's machine has room for what lies beside the budget, too.
+    # `machine_of` includes the overhead besides the budget in the machine's RAM.
     beside = ram_beside(shape_in(job, shape), machine, job).peak
     machine = dataclasses.replace(machine, ram_bytes=machine.ram_bytes + beside)
     found = predict(shape, machine, job)
@@ -115,8 +115,8 @@ def forecast(
 
 
 def show(record: dict[str, Any]) -> None:
-    """Print what was measured beside what the plan had said. record: with set-up, steps (the median
-    of those after the first counts), forecast and parameters."""
+    """Print measurements next to the plan's forecast. record: with set-up, steps (the median of all
+    but the first counts), forecast and parameters."""
     plan, set_up = record["forecast"], record["set_up"]
     steps, parameters = record["steps"][1:] or record["steps"], record["parameters"]
 

@@ -3,16 +3,17 @@
     python bench/rehearsal/sizes.py --dir out               # all 126 layers: 4.8 TB of sparse files
     python bench/rehearsal/sizes.py --dir out --layers 2    # two of them: 0.09 TB
 
-The engine is the real one: units, chunks of 393,216 elements, places in the swap files, pools,
-prefetch, updates in backward. Drives answer at once and move nothing (`aio.Seam(null=...)`), so
-that what is left is the engine's own time. No module computes: each gives zeros of its output's
-shape, and backward gives every weight a view of one zero gradient. Kernels and copies run for
-one chunk in `--computes`: by default for as many as one of 126 layers has, spread over all.
+The engine runs unchanged: units, chunks of 393,216 elements, places in the swap files, pools,
+prefetch, updates in backward. Drives complete requests at once without moving bytes
+(`aio.Seam(null=...)`), so that only the engine's own time remains. No module computes: each returns
+zeros of its output's shape, and backward gives every weight a view of one zero gradient. Kernels
+and copies run for one chunk in `--computes`: by default for one layer's number of chunks, spread
+over all 126 layers.
 
-Each step says what it took: seconds, CPU of the thread that trains (Python and what it calls) per
-unit and per chunk, and of all threads, bytes per parameter that the drives were asked to move. In
-the end the record says where the last chunk lies, the memory outside of `ram`, and what the planner
-had forecast. One JSON line is added to bench/results/rehearsal_sizes.jsonl.
+Each step reports seconds, CPU time of the training thread (Python and its calls) per unit and per
+chunk, CPU time of all threads, and requested bytes per parameter. The record also has the place of
+the last chunk, the memory outside `ram`, and the planner's forecast. It is appended as a JSON line
+to bench/results/rehearsal_sizes.jsonl.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ on a machine with a fraction of the RAM.
     python bench/rehearsal/train_8b.py --dir out              # 41 GB of swap files, 20 steps
     python bench/rehearsal/train_8b.py --dir out --layers 2 --steps 3
 
-Parameters and states rest on NVMe (`state="compact"`), are updated in backward, and begin by the
-model's own rules (`init=`), so that it is never in RAM as a whole. Blocks are checkpointed. Weights
-are bf16 and matrices are multiplied in fp32 (`Fp32Matmul` says why). Each step says its loss, time,
-bytes and peak RSS. It fails unless the loss falls: the mean of the last quarter of the steps below
-that of the first, and RSS stays below `--rss-max`. What the plan says, from rates that are measured
-first, stands beside what was measured. One JSON line is added to
-bench/results/rehearsal_train_8b.jsonl.
+Parameters and states rest on NVMe (`state="compact"`), are updated in backward, and are initialized
+by the model's constructors (`init=`), so that RAM never holds the whole model. Blocks are
+checkpointed. Weights are bf16, and matrices are multiplied in fp32 (`Fp32Matmul` explains why).
+Each step reports loss, time, bytes and peak RSS. The run fails unless the loss falls (the mean of
+the last quarter of the steps is below that of the first) and RSS stays below `--rss-max`. The
+record compares the measurement with the plan's forecast from rates measured before, and is appended
+to bench/results/rehearsal_train_8b.jsonl.
 """
 
 from __future__ import annotations

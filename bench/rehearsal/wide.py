@@ -3,10 +3,10 @@ safetensors.
 
     python bench/rehearsal/wide.py --dir out       # 6.7B parameters: 13 GB of files, 34 GB of swap
 
-The model begins from scratch (`init=`), computes a loss, and is exported; it is closed, loaded from
-the files, and trained for a few steps. The loss of the loaded model must be that of the exported
-one. Units have 1.7 GB, and the largest tensor 872 million elements. The vocabulary is cut, so that
-a layer is the widest. One JSON line is added to bench/results/rehearsal_wide.jsonl.
+The model is initialized (`init=`), computes a loss, and is exported; then it is closed, loaded from
+the files, and trained for a few steps. The loaded model must have the exported model's loss. Units
+have 1.7 GB, and the largest tensor 872 million elements. The vocabulary is reduced, so that a layer
+is the largest unit. The record is appended to bench/results/rehearsal_wide.jsonl.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def policy_of(args: argparse.Namespace, swap: Path) -> inf.Policy:
 def offloaded(
     args: argparse.Namespace, swap: Path, *, learns: bool, **source: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """The model with values from this source, and what that took. learns: with room for states."""
+    """Build the model with values of this source, and measure that. learns: reserve states."""
     with torch.device("meta"):
         model = llama.build(shape(args)).requires_grad_(learns)
     meter.reset_peak_rss()
