@@ -1,9 +1,9 @@
 /* infinity: shared declarations of the native extension `infinity._native`.
  *
  * The structs mirror the numpy dtypes of infinity/_src/cabi/records.py byte for byte
- * (tests/unit/native/test_records_layout.py compares every offset). They hold no padding: wide
- * members come first. Addresses travel as uint64_t so that a numpy array is a plan. Little-endian
- * machines only: sections are read by integer offsets and go to drives as they lie.
+ * (tests/unit/native/test_records_layout.py compares every offset). They have no padding: wide
+ * members come first. Addresses are uint64_t, so that a numpy array can hold records. Little-endian
+ * machines only: sections are written to drives without conversion.
  */
 #ifndef INFINITY_H
 #define INFINITY_H
@@ -17,13 +17,13 @@
 
 #define INF_SECTION_MAX 6
 #define INF_LOG_MAX 8
-/* The most that a size or an offset of a chunk may be: sums of a few of them do not overflow. */
+/* Maximum of a size or an offset of a chunk, so that sums of a few do not overflow. */
 #define INF_BYTES_MAX ((int64_t)1 << 60)
 
 #define INF_QUANT_GROUP 64 /* elements that share a quantisation scale */
 
 /* A state format: master | moments << 8 | count << 16 | grad << 24; class Format of
- * infinity/_src/cabi/records.py says what they are. */
+ * infinity/_src/cabi/records.py describes the fields. */
 enum {
     INF_MASTER_RAW = 0,
     INF_MASTER_SPLIT = 1,
@@ -57,16 +57,16 @@ enum { INF_ADAMW = 0, INF_SGD = 1, INF_LION = 2 };
 enum { INF_FLAG_NESTEROV = 1, INF_FLAG_FIRST = 2 }; /* of SGD */
 enum { INF_LOG_MUL = 0, INF_LOG_DIV = 1, INF_LOG_CLAMP_MIN = 2, INF_LOG_CLAMP_MAX = 3 };
 
-/* What the passes over a chunk return when no (section, piece) is to blame. */
+/* Results of the passes over a chunk that name no (section, piece). */
 enum { INF_OK = -1, INF_BAD_PLAN = -2 };
 
 /* A fixed-size piece of a shard. Its run on the drive is one contiguous range that holds the
  * sections that are not resident, in order, each 4096-aligned. `section_at[s]` is the offset in the
  * run, -1 when the section is resident.
  *
- * A versioned chunk has a second place: what is written while the first is committed (see
- * inf_executor_commit). Spilled gradients are no part of a version: they have one place, for which
- * `grad_offset` stands, and one bit of `zeros`. */
+ * A versioned chunk has a second place, which is written while the first one is committed (see
+ * inf_executor_commit). Spilled gradients are not versioned: they have one place, at `grad_offset`,
+ * and one bit in `zeros`. */
 typedef struct {
     uint64_t key;              /* unique; seeds the checksums together with generation */
     uint64_t generation;
@@ -85,8 +85,8 @@ typedef struct {
     int32_t other_file;  /* the second run */
     int32_t grad_file;   /* the section of gradients of a versioned chunk; on `drive`, always */
     int32_t other_drive; /* the second run; `drive`, unless a write that failed moved one */
-    int32_t reserved;    /* 0; what follows is 8-aligned */
-    /* bit s = section s, on the drive, was never written and stands for zeros: it is not read */
+    int32_t reserved;    /* 0; aligns the next fields to 8 bytes */
+    /* bit s = section s on the drive was never written: a read returns zeros without the drive */
     uint16_t zeros;
     uint16_t other_zeros;      /* of the second place */
     int32_t itemsize[INF_SECTION_MAX];
@@ -110,13 +110,13 @@ typedef struct {
     uint64_t ptr[INF_SECTION_MAX];
 } inf_job;
 
-/* A range of a chunk that one parameter's gradient updates. The segments of a chunk ascend and do
- * not overlap. Where moments are quantised, `start` and `element` are multiples of INF_QUANT_GROUP,
- * and the elements from a segment's end to the end of its group belong to no parameter. */
+/* A range of a chunk that belongs to one parameter. The segments of a chunk ascend and do not
+ * overlap. With quantised moments, `start` and `element` are multiples of INF_QUANT_GROUP, and the
+ * elements from a segment's end to the end of its group belong to no parameter. */
 typedef struct {
     int64_t start; /* element in the chunk */
     int64_t numel;
-    /* of the parameter, at `start`: random rounding is keyed on (hyper's key, element) */
+    /* the parameter's index of element `start`; stochastic rounding uses (hyper's key, element) */
     int64_t element;
     /* address of the gradient of element `start`, aligned to its own size; unused for
      * INF_GRAD_SECTION */
@@ -125,8 +125,8 @@ typedef struct {
     int32_t hyper; /* index into the submission's inf_hyper array */
 } inf_seg;
 
-/* An algorithm's scalars, computed in double and rounded once; `log` is replayed on the fp32
- * gradient first.
+/* An algorithm's scalars, computed in fp64 and rounded once; the kernel first replays `log` on the
+ * fp32 gradient.
  *
  *              AdamW                        Lion                  SGD
  * decay        1 - lr * weight_decay        the same              -
@@ -142,7 +142,7 @@ typedef struct {
  * SGD's weight_decay is added to the gradient; 0 = none.
  */
 typedef struct {
-    uint64_t key; /* of random rounding */
+    uint64_t key; /* for stochastic rounding */
     float decay;
     float beta1;
     float one_minus_beta1;
@@ -165,7 +165,7 @@ static inline int64_t inf_piece_count(const inf_chunk *chunk) {
     return (chunk->numel + chunk->piece_numel - 1) / chunk->piece_numel;
 }
 
-/* Bytes of the first `numel` elements of a section; a begun item counts whole. */
+/* Bytes of the first `numel` elements of a section, rounded up to whole items. */
 static inline int64_t inf_section_span(const inf_chunk *chunk, int32_t section, int64_t numel) {
     const int64_t group = chunk->group_numel[section];
     const int64_t items = group > 1 ? numel / group + (numel % group != 0) : numel;
@@ -203,19 +203,19 @@ static inline int32_t inf_format_master_count(int32_t format) {
     return master == INF_MASTER_RAW || master == INF_MASTER_FP32 ? 1 : 2;
 }
 
-/* Itemsizes and elements per item of a format's sections (RAW: itemsize 0 = any). Returns how many
- * there are, 0 for a code that is no format. */
+/* Itemsizes and elements per item of a format's sections (RAW: itemsize 0 = any). Returns the
+ * number of sections, 0 for an invalid format. */
 int32_t inf_format_sections(int32_t format, int32_t itemsize[INF_SECTION_MAX],
                             int32_t group_numel[INF_SECTION_MAX]);
 
-/* How many of `section_count` sections an UPDATE writes: all but the gradients, which are the
- * last. */
+/* Number of sections that an UPDATE writes: all except the gradients, which are the last section.
+ * */
 static inline int32_t inf_format_written(int32_t format, int32_t section_count) {
     return section_count - (inf_format_grad(format) != INF_GRAD_SECTION_NONE);
 }
 
-/* 1 when the fields agree with each other (sizes positive, sections inside the run, itemsizes as
- * the format says). */
+/* 1 if the fields are consistent (sizes positive, sections inside the run, itemsizes of the
+ * format). */
 int32_t inf_chunk_valid(const inf_chunk *chunk);
 
 /* ---- checksums (crc32c.c) -------------------------------------------------------------------- */
@@ -236,30 +236,28 @@ const char *inf_crc32c_name(int32_t variant); /* NULL past the last; variant -1 
 uint32_t inf_crc32c_with(int32_t variant, uint32_t seed, const void *data, size_t size_bytes,
                          int32_t *ok);
 
-/* `verify` of the passes: none, every piece, or (from INF_VERIFY_SAMPLE on) one piece of
- * INF_VERIFY_STRIDE, the phase being what is above INF_VERIFY_SAMPLE: a run never goes wholly
- * unchecked, and as many runs as the stride check all of it. */
+/* `verify` of the passes: none, every piece, or (INF_VERIFY_SAMPLE + phase) one piece of
+ * INF_VERIFY_STRIDE: every read checks some pieces, and as many reads as the stride check all. */
 enum { INF_VERIFY_OFF = 0, INF_VERIFY_FULL = 1, INF_VERIFY_SAMPLE = 2, INF_VERIFY_STRIDE = 16 };
 
-/* What a piece's checksum starts from, so that stale or misdirected data of the right shape does
- * not pass. */
+/* Seed of a piece's checksum, so that stale or misdirected data fails the comparison. */
 uint32_t inf_sum_seed(uint64_t generation, uint64_t key, int32_t section, int64_t piece);
 
 /* ---- passes over a chunk (chunk_pass.c): none blocks, allocates or touches a drive ----------- */
 
 /* FETCH of one section: verify piece by piece, copy to `to` (NULL: only verify). Resident sections
- * and chunks without checksums are only copied. Returns INF_OK or the first bad piece (`to` then
- * holds a part). */
+ * and chunks without checksums are only copied. Returns INF_OK or the first bad piece (`to` is then
+ * partly written). */
 int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to,
                           int32_t verify);
 
-/* The same with one checksum for each section, `uint32_t[section_count]` at sums_ptr: that of its
- * pieces' checksums in order. Returns INF_OK or 0. */
+/* The same with one checksum per section, `uint32_t[section_count]` at sums_ptr: the CRC of its
+ * pieces' checksums in order. Returns INF_OK, or 0 on a mismatch. */
 int64_t inf_section_fetch_folded(const inf_chunk *chunk, int32_t section, const uint8_t *from,
                                  uint8_t *to);
 
-/* Those of `count` chunks: sums[i] is the address of uint32_t[section_count][pieces[i]], folded is
- * uint32_t[count][section_count]. */
+/* Computes these checksums for `count` chunks: sums[i] is the address of
+ * uint32_t[section_count][pieces[i]], folded is uint32_t[count][section_count]. */
 void inf_fold_sums(const uint64_t *sums, const int64_t *pieces, int64_t count,
                    int32_t section_count, uint32_t *folded);
 
@@ -270,29 +268,27 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
 /* UPDATE: one fused pass: verify a piece of every section -> kernel on segments that meet it -> new
  * checksum.
  *
- * section[s]: where the sections lie now (the run's buffer, or section_ptr when resident); all in
- * place. out0: where section 0 is copied to after the update, or NULL. in_memory_mask: bit s =
- * section s did not come from the drive but from the caller's memory (it is not verified; its
- * checksums are set anew, since the drive gets it). sums_scratch: uint32_t[section_count *
+ * section[s]: address of section s (in the slot, or section_ptr when resident), updated in place.
+ * out0: target of a copy of section 0 after the update, or NULL. in_memory_mask: bit s = section s
+ * was not read from the drive but copied from the caller's memory (it is not verified; its
+ * checksums are set, since it will be written). sums_scratch: uint32_t[section_count *
  * piece_count], unused when sums_ptr is 0.
- * The `grad` section is verified as the others are, and neither written nor summed anew.
- * to: the chunk as it is at its other place, whose checksums are set, all of them, and `chunk`'s
- * stay; or `chunk` itself.
+ * The `grad` section is verified, but neither written nor summed again. to: the chunk at its other
+ * place, all of whose checksums are set instead of `chunk`'s; or `chunk` itself.
  *
  * Returns INF_OK, after which *sums_ptr holds the new checksums; INF_BAD_PLAN, nothing touched; or
- * section * piece_count + piece of the first mismatch. Then *sums_ptr, resident and given sections
- * are as before and the run's buffer is spoilt: read the run again and redo. (So in a chunk that
- * mixes these and other sections all pieces are verified before the first is updated: resident and
- * given sections cannot be read again.) A piece that no segment meets keeps its checksum. */
+ * section * piece_count + piece of the first mismatch. Then *sums_ptr and resident and given
+ * sections are unchanged, and the slot's contents are undefined: read the run again and repeat. (So
+ * if a chunk has such sections and read ones, all pieces are verified before the first is updated.)
+ * A piece outside of all segments keeps its checksum. */
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
                          const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers,
                          int32_t hyper_count, uint8_t *out0, int32_t verify,
                          uint32_t in_memory_mask, uint32_t *sums_scratch);
 
-/* The same in one pass also over a chunk that mixes read sections with others: `undo`,
- * inf_undo_bytes(chunk) of them, keeps what resident sections were. After a mismatch these are as
- * before; given ones are not, but the memory behind out0 is, so that it may be where they were
- * given. */
+/* The same in one pass, even if a chunk has read and other sections: `undo` (inf_undo_bytes(chunk)
+ * bytes) saves resident sections. After a mismatch resident sections are restored. Given sections
+ * are not, but out0 is unchanged, so out0 may be the memory that they were given in. */
 int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
                               uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
                               int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count,
@@ -302,28 +298,28 @@ size_t inf_undo_bytes(const inf_chunk *chunk);
 
 /* ---- kernels (optimizer_kernels.c) ----------------------------------------------------------- */
 
-/* The kernels' instruction set: "portable", "avx2" or "avx512"; the best the machine has unless
- * selected. */
+/* The kernels' instruction set: "portable", "avx2" or "avx512"; by default the best of the machine.
+ * */
 const char *inf_isa(void);
-/* of it: 0 portable, 1 avx2, 2 avx512; for the other files that have a body per instruction set */
+/* its index: 0 portable, 1 avx2, 2 avx512; for other files with a version per instruction set */
 int32_t inf_isa_index(void);
-/* 1, or 0 where the machine lacks it. Not while a kernel runs. */
+/* Returns 1, or 0 if the machine lacks it. No kernel may be running. */
 int32_t inf_isa_select(const char *name);
 
-/* Whether `inf_update` knows the format with the algorithm (RAW has no states; AdamW has two
+/* Whether `inf_update` supports the format with the algorithm (RAW has no states; AdamW has two
  * moments, Lion one, SGD one, or none when its momentum is 0), and the hyper's log is in range. */
 int32_t inf_update_valid(int32_t format, const inf_hyper *hyper);
 
 /* The update of `hyper->algorithm` in place on [numel] elements of the sections of `format`, which
  * has no `grad`. element: the parameter's, at the first (see inf_seg). grad_dtype: an INF_GRAD_*
- * other than SECTION. Pointers are aligned to their items. Denormals are kept whatever the thread's
- * floating-point mode is. Only what inf_update_valid knows. */
+ * other than SECTION. Pointers are aligned to their items. Denormals are kept in every
+ * floating-point mode of the thread. inf_update_valid must hold. */
 void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
                 int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper);
 
 /* fp32 master <-> (hi, lo), without a second moment. NaN becomes 0x7FC00000. A master half-way to
- * the next bf16 whose hi, rounded to even, is the one below becomes the fp32 before it. Everything
- * else round-trips. */
+ * the next bf16, whose hi is rounded to the lower, even one, becomes the preceding fp32. All other
+ * values round-trip. */
 void inf_split_master(const float *master, uint16_t *hi, int16_t *lo, int64_t numel);
 void inf_join_master(const uint16_t *hi, const int16_t *lo, float *master, int64_t numel);
 

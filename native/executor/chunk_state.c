@@ -1,5 +1,5 @@
-/* What is known of a chunk's places: which is live, which run writes which, and in which files they
- * lie. Pure state; versions.c has the reasons. All [locked]. */
+/* State of a chunk's places: the live one, the one that a run writes, and their files. versions.c
+ * has the reasons. All [locked]. */
 #include "executor.h"
 
 #include <string.h>
@@ -16,7 +16,7 @@ inf_chunk inf_chunk_other(const inf_chunk *chunk) {
     inf_chunk other = *chunk;
     uint64_t newest =
         chunk->generation > chunk->other_generation ? chunk->generation : chunk->other_generation;
-    /* never one that was written before, so that what is stale does not pass */
+    /* never used before, so that stale data fails its checksum */
     other.generation = newest + 1;
     if (chunk->other_bytes > 0) other.drive = chunk->other_drive;
     other.file_offset = chunk->other_offset;
@@ -28,7 +28,7 @@ inf_chunk inf_chunk_other(const inf_chunk *chunk) {
     return other;
 }
 
-/* The two places change their roles. */
+/* Swaps the two places. */
 static void swap(inf_chunk *chunk, uint64_t generation) {
     inf_chunk was = *chunk;
     chunk->generation = generation;
@@ -52,14 +52,14 @@ static void swap(inf_chunk *chunk, uint64_t generation) {
     chunk->zeros = (uint16_t)((was.other_zeros & ~grad) | (was.zeros & grad));
     chunk->other_zeros = (uint16_t)(was.zeros & ~grad);
     if (inf_grad_mask(chunk) == 0 || was.sums_ptr == 0) return;
-    /* Gradients have no versions, and so neither have their checksums. */
+    /* Gradients are not versioned, so their checksums are copied, not swapped. */
     size_t at = (size_t)((chunk->section_count - 1) * inf_piece_count(chunk));
     const uint32_t *before = (const uint32_t *)(uintptr_t)was.sums_ptr;
     memcpy((uint32_t *)(uintptr_t)chunk->sums_ptr + at, before + at,
            (size_t)inf_piece_count(chunk) * sizeof *before);
 }
 
-/* The same, with all that is known of them. */
+/* The same for the whole record. */
 void inf_chunk_swap_places(inf_chunk_record *chunk, uint64_t generation) {
     swap(&chunk->plan, generation);
     bool updated = chunk->updated;
@@ -71,7 +71,7 @@ void inf_chunk_flip(inf_chunk_record *chunk) {
     inf_chunk_swap_places(chunk, inf_chunk_other(&chunk->plan).generation);
     chunk->exchanged = false;
     chunk->place = INF_PLACE_MOVED;
-    /* A new version is written whole. Of what lay there before nothing counts. */
+    /* A new version is written whole, so it has no zero sections except gradients. */
     chunk->plan.zeros &= (uint16_t)inf_grad_mask(&chunk->plan);
 }
 

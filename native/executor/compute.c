@@ -1,4 +1,4 @@
-/* What workers do: verify, update, copy and checksum. */
+/* Workers: verify, update, copy and checksum. */
 #include "executor.h"
 
 #include <stdlib.h>
@@ -6,7 +6,7 @@
 
 static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
 
-/* The new version of resident sections begins as the live one, but for what came from the
+/* Copies the live version of resident sections to the new version, except sections copied from the
  * device. */
 static void bring(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
@@ -19,7 +19,7 @@ static void bring(const inf_run *run) {
     }
 }
 
-/* Again in a redo: the pass may have spoilt them. */
+/* Also in a repeated pass, since the first one may have changed them. */
 static void fill_zeros(const inf_run *run) {
     for (int32_t s = 0; s < run->chunk->plan.section_count; s++) {
         if (run->zeros >> s & 1u)
@@ -69,9 +69,9 @@ static int64_t compute_store(const inf_run *run) {
     return INF_OK;
 }
 
-/* What is left of the slot keeps resident sections as they were, so that the pass need not verify
- * the chunk before it begins: slots are as large as a chunk that is wholly on a drive. NULL where
- * it is too small. */
+/* The unused end of the slot saves resident sections, so that the pass need not verify the whole
+ * chunk first. Slots have the size of a chunk that is wholly on a drive. NULL if the end is too
+ * small. */
 static uint8_t *undo_memory(const struct inf_executor *ex, const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     if (run->slot.memory == NULL) return NULL;
@@ -100,7 +100,7 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     for (int32_t s = 0; s < chunk->section_count; s++) sections[s] = inf_section_address(run, s);
     fill_zeros(run);
     uint32_t unread = inf_sections_all(chunk) & ~run->reads;
-    /* Given; again in a redo, since the pass spoils the slot. */
+    /* Given by the caller; copied again in a repeated pass, which finds the slot changed. */
     if ((unread & ~run->zeros & 1u) && !run->copied_in) {
         memcpy(sections[0], pointer(run->job.ptr[1]), (size_t)inf_section_bytes(chunk, 0));
     }
@@ -112,15 +112,15 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
         unread, worker->scratch, undo_memory(worker->ex, run));
 }
 
-/* The seam: most of a null drive's chunks are passed on as they are. */
+/* Fault injector: of a null drive's chunks only every n-th is computed. */
 static bool passes_by(const struct inf_executor *ex, const inf_run *run) {
     const inf_seam *seam = &ex->config.seam;
     if (seam->null_batch == 0) return false;
     return seam->null_computes == 0 || run->chunk->id % seam->null_computes != 0;
 }
 
-/* The rest of a place whose part could not be written: compares it with its checksums, and
- * puts what is held beside it. */
+/* After a failed partial write: verifies the other sections of the place, and copies the job's
+ * sections next to them. */
 static int64_t compute_rest(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     const inf_slot *aside = &run->chunk->failed_write;

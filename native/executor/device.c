@@ -1,28 +1,29 @@
-/* Copies between host and device memory: for each direction a thread and a stream of its own.
+/* Copies between host and device memory: each direction has a thread and a stream.
  *
  *   FETCH, UPDATE    ... -> compute -> [to device] -> ticket filled -> write -> done
  *   STORE, given     ... -> read -> [from device] -> compute -> ...
  *   COPY             [either], and nothing else
  *
- * The driver's functions come as addresses (inf_device_api): the library that torch has loaded, or
- * one that tests make.
+ * The driver's functions are addresses (inf_device_api): of the library that torch has loaded, or
+ * of a simulated driver in tests.
  *
- * What orders a copy against the kernels of the compute stream, which run behind the caller's back:
- *   before it    a mark: an event that is recorded on the compute stream when the job is submitted,
- *                or its gate opened. The copy waits for it on its stream, unless that stream has
- *                waited for a mark behind it already. It closes two hazards: a source that a kernel
- *                has yet to write (a gradient), and a target that a kernel of before still reads (a
- *                buffer that the allocator has handed out again).
- *   behind it    the host: a ticket is filled when the copy has ended on the device, and only then
- *                does anybody submit kernels that read the target, free the source, or let the slot
- *                be read into again.
+ * Order of a copy and the asynchronous kernels of the compute stream:
+ *   before it    a mark: an event recorded on the compute stream when the job is submitted or its
+ *                gate opened. The copy's stream waits for it, unless it has already waited for a
+ *                later mark. This covers a source that a kernel has yet to write (a gradient), and
+ *                a target that an earlier kernel still reads (a buffer that the allocator has
+ *                reused).
+ *   after it     the host: a ticket is filled when the copy has ended on the device, and only then
+ *                does the caller launch kernels that read the target or free the source, and the
+ *                executor reuse the slot.
  *
- * What a call costs decides how much of the bus copies get: a call takes about 5 us, a thread that
- * sleeps on an event 30 to 100 us to wake, and the bus 14 us for a chunk of parameters. So:
- *   flight       what the queue has when the thread looks, up to BATCH_BYTES, has one event; a copy
- *                that comes alone has one of its own, at once
- *   merging      pieces of one submission that touch on both sides are one copy
- *   depth        while the thread sleeps on the oldest flight, at least BEHIND_BYTES are behind it
+ * Call overhead limits the bandwidth of copies: a call takes about 5 us, waking a thread that
+ * sleeps on an event 30 to 100 us, and the transfer of a chunk of parameters 14 us. So:
+ *   flight       the queued copies, up to BATCH_BYTES, share one event; a single copy is issued
+ *                immediately, with one event
+ *   merging      pieces of one submission that are adjacent in source and target are one copy
+ *   depth        while the thread sleeps on the oldest flight, at least BEHIND_BYTES are queued
+ *                after it
  */
 #include "executor.h"
 
@@ -30,17 +31,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A flight takes no more runs once it has so many bytes, or is of so many runs: the first ticket of
- * a flight is filled with its last one. 4 MiB are 76 us of the bus. */
+/* Limits of a flight, since its first ticket is filled together with its last one. 4 MiB take 76 us
+ * on the bus. */
 #define BATCH_BYTES ((int64_t)4 << 20)
 #define BATCH_RUNS 16
-/* With so much behind the oldest flight nothing more is issued. The bus needs 229 us for it, in
- * which the thread that sleeps on the oldest wakes (30 to 100 us, more in some virtual machines)
- * and issues the next; and a demand that comes now waits for all of it, so it is no more.
- * bench/README.md has the figures. */
+/* No flight is issued while this many bytes follow the oldest one. They take 229 us on the bus,
+ * enough for the sleeping thread to wake (30 to 100 us, more in some virtual machines) and issue
+ * the next; a new demand waits for all of them, so they are not more. Figures: bench/README.md. */
 #define BEHIND_BYTES ((int64_t)12 << 20)
-#define UNDER_WAY 600 /* the driver's code: what the event stands for has not ended */
-#define STREAM_PER_THREAD ((void *)2) /* a handle that means another stream on every thread */
+#define UNDER_WAY 600 /* the driver's code: the event has not been reached */
+#define STREAM_PER_THREAD ((void *)2) /* a handle for a different stream on every thread */
 #define STREAM_NON_BLOCKING 1u
 #define REGISTER_PORTABLE 1u
 #define EVENT_BLOCKING_SYNC 1u
@@ -61,8 +61,8 @@ typedef int (*from_device)(void *, uint64_t, size_t, void *);
 
 /* ---- the context ----------------------------------------------------------------------------- */
 
-/* Makes the device's context current on this thread; *before is what was. The thread may be the
- * user's, whose current device is not always this one: `leave` it as it was. */
+/* Makes the device's context current on this thread; *before is the previous context, which `leave`
+ * restores: the thread may be the user's, with another current device. */
 static int enter(const inf_device_api *api, void **before) {
     *before = NULL;
     int error = CALL(get_context, api->get_current)(before);
@@ -76,8 +76,8 @@ static void leave(const inf_device_api *api, void *before) {
 
 /* ---- marks ----------------------------------------------------------------------------------- */
 
-/* Records what the compute stream has been given so far. NULL with *error when the driver refuses.
- * Not locked: a driver may block while its queue is full. */
+/* Records an event after all work launched on the compute stream so far. NULL with *error if a call
+ * of the driver fails. Not locked, since a driver may block while its queue is full. */
 inf_mark *inf_device_mark(struct inf_executor *ex, int32_t *error) {
     struct inf_device *device = &ex->device;
     const inf_device_api *api = &device->api;
@@ -96,8 +96,8 @@ inf_mark *inf_device_mark(struct inf_executor *ex, int32_t *error) {
     *error = enter(api, &before);
     if (*error == 0 && mark->event == NULL)
         *error = CALL(create, api->event_create)(&mark->event, EVENT_DISABLE_TIMING);
-    /* Threads may record at the same time, in any order: only where one began
-     * after the other had ended is it known which is first. */
+    /* Threads may record concurrently: the order of two marks is known only if one began after the
+     * other had ended. */
     mark->begun = __atomic_add_fetch(&device->mark_count, 1, __ATOMIC_SEQ_CST);
     if (*error == 0) *error = CALL(two_pointers, api->event_record)(mark->event, stream);
     mark->ended = __atomic_add_fetch(&device->mark_count, 1, __ATOMIC_SEQ_CST);
@@ -114,8 +114,8 @@ void inf_device_unmark(struct inf_executor *ex, inf_mark *mark) {
     ex->device.marks = mark;
 }
 
-/* Whether the copies' stream is behind it already: behind a mark of the same stream that was
- * recorded later. Only the copies' thread asks. */
+/* Whether the copies' stream has already waited for this mark, or for a later one of the same
+ * stream. Called only by the copies' thread. */
 static bool covered(const inf_copies *copies, const inf_mark *mark) {
     if (mark == NULL) return true;
     if (mark->stream != copies->behind_stream || mark->stream == STREAM_PER_THREAD) return false;
@@ -128,8 +128,7 @@ static void cover(inf_copies *copies, const inf_mark *mark) {
     copies->behind = mark->begun;
 }
 
-/* When it was submitted, and when its gate was opened; NULL: there is none. Neither changes while
- * the run copies. */
+/* The marks of submission and of the gate's opening; NULL: none. Constant while the run copies. */
 static void marks_of(const inf_run *run, const inf_mark *marks[2]) {
     const inf_submission *submission = run->submission;
     marks[0] = submission->mark;
@@ -173,7 +172,7 @@ static int32_t pieces_of(const inf_run *run, piece pieces[INF_SECTION_MAX]) {
     return count;
 }
 
-/* Whether the job's pass must wait for something from the device. */
+/* Whether a copy from the device must precede the job's pass. */
 bool inf_device_brings(const inf_run *run) {
     if (!(run->job.mask & INF_MASK_DEVICE) || run->copied_in) return false;
     if (run->job.kind == INF_JOB_STORE) return true;
@@ -181,7 +180,7 @@ bool inf_device_brings(const inf_run *run) {
            !(run->reads & 1u);
 }
 
-/* Whether what the pass has left goes to the device. */
+/* Whether a copy to the device follows the pass. */
 bool inf_device_takes(const inf_run *run) {
     if (!(run->job.mask & INF_MASK_DEVICE)) return false;
     if (run->job.kind == INF_JOB_UPDATE) return run->job.ptr[0] != 0;
@@ -219,8 +218,8 @@ static uint64_t target_of(const inf_run *run) {
     return pieces_of(run, pieces) > 0 ? pieces[0].to : 0;
 }
 
-/* At the end; but runs of one submission by the address that they copy to: workers hand chunks on
- * as they are through with them, and those that touch should come one behind the other. */
+/* Appends a run, but sorts the runs of one submission by target address: workers finish chunks in
+ * any order, and adjacent ones should be consecutive, to be merged. */
 static void flight_add(inf_flight *flown, inf_run *run) {
     inf_run **at = &flown->first;
     for (inf_run *other = flown->first; other != NULL; other = other->next) {
@@ -234,9 +233,8 @@ static void flight_add(inf_flight *flown, inf_run *run) {
     flown->count++;
 }
 
-/* Whether a run can go behind the same event as the one before it. What would make the others wait
- * longer cannot: a mark that the stream has yet to wait for, or bytes behind those that somebody
- * waits for. */
+/* Whether a run may join the flight of the run before it. Not if it would delay the others: if the
+ * stream must still wait for its mark, or a caller waits for the run before it. */
 static bool may_follow(const inf_copies *copies, const inf_run *before, const inf_run *run) {
     if (before->submission == run->submission) return true;
     const inf_mark *marks[2];
@@ -244,8 +242,8 @@ static bool may_follow(const inf_copies *copies, const inf_run *before, const in
     return !before->submission->awaited && covered(copies, marks[0]) && covered(copies, marks[1]);
 }
 
-/* Gradients have a mark each. Where the last one of those in the queue has passed, all have, and
- * their copies need neither waits nor events of their own. [locked], but not during the call */
+/* Each gradient has a mark. If the last mark of the queued runs has been reached, all have, and
+ * their copies can share a flight without waiting. [locked], but not during the call */
 static void look_at_marks(inf_copies *copies, const inf_queue *queue) {
     const inf_mark *last = NULL, *own[2];
     int64_t bytes = 0;
@@ -262,23 +260,24 @@ static void look_at_marks(inf_copies *copies, const inf_queue *queue) {
         count++;
     }
     marks_of(queue->head, own);
-    /* The first run waits on the stream, which takes no longer than to ask. */
+    /* The first run's marks are waited for on the stream, which costs no more than a query. */
     if (last == NULL || last == own[0] || last == own[1]) return;
-    /* Its submission, and with it the mark, lives: only this thread takes runs out of the queue. */
+    /* The mark stays valid: only this thread removes runs from the queue, which keep their
+     * submission. */
     pthread_mutex_unlock(&copies->ex->lock);
     int error = CALL(one_pointer, copies->ex->device.api.event_query)(last->event);
     pthread_mutex_lock(&copies->ex->lock);
     if (error == 0) cover(copies, last);
 }
 
-/* The next flight; NULL: nothing waits, or enough is under way. [locked] */
+/* The next flight; NULL: no copy waits, or enough are in flight. [locked] */
 static inf_flight *take(inf_copies *copies) {
     const inf_flight *oldest = &copies->flights[copies->flight_first];
     if (most_urgent(copies) == NULL || copies->flight_count == INF_FLIGHT_MAX) return NULL;
     int64_t behind = copies->flight_bytes - oldest->bytes;
     if (copies->flight_count > 0 && behind >= BEHIND_BYTES) return NULL;
     look_at_marks(copies, most_urgent(copies));
-    inf_queue *queue = most_urgent(copies); /* another one, if a demand has come meanwhile */
+    inf_queue *queue = most_urgent(copies); /* may differ: a demand may have arrived */
     int32_t at = (copies->flight_first + copies->flight_count) % INF_FLIGHT_MAX;
     inf_flight *next = &copies->flights[at];
     *next = (inf_flight){.event = next->event};
@@ -303,7 +302,7 @@ static int wait_for_mark(inf_copies *copies, const inf_mark *mark) {
     return error;
 }
 
-/* Hands one copy to the stream; it is of the runs from `first` to `last`. */
+/* Issues one copy, of the runs from `first` to `last`. */
 static void copy(const inf_copies *copies, const piece *at, inf_run *first, const inf_run *last) {
     if (at->bytes == 0) return;
     const inf_device_api *api = &copies->ex->device.api;
@@ -319,25 +318,24 @@ static void copy(const inf_copies *copies, const piece *at, inf_run *first, cons
     }
 }
 
-/* Hands the copies of a flight to the stream. Whatever fails, the event comes behind all that the
- * stream was given. */
+/* Issues the copies of a flight. Also after an error, the event follows all issued copies. */
 static void issue(inf_copies *copies, inf_flight *flown) {
     const inf_device_api *api = &copies->ex->device.api;
     piece whole = {0};                   /* adjacent pieces so far */
-    inf_run *first = NULL, *last = NULL; /* whose they are */
+    inf_run *first = NULL, *last = NULL; /* their runs */
     for (inf_run *run = flown->first; run != NULL; run = run->next) {
         piece pieces[INF_SECTION_MAX];
         const inf_mark *marks[2];
         int32_t count = pieces_of(run, pieces);
         marks_of(run, marks);
         if (!covered(copies, marks[0]) || !covered(copies, marks[1])) {
-            copy(copies, &whole, first, last); /* it does not wait for this run's marks */
+            copy(copies, &whole, first, last); /* needs none of these marks */
             whole.bytes = 0;
             run->copy_error = wait_for_mark(copies, marks[0]);
             if (run->copy_error == 0) run->copy_error = wait_for_mark(copies, marks[1]);
         }
         for (int32_t i = 0; i < count && run->copy_error == 0; i++) {
-            /* Of one submission only: a driver may refuse a copy across two allocations. */
+            /* Merge only within a submission: a driver may refuse a copy across two allocations. */
             bool follows = whole.bytes > 0 && last->submission == run->submission &&
                            whole.to + whole.bytes == pieces[i].to &&
                            whole.from + whole.bytes == pieces[i].from;
@@ -365,8 +363,8 @@ static void landed(inf_copies *copies, inf_run *run, int32_t error) {
         inf_span_add(ex, run, INF_TRACK_TO_DEVICE + copies->direction, run->start_ns, bytes);
     bool updated = run->job.kind == INF_JOB_UPDATE && copies->direction == INF_TO_DEVICE;
     if (error != 0 && updated) {
-        /* The states are sound, and are written; but whoever waits for the parameters must hear of
-         * it. */
+        /* The updated states are valid and will be written, but the ticket must report that the
+         * parameters were not copied. */
         inf_fault fault = {.kind = INF_FAULT_DEVICE,
                            .op = -1,
                            .drive = -1,
@@ -382,7 +380,7 @@ static void landed(inf_copies *copies, inf_run *run, int32_t error) {
     inf_queue_push(&ex->ended, run);
 }
 
-/* The oldest flight has ended; `error`: what its event said. [locked] */
+/* The oldest flight has ended; `error`: the result of its event. [locked] */
 static void land_oldest(inf_copies *copies, int32_t error) {
     struct inf_executor *ex = copies->ex;
     const inf_flight *flown = &copies->flights[copies->flight_first];
@@ -400,7 +398,8 @@ static void land_oldest(inf_copies *copies, int32_t error) {
 void inf_copies_enter(const inf_copies *copies) {
     const inf_device_api *api = &copies->ex->device.api;
     CALL(one_pointer, api->set_current)((void *)(uintptr_t)api->context);
-    /* Else a graph that any thread of the process captures would be broken by asking an event. */
+    /* In the default mode, querying an event would invalidate a graph that another thread captures.
+     * */
     int mode = CAPTURE_RELAXED;
     CALL(exchange_mode, api->capture_mode)(&mode);
 }
@@ -413,13 +412,12 @@ bool inf_copies_step(inf_copies *copies) {
     void *oldest = copies->flights[copies->flight_first].event;
     pthread_mutex_unlock(&ex->lock);
     if (next != NULL) issue(copies, next);
-    /* Asked before it is slept on: of flights that ended during the last sleep none costs another
-     * one. And asked between issues, so that a long queue delays no ticket. */
+    /* Query before sleeping, since several flights may have ended during the last sleep; and query
+     * between issues, so that a long queue does not delay tickets. */
     int error = UNDER_WAY;
     if (next != NULL || !copies->asked) error = CALL(one_pointer, api->event_query)(oldest);
     if (error == UNDER_WAY && next == NULL) error = CALL(one_pointer, api->event_wait)(oldest);
-    /* The driver may refuse to tell though copies still run: their memory is free only when the
-     * stream is. */
+    /* After an error copies may still run: their memory is free only when the stream is empty. */
     if (error != 0 && error != UNDER_WAY) CALL(one_pointer, api->stream_wait)(copies->stream);
     pthread_mutex_lock(&ex->lock);
     copies->asked = error == UNDER_WAY;
@@ -497,7 +495,7 @@ void inf_device_unpin(struct inf_executor *ex, uint8_t *slab) {
 void inf_device_stop(struct inf_executor *ex) {
     struct inf_device *device = &ex->device;
     const inf_device_api *api = &device->api;
-    if (api->get_current == 0) return; /* there is none */
+    if (api->get_current == 0) return; /* no device */
     void *before;
     (void)enter(api, &before);
     for (int32_t d = 0; d < INF_DIRECTION_COUNT; d++) {

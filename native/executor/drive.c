@@ -1,12 +1,12 @@
-/* A drive's queue: which block goes next, and what its result means. Also the seam of tests. All
- * [locked]. */
+/* A drive's queue: chooses the next block and handles its result. Also the fault injector of tests.
+ * All [locked]. */
 #include "executor.h"
 
 #include <assert.h>
 #include <errno.h>
 #include <sys/stat.h>
 
-/* EAGAIN, EINTR and transfers that make no progress are tried this often. */
+/* Attempts after EAGAIN, EINTR and transfers without progress. */
 #define TRIES_MAX 256
 #define SECTOR 512
 
@@ -19,8 +19,8 @@ static int32_t first_class(const inf_drive_queue *queue, int32_t op) {
     return -1;
 }
 
-/* The class whose turn it is: the most urgent, or on a fair turn the one whose first job came
- * first. -1: none waits. */
+/* The next class: the most urgent, or on a fair turn the one with the oldest first job. -1: no job
+ * waits. */
 static int32_t next_class(const inf_drive_queue *queue, int32_t op, bool *fair) {
     int32_t next = -1;
     *fair = (queue->turns[op] + 1) % INF_FAIR_TURN == 0;
@@ -36,8 +36,8 @@ static int32_t next_class(const inf_drive_queue *queue, int32_t op, bool *fair) 
     return next;
 }
 
-/* Reads and writes have half of the depth each while both want it, so both always progress; a
- * quarter of the reads' share is kept free for a demand that may come. */
+/* While both reads and writes are pending, each has half of the depth, so both progress; a quarter
+ * of the reads' share is reserved for demands. */
 static bool may_send(const inf_drive *drive, int32_t op, int32_t class, bool fair) {
     const inf_drive_queue *queue = &drive->queue;
     int32_t other = 1 - op;
@@ -48,7 +48,7 @@ static bool may_send(const inf_drive *drive, int32_t op, int32_t class, bool fai
     return class >= 0 && queue->in_flight[op] < cap;
 }
 
-/* The operation whose turn it is, or -1. */
+/* The operation of the next block, or -1. */
 static int32_t choose_op(const inf_drive *drive) {
     const inf_drive_queue *queue = &drive->queue;
     bool fair_read, fair_write;
@@ -92,7 +92,7 @@ static void next_block(inf_drive *drive, inf_request *request, inf_run *run, int
     }
 }
 
-/* ---- the seam -------------------------------------------------------------------------------- */
+/* ---- the fault injector ---------------------------------------------------------------------- */
 
 static uint64_t seam_next(struct inf_executor *ex) {
     uint64_t x = ex->seam_random;
@@ -102,11 +102,11 @@ static uint64_t seam_next(struct inf_executor *ex) {
     return ex->seam_random = x;
 }
 
-/* The bit that a fault flips: the same in a write before it is sent and in a read after it came. */
+/* Flips one bit: of a write before it is sent, of a read after it has completed. */
 static void flip(const inf_request *request) { request->data[request->bytes / 3] ^= 0x10; }
 
-/* How far away the range is that gets the request instead: the next one of its length in the file,
- * else the one before. 0: the file has no other. */
+/* Distance to the range that a misdirected request transfers: the next one of its length in the
+ * file, else the previous one. 0: there is none. */
 static int64_t astray(const inf_request *request) {
     struct stat about;
     if (fstat(request->drive->fds[request->file], &about) != 0) return 0;
@@ -128,7 +128,7 @@ static void seam_inject(struct inf_executor *ex, inf_request *request) {
     const inf_run *run = request->run;
     bool repeats = run->moved > 0 || run->reread;
     if (nth == fault->nth) ex->seam_run = run;
-    else if (ex->seam_run == run && !repeats) ex->seam_run = NULL; /* another one, in its memory */
+    else if (ex->seam_run == run && !repeats) ex->seam_run = NULL; /* a new run, same address */
     bool lasts = fault->lasting && ex->seam_run == run && repeats;
     if (nth != fault->nth && !lasts && !(fault->persistent && nth > fault->nth)) return;
     ex->seam_met++;
@@ -175,7 +175,7 @@ static void run_blames(inf_drive *drive, const inf_request *request, int32_t kin
     drive->stats.errors++;
     inf_run_fail(run, kind, request->op, error, request->offset, request->bytes);
     inf_queue *queue = &drive->queue.jobs[request->op][run->priority];
-    (void)inf_queue_remove(queue, run); /* what is left of it is not sent */
+    (void)inf_queue_remove(queue, run); /* its remaining blocks are not sent */
 }
 
 /* True when the request must be sent again: after EAGAIN or EINTR, or for the rest of a short
@@ -198,8 +198,8 @@ static bool result_again(inf_drive *drive, inf_request *request, int64_t result)
     if (request->inject == INF_SEAM_SHORT && result > request->bytes / 2)
         result = request->bytes / 2;
     bool whole = result >= request->bytes;
-    /* O_DIRECT wants the rest aligned, to 4096 where drives have such sectors: a part of one is
-     * moved again. */
+    /* O_DIRECT requires an aligned offset, to 4096 on drives with such sectors, so a partial sector
+     * is transferred again. */
     int64_t aligned = result & ~(int64_t)(INF_ALIGN - 1);
     if (aligned == 0) aligned = result & ~(int64_t)(SECTOR - 1);
     int64_t moved = whole ? request->bytes : aligned;
@@ -233,7 +233,7 @@ static void request_end(inf_drive *drive, inf_request *request) {
 }
 
 static void request_result(inf_drive *drive, inf_request *request, int64_t result) {
-    inf_meter_tick(drive, inf_now_ns()); /* first: what is counted below opens a new window */
+    inf_meter_tick(drive, inf_now_ns()); /* first: the counters below may open a new window */
     inf_meter_result(drive, request);
     if (result_again(drive, request, result)) {
         request->next = drive->again;
@@ -335,7 +335,7 @@ void inf_drive_requeue(inf_drive *drive, inf_run *run, int32_t op) {
 void inf_drive_cancel(inf_drive *drive) { queued_fail(drive, INF_FAULT_CLOSED, 0); }
 
 void inf_drive_break(inf_drive *drive, int32_t error) {
-    inf_request **at = &drive->ex->held; /* the kernel is through with these */
+    inf_request **at = &drive->ex->held; /* the kernel has completed these */
     while (*at != NULL) {
         if ((*at)->drive == drive) *at = (*at)->next;
         else at = &(*at)->next;
@@ -351,7 +351,7 @@ void inf_drive_break(inf_drive *drive, int32_t error) {
     for (int32_t i = 0; i < drive->config.depth; i++) {
         inf_request *request = &drive->requests[i];
         if (!request->busy) continue;
-        /* The kernel may still move these bytes: the slot must never be used again. */
+        /* The kernel may still transfer these bytes, so the slot must never be reused. */
         request->run->slot.lost = true;
         inf_run_fail(request->run, INF_FAULT_ERRNO, request->op, error, request->offset,
                      request->bytes);

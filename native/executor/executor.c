@@ -1,4 +1,4 @@
-/* The floor that the executor's files stand on: clocks, threads, queues, spans. */
+/* Basics for the executor's files: clocks, threads, queues, spans. */
 #include "executor.h"
 
 #include <signal.h>
@@ -25,7 +25,7 @@ int32_t inf_cond_init(pthread_cond_t *cond) {
     return -error;
 }
 
-/* Signals are for Python's main thread: ours take none. */
+/* Native threads block all signals, so that Python's main thread gets them. */
 int32_t inf_thread_start(pthread_t *thread, void *(*run)(void *), void *argument) {
     sigset_t all, before;
     sigfillset(&all);

@@ -1,28 +1,28 @@
-/* What becomes of a write that failed. All [locked].
+/* Handling of failed writes. All [locked].
  *
- * It goes to another range: a reserved extent, of its own drive first, then of another. Python
- * gives such extents ahead of their time, since a drive that fails has no capacity to give. The
- * extent is the chunk's place from then on, and the range that failed is not used again: Python
- * takes the record of the move, remembers the bad range, and gives another extent.
+ * The write is moved to a reserved extent, of the same drive first, then of another. Python
+ * reserves extents beforehand, since a failing drive may have no space left. The extent becomes the
+ * chunk's place, and the failed range is not used again: Python fetches the record of the move,
+ * records the bad range, and reserves another extent.
  *
- * Only a whole place can go elsewhere. Of a part the rest is read first:
+ * Only a whole place can be moved. After a failed partial write the other sections ("rest") are
+ * read first:
  *
- *   failed write -> (larger slot) -> read the rest -> verify it -> the whole is written elsewhere
+ *   failed write -> (larger slot) -> read the rest -> verify it -> write the whole to the extent
  *
- * The block refuses writes, not reads: what the job does not hold is still in the old place. It
- * comes into the job's own slot where that is large enough, and else into a large slot, next to the
- * job's sections. Until then the small slot has the only copy of them, and is put aside. So a job
- * may hold a small slot while it waits for a large one. No job waits for a small slot while it
- * holds a large one, so there is no cycle of waiting. The record of the chunk changes when the rest
- * is in memory, and not before. If the rest cannot be read, or is not what was written, or no slot
- * comes, the job is where it was: its write has failed.
+ * A bad block usually fails writes, not reads, so the rest is still readable in the old place. It
+ * is read into the job's slot if that is large enough, else into a large slot, next to the job's
+ * sections. Until then the small slot has the only copy of the job's sections, and is put aside. So
+ * a job may hold a small slot while it waits for a large one. No job waits for a small slot while
+ * it holds a large one, so there is no deadlock. The chunk's record changes only when the rest is
+ * in memory. If the rest cannot be read, fails its checksum, or no slot becomes free, the job's
+ * write counts as failed.
  *
- * What finds no extent, or failed twice on its drive and finds none on another, is kept in memory:
- * the slot holds the only copy of what should have been written. An update has no way back, and the
- * range on the drive may be torn. So the chunk keeps the slot, reads are served from it, and the
- * drive takes no further writes until somebody says that the cause is mended
- * (inf_executor_recover). While a chunk keeps something its drive is marked, or a REWRITE is first
- * in its FIFO: nothing else writes it.
+ * A write without a suitable extent stays in memory: the slot has the only copy of its data, since
+ * an update cannot be repeated, and the range on the drive may be partly written. So the chunk
+ * keeps the slot, reads are served from it, and the drive is marked: it gets no further writes
+ * until inf_executor_recover. While a chunk keeps a slot, its drive is marked or a REWRITE is first
+ * in its FIFO, so no other job writes the chunk.
  */
 #include "executor.h"
 
@@ -31,7 +31,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* To its own drive, and to another: a fault that follows a write there is of no block. */
+/* Once to the same drive, once to another: a further failure is not of a block. */
 #define MOVES_MAX 2
 
 /* One of a chunk's places on the drive. */
@@ -47,7 +47,7 @@ static int64_t sections_bytes(const inf_chunk *chunk, uint32_t mask) {
     return bytes;
 }
 
-/* Sections of `mask` that have no room in the slot. */
+/* Sections of `mask` without a place in the slot. */
 static uint32_t without_room(const inf_slot *slot, uint32_t mask) {
     for (int32_t s = 0; s < INF_SECTION_MAX; s++)
         mask &= ~((uint32_t)(slot->section_at[s] >= 0) << s);
@@ -86,7 +86,7 @@ static bool load_rest(struct inf_executor *ex, inf_run *run, uint32_t held, uint
         read_beside(ex, run, missing);
         return true;
     }
-    run->chunk->failed_write = run->slot; /* not looked at: its mask is 0 */
+    run->chunk->failed_write = run->slot; /* unused by other code: its mask is 0 */
     run->aside = true;
     run->slot = (inf_slot){.pool = 1};
     inf_slot_plan(&run->slot, chunk, held | rest, rest, held, false);
@@ -121,8 +121,8 @@ static uint32_t sections_on_drive(const inf_chunk *chunk) {
     return mask;
 }
 
-/* Spilled gradients of an unversioned chunk that its UPDATE has in the slot: they lie in the place
- * that is given up, and move with the states. */
+/* Spilled gradients of an unversioned chunk in the slot of its UPDATE: they are part of the failed
+ * place, and move with the states. */
 static uint32_t gradients_held(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     uint32_t grad = inf_grad_mask(chunk) & run->reads;
@@ -130,7 +130,7 @@ static uint32_t gradients_held(const inf_run *run) {
     return run->slot.section_at[chunk->section_count - 1] < 0 ? 0 : grad;
 }
 
-/* The place that the run writes `written` of; in `rest` what else has contents there. */
+/* The place that the run writes; `rest`: other sections with contents there. */
 static place_kind place_written(const inf_run *run, uint32_t written, uint32_t *rest) {
     const inf_chunk *chunk = &run->chunk->plan;
     bool versioned = inf_chunk_versioned(chunk);
@@ -141,7 +141,7 @@ static place_kind place_written(const inf_run *run, uint32_t written, uint32_t *
     if (versioned && (written & grad) != 0) return PLACE_NONE; /* two places at once */
     *rest = there & ~written & ~(versioned ? grad : 0u);
     if (run->moves) return *rest == 0 ? PLACE_OTHER : PLACE_NONE;
-    /* zeros that are not read, and what was lost before */
+    /* without zeros, which are not read, and invalid sections */
     *rest &= ~((uint32_t)chunk->zeros | run->chunk->invalid);
     return PLACE_LIVE;
 }
@@ -152,7 +152,7 @@ static int64_t place_bytes(const inf_chunk *chunk, place_kind place) {
     return inf_chunk_versioned(chunk) ? chunk->other_bytes : chunk->run_bytes;
 }
 
-/* A section of gradients has to be on the drive of the live place. */
+/* A section of gradients must be on the live place's drive. */
 static bool may_leave_drive(const inf_chunk *chunk, place_kind place) {
     bool versioned = inf_chunk_versioned(chunk);
     bool grad = (sections_on_drive(chunk) & inf_grad_mask(chunk)) != 0;
@@ -174,13 +174,13 @@ static int32_t spare_find(const struct inf_executor *ex, int32_t drive, bool own
     return -1;
 }
 
-/* The index of the one for the run's place, or -1. */
+/* The index of a reserved extent for the run's place, or -1. */
 static int32_t spare_for(const struct inf_executor *ex, const inf_run *run, place_kind place) {
     const inf_chunk *chunk = &run->chunk->plan;
     int64_t bytes = place_bytes(chunk, place);
     int32_t drive = inf_run_drive(run, INF_OP_WRITE);
     if (run->moved >= MOVES_MAX) return -1;
-    /* Twice on the same drive: it is the drive, not a block. */
+    /* A second failure on a drive is not of a block: try another drive. */
     int32_t index = run->moved > 0 ? -1 : spare_find(ex, drive, true, bytes);
     if (index >= 0 || !may_leave_drive(chunk, place)) return index;
     return spare_find(ex, drive, false, bytes);
@@ -194,7 +194,7 @@ static inf_spare spare_use(struct inf_executor *ex, int32_t index) {
     return spare;
 }
 
-/* Puts the reserved extent into the chunk's record, and the move on the list. */
+/* Makes the reserved extent the chunk's place, and records the move. */
 static void place_move(struct inf_executor *ex, inf_run *run, place_kind place, inf_spare to,
                        int64_t bytes) {
     inf_chunk *chunk = &run->chunk->plan;
@@ -218,7 +218,7 @@ static void place_move(struct inf_executor *ex, inf_run *run, place_kind place, 
     *drive = to.drive;
     *file = to.file;
     *offset = to.offset;
-    ex->moves[ex->move_count++] = move; /* spares_add made room for as many as there are spares */
+    ex->moves[ex->move_count++] = move; /* spares_add allocated one per extent */
     ex->stats.moved_writes++;
 }
 
@@ -257,7 +257,7 @@ bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run) {
     bool rewrite = run->job.kind == INF_JOB_REWRITE;
     bool closed = run->fault.kind == INF_FAULT_CLOSED;
     if (run->state != INF_WRITING || run->slot.memory == NULL || (closed && !rewrite)) return false;
-    /* a measurement: the slot holds nothing that is missed */
+    /* a measurement: the slot's data is not needed */
     if (run->job.mask & INF_MASK_MOVE_ONLY) return false;
     assert(chunk->failed_write_mask == 0);
     inf_drive *drive = &ex->drives[inf_run_drive(run, INF_OP_WRITE)]; /* before the places flip */
@@ -266,7 +266,7 @@ bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run) {
     if (run->moves) inf_chunk_flip(chunk);
     inf_chunk_note_write(chunk, run);
     inf_chunk_nonzero(chunk, run->slot.written);
-    /* A store holds what was wanted, in the slot or in resident sections; an update had no invalid
+    /* A store's values exist, in the slot or in resident sections; an update has no invalid
      * section. */
     if (run->job.kind == INF_JOB_STORE) chunk->invalid &= ~run->job.mask;
     run->slot.memory = NULL;
@@ -298,13 +298,13 @@ bool inf_run_refused(const struct inf_executor *ex, inf_run *run) {
     bool update = run->job.kind == INF_JOB_UPDATE;
     if (!update && run->job.kind != INF_JOB_STORE) return false;
     const inf_chunk *chunk = &run->chunk->plan;
-    bool writes = false; /* to the drive, whether or not what is there is kept in memory now */
+    bool writes = false; /* to the drive, even if the section is in a kept slot now */
     for (int32_t s = 0; s < chunk->section_count; s++) {
         bool written = update ? !(inf_grad_mask(chunk) >> s & 1u) : run->job.mask >> s & 1u;
         writes = writes || (written && !inf_section_resident(chunk, s));
     }
     if (!writes) return false;
-    /* What a chunk keeps goes first, also where its next version would lie on another drive. */
+    /* A kept slot is written first, even if the next version is on another drive. */
     bool keeps = run->chunk->failed_write_mask != 0;
     const inf_drive *drive = &ex->drives[keeps ? chunk->drive : inf_run_drive(run, INF_OP_WRITE)];
     if (!drive->stats.marked) return false;
@@ -331,7 +331,7 @@ int32_t inf_executor_spares_add(inf_executor *ex, const void *spares, int32_t co
         size_t all = (size_t)ex->spare_count + (size_t)count;
         inf_spare *more = realloc(ex->spares, all * sizeof *more);
         if (more != NULL) ex->spares = more;
-        /* a move for each spare, so that no fault ever wants memory */
+        /* one record per extent, so that a fault needs no allocation */
         size_t moves = all + (size_t)ex->move_count;
         inf_moved_write *room = realloc(ex->moves, moves * sizeof *room);
         if (room != NULL) ex->moves = room;

@@ -1,4 +1,4 @@
-/* Gates: what holds work back. All [locked]. */
+/* Gates: hold submissions back until they are opened or escape. All [locked]. */
 #include "executor.h"
 
 #include <assert.h>
@@ -61,7 +61,7 @@ void inf_gate_detach(struct inf_executor *ex, inf_submission *submission) {
     gate->base_max = -1;
     for (const inf_submission *left = gate->first; left != NULL; left = left->gate_next)
         bases_used(gate, left);
-    /* its order stays the oldest: the list of gates is sorted by it */
+    /* its order does not change, since the list of gates is sorted by it */
     if (gate->first != NULL) return;
     gate_unlink(ex, gate);
     gate->order = 0;
@@ -81,7 +81,7 @@ void inf_run_consider(struct inf_executor *ex, inf_run *run) {
     inf_queue_push(&ex->starting, run);
 }
 
-/* The gate is closed no more: its submissions may start. */
+/* Opens the gate or lets it escape (`state`): its submissions may start. */
 void inf_gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state) {
     gate->state = state;
     gate_unlink(ex, gate);
@@ -92,7 +92,7 @@ void inf_gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state) {
             inf_run_consider(ex, &submission->runs[j]);
     }
     gate->first = NULL;
-    if (ex->gates == NULL) ex->escaping = false; /* what comes next is held again */
+    if (ex->gates == NULL) ex->escaping = false; /* later gates are held again */
     if (state == INF_GATE_ESCAPED) ex->stats.gates_escaped++;
 }
 

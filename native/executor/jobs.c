@@ -1,8 +1,8 @@
 /* The life of a job: from the chunk's FIFO through slot, read, compute and write to its ticket. All
  * [locked].
  *
- * This file alone decides the next state of a run. What works on runs only appends those whose work
- * has ended to `ended`; inf_pump pops them here.
+ * Only this file decides the next state of a run. Drives, workers and copying threads append runs
+ * whose work has ended to `ended`; inf_pump pops them here.
  */
 #include "executor.h"
 
@@ -12,11 +12,11 @@
 
 /* ---- ends ------------------------------------------------------------------------------------ */
 
-/* What the job's end means for its chunk. [before the slot is released] */
+/* Updates the chunk's record at the job's end. [before the slot is released] */
 static void chunk_settle(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     if (!run->faulted) {
-        chunk->invalid &= ~inf_run_written(run); /* of an UPDATE only what it was given */
+        chunk->invalid &= ~inf_run_written(run); /* of an UPDATE only the given section */
         if (run->moves) inf_chunk_flip(chunk);
         inf_chunk_note_write(chunk, run);
         inf_chunk_nonzero(chunk, inf_run_written(run));
@@ -24,11 +24,10 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
     }
     if (inf_run_keep_failed_write(ex, run) || run->job.kind == INF_JOB_REWRITE) return;
     if (run->job.kind == INF_JOB_FETCH || run->fault.kind == INF_FAULT_PLAN) return;
-    /* Also after an update that did not begin: no job may take the values before it for those after
-     * it. */
+    /* Also after an update that did not begin: later jobs must not use the values before it. */
     chunk->invalid |= inf_run_written(run);
     chunk->fault = run->fault;
-    /* One that would have written the other place has changed nothing that counts. */
+    /* A failed write of the other place has not changed the live one. */
     if (run->job.kind == INF_JOB_STORE && !run->moves) inf_chunk_note_write(chunk, run);
 }
 
@@ -61,7 +60,7 @@ static void fifo_remove(struct inf_executor *ex, inf_run *run) {
     if (before == NULL && chunk->fifo_head != NULL) inf_run_consider(ex, chunk->fifo_head);
 }
 
-/* The run's submission has one pending job less. The run's memory may be gone afterwards. */
+/* Decrements the submission's pending jobs. The run may be freed afterwards. */
 static void run_leave(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
     run->state = INF_DONE;
@@ -76,20 +75,21 @@ static void run_leave(struct inf_executor *ex, inf_run *run) {
     ex->pending--;
     if (ex->active == 0) {
         ex->idle_since_ns = inf_now_ns();
-        /* a worker keeps the time of gates */
+        /* a worker waits for the gates' hold time */
         if (ex->gates != NULL) pthread_cond_signal(&ex->work);
     }
     if (--submission->pending == 0) submission_end(ex, submission);
     if (inf_idle(ex)) pthread_cond_broadcast(&ex->done);
 }
 
-/* Ends a job that has a chunk. Its memory may be gone afterwards. */
+/* Ends a job that has a chunk. The run may be freed afterwards. */
 static void run_finish(struct inf_executor *ex, inf_run *run) {
     if (run->rest != 0) inf_run_give_up_rest(ex, run);
     assert(run->chunk->fifo_head == run || run->fault.kind == INF_FAULT_CANCELLED);
     assert(run->state != INF_DONE && run->blocks_in_flight == 0);
     inf_prefetch_unhint(ex, run);
-    /* An UPDATE that ends before it takes what was read for it: a mark, or an earlier fault. */
+    /* An UPDATE that fails at its start (a mark, or an earlier fault) does not use its read ahead.
+     * */
     if (run->job.kind == INF_JOB_UPDATE && run->state == INF_STARTING)
         inf_prefetch_drop(ex, run->chunk);
     chunk_settle(ex, run);
@@ -105,7 +105,7 @@ static void run_compute(struct inf_executor *ex, inf_run *run) {
     else inf_run_queue_compute(ex, run);
 }
 
-/* Nothing is handed to a drive that is dead. */
+/* Fails the run if its drive is dead. */
 static void transfer(struct inf_executor *ex, inf_run *run, int32_t op) {
     const inf_range *range = &run->slot.ranges[op][0];
     int32_t dead = ex->drives[inf_run_drive(run, op)].dead;
@@ -141,7 +141,7 @@ static void run_with_slot(struct inf_executor *ex, inf_run *run) {
     }
 }
 
-/* Its pass has ended well, and its targets hold their data. */
+/* Its pass has succeeded, and its targets have their data. */
 static void run_settle(struct inf_executor *ex, inf_run *run) {
     inf_run_filled(ex, run);
     if (run->slot.range_count[INF_OP_WRITE] == 0) {
@@ -183,7 +183,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     run->moves = inf_run_moves(run);
     if (run->moves && run->job.kind == INF_JOB_STORE)
         run->reads = inf_run_written(run) & ~run->job.mask;
-    /* First: zeros that were to be written and were not are no contents. */
+    /* Before zeros: a section whose first write failed is invalid, not zero. */
     if ((run->chunk->invalid & run->reads) != 0) {
         run->fault = run->chunk->fault;
         run->fault.earlier = INF_EARLIER_JOB;
@@ -197,7 +197,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
         run_finish(ex, run);
         return;
     }
-    /* But gradients, which an update of resident states reads where they are. */
+    /* Except gradients, which an update of resident states reads in place. */
     assert(run->job.kind == INF_JOB_FETCH ||
            (run->chunk->failed_write_mask & inf_run_used(run) &
             ~inf_grad_mask(&run->chunk->plan)) == 0);
@@ -210,7 +210,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     run_want_slot(ex, run);
 }
 
-/* ---- what follows the end of a unit of work -------------------------------------------------- */
+/* ---- after the end of a unit of work --------------------------------------------------------- */
 
 static bool fetch_computes(const struct inf_executor *ex, const inf_run *run) {
     if (run->job.mask & INF_MASK_MOVE_ONLY) return false;
@@ -227,14 +227,14 @@ static int64_t run_bytes(const inf_run *run, int32_t op) {
     return bytes;
 }
 
-/* A read that failed is repeated once: drives answer again after a reset, or from another copy. */
+/* A failed read is repeated once, since a drive may recover by a reset, or read another copy. */
 static bool may_read_again(const struct inf_executor *ex, const inf_run *run) {
     bool drive = run->fault.kind == INF_FAULT_ERRNO || run->fault.kind == INF_FAULT_SHORT;
     return drive && !run->reread && !ex->cancelled &&
            ex->drives[run->chunk->plan.drive].dead == 0;
 }
 
-/* Its last block came back. */
+/* Its last block has completed. */
 static void run_moved(struct inf_executor *ex, inf_run *run) {
     bool reading = run->state == INF_READING;
     assert(run->blocks_in_flight == 0 && (reading || run->state == INF_WRITING));
@@ -271,7 +271,7 @@ static void checksum_failed(struct inf_executor *ex, inf_run *run, int64_t bad) 
     int64_t pieces = inf_piece_count(chunk);
     int32_t section = (int32_t)(bad / pieces);
     int64_t first = bad % pieces * chunk->piece_numel;
-    /* One checksum for all pieces does not say which of them is wrong. */
+    /* A folded checksum does not identify the bad piece. */
     int64_t covered = run->job.mask & INF_MASK_FOLDED ? chunk->numel : chunk->piece_numel;
     int64_t numel = chunk->numel - first < covered ? chunk->numel - first : covered;
     int64_t at = chunk->section_at[section] < 0 ? 0 : inf_section_file_at(chunk, section, false);
@@ -303,9 +303,8 @@ static void run_computed(struct inf_executor *ex, inf_run *run) {
         return;
     }
     if (bad >= 0 && !run->reread && (run->reads & sections_in(&run->slot)) != 0 && !ex->cancelled) {
-        /* A transfer gone wrong is mended by another one; what lies wrong on the drive is not. All
-         * of it: the pass may have spoilt what it had verified, and part of the slot may have been
-         * read ahead. */
+        /* Read again, which repairs a wrong transfer, but not wrong data on the drive. All
+         * sections: the pass may have changed verified ones, and some may have been read ahead. */
         run->copied_in = false;
         inf_run_plan_slot(run);
         read_again(ex, run);
@@ -319,7 +318,7 @@ static void run_computed(struct inf_executor *ex, inf_run *run) {
     run_finish(ex, run);
 }
 
-/* What it copied to or from the device is there. A COPY has no chunk: neither FIFO nor slot. */
+/* Its copy to or from the device has ended. A COPY has no chunk: neither FIFO nor slot. */
 static void run_copied(struct inf_executor *ex, inf_run *run) {
     if (run->job.kind == INF_JOB_COPY) {
         run_leave(ex, run);
@@ -333,7 +332,7 @@ static void run_copied(struct inf_executor *ex, inf_run *run) {
     }
 }
 
-/* Its work has ended: decides what follows. */
+/* Decides the next state of a run whose work has ended. */
 static void run_ended(struct inf_executor *ex, inf_run *run) {
     switch (run->state) {
     case INF_READING:
@@ -346,8 +345,8 @@ static void run_ended(struct inf_executor *ex, inf_run *run) {
 
 /* ---- the pump -------------------------------------------------------------------------------- */
 
-/* Every slot is kept by a chunk whose write failed, or lost to a ring that broke; or the executor
- * ends. */
+/* Fails a run that can get no slot: all are kept by failed writes or lost to a broken ring, or the
+ * executor ends. */
 static void no_slot(struct inf_executor *ex, inf_run *run) {
     if (ex->cancelled || !ex->faulted) {
         inf_run_fail(run, ex->cancelled ? INF_FAULT_CLOSED : INF_FAULT_ERRNO, -1,
@@ -371,8 +370,7 @@ static void pool_dispatch(struct inf_executor *ex, int32_t index) {
     while ((run = inf_slot_waiting(pool, ex->config.drive_count)) != NULL) no_slot(ex, run);
 }
 
-/* While no gate is opened they follow each other without a pause, as long as slots and workers are
- * free. */
+/* Until a gate is opened, gates escape one after another while slots and workers are free. */
 static bool gates_may_flow(const struct inf_executor *ex) {
     return ex->escaping && !ex->gates_held && ex->gates != NULL &&
            ex->pools[0].waiting_count + ex->pools[1].waiting_count == 0 && ex->compute_count < 8;
@@ -383,13 +381,13 @@ void inf_pump(struct inf_executor *ex) {
     while ((run = inf_queue_pop(&ex->ended)) != NULL) run_ended(ex, run);
     for (;;) {
         while ((run = inf_queue_pop(&ex->starting)) != NULL) run_start(ex, run);
-        /* Large ones first: whoever waits there may hold a small one, and give it back or keep it
-         * for good. */
+        /* Large slots first: a run that waits for one may hold a small one, and then release or
+         * keep it. */
         pool_dispatch(ex, 1);
         pool_dispatch(ex, 0);
         if (ex->starting.head != NULL) continue;
         if (!gates_may_flow(ex) || !inf_gate_escape_oldest(ex)) break;
     }
     inf_prefetch_begin(ex);
-    assert(ex->ended.head == NULL); /* what is decided here appends nothing */
+    assert(ex->ended.head == NULL); /* no decision above appends to it */
 }

@@ -1,7 +1,7 @@
-/* The loops of the executor's own threads: do a unit of work, pump, or sleep. */
+/* The loops of the executor's threads: do a unit of work, pump, or sleep. */
 #include "executor.h"
 
-/* Workers also keep the time after which a closed gate escapes. */
+/* A waiting worker also lets a closed gate escape when its hold time is over. */
 static void wait_for_work(struct inf_executor *ex) {
     if (ex->gates == NULL || ex->active > 0 || ex->gates_held) {
         pthread_cond_wait(&ex->work, &ex->lock);

@@ -1,12 +1,11 @@
-/* What a drive does, in numbers: latency, time in use, depth, bandwidth by the second. All
- * [locked]. */
+/* Counters of a drive: latency, busy time, depth, bandwidth per second. All [locked]. */
 #include "executor.h"
 
 #define WINDOW_NS ((int64_t)1000000000)
 #define WINDOW_COUNT 64
 #define BUCKET_COUNT 128
 
-/* Four buckets an octave of microseconds (1.024, to be cheap): 0, 1, 2, 3, then
+/* Four buckets per octave of microseconds (1.024 us, which a shift computes): 0, 1, 2, 3, then
  * [4, 5) [5, 6) [6, 7) [7, 8) [8, 10) ... */
 static int32_t latency_bucket(int64_t ns) {
     uint64_t us = (uint64_t)(ns < 0 ? 0 : ns) >> 10;
@@ -30,7 +29,7 @@ static inf_window *window_at(inf_drive *drive, int64_t now_ns) {
 /* Counts [metered_ns, now_ns) as busy, second by second: a request may take longer than one. */
 static void count_busy(inf_drive *drive, int64_t now_ns) {
     int64_t from_ns = drive->metered_ns;
-    /* older ones are gone */
+    /* older windows are overwritten */
     if (now_ns - from_ns > WINDOW_COUNT * WINDOW_NS) from_ns = now_ns - WINDOW_COUNT * WINDOW_NS;
     while (from_ns < now_ns) {
         int64_t end_ns = from_ns - from_ns % WINDOW_NS + WINDOW_NS;

@@ -16,7 +16,7 @@ typedef struct {
 
 /* ---- opening --------------------------------------------------------------------------------- */
 
-/* Memory for pools of these sizes: 0 bytes, no memory. */
+/* Allocates pools of these sizes; no memory for 0 bytes. */
 static int32_t pools_map(struct inf_executor *ex, const inf_exec_config *config, inf_pools *made) {
     int64_t small_total = config->small_count * config->small_bytes;
     *made = (inf_pools){.slab_bytes = small_total + config->large_count * config->large_bytes};
@@ -44,7 +44,7 @@ static void pools_free(const inf_pools *pools) {
     for (int32_t i = 0; i < 2; i++) inf_pool_free(&pools->pool[i]);
 }
 
-/* Puts pools in force; returns those of before. [locked] */
+/* Installs pools; returns the previous ones. [locked] */
 static inf_pools pools_exchange(struct inf_executor *ex, const inf_pools *now) {
     inf_pools before = {{ex->pools[0], ex->pools[1]}, ex->slab, ex->slab_bytes, ex->huge_bytes};
     memcpy(ex->pools, now->pool, sizeof ex->pools);
@@ -66,8 +66,8 @@ static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) 
     return inf_prefetch_make(ex, ex->config.small_count + ex->config.large_count);
 }
 
-/* 0: no slot is in use. -EBUSY: a job has one, or a chunk whose write failed; -EIO: a broken ring
- * may still touch one. [locked] */
+/* 0: no slot is in use. -EBUSY: a job or a failed write has one; -EIO: a broken ring may still
+ * write to one. [locked] */
 static int32_t slots_idle(const struct inf_executor *ex) {
     if (!inf_idle(ex) || ex->stats.kept_chunks > 0) return -EBUSY;
     bool all = ex->pools[0].free_count == ex->config.small_count &&
@@ -75,7 +75,7 @@ static int32_t slots_idle(const struct inf_executor *ex) {
     return all ? 0 : -EIO;
 }
 
-/* Exchanges the pools, if no slot is in use; `pools` are the former ones then. [locked] */
+/* Exchanges the pools if no slot is in use; `pools` are then the previous ones. [locked] */
 static int32_t pools_replace(struct inf_executor *ex, const inf_exec_config *config,
                              inf_pools *pools) {
     inf_prefetch_drop_all(ex);
@@ -87,7 +87,7 @@ static int32_t pools_replace(struct inf_executor *ex, const inf_exec_config *con
     ex->config = *config;
     *pools = pools_exchange(ex, pools);
     ex->slab_number++;
-    /* a ring registers the new slab, and lets the old one go, before its next request */
+    /* each ring unregisters the old slab and registers the new one before its next request */
     for (int32_t d = 0; d < config->drive_count; d++) ex->backend->wake(&ex->drives[d]);
     return 0;
 }
@@ -132,7 +132,7 @@ static int32_t drives_make(struct inf_executor *ex, const inf_drive_config *conf
             .ex = ex, .index = d, .config = configs[d], .event_fd = -1, .fds = {configs[d].fd}};
         for (int32_t f = 1; f < INF_FILE_MAX; f++) drive->fds[f] = -1;
         int32_t threads = ex->config.threads_per_drive;
-        bool blocking = ex->backend == &inf_backend_threads; /* a thread has one request */
+        bool blocking = ex->backend == &inf_backend_threads; /* one request per thread */
         if (blocking && drive->config.depth > threads) drive->config.depth = threads;
         drive->stats.depth = drive->config.depth;
         ex->seam_on =
@@ -213,7 +213,7 @@ int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) 
     return inf_device_attach(ex, api, inf_copies_main);
 }
 
-/* ---- the seam -------------------------------------------------------------------------------- */
+/* ---- the fault injector ---------------------------------------------------------------------- */
 
 int64_t inf_executor_set_seam(inf_executor *ex, const inf_seam *seam, const double *speeds) {
     pthread_mutex_lock(&ex->lock);
@@ -230,7 +230,7 @@ int64_t inf_executor_set_seam(inf_executor *ex, const inf_seam *seam, const doub
         for (int32_t d = 0; d < ex->config.drive_count; d++) {
             ex->drives[d].config.read_bytes_per_s = speeds[2 * d + INF_OP_READ];
             ex->drives[d].config.write_bytes_per_s = speeds[2 * d + INF_OP_WRITE];
-            ex->drives[d].clock_ns = 0; /* what a slower drive was behind by is not owed any more */
+            ex->drives[d].clock_ns = 0; /* clears the backlog of the earlier speed */
         }
         ex->seam_on = true;
     }
@@ -247,7 +247,7 @@ void inf_executor_shut(inf_executor *ex, int32_t cancel) {
     inf_gates_escape(ex, UINT64_MAX);
     for (int32_t d = 0; d < ex->config.drive_count && cancel; d++) inf_drive_cancel(&ex->drives[d]);
     inf_pump(ex);
-    inf_prefetch_drop_all(ex); /* what no job of before has taken over, none will */
+    inf_prefetch_drop_all(ex); /* no job will use them */
     inf_pump(ex);
     pthread_mutex_unlock(&ex->lock);
 }
@@ -342,8 +342,8 @@ void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats
 int32_t inf_executor_spans(inf_executor *ex, int32_t enable) {
     inf_span *spans = enable ? malloc(INF_SPAN_COUNT * sizeof *spans) : NULL;
     if (enable && spans == NULL) return -ENOMEM;
-    /* Its pages are there from the beginning: a process does not grow with its steps. Not by zeros,
-     * which compilers leave to the system, and that gives a page when it is first written. */
+    /* Touch all pages now, so that the process does not grow with its steps. Not with zeros:
+     * compilers may turn that into calloc, which maps pages only when they are written. */
     if (spans != NULL) memset(spans, 0xff, INF_SPAN_COUNT * sizeof *spans);
     pthread_mutex_lock(&ex->lock);
     if (enable && ex->spans == NULL) {

@@ -1,21 +1,21 @@
-/* Reads ahead: slots that are idle fill with what UPDATEs will need. All [locked].
+/* Reads ahead: idle slots read the chunks of later UPDATEs. All [locked].
  *
- *   behind a closed gate    an UPDATE that is first in its FIFO is *hinted*: it only waits for its
- *                           gate
- *   asked for               inf_executor_prefetch names chunks whose UPDATEs were not submitted yet
+ *   behind a closed gate    an UPDATE that is first in its FIFO, and only waits for its gate, is
+ *                           *hinted*
+ *   asked for               inf_executor_prefetch names chunks whose UPDATEs are not submitted yet
  *
- * Hinted jobs come first, in the order of their gates, then what was asked for, in the order of
- * asking. A read takes a slot only while no job waits for one, and leaves a quarter of the pool; of
- * all reads it is the least urgent. What was read stays in the slot, of the chunk, until its UPDATE
- * takes the slot over: jobs have the quarter, and a byte read ahead is not read again. A job that
- * finds no slot gets that of the youngest read that no drive has begun, and that of one which has
- * ended only where jobs hold less than their quarter (another drive's share, slots that faults
- * keep); what is given up is wanted again. Of what was read, sections that a STORE writes are read
- * again by the UPDATE. Nothing is verified before the UPDATE does it, and a read ahead that fails
- * is as if it had never been: the UPDATE reads, and tells.
+ * Hinted jobs are read first, in the order of their gates, then requested chunks, in the order of
+ * request. A read ahead gets a slot only while no job waits for one, leaves a quarter of the pool
+ * free, and has the lowest priority of all reads. Its slot holds the data until the UPDATE takes
+ * the slot over, so no byte is read twice, and jobs use the free quarter. A job that finds no slot
+ * gets that of the newest read ahead that no drive has begun; that of a completed one only if jobs
+ * hold less than their quarter (because of another drive's share, or of failed writes). A dropped
+ * read ahead is queued again. Sections that a STORE writes meanwhile are read again by the UPDATE.
+ * Only the UPDATE verifies the data; a failed read ahead has no effect: the UPDATE reads, and
+ * reports a fault.
  *
- * While a drive works on a read its slot has no other use; if the chunk is dropped meanwhile
- * its end is not reported.
+ * While a drive works on a read, its slot is not reused; if the chunk is dropped meanwhile, the
+ * result is discarded.
  */
 #include "executor.h"
 
@@ -23,7 +23,7 @@
 #include <errno.h>
 #include <stdlib.h>
 
-/* Slots that reads ahead leave to others. */
+/* Slots that reads ahead leave free. */
 static int32_t spared(const inf_pool *pool) {
     return pool->count < 4 ? 1 : (pool->count + 3) / 4;
 }
@@ -43,7 +43,7 @@ static void list_remove(inf_prefetch_list *list, inf_prefetch *prefetch) {
 }
 
 int32_t inf_prefetch_make(struct inf_executor *ex, int32_t slot_count) {
-    /* As many as slots may be read into, and as many may be wanted. */
+    /* One per slot for reads, and as many for queued requests. */
     size_t count = 2 * (size_t)slot_count;
     inf_prefetch *made = calloc(count + 1, sizeof *made);
     if (made == NULL) return -ENOMEM;
@@ -60,7 +60,7 @@ static inf_pool *pool_of(struct inf_executor *ex, const inf_prefetch *prefetch) 
     return &ex->pools[prefetch->run.slot.pool];
 }
 
-/* NULL: there is none left. */
+/* NULL: all are in use. */
 static inf_prefetch *prefetch_new(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
                                   uint32_t have, bool asked) {
     inf_prefetch *prefetch = ex->prefetches_free;
@@ -95,7 +95,7 @@ static bool earlier(const inf_run *run, const inf_run *other) {
     return one->gate != two->gate ? one->gate->order < two->gate->order : one->order < two->order;
 }
 
-/* A new job is the last one almost always, and one that gave up its slot the first. */
+/* Sorted insertion: a new job is almost always last, and one that lost its slot (`again`) first. */
 static void hint_insert(struct inf_executor *ex, inf_run *run, bool again) {
     inf_run *after = ex->hint_last;
     if (again) {
@@ -121,7 +121,7 @@ void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run) {
     run->hinted = false;
 }
 
-/* Of the sections in `mask` those that a drive has to be read for. */
+/* The sections of `mask` that must be read from the drive. */
 static uint32_t on_drive(const inf_chunk *chunk, uint32_t mask) {
     mask &= ~(uint32_t)chunk->zeros;
     for (int32_t s = 0; s < chunk->section_count; s++) {
@@ -133,7 +133,7 @@ static uint32_t on_drive(const inf_chunk *chunk, uint32_t mask) {
 void inf_prefetch_hint(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     if (run->hinted || run->prefetch_failed || ex->shut || chunk->failed_write_mask != 0) return;
-    /* that is for it */
+    /* it already reads for this job */
     if (chunk->prefetch != NULL && chunk->prefetch->state != INF_PREFETCH_WANTED) return;
     if (on_drive(&chunk->plan, run->reads) == 0) return;
     if (chunk->prefetch != NULL) prefetch_free(ex, chunk->prefetch);
@@ -168,7 +168,7 @@ static bool may_begin(const struct inf_executor *ex, const inf_pool *pool, int32
 static void begin(struct inf_executor *ex, inf_prefetch *prefetch) {
     inf_run *run = &prefetch->run;
     const inf_chunk *plan = &prefetch->record.plan;
-    prefetch->record.plan = prefetch->chunk->plan; /* it may have moved since it was wanted */
+    prefetch->record.plan = prefetch->chunk->plan; /* its place may have changed */
     run->slot.drive = plan->drive;
     inf_slot_plan(&run->slot, plan, inf_sections_all(plan), prefetch->have, 0, false);
     bool taken = inf_slot_take(ex, &run->slot);
@@ -185,12 +185,12 @@ static void begin(struct inf_executor *ex, inf_prefetch *prefetch) {
     inf_drive_queue_run(ex, run, INF_OP_READ);
 }
 
-/* Whether the next may be tried: the order of gates is kept, whatever drive or pool a job wants. */
+/* Whether the next job may be tried: reads begin in the order of gates, across drives and pools. */
 static bool begin_hinted(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     int32_t drive = chunk->plan.drive;
     if (chunk->fifo_head != run || chunk->failed_write_mask != 0 || ex->drives[drive].dead != 0) {
-        inf_prefetch_unhint(ex, run); /* what goes before it will consider it again */
+        inf_prefetch_unhint(ex, run); /* hinted again when the job before it ends */
         return true;
     }
     if (!may_begin(ex, &ex->pools[run->slot.pool], drive)) return false;
@@ -226,7 +226,7 @@ static void read_ended(struct inf_executor *ex) {
     if (inf_idle(ex)) pthread_cond_broadcast(&ex->done);
 }
 
-/* Takes a read back that no drive has begun. */
+/* Cancels a read that no drive has begun. */
 static bool unread(struct inf_executor *ex, inf_prefetch *prefetch) {
     inf_run *run = &prefetch->run;
     if (prefetch->state != INF_PREFETCH_READING || run->cursor != 0 || run->position != 0)
@@ -252,8 +252,8 @@ static bool drive_waits(const inf_pool *pool, int32_t drive) {
     return false;
 }
 
-/* Whether jobs hold the slots that are left to them, of all or, while only this drive has its
- * share, of the drive: then they go on with those, and nothing is read twice. */
+/* Whether jobs hold the slots reserved for them (of the pool, or, if only this drive is at its
+ * limit, of the drive): then they continue with these, and no read is dropped. */
 static bool jobs_go_on(struct inf_executor *ex, const inf_pool *pool, int32_t drive) {
     bool all = pool->free_count == 0;
     int32_t held = all ? pool->count - pool->prefetch_count : pool->held[drive];
@@ -270,7 +270,7 @@ bool inf_prefetch_yield(struct inf_executor *ex, int32_t index) {
          prefetch = prefetch->previous) {
         inf_chunk_record *chunk = prefetch->chunk;
         if (prefetch->run.slot.pool != index || chunk == NULL || prefetch->taker != NULL) continue;
-        /* it is not one too many */
+        /* dropping it would not help */
         if (pool->free_count > 0 && !drive_waits(pool, chunk->plan.drive)) continue;
         if (prefetch->state == INF_PREFETCH_READING && !unread(ex, prefetch)) continue;
         if (prefetch->state == INF_PREFETCH_HELD && jobs_go_on(ex, pool, chunk->plan.drive))
@@ -291,7 +291,7 @@ bool inf_prefetch_yield(struct inf_executor *ex, int32_t index) {
     return false;
 }
 
-/* The UPDATE has the slot from now on, and reads what is not in it. */
+/* Transfers the slot to the UPDATE, which reads the missing sections. */
 static void give_over(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *run) {
     inf_slot *slot = &prefetch->run.slot;
     uint32_t missing = run->reads & ~prefetch->have;
@@ -330,7 +330,7 @@ inf_prefetch_state inf_prefetch_take(struct inf_executor *ex, inf_run *run) {
     return INF_PREFETCH_HELD;
 }
 
-/* Its UPDATE waits for the read that has ended: it has the slot now, or has none. */
+/* The read that its UPDATE waited for has ended: gives it the slot, or drops it. */
 static void taker_resumes(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *taker,
                           bool failed) {
     prefetch->taker = NULL;
@@ -368,7 +368,7 @@ void inf_prefetch_drop(struct inf_executor *ex, inf_chunk_record *chunk) {
     if (prefetch == NULL) return;
     assert(prefetch->taker == NULL);
     if (prefetch->state == INF_PREFETCH_READING && !unread(ex, prefetch)) {
-        prefetch->chunk = NULL; /* its slot is free when the drive is through */
+        prefetch->chunk = NULL; /* its slot is released when the read ends */
         chunk->prefetch = NULL;
         return;
     }

@@ -1,5 +1,5 @@
-/* Where the sections of a chunk lie in a slot, and which ranges of the file they are read from and
- * written to. Pure state. All [locked]. */
+/* Layout of a chunk's sections in a slot, and the file ranges that they are read from and written
+ * to. All [locked]. */
 #include "executor.h"
 
 static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
@@ -42,9 +42,8 @@ static inf_range range_of(const inf_chunk *chunk, int32_t s, bool other, int64_t
                        .file = file_of(chunk, s, other)};
 }
 
-/* Lays `used` out in the slot, in the order of sections. What is read and what is written of it are
- * ranges of their own; in each of the two, sections that lie together in the file and in the slot
- * are one. */
+/* Places the sections `used` in the slot, in order, and lists the ranges to read and to write;
+ * adjacent sections (in file and slot) are one range. */
 void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
                    uint32_t written, bool moves) {
     slot->range_count[INF_OP_READ] = slot->range_count[INF_OP_WRITE] = 0;
@@ -80,15 +79,15 @@ void inf_slot_plan_reads(inf_slot *slot, const inf_chunk *chunk, uint32_t reads)
     }
 }
 
-/* What the chunk keeps in memory is not read from the drive. */
+/* Sections of a failed write, which are in memory, are not read. */
 void inf_run_plan_slot(inf_run *run) {
     inf_slot_plan(&run->slot, &run->chunk->plan,
                   inf_run_used(run) & ~run->chunk->failed_write_mask, run->reads,
                   inf_run_written(run), run->moves);
 }
 
-/* Where a section is worked on: a resident one that has another version, there, once it was copied
- * (`bring`). */
+/* Address of a section in the pass; of a resident one in a new version, after `bring` has copied
+ * it. */
 uint8_t *inf_section_address(const inf_run *run, int32_t section) {
     const inf_slot *failed_write = &run->chunk->failed_write;
     const inf_chunk *chunk = &run->chunk->plan;

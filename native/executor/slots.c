@@ -1,8 +1,8 @@
-/* Slots: who gets the next one. All [locked].
+/* Slots: choice of the run that gets the next one. All [locked].
  *
- * By priority, then in the order of arrival; one in INF_FAIR_TURN goes to who came first of all.
- * And no drive may hold so many that another finds none, or a slow drive, whose jobs hold theirs
- * for long, would in the end hold all of them and stop the fast ones.
+ * By priority, then in the order of arrival; one grant in INF_FAIR_TURN is to the oldest run. The
+ * slots of a drive are limited: otherwise a slow drive, whose jobs hold their slots for long, would
+ * in the end hold all of them and stop the fast ones.
  */
 #include "executor.h"
 
@@ -34,7 +34,7 @@ void inf_pool_free(const inf_pool *pool) {
     for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) free(pool->waiting[p]);
 }
 
-/* The most that one drive may hold: half of an equal share is left for each of the others. */
+/* Maximum slots of one drive: reserves half of an equal share for each other drive. */
 int32_t inf_held_max(const struct inf_executor *ex, const inf_pool *pool) {
     int32_t drives = ex->config.drive_count;
     if (drives < 2 || pool->count < drives) return pool->count;
@@ -60,8 +60,7 @@ bool inf_slot_unwait(struct inf_executor *ex, inf_run *run) {
     return true;
 }
 
-/* The queue of the one that came first, of the drives that hold fewer than `held`; NULL when there
- * is none. */
+/* The queue with the oldest head among drives that hold fewer than `held` slots, or NULL. */
 static inf_queue *first_of(inf_pool *pool, int32_t priority, int32_t drive_count, int32_t held) {
     inf_queue *first = NULL;
     for (int32_t d = 0; d < drive_count; d++) {

@@ -1,5 +1,4 @@
-/* What a submission and its ticket are told of the runs: failed, filled. Pure state. All
- * [locked]. */
+/* Reports of runs to their submission and ticket: failed, filled. All [locked]. */
 #include "executor.h"
 
 void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset,
@@ -18,8 +17,8 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
                              .piece = -1};
 }
 
-/* Targets hold their data and sources are free again; tells the ticket when all of its jobs are so
- * far. */
+/* The run's targets have their data and its sources are free; the last run sets the ticket's word.
+ * */
 void inf_run_filled(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
     if (run->filled) return;
@@ -39,6 +38,6 @@ void inf_submission_fail(struct inf_executor *ex, inf_submission *submission,
     if (submission->ticket->words[2]) return;
     submission->ticket->fault = *fault;
     __atomic_store_n(&submission->ticket->words[2], 1u, __ATOMIC_RELEASE);
-    /* Behind the ticket's word: who sees the alarm finds the ticket that failed. */
+    /* After the ticket's word: a thread that sees the alarm finds the failed ticket. */
     if (ex->alarm != NULL) __atomic_store_n(ex->alarm, 1u, __ATOMIC_RELEASE);
 }

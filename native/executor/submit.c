@@ -1,12 +1,11 @@
-/* Intake: chunks are made known, jobs are checked, copied and put into the FIFOs of their
- * chunks. */
+/* Registers chunks; checks and copies jobs, and appends them to the FIFOs of their chunks. */
 #include "executor.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* What is wrong with a job; aio/_validate.py has the sentences. */
+/* Errors in a job; aio/_validate.py has the messages. */
 enum {
     BAD_CHUNK = 1,
     BAD_KIND,
@@ -96,7 +95,7 @@ int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count) {
         ex->chunks_free[ex->chunk_free_count++] = ids[i];
         ex->stats.chunks_live--;
     }
-    inf_pump(ex); /* slots that were kept go round again */
+    inf_pump(ex); /* released slots may be granted */
     pthread_mutex_unlock(&ex->lock);
     return error;
 }
@@ -127,7 +126,7 @@ static int64_t slot_bytes(const inf_chunk *chunk, const inf_job *job) {
     return bytes;
 }
 
-/* The pool whose slots hold that many bytes; -1 when none does. */
+/* The pool with slots of at least that many bytes, or -1. */
 static int32_t pool_for(const struct inf_executor *ex, int64_t bytes) {
     for (int32_t i = 0; i < 2; i++) {
         if ((ex->config.small_count > 0 || i == 1) && bytes <= ex->pools[i].bytes) return i;
@@ -196,8 +195,8 @@ static void *copy_of(const void *source, int32_t count, size_t size) {
     return copy;
 }
 
-/* At the end; but what is kept is written again before anything that has not started, which might
- * write the chunk. */
+/* Appends a job; a REWRITE is inserted before all jobs that have not started, which might write the
+ * chunk. */
 static void fifo_insert(inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     inf_run *after = chunk->fifo_tail;
@@ -211,8 +210,8 @@ static void fifo_insert(inf_run *run) {
     if (run->fifo_next == NULL) chunk->fifo_tail = run;
 }
 
-/* Sections that an UPDATE takes from the chunk: not the one that it is given (a resident one is as
- * good), and spilled gradients only if one of its segments has its there. */
+/* Sections that an UPDATE reads from the chunk: not a given section 0 (unless it is resident), and
+ * spilled gradients only if a segment uses them. */
 static uint32_t update_reads(const inf_chunk *chunk, const inf_job *job, const inf_seg *segs) {
     uint32_t reads = inf_sections_all(chunk) & ~inf_grad_mask(chunk);
     if ((job->mask & INF_MASK_PARAM_IN_MEMORY) && !inf_section_resident(chunk, 0)) reads &= ~1u;
@@ -301,7 +300,7 @@ static int64_t plan_wrong(const struct inf_executor *ex, const inf_job *jobs, in
     return 0;
 }
 
-/* Hands a submission over; the ticket has its hold. [locked] */
+/* Enters a submission, with a reference of its ticket. [locked] */
 static void submission_hand_over(struct inf_executor *ex, inf_ticket *ticket,
                                  inf_submission *submission, const inf_job *jobs, int32_t priority,
                                  inf_gate *gate) {
@@ -349,7 +348,7 @@ inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_
     return NULL;
 }
 
-/* One REWRITE for each chunk that keeps something; *count is how many. NULL without memory. */
+/* One REWRITE per chunk with a failed write; *count: their number. NULL without memory. */
 static inf_job *rewrites(const struct inf_executor *ex, int32_t *count) {
     inf_job *jobs = calloc(ex->stats.kept_chunks + 1, sizeof *jobs);
     *count = 0;
@@ -369,8 +368,8 @@ inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error) {
     if (jobs != NULL) submission = submission_new(count, NULL, 0, NULL, 0);
     *error = ticket == NULL || submission == NULL ? -ENOMEM : ex->shut ? -ESHUTDOWN : 0;
     if (*error == 0) {
-        /* In one go with taking the marks off: between the two another job could write a chunk that
-         * keeps something. */
+        /* Under the same lock as unmarking: in between, another job could write a chunk with a
+         * failed write. */
         for (int32_t d = 0; d < ex->config.drive_count; d++) ex->drives[d].stats.marked = 0;
         submission_hand_over(ex, ticket, submission, jobs, INF_PRIORITY_COUNT - 1, NULL);
     }

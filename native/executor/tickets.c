@@ -1,5 +1,4 @@
-/* The interface of gates and tickets: what work is held back with, waited for, made urgent and
- * cancelled. */
+/* The interface of gates and tickets: hold back, wait for, promote and cancel submissions. */
 #include "executor.h"
 
 #include <errno.h>
@@ -102,8 +101,8 @@ static bool word_set(const inf_ticket *ticket, int32_t word) {
 
 int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word) { return word_set(ticket, word); }
 
-/* Moves a job to the queue of demands, wherever it waits; of one that is partly with the drive the
- * rest. [locked] */
+/* Moves a waiting job to the queue of demands; of a partly issued one the remaining blocks.
+ * [locked] */
 static void run_promote(struct inf_executor *ex, inf_run *run) {
     int32_t priority = run->priority;
     inf_queue *from = NULL;
@@ -128,7 +127,7 @@ static void run_promote(struct inf_executor *ex, inf_run *run) {
         to = &queue->jobs[op][0];
     }
     bool queued = from != NULL && inf_queue_remove(from, run);
-    run->priority = 0; /* also where it is in no queue: for what comes next */
+    run->priority = 0; /* also if it is in no queue: for its next states */
     if (queued) inf_queue_push(to, run);
 }
 
@@ -171,14 +170,14 @@ int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int6
 static void run_cancel(struct inf_executor *ex, inf_run *run) {
     if (run->job.kind != INF_JOB_FETCH || run->faulted || run->reread) return;
     if (run->state == INF_WAITING) {
-        ex->active++; /* as if it had begun: it ends now, whatever it waits for */
+        ex->active++; /* as if it had started, since its end decrements it */
     } else if (!inf_slot_unwait(ex, run)) {
         bool unsent = run->state == INF_READING && run->cursor == 0 && run->position == 0;
         if (!unsent || !inf_drive_unqueue(&ex->drives[run->chunk->plan.drive], run, INF_OP_READ))
             return;
     }
     inf_run_fail(run, INF_FAULT_CANCELLED, -1, 0, 0, 0);
-    run->state = INF_STARTING; /* the end of the job before it in its FIFO leaves it alone */
+    run->state = INF_STARTING; /* so that the end of the previous job does not start it */
     inf_queue_push(&ex->ended, run);
 }
 

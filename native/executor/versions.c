@@ -1,20 +1,20 @@
-/* Two places of a chunk, one of them committed: what is written goes to the other, and both can be
- * gone back to.
+/* Two places of a chunk, one of them committed: writes go to the other place, and either can be
+ * restored.
  *
  *   commit      the live place is the committed one; the next UPDATE or STORE writes the other,
  *               whole, and flips
- *   later       UPDATEs and STOREs work in place, on what is not committed
+ *   later       UPDATEs and STOREs change the uncommitted place
  *   rollback    the committed place is the live one again
- *   exchange    what lies in the other place is committed, and is the live one
+ *   exchange    the other place becomes the committed and the live one
  *
- * Spilled gradients are no version: a STORE of them alone moves nothing. Resident sections change
- * in place, and then there is no way back, unless they have memory for another version.
+ * Spilled gradients are not versioned: a STORE of only gradients changes no place. Resident
+ * sections without memory for a second version are changed in place, and cannot be restored.
  */
 #include "executor.h"
 
 #include <errno.h>
 
-/* Whether a resident section would be changed for good. */
+/* Whether a resident section has no second version. */
 static bool for_good(const inf_chunk *chunk) {
     for (int32_t s = 0; s < chunk->section_count; s++) {
         bool state = !(inf_grad_mask(chunk) >> s & 1u);
@@ -23,8 +23,8 @@ static bool for_good(const inf_chunk *chunk) {
     return false;
 }
 
-/* Whether a section of the states is in memory. An update that broke off may have changed its
- * second version. */
+/* Whether a section of the states is in memory: a failed update may have changed its second
+ * version. */
 static bool holds_state(const inf_chunk *chunk) {
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!(inf_grad_mask(chunk) >> s & 1u) && inf_section_resident(chunk, s)) return true;
@@ -32,8 +32,7 @@ static bool holds_state(const inf_chunk *chunk) {
     return false;
 }
 
-/* Whether no pending job writes states; gradients that spill are written to a place that has no
- * versions. */
+/* Whether no pending job writes states; stores of spilled gradients do not count. */
 static bool states_stay(const inf_chunk_record *chunk) {
     uint32_t states = inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan);
     const inf_run *run = chunk->fifo_head;
@@ -75,7 +74,7 @@ static void go_back(struct inf_executor *ex, inf_chunk_record *chunk) {
         inf_prefetch_drop(ex, chunk);
         inf_chunk_drop_failed_write(ex, chunk);
         inf_chunk_swap_places(chunk, chunk->plan.other_generation);
-        /* In the other place is what was taken back, and not the version before. */
+        /* The other place has the undone version, not an earlier one. */
         chunk->updated = chunk->exchanged = false;
     }
     chunk->place = INF_PLACE_COMMITTED;
@@ -87,7 +86,7 @@ int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t coun
     pthread_mutex_lock(&ex->lock);
     int32_t error = wrong(ex, ids, count, true);
     for (int32_t i = 0; i < count && error == 0; i++) go_back(ex, ex->chunks[ids[i]]);
-    inf_pump(ex); /* slots that were kept go round again */
+    inf_pump(ex); /* released slots may be granted */
     pthread_mutex_unlock(&ex->lock);
     return error;
 }
@@ -110,7 +109,7 @@ int32_t inf_executor_exchange(inf_executor *ex, const int32_t *ids, int32_t coun
         chunk->exchanged = !chunk->exchanged;
         chunk->invalid &= grad;
     }
-    inf_pump(ex); /* slots that were kept go round again */
+    inf_pump(ex); /* released slots may be granted */
     pthread_mutex_unlock(&ex->lock);
     return error;
 }

@@ -1,6 +1,6 @@
 /* Passes over one chunk in memory: fetch, store, and the fused update. Piece by piece, so that a
- * piece of every section (96 KiB at 8192 elements) stays in L2 between its checksum, its update and
- * its next checksum. */
+ * piece of all sections (96 KiB at 8192 elements) stays in L2 between verification, update and new
+ * checksum. */
 #include "infinity.h"
 
 #include <string.h>
@@ -18,12 +18,12 @@ static int32_t grad_section(const inf_chunk *chunk) {
     return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE ? -1 : chunk->section_count - 1;
 }
 
-/* Whether a size or an offset is one that sums of a few stay within int64_t with. */
+/* Whether a size or an offset is valid, so that sums of a few do not overflow int64_t. */
 static int within(int64_t bytes) {
     return bytes >= 0 && bytes <= INF_BYTES_MAX;
 }
 
-/* Whether the section has the items that its format says, and lies in its run. */
+/* Whether the section has the items of its format, inside its run. */
 static int section_valid(const inf_chunk *chunk, int32_t s, int32_t itemsize_of, int32_t group_of) {
     const int32_t itemsize = chunk->itemsize[s];
     const int32_t group = chunk->group_numel[s] == 0 ? 1 : chunk->group_numel[s];
@@ -68,7 +68,7 @@ static piece_range piece_at(const inf_chunk *chunk, int64_t index) {
     return (piece_range){index, start, left < chunk->piece_numel ? left : chunk->piece_numel};
 }
 
-/* Where a piece lies in a section, and how many bytes it has there. */
+/* Offset and bytes of a piece in a section. */
 static int64_t piece_offset(const inf_chunk *chunk, int32_t section, piece_range piece) {
     return inf_section_span(chunk, section, piece.start);
 }
@@ -79,7 +79,7 @@ static size_t piece_bytes(const inf_chunk *chunk, int32_t section, piece_range p
 
 static uint32_t piece_sum(const inf_chunk *chunk, int32_t section, piece_range piece,
                           const uint8_t *section_data) {
-    /* they outlive versions */
+    /* gradients are not versioned */
     const uint64_t generation = section == grad_section(chunk) ? 0 : chunk->generation;
     return inf_crc32c(inf_sum_seed(generation, chunk->key, section, piece.index),
                       section_data + piece_offset(chunk, section, piece),
@@ -168,8 +168,7 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
 
 /* ---- update ---------------------------------------------------------------------------------- */
 
-/* What the elements of a segment's gradient are, an INF_GRAD_* other than SECTION; -1: nothing that
- * can be. */
+/* The dtype of a segment's gradient, an INF_GRAD_* other than SECTION; -1: invalid. */
 static int32_t grad_dtype_of(const inf_chunk *chunk, const inf_seg *seg) {
     if (seg->grad_dtype >= INF_GRAD_BF16 && seg->grad_dtype <= INF_GRAD_FP16)
         return seg->grad == 0 ? -1 : seg->grad_dtype;
@@ -215,7 +214,7 @@ static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_S
     return INF_OK;
 }
 
-/* Update elements [start, start + numel) of the chunk, which lie in the segment. */
+/* Updates elements [start, start + numel) of the chunk, which are in the segment. */
 static void update_range(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
                          const inf_seg *seg, int64_t start, int64_t numel, const inf_hyper *hyper) {
     const int32_t grad_dtype = grad_dtype_of(chunk, seg);
@@ -241,7 +240,7 @@ typedef struct {
     int32_t next; /* the first segment that is not wholly behind the current piece */
 } seg_cursor;
 
-/* Update the part of the segments that lies in the piece; returns whether there was any. */
+/* Updates the parts of segments in the piece; returns whether there are any. */
 static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
                         piece_range piece, seg_cursor *cursor, const inf_hyper *hypers) {
     const int64_t piece_end = piece.start + piece.numel;
@@ -255,12 +254,12 @@ static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTI
             update_range(chunk, section, seg, start, end - start, &hypers[seg->hyper]);
             touched = 1;
         }
-        if (seg_end > piece_end) break; /* goes on in the next piece */
+        if (seg_end > piece_end) break; /* continues in the next piece */
     }
     return touched;
 }
 
-/* The checksums that a piece has after its update, into `sums_new`: those of what it holds now. */
+/* Writes a piece's checksums after its update to `sums_new`. */
 static void sum_piece(const inf_chunk *chunk, const inf_chunk *to,
                       uint8_t *const section[INF_SECTION_MAX], piece_range piece, int touched,
                       uint32_t in_memory_mask, uint32_t *sums_new) {
@@ -323,7 +322,7 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
     if (!update_plan_valid(chunk, section, segs, seg_count, hypers, hyper_count, sums_scratch))
         return INF_BAD_PLAN;
     const int64_t piece_count = inf_piece_count(chunk);
-    int32_t unread_count = 0; /* sections that no read could bring back */
+    int32_t unread_count = 0; /* sections that cannot be read again */
     for (int32_t s = 0; s < chunk->section_count; s++) {
         unread_count += inf_section_resident(chunk, s) || (in_memory_mask >> s & 1u);
     }
@@ -351,8 +350,7 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
         sum_piece(chunk, to, section, piece, touched, in_memory_mask, sums_scratch);
         if (out0 != NULL && !keeps) copy_out(chunk, section, piece, out0);
     }
-    /* Later where the caller's memory may be what was given, and is wanted again after a
-     * mismatch. */
+    /* Only now, since out0 may be the given memory, which is needed again after a mismatch. */
     for (int64_t k = 0; out0 != NULL && keeps && k < piece_count; k++)
         copy_out(chunk, section, piece_at(chunk, k), out0);
     if (chunk->sums_ptr != 0) commit_sums(to, sums_scratch);

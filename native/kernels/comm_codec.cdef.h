@@ -1,22 +1,22 @@
-/* Quantised wire buffers and sums in the order of ranks; for cffi, and included by comm_codec.h, so
- * that there is one text. No preprocessor here.
+/* Quantised wire buffers and sums in the order of ranks. Parsed by cffi and included by
+ * comm_codec.h, so no preprocessor directives.
  *
  * A wire: int8 codes, or int4 codes two to a byte (the element with the even number in the low
  * half), padded with zeros to a multiple of 64 bytes; then a bf16 scale per group of `group_numel`
- * (a power of two, 64 to 1024) elements, padded likewise. infinity/_src/kernels/quantize.py says
- * what codes and scales are, infinity/_src/kernels/comm_codec.py is the reference of all below, bit
- * for bit.
+ * (a power of two, 64 to 1024) elements, padded likewise. infinity/_src/kernels/quantize.py defines
+ * codes and scales; infinity/_src/kernels/comm_codec.py is the bitwise reference of all functions
+ * below.
  *
  * dtypes: INF_GRAD_BF16, INF_GRAD_FP16, INF_GRAD_FP32. Pointers are aligned to their items, wires
- * to 2 bytes. Addresses of several travel as uint64_t. One thread, the caller's; no memory but the
- * stack's. Denormals are kept whatever the thread's mode is. */
+ * to 2 bytes. Arrays of addresses are uint64_t. The functions run in the caller's thread and only
+ * use stack memory. Denormals are kept in every floating-point mode. */
 
 /* Bytes of a wire, of codes alone with `codes_only`. */
 int64_t inf_wire_bytes(int64_t numel, int32_t bits, int32_t group_numel, int32_t codes_only);
 
-/* values [numel] (+ error [numel]) to a wire. error: bf16 or fp32, or NULL; becomes what the wire
- * does not say, and zero in groups that are not finite. random: whether `key` and the element
- * number of the first value round, instead of to nearest. */
+/* values [numel] (+ error [numel]) to a wire. error: bf16 or fp32, or NULL; replaced by the
+ * rounding error, zero in groups with infinity or NaN. random: round stochastically with `key` and
+ * the element index of the first value, instead of to nearest. */
 void inf_wire_encode(const void *values, int32_t dtype, void *error, int32_t error_dtype,
                      uint8_t *wire, int64_t numel, int32_t bits, int32_t group_numel,
                      int32_t random, uint64_t key, int64_t element);
@@ -26,6 +26,6 @@ void inf_wire_encode(const void *values, int32_t dtype, void *error, int32_t err
 void inf_wire_decode_sum(const uint64_t *wires, int32_t count, void *out, int32_t dtype,
                          int64_t numel, int32_t bits, int32_t group_numel, float divisor);
 
-/* The same of plain pieces [numel] of one dtype; `out` may be one of them. */
+/* The same for unquantised pieces [numel] of one dtype; `out` may be one of them. */
 void inf_sum_in_order(const uint64_t *pieces, int32_t count, int32_t dtype, void *out,
                       int32_t out_dtype, int64_t numel, float divisor);

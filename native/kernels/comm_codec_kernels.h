@@ -11,7 +11,7 @@
  *   decode_sum  s = code * scale of the first wire; s = s + code * scale of the next ...
  *               s / divisor
  *
- * Block by block, in L1: what travels is read and written once.
+ * Block by block, in L1: each wire is read and written once.
  */
 
 /* ---- values between their dtype and fp32 ----------------------------------------------------- */
@@ -63,7 +63,7 @@ static void INF_ISA(store_values)(void *target, int32_t dtype, int64_t first,
 static void INF_ISA(divide)(float *restrict x, float divisor, int32_t n) {
     if (divisor == 1.0f) return;
     int exponent;
-    /* a power of two: the product is the same number, and takes less */
+    /* a power of two: multiplication gives the same result faster */
     if (frexpf(divisor, &exponent) == 0.5f) {
         const float factor = 1.0f / divisor;
         for (int32_t i = 0; i < n; i++) x[i] = x[i] * factor;
@@ -101,7 +101,7 @@ INF_INLINE void INF_ISA(codes_of)(int8_t *restrict code, const float *restrict x
         for (int32_t i = 0; i < n; i++) {
             const float y = x[i] / scale;
             int32_t number = (int32_t)y;
-            /* in integers: gcc makes a branch of it in floats, and then no vectors */
+            /* in integers, since gcc does not vectorise the float version */
             number -= (float)number > y;
             number += u[i] < y - (float)number;
             number = number > levels ? levels : number;
@@ -111,7 +111,7 @@ INF_INLINE void INF_ISA(codes_of)(int8_t *restrict code, const float *restrict x
     }
 }
 
-/* One group: x becomes what its codes do not say. */
+/* One group: replaces x by the rounding errors of its codes. */
 INF_INLINE void INF_ISA(remainders)(float *restrict x, const int8_t *restrict code, float scale,
                                     int32_t n) {
     if (wire_within(scale)) {
@@ -145,8 +145,8 @@ static void INF_ISA(pack)(uint8_t *restrict to, const int8_t *restrict code, int
     }
 }
 
-/* The groups of a block of n elements: codes and scales; with keep_error, x becomes what they
- * leave. */
+/* Codes and scales of the groups of a block of n elements; with keep_error, x is replaced by the
+ * rounding errors. */
 static void INF_ISA(encode_block)(int8_t *restrict code, uint8_t *restrict scales,
                                   float *restrict x, const float *restrict u,
                                   const wire_shape *shape, int keep_error, int32_t n) {

@@ -1,7 +1,7 @@
-/* Instruction sets of this machine that the kernels have versions for: x86-64 only.
+/* Instruction sets of this machine for which the kernels have versions: x86-64 only.
  *
- * Not by __builtin_cpu_supports: its tables are in the compiler's run-time library, and zig's has
- * them empty, so that every machine would look like the oldest. */
+ * Not by __builtin_cpu_supports, whose tables are in the compiler's run-time library: zig's are
+ * empty, so every machine would look like the oldest. */
 #ifndef INFINITY_CPU_H
 #define INFINITY_CPU_H
 
@@ -17,7 +17,7 @@ enum {
     INF_CPU_VPCLMUL = 1 << 4 /* on registers of 512 bits */
 };
 
-/* Registers that the kernel saves when it switches threads; without that, instructions on them
+/* Registers that the operating system saves on a context switch; without that, instructions on them
  * fault or lose their state. */
 enum { INF_XCR0_YMM = 0x06, INF_XCR0_ZMM = 0xE6 };
 

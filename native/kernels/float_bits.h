@@ -1,6 +1,5 @@
-/* Scalars between encodings, on bits. Always inlined and free of library calls, so that a loop over
- * them vectorises in every instruction set (see optimizer_kernels.c), with the same result in
- * each. */
+/* Bitwise conversions of scalars. Always inlined, without library calls, so that loops over them
+ * vectorise in every instruction set (see optimizer_kernels.c), with the same results. */
 #ifndef INFINITY_FLOAT_BITS_H
 #define INFINITY_FLOAT_BITS_H
 
@@ -37,8 +36,7 @@ INF_INLINE uint16_t inf_hi_of_bits(uint32_t bits) {
     return (uint16_t)((bits + 0x8000u) >> 16);
 }
 
-/* 0x7FFFFFFF would round up into the sign and come back as -0.0, so every NaN is stored as one that
- * cannot. */
+/* Every NaN becomes 0x7FC00000: 0x7FFFFFFF would round up into the sign and decode as -0.0. */
 INF_INLINE uint32_t inf_canonical_bits(float value) {
     const uint32_t bits = inf_bits_from_float(value);
     return (bits & 0x7FFFFFFFu) > INF_INFINITY_BITS ? INF_NAN_BITS : bits;
@@ -51,8 +49,8 @@ INF_INLINE uint64_t inf_mix64(uint64_t word) {
     return word ^ (word >> 31);
 }
 
-/* What random bits depend on besides the element's index from `element` on. Holds until the upper
- * half of the element changes. */
+/* Key of the random bits for indices relative to `element`. Valid until the upper half of the
+ * element changes. */
 typedef struct {
     uint32_t low;
     uint32_t high;
@@ -78,8 +76,8 @@ INF_INLINE uint32_t inf_random(uint32_t index, inf_keys keys) {
 INF_INLINE float inf_float_from_half(uint16_t half) {
     const uint32_t word = (uint32_t)half << 16;
     const uint32_t twice = word + word;
-    /* A normal number: its exponent moved up by 224 and scaled back by 2^-112; infinity and NaN
-     * come out as such. */
+    /* A normal number: add 224 to the exponent, then scale by 2^-112; this also converts infinity
+     * and NaN. */
     const float normal = inf_float_from_bits((twice >> 4) + (0xE0u << 23)) * 0x1.0p-112f;
     const float denormal = inf_float_from_bits((twice >> 17) | (126u << 23)) - 0.5f;
     const uint32_t small = 0u - (uint32_t)(twice < (1u << 27));
@@ -92,8 +90,8 @@ INF_INLINE float inf_float_from_half(uint16_t half) {
 INF_INLINE uint16_t inf_half_from_float(float value) {
     const uint32_t bits = inf_bits_from_float(value);
     const uint32_t twice = bits + bits;
-    /* Adding a power of two that leaves ten bits of the number lets the addition round it. Scaling
-     * up first makes infinity of what is too large. */
+    /* Adding a power of two that leaves ten bits of the number rounds it. Scaling up first turns
+     * numbers that are too large into infinity. */
     float base = (inf_float_from_bits(bits & 0x7FFFFFFFu) * 0x1.0p+112f) * 0x1.0p-110f;
     uint32_t bias = twice & 0xFF000000u;
     bias = bias < 0x71000000u ? 0x71000000u : bias;

@@ -1,4 +1,4 @@
-/* What a state format is made of. */
+/* Sections of a state format. */
 #include "infinity.h"
 
 /* Master sections of each INF_MASTER_*: itemsizes, 0 ends. RAW's is the parameter's own. */

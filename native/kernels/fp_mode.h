@@ -1,5 +1,5 @@
-/* Floating-point mode of a kernel: denormals kept and rounding to nearest, whatever the thread has
- * (a thread inherits torch.set_flush_denormal from the one that made it). */
+/* Sets a kernel's floating-point mode: denormals kept, rounding to nearest. A thread inherits
+ * torch.set_flush_denormal from its creator. */
 #ifndef INFINITY_FP_MODE_H
 #define INFINITY_FP_MODE_H
 

@@ -1,10 +1,10 @@
-/* Whether gradients are finite: one pass at memory speed. torch's own ways make a copy or run
+/* Whether gradients are finite: one pass at memory bandwidth. torch's functions make a copy or run
  * element by element. */
 #include "infinity.h"
 
 #include "gradients.h"
 
-enum { STEP = 4096 }; /* elements between two looks at the result */
+enum { STEP = 4096 }; /* elements between two checks of the result */
 
 /* A number is not finite when all bits of its exponent are set. */
 static int32_t finite16(const uint16_t *values, uint16_t exponent, int64_t numel) {
@@ -28,8 +28,8 @@ static int32_t finite32(const uint32_t *values, int64_t numel) {
     return 1;
 }
 
-/* 1 when every one of `numel` values is; grad_dtype: INF_GRAD_*, pointers aligned to their element.
- * -1: unknown dtype. */
+/* 1 if all `numel` values are finite, else 0; -1: unknown dtype. grad_dtype: INF_GRAD_*; the
+ * pointer is aligned to its elements. */
 int32_t inf_all_finite(const void *values, int32_t grad_dtype, int64_t numel) {
     if (grad_dtype == INF_GRAD_BF16) return finite16(values, 0x7F80u, numel);
     if (grad_dtype == INF_GRAD_FP16) return finite16(values, 0x7C00u, numel);

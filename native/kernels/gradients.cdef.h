@@ -1,4 +1,4 @@
-/* Looks at gradients; for cffi, and included by gradients.h, so that there is one text. No
- * preprocessor here. */
+/* Checks of gradients. Parsed by cffi and included by gradients.h, so no preprocessor directives.
+ * */
 
 int32_t inf_all_finite(const void *values, int32_t grad_dtype, int64_t numel);

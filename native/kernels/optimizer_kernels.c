@@ -1,8 +1,8 @@
-/* Updates on pointers: one body (optimizer_kernels.h) per instruction set, chosen at run time.
+/* Updates: one version of optimizer_kernels.h per instruction set, chosen at run time.
  *
- * The file is compiled for the ABI's baseline; the wider versions sit in `#pragma GCC target`
- * regions that run only after cpu.h said yes. No inline function crosses a region: those are
- * always_inline and scalar.
+ * The file is compiled for the ABI's baseline; the wider versions are in `#pragma GCC target`
+ * regions, called only if cpu.h detects the instruction set. Inline functions used across regions
+ * are always_inline and scalar.
  */
 #include "cpu.h"
 #include "float_bits.h"
@@ -23,15 +23,14 @@
 #define INF_SCALE_LEAST 0x1080u
 #define INF_SCALE_MOST 0x7F7Fu  /* the largest bf16 */
 
-/* Part of a segment: where its sections lie, from `element` of the parameter on. */
+/* Part of a segment: addresses of its sections, and the parameter's index of its first element. */
 typedef struct {
     uint8_t *section[INF_SECTION_MAX];
     int64_t numel;
     int64_t element;
 } inf_block;
 
-/* Bytes that each section has for INF_QUANT_GROUP elements: what a block of whole groups moves on
- * by. */
+/* Bytes of each section for INF_QUANT_GROUP elements. */
 INF_INLINE void inf_group_bytes(int32_t format, int64_t bytes[INF_SECTION_MAX]) {
     int32_t itemsize[INF_SECTION_MAX] = {0}, group_numel[INF_SECTION_MAX] = {0};
     const int32_t count = inf_format_sections(format, itemsize, group_numel);

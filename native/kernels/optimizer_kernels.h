@@ -19,11 +19,10 @@
  *          p = p - sign(m * beta1 + g * one_minus_beta1) * step_size
  *          m = m * beta2 + g * one_minus_beta2
  *
- * Block by block, in L1: states are decoded to fp32, one algorithm's loop runs over them, and they
- * are encoded again. Any algorithm goes with any encoding that way. AdamW on fp32 moments and a
- * split or fp32 master, where the whole is memory-bound, has loops that do all three at once. The
- * log is replayed on a block of gradients, so that its loop is outside the element loops and these
- * vectorise.
+ * Block by block, in L1: states are decoded to fp32, updated by the algorithm's loop, and encoded
+ * again, so every algorithm works with every encoding. AdamW on fp32 moments and a split or fp32
+ * master is memory-bound, so it has fused loops. The log is replayed on a block of gradients,
+ * outside of the element loops, so that these vectorise.
  */
 #include "update_codec.h"
 
@@ -46,7 +45,7 @@ static void INF_ISA(load_gradient)(float *restrict g, const void *grad, int32_t 
         case INF_LOG_DIV:
             for (int64_t i = 0; i < numel; i++) g[i] /= value;
             break;
-        /* NaN stays: no comparison with it holds. */
+        /* Keeps NaN, since comparisons with it are false. */
         case INF_LOG_CLAMP_MIN:
             for (int64_t i = 0; i < numel; i++) g[i] = g[i] < value ? value : g[i];
             break;
@@ -101,9 +100,9 @@ static int INF_ISA(adamw_split)(uint16_t *restrict hi, int16_t *restrict lo, flo
     return least == INT16_MIN;
 }
 
-/* The states `bf16` and `compact` in one loop each: division and square root take as long as all
- * the rest, and the rest hides behind them. The same bits as by update_block, which takes what
- * these leave. */
+/* Fused loops for the formats `bf16` and `compact`: division and square root take as long as all
+ * other operations, which overlap with them. Same bits as update_block, which handles partial
+ * groups. */
 static void INF_ISA(adamw_bf16)(uint16_t *restrict hi, int16_t *restrict lo,
                                 uint16_t *restrict m_bits, uint16_t *restrict v_bits,
                                 const float *restrict g, int64_t numel, const inf_hyper *hyper,
@@ -125,7 +124,7 @@ static void INF_ISA(adamw_bf16)(uint16_t *restrict hi, int16_t *restrict lo,
     }
 }
 
-/* All but the moments' codes of one group: what ends in _out is for store_q8. */
+/* One group without the moments' codes: the outputs *_out are for store_q8. */
 INF_INLINE void INF_ISA(adamw_compact)(uint16_t *restrict hi, int8_t *restrict lo,
                                        const uint8_t *restrict m_code,
                                        const uint8_t *restrict v_code,
@@ -227,7 +226,7 @@ static void INF_ISA(update_block)(int32_t format, const inf_block *at, float *re
     }
     const int64_t whole = (at->numel + INF_QUANT_GROUP - 1) / INF_QUANT_GROUP * INF_QUANT_GROUP;
     for (int32_t k = 0; k < count && inf_format_moments(format) == INF_MOMENTS_Q8; k++) {
-        /* of no parameter: it must not raise the scale */
+        /* no parameter's elements: must not affect the scale */
         memset(m[k] + at->numel, 0, (size_t)(whole - at->numel) * sizeof(float));
     }
     if (inf_format_master(format) == INF_MASTER_SPLIT8 ||
@@ -238,7 +237,7 @@ static void INF_ISA(update_block)(int32_t format, const inf_block *at, float *re
     for (int32_t k = 0; k < count; k++) INF_ISA(store_moment)(format, at, k, m[k], random);
 }
 
-/* A block, by the loop that is made for it if there is one. */
+/* Updates a block, by a fused loop if there is one. */
 static void INF_ISA(update_part)(int32_t format, const inf_block *at, float *restrict g,
                                  const inf_hyper *hyper) {
     const int one_key = (uint32_t)at->element <= 0xFFFFFFFFu - INF_BLOCK_NUMEL;

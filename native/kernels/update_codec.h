@@ -1,9 +1,9 @@
-/* How states come out of their sections and go back: the part of optimizer_kernels.c that knows
- * encodings, once per instruction set.
+/* Decoding and encoding of states, the part of optimizer_kernels.c that depends on formats;
+ * included once per instruction set.
  *
- * No include guard (see optimizer_kernels.h). infinity/_src/kernels/state_codec.py does the same in
- * torch, bit for bit, and says why it is done so. All work on a block of at most INF_BLOCK_NUMEL
- * elements, in L1, that starts where a quantisation group does.
+ * No include guard (see optimizer_kernels.h). infinity/_src/kernels/state_codec.py computes the
+ * same bits in torch, and gives the reasons. All functions work on a block of at most
+ * INF_BLOCK_NUMEL elements, in L1, that starts at a quantisation group.
  */
 
 /* ---- random bits: 32 for each element, from (key, element) alone ----------------------------- */
@@ -23,7 +23,7 @@ static void INF_ISA(fill_random)(uint32_t *restrict random, uint64_t key, int64_
 
 /* ---- masters --------------------------------------------------------------------------------- */
 
-/* The masters as fp32: in `memory`, or where they rest when they rest so. */
+/* The masters as fp32: decoded to `memory`, or in place if they are stored as fp32. */
 static float *INF_ISA(load_master)(int32_t master, const inf_block *at, float *restrict memory) {
     const int64_t n = at->numel;
     const uint16_t *restrict hi = (const uint16_t *)at->section[0];
@@ -41,7 +41,7 @@ static float *INF_ISA(load_master)(int32_t master, const inf_block *at, float *r
     return memory;
 }
 
-/* `random`: its upper 8 bits round to 24 bits. */
+/* random: the upper 8 bits are for rounding to 24 bits. */
 static void INF_ISA(store_master)(int32_t master, const inf_block *at, const float *restrict p,
                                   const uint32_t *restrict random) {
     const int64_t n = at->numel;
@@ -65,11 +65,11 @@ static void INF_ISA(store_master)(int32_t master, const inf_block *at, const flo
     }
 }
 
-/* The loops round halves away from zero: then (hi, lo) is a bijection, and no element costs more.
- * At rest `hi` is rounded to even, as torch rounds. The two differ where lo is -32768 and hi is
- * odd: at rest hi is the one below then, and the sign bit of the second moment, never negative
- * itself, is set. Without such a moment in fp32 lo becomes 32767, and the master becomes the next
- * smaller fp32 in magnitude.
+/* The loops round halves away from zero, so that (hi, lo) is a bijection. The stored `hi` is
+ * rounded to even, as torch rounds. They differ if lo is -32768 and hi is odd: the stored hi is
+ * then the lower one, and the sign bit of the second moment, which is never negative, is set.
+ * Without such a moment in fp32 the stored lo is 32767, and the master becomes the next smaller
+ * fp32 in magnitude.
  *
  * hi, lo: of a block; 1 block in 256 has such a lo. v: that second moment, or NULL. */
 
@@ -116,7 +116,7 @@ static void INF_ISA(store_bf16)(uint16_t *restrict target, const float *restrict
         const uint32_t bits = inf_canonical_bits(x[i]);
         const uint32_t noise = (random[i] >> draw.shift & draw.mask) << draw.left | draw.half;
         const uint32_t rounded = (bits + noise) >> 16;
-        /* least 1: a second moment above zero stays so */
+        /* least 1: keeps a positive second moment positive */
         const uint32_t floor = bits != 0 ? least : 0;
         target[i] = (uint16_t)(rounded < floor ? floor : rounded);
     }
@@ -147,8 +147,8 @@ static void INF_ISA(load_q8)(float *restrict x, const uint8_t *restrict code,
     }
 }
 
-/* The group's scale, the bits of a bf16: its maximum rounded up, NaN when it holds anything that is
- * not finite (or, where numbers are not negative, anything negative). */
+/* The bf16 bits of the group's scale: its maximum rounded up; NaN if the group has infinity or NaN
+ * (or, in moment 1, a negative number). */
 INF_INLINE uint32_t INF_ISA(group_scale)(const float *restrict x, uint32_t sign_mask) {
     uint32_t most = 0;
     for (int32_t i = 0; i < INF_QUANT_GROUP; i++) {
@@ -161,9 +161,9 @@ INF_INLINE uint32_t INF_ISA(group_scale)(const float *restrict x, uint32_t sign_
     return up < INF_SCALE_LEAST ? INF_SCALE_LEAST : up > INF_SCALE_MOST ? INF_SCALE_MOST : up;
 }
 
-/* The codes of a group of finite numbers; factor: 127^2 or 255^4 over the scale. A root that
- * rounding put on the wrong side of a code is as good: the number is then that code but for its own
- * last bits. */
+/* The codes of a group of finite numbers; factor: 127^2 or 255^4 / scale. If rounding puts a root
+ * on the wrong side of a code, the number equals that code up to its last bits, so either side is
+ * right. */
 INF_INLINE void INF_ISA(encode_square)(uint8_t *restrict code, const float *restrict x,
                                        const uint32_t *restrict random, inf_draw draw,
                                        float factor) {
@@ -180,7 +180,7 @@ INF_INLINE void INF_ISA(encode_square)(uint8_t *restrict code, const float *rest
     }
 }
 
-/* root: the square roots of x, which an update has anyway. */
+/* root: the square roots of x, which the update has computed. */
 INF_INLINE void INF_ISA(encode_fourth)(uint8_t *restrict code, const float *restrict x,
                                        const float *restrict root, const uint32_t *restrict random,
                                        inf_draw draw, float factor) {
@@ -200,8 +200,8 @@ INF_INLINE void INF_ISA(encode_fourth)(uint8_t *restrict code, const float *rest
     }
 }
 
-/* x, and in moment 1 its square roots: whole groups, zero past n. Scales first, of all groups: each
- * is a chain of its own, and they overlap. */
+/* x, and for moment 1 its square roots: whole groups, zero beyond n. All scales first, since their
+ * dependency chains overlap. */
 static void INF_ISA(store_q8)(uint8_t *restrict code, uint16_t *restrict scales,
                               const float *restrict x, const float *restrict root,
                               const uint32_t *restrict random, inf_draw draw, int32_t moment,
@@ -234,8 +234,8 @@ static void INF_ISA(store_q8)(uint8_t *restrict code, uint16_t *restrict scales,
 
 /* ---- moments in any encoding ----------------------------------------------------------------- */
 
-/* The moment as fp32: in `memory` (zero to the end of its last group), or where it rests when it
- * rests so. */
+/* The moment as fp32: decoded to `memory` (zero to the end of its last group), or in place if it is
+ * stored as fp32. */
 static float *INF_ISA(load_moment)(int32_t format, const inf_block *at, int32_t moment,
                                    float *restrict memory) {
     const int32_t first = inf_format_master_count(format), count = inf_format_count(format);

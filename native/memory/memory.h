@@ -16,8 +16,8 @@
 
 #define INF_CPU_MAX 1024
 
-/* Around the making of threads, which inherit the caller's CPUs: `cpus` (a bit each, INF_CPU_MAX of
- * them) are the caller's for as long. 0 or a negative errno; *before is for the second call. */
+/* Before and after the creation of threads, which inherit the caller's CPUs: in between the caller
+ * runs on `cpus` (INF_CPU_MAX bits). 0 or a negative errno; *before: for the second call. */
 int32_t inf_cpus_enter(const uint64_t *cpus, cpu_set_t *before);
 int32_t inf_cpus_leave(const cpu_set_t *before);
 

@@ -1,9 +1,8 @@
-/* NUMA: memory on a node, and threads on its CPUs. Asked for by the caller
- * (infinity/_src/memory/numa.py); without that nothing is called.
+/* NUMA: memory on a node, and threads on its CPUs. Called only if infinity/_src/memory/numa.py has
+ * chosen a node.
  *
- * Memory is preferred on the node, not bound to it: what the node has no room for lies elsewhere,
- * which is slower; a strict binding would end the process instead. Threads that are made between
- * `enter` and `leave` inherit the CPUs.
+ * The kernel prefers the node, and uses others when it is full, which is slower; a strict binding
+ * would end the process instead. Threads created between `enter` and `leave` inherit the CPUs.
  */
 #include "memory.h"
 
@@ -20,7 +19,7 @@ int32_t inf_numa_prefer(uint64_t address, uint64_t size_bytes, int32_t node) {
     unsigned long nodes[NODE_MAX / WORD_BITS] = {0};
     if (node < 0 || node >= NODE_MAX) return -EINVAL;
     nodes[(size_t)node / WORD_BITS] = 1ul << ((size_t)node % WORD_BITS);
-    /* The kernel takes one bit less than it is told. */
+    /* The kernel uses one bit less than the given number. */
     long result = syscall(SYS_mbind, (unsigned long)address, (unsigned long)size_bytes,
                           MPOL_PREFERRED, nodes, NODE_MAX + 1ul, 0u);
     return result == 0 ? 0 : -errno;
@@ -34,7 +33,7 @@ int32_t inf_cpus_enter(const uint64_t *cpus, cpu_set_t *before) {
     }
     int error = pthread_getaffinity_np(pthread_self(), sizeof *before, before);
     if (error == 0) {
-        /* Whoever started the process may have given it some of them only. */
+        /* The process may be restricted to some CPUs. */
         CPU_AND(&both, &wanted, before);
         error = CPU_COUNT(&both) == 0 ? ENODEV
                                       : pthread_setaffinity_np(pthread_self(), sizeof both, &both);

@@ -1,9 +1,9 @@
 /* The slab: host memory for the executor's slots (slots.c) and, by aio.Slab, for sections
  * in RAM and gradients.
  *
- * Huge pages decide the drive's speed (3.9 against 1.7 GB/s measured on a virtio disk): a 1 MiB
- * request of 4 KiB pages is 256 segments, which drives split. MADV_DONTFORK because a page under
- * DMA must not become copy-on-write.
+ * Huge pages speed up drives (3.9 instead of 1.7 GB/s on a virtio disk): a 1 MiB request of 4 KiB
+ * pages has 256 segments, which drives split. MADV_DONTFORK, because a page under DMA must not
+ * become copy-on-write.
  */
 #include "memory.h"
 
@@ -38,11 +38,11 @@ int32_t inf_slab_map_on(uint64_t size_bytes, int32_t node, uint64_t *address, in
     uint64_t tail = start + HUGE_BYTES - aligned;
     if (tail > 0) munmap((void *)(uintptr_t)(aligned + size), tail);
     void *base = (void *)(uintptr_t)aligned;
-    /* Both are hints: a kernel without transparent huge pages gives a slower slab, which `doctor`
+    /* Errors are ignored: without transparent huge pages the slab is slower, which `doctor`
      * reports. */
     (void)madvise(base, size, MADV_HUGEPAGE);
     (void)madvise(base, size, MADV_DONTFORK);
-    /* before the first touch, which places a page */
+    /* before the first touch, which assigns a page to a node */
     if (node >= 0) *numa_error = inf_numa_prefer(aligned, size, node);
     if (madvise(base, size, MADV_POPULATE_WRITE) != 0) {
         if (errno != EINVAL) {
@@ -70,10 +70,9 @@ int64_t inf_slab_huge_bytes(uint64_t address, uint64_t size_bytes) {
     char line[512];
     while (fgets(line, sizeof line, maps) != NULL) {
         unsigned long low = 0, high = 0, kib = 0;
-        /* Ranges ascend. The libraries come behind, and the kernel counts the pages of each range
-         * that is read. */
+        /* Ranges ascend. Stop early, since the kernel counts pages for each range that is read. */
         if (sscanf(line, "%lx-%lx ", &low, &high) == 2 && strchr(line, ':') > strchr(line, '-')) {
-            /* The kernel merges neighbours: a slab may share its entry with another one. */
+            /* Adjacent mappings are merged: a slab may share its entry with another one. */
             if (low >= end) break;
             inside = high > address;
         } else if (inside && sscanf(line, "AnonHugePages: %lu kB", &kib) == 1) {

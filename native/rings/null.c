@@ -1,9 +1,9 @@
-/* The null backend, a seam of tests and benchmarks: drives that answer at once and move nothing.
+/* The null backend, for tests and benchmarks: drives that complete immediately without transfers.
  *
- * It shows what the executor itself can do, and lets a test have terabytes of swap in sparse files.
- * A read leaves the slot as it was, so nothing may be verified. One thread per drive, as a ring has
- * one: it takes requests, lets the lock go where a ring's thread would be in the kernel, and gives
- * up to `seam.null_batch` of them back together.
+ * It measures the executor's overhead, and allows terabytes of swap in sparse files. A read leaves
+ * the slot unchanged, so verification must be off. One thread per drive, like a ring: it takes
+ * requests, unlocks where a ring's thread would be in the kernel, and completes up to
+ * `seam.null_batch` of them together.
  */
 #include <errno.h>
 

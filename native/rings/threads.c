@@ -45,7 +45,7 @@ void inf_threads_wake(inf_drive *drive) {
 
 void inf_threads_stop(inf_drive *drive) {
     struct inf_executor *ex = drive->ex;
-    if (drive->threads == NULL) return; /* never started: there is no condition either */
+    if (drive->threads == NULL) return; /* never started */
     pthread_mutex_lock(&ex->lock);
     drive->kicks++;
     pthread_cond_broadcast(&drive->wake);

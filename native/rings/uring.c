@@ -1,12 +1,11 @@
 /* The io_uring backend: one thread and one ring per drive.
  *
- * liburing comes from the PyPI wheel `liburing`: its shared object exports the C library. Only
- * functions by pointer are used, and the fields of SQEs and CQEs, which are kernel ABI, are set
- * here: `struct io_uring` stays opaque.
+ * liburing is in the PyPI wheel `liburing`, whose shared object exports the C library. This file
+ * only calls functions by pointer, and accesses SQEs and CQEs, which are kernel ABI: `struct
+ * io_uring` is opaque.
  *
- * A ring is made, used and ended on its own thread (SINGLE_ISSUER). The thread always waits in one
- * place, for completions; a read of an eventfd that stands on the ring turns new work into a
- * completion.
+ * One thread creates, uses and closes a ring (SINGLE_ISSUER). It only waits for completions; a
+ * pending read of an eventfd turns new work into a completion.
  */
 #include "executor/executor.h"
 
@@ -91,7 +90,7 @@ static int32_t api_load(const char *path, char *why, size_t why_bytes) {
     };
     void *functions[sizeof names / sizeof *names];
     _Static_assert(sizeof functions == sizeof api, "one name for every pointer, in order");
-    /* never closed: pointers into it live as long as we do */
+    /* never closed, since pointers into it are used until the process ends */
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {
         snprintf(why, why_bytes, "%s", dlerror());
@@ -128,7 +127,7 @@ typedef struct {
     uint64_t event;
     int32_t error;
     int32_t registered;
-    uint32_t slab_number; /* of the slab that it registered, or tried to */
+    uint32_t slab_number; /* of the last slab that it tried to register */
     bool ready;
     bool fixed;
     bool file_fixed;
@@ -139,7 +138,7 @@ static int32_t ring_make(ring_storage *ring, unsigned entries) {
     static const uint32_t flags[] = {SETUP_SINGLE_ISSUER | SETUP_DEFER_TASKRUN, SETUP_SINGLE_ISSUER,
                                      0};
     int error = -EINVAL;
-    /* older kernels know fewer */
+    /* older kernels support fewer flags */
     for (size_t i = 0; i < sizeof flags / sizeof *flags && error == -EINVAL; i++) {
         uring_params params = {.flags = flags[i]};
         memset(ring, 0, sizeof *ring);
@@ -166,8 +165,8 @@ int32_t inf_uring_probe(void) {
     return error;
 }
 
-/* Registered pages need no pinning per request. Only huge pages: registered 4 KiB pages are slower
- * than none. */
+/* Registered pages are not pinned per request. Only for huge pages: with 4 KiB pages registration
+ * is slower. */
 static int32_t slab_register(const struct inf_executor *ex, uring_state *state) {
     if (ex->slab_bytes == 0) return INF_REGISTERED_NOT;
     if (ex->huge_bytes < ex->slab_bytes / 10 * 9) return INF_REGISTERED_NOT_HUGE;
@@ -179,13 +178,13 @@ static int32_t slab_register(const struct inf_executor *ex, uring_state *state) 
             ex->slab_bytes - at < INF_PIECE_BYTES ? ex->slab_bytes - at : INF_PIECE_BYTES;
         pieces[count++] = (struct iovec){ex->slab + at, (size_t)bytes};
     }
-    /* ENOMEM: RLIMIT_MEMLOCK; goes without */
+    /* ENOMEM: RLIMIT_MEMLOCK; continues without registration */
     int32_t error = api.register_buffers(&state->storage, pieces, count);
     return error == 0 ? INF_REGISTERED : error;
 }
 
-/* The kernel ends a ring some time after its exit: what it holds (the file's space, locked pages)
- * is given back here. */
+/* Unregister explicitly: the kernel frees a ring's references (file space, locked pages) some time
+ * after its exit. */
 static void ring_close(uring_state *state, bool broken) {
     if (!broken && state->file_fixed) api.unregister_files(&state->storage);
     if (!broken && state->fixed) api.unregister_buffers(&state->storage);
@@ -194,7 +193,7 @@ static void ring_close(uring_state *state, bool broken) {
 
 static uring_sqe *sqe_new(uring_state *state) {
     uring_sqe *sqe = api.get_sqe(&state->storage);
-    assert(sqe != NULL); /* the ring has twice the entries that are ever in flight */
+    assert(sqe != NULL); /* the ring has twice as many entries as requests in flight */
     memset(sqe, 0, sizeof *sqe);
     return sqe;
 }
@@ -208,8 +207,7 @@ static void post_event_read(inf_drive *drive, uring_state *state) {
     state->event_posted = true;
 }
 
-/* Sends one request through: a ring that is made may still not take our operations (they are
- * younger than io_uring). */
+/* Completes one request: the kernel may support io_uring but not these operations. */
 static int32_t ring_prove(inf_drive *drive, uring_state *state) {
     uint64_t one = 1;
     uring_cqe *cqe = NULL;
@@ -237,14 +235,14 @@ static int32_t ring_open(inf_drive *drive, uring_state *state) {
         api.queue_exit(&state->storage);
         return error;
     }
-    /* It only saves a look-up; files that come later do without. */
+    /* Saves a look-up per request; files that are added later are not registered. */
     state->file_fixed = api.register_files(&state->storage, &drive->config.fd, 1) == 0;
     state->registered = slab_register(drive->ex, state);
     state->fixed = state->registered == INF_REGISTERED;
     return 0;
 }
 
-/* Registers the slab that took the place of the one before. No request is under way. [locked] */
+/* Registers the replaced slab. No request is in flight. [locked] */
 static void slab_renew(inf_drive *drive, uring_state *state) {
     struct inf_executor *ex = drive->ex;
     state->slab_number = ex->slab_number;
@@ -270,7 +268,7 @@ static void post_request(const inf_drive *drive, uring_state *state, const inf_r
     sqe->user_data = (uint64_t)(uintptr_t)request;
 }
 
-/* Sends everything the queue allows. [locked] */
+/* Submits all requests that the queue allows. [locked] */
 static void fill_ring(inf_drive *drive, uring_state *state) {
     uint32_t kicks;
     do {
@@ -281,7 +279,7 @@ static void fill_ring(inf_drive *drive, uring_state *state) {
     } while (kicks != drive->kicks);
 }
 
-/* Handles what has completed. [locked] */
+/* Handles completions. [locked] */
 static void reap(inf_drive *drive, uring_state *state) {
     uring_cqe *cqes[64];
     unsigned count;
@@ -300,8 +298,7 @@ static void reap(inf_drive *drive, uring_state *state) {
     inf_pump(drive->ex);
 }
 
-/* Waits for a completion, with the lock released. 0, or a negative errno when the ring does not
- * work any more. */
+/* Waits for a completion, unlocked. 0, or a negative errno when the ring is broken. */
 static int32_t wait_ring(inf_drive *drive, uring_state *state) {
     struct inf_executor *ex = drive->ex;
     int32_t result = 0;
@@ -313,7 +310,7 @@ static int32_t wait_ring(inf_drive *drive, uring_state *state) {
             break;
         }
         if (result != -EAGAIN && result != -EBUSY && result != -ENOMEM) break;
-        /* the kernel is short of memory: for a second at most */
+        /* the kernel lacks memory: retry for a second at most */
         nanosleep(&(struct timespec){0, 1000000}, NULL);
     }
     pthread_mutex_lock(&ex->lock);
@@ -335,8 +332,8 @@ static void *uring_main(void *argument) {
     }
     post_event_read(drive, state);
     int32_t broken = 0;
-    /* It ends when told to and when the event has come, so that the kernel holds no address of ours
-     * any more. */
+    /* Ends after `stopping` and the completion of the eventfd's read, so that the kernel has no
+     * address of this process. */
     while ((!ex->stopping || state->event_posted) && broken == 0) {
         if (state->slab_number != ex->slab_number) slab_renew(drive, state);
         fill_ring(drive, state);
@@ -370,7 +367,7 @@ static void uring_stop(inf_drive *drive) {
     struct inf_executor *ex = drive->ex;
     if (drive->thread_count > 0) {
         pthread_mutex_lock(&ex->lock);
-        /* whether it sleeps or not: the event also ends a wait that comes */
+        /* even if it is not sleeping: the event also ends its next wait */
         drive->sleeping = true;
         uring_wake(drive);
         pthread_mutex_unlock(&ex->lock);
@@ -399,7 +396,7 @@ static int32_t uring_start(inf_drive *drive) {
     drive->thread_count = 1;
     pthread_mutex_lock(&ex->lock);
     while (!state->ready) pthread_cond_wait(&ex->done, &ex->lock);
-    /* The first ring that goes without says why. */
+    /* Reports the first ring that is not registered. */
     if (drive->index == 0 || ex->registered == INF_REGISTERED) ex->registered = state->registered;
     pthread_mutex_unlock(&ex->lock);
     return state->error;
