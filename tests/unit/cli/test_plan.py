@@ -297,7 +297,8 @@ def test_the_json_holds_the_same_figures(
 
 
 def test_what_does_not_fit_is_said_with_the_least_that_would(small: Path) -> None:
-    status, shown = plan(small, *MACHINE, "--ram", "16MiB", "--gpu-mem", "8MiB")
+    quick = [*MACHINE, "--no-changes"]
+    status, shown = plan(small, *quick, "--ram", "16MiB", "--gpu-mem", "8MiB")
     assert status == 1
     assert "It does not fit" in shown
     assert "GPU memory:" in shown
@@ -306,10 +307,10 @@ def test_what_does_not_fit_is_said_with_the_least_that_would(small: Path) -> Non
         "is the least that works, 16 MiB is there; spilled gradients (--grads nvme) or update "
         "backward" in shown
     )
-    _, spilled = plan(small, *MACHINE, "--ram", "16MiB", "--grads", "nvme")
+    _, spilled = plan(small, *quick, "--ram", "16MiB", "--grads", "nvme")
     assert "--grads nvme" not in spilled
     least = spilled.split("RAM: ")[1].split(" is the least")[0].replace(" ", "")
-    assert plan(small, *MACHINE, "--ram", least, "--grads", "nvme")[0] == 0
+    assert plan(small, *quick, "--ram", least, "--grads", "nvme")[0] == 0
 
 
 def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
@@ -323,7 +324,7 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         json.dumps({"schema": "infinity.bench.swap/1", "settings": settings_})
     )
     target = tmp_path / "plan.json"
-    rest = ["--ram", "256MiB", "--tokens-per-step", "4096", "--json", target]
+    rest = ["--ram", "256MiB", "--tokens-per-step", "4096", "--no-changes", "--json", target]
     assert plan(small, "--bench", tmp_path / "bench.json", *rest)[0] == 0
     machine = json.loads(target.read_text())["machine"]
     assert (machine["drives"], machine["read_bytes_per_s"], machine["write_bytes_per_s"]) == (
@@ -457,7 +458,7 @@ def test_the_drive_that_has_most_of_the_data_decides_how_long_drives_last(
         )
         plan(
             small, "--bench", tmp_path / "bench.json", "--ram", "256MiB", "--tokens-per-step",
-            "4096", "--json", tmp_path / "out",
+            "4096", "--no-changes", "--json", tmp_path / "out",
         )  # fmt: skip
         found = json.loads((tmp_path / "out").read_text())["plan"]
         return float(found["drive_days"] * found["written_bytes_per_day"])
@@ -532,7 +533,7 @@ def test_several_ranks_are_told_by_stage_and_tier_and_what_they_exchange(
 
 
 def test_stages_and_switches_are_planned_as_told(small: Path, tmp_path: Path) -> None:
-    arguments = [*MACHINE, *RANKS, "--json", tmp_path / "plan.json"]
+    arguments = [*MACHINE, *RANKS, "--no-changes", "--json", tmp_path / "plan.json"]
     status, shown = plan(small, *arguments, "--zero", "1")  # parameters then are on the device
     assert status == 0, shown
     assert "stage 1 (planned)" in shown
