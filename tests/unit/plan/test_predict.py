@@ -29,6 +29,7 @@ from infinity._src.plan.machine import (  # noqa: E402
     read_updates,
 )
 from infinity._src.plan.predict import PASS_SHARE, Prediction, predict  # noqa: E402
+from infinity._src.plan.ranks import bytes_of_rank  # noqa: E402
 from infinity._src.plan.workload import (  # noqa: E402
     FlatShape,
     Job,
@@ -224,6 +225,8 @@ def test_durable_runs_keep_frozen_parameters_twice_and_nothing_resident() -> Non
     assert found.job.policy.generations == 2
     assert found.at_rest == found.on_nvme
     assert states_bytes(found) == 2 * (found.on_nvme.states + found.on_nvme.frozen)
+    of_rank = bytes_of_rank(frozen, found.machine, found.job).total.nvme
+    assert of_rank == pytest.approx(states_bytes(found), rel=0.01)
     with pytest.raises(
         ValueError, match="durable=True keeps all states on the drives: set params='nvme'"
     ):

@@ -143,6 +143,15 @@ def test_what_does_not_fit_beside_whole_sums_says_so() -> None:
     )
 
 
+def test_whole_sums_leave_less_ram_for_the_states() -> None:
+    job = JOB.replace(zero=1, params="device", optim="nvme")
+    least = predict(EVEN, dataclasses.replace(machine(), ram_bytes=1.0), job).ram.bytes
+    where = dataclasses.replace(machine(), ram_bytes=least + P)
+    found = predict(EVEN, where, job)
+    assert found.ram.parts["resident states"] > 0
+    assert found.ram.bytes <= where.ram_bytes
+
+
 def test_all_stages_are_shown_beside_the_one_that_is_planned() -> None:
     shown = stages(EVEN, machine(), JOB)
     assert [each.stage for each in shown] == [1, 2, 3]
