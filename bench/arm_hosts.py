@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import infinity as inf
 
 NODES = 2
-# hpz: the secondary shard rests beside the first, in CPU memory.
+# hpz: the secondary shard is in CPU memory, like the first.
 SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
     "qwz": {"qwz": True},

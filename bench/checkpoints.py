@@ -36,7 +36,7 @@ SCRIPTS = {
     "torch": "arm_save_torch.py",
     "deepspeed": "arm_save_deepspeed.py",
 }
-# Of the largest arm: two generations at rest, a checkpoint, and the next one beside it.
+# Of the largest arm: two generations at rest, a checkpoint, and the next checkpoint.
 ROOM_BYTES_PER_PARAM = 60
 SPARE_BYTES = 4_000_000_000
 ERROR_CHARS = 400

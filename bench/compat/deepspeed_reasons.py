@@ -1,4 +1,4 @@
-"""Why a test of DeepSpeed's says nothing about the adapter, or cannot be meant for it.
+"""Reasons why a test of DeepSpeed says nothing about the adapter, or does not apply to it.
 
 Only looked up for tests that did not pass: by the failure's message (a test that reads a field of
 DeepSpeed's own optimizer fails naming it), or by the test's name if the message is not specific.

@@ -40,7 +40,7 @@ OUTPUT_TAIL = 6000
 
 @dataclass(frozen=True)
 class End:
-    """The end of a rank. outcome: passed, skipped or failed; detail: why, in a line; trace: all."""
+    """A rank's outcome: passed, skipped or failed. detail: the reason in a line; trace: in full."""
 
     outcome: str
     detail: str = ""
@@ -48,7 +48,7 @@ class End:
 
 
 def _rank(body: Callable[[], None], log: Path, pipe: multiprocessing.connection.Connection) -> None:
-    """Run in a fork: a group of its own, so that what it starts ends with it."""
+    """Run in a fork, in a new process group, so that its subprocesses end with it."""
     os.setsid()
     harness.die_with_parent()
     number = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -277,7 +277,7 @@ def get_master_port(*_args: Any, **_kwargs: Any) -> str:
 
 
 def is_rocm_pytorch() -> bool:
-    """Whether torch is built for AMD's GPUs."""
+    """Return whether torch is built for AMD's GPUs."""
     return torch.version.hip is not None
 
 

@@ -189,7 +189,7 @@ class Result:
 
     @property
     def reason(self) -> str | None:
-        """Why the test says nothing about offloaded models; None: it does."""
+        """Return the reason why the test says nothing about offloaded models; None: it does."""
         if self.outcome == "skipped":
             return f"skips itself: {self.detail}"
         if self.plain == "failed":
