@@ -25,7 +25,8 @@ import infinity as inf
 from infinity._src.base.sizes import format_size, parse_size
 from infinity._src.checkpoint.hub_resolution import read_object
 from infinity._src.cli import hf_model
-from infinity._src.cli.arguments import check_tiles, parse_resident
+from infinity._src.cli.arguments import check_tiles
+from infinity._src.config.choices import given_fields
 from infinity._src.config.deepspeed import DeepSpeedRun, read_deepspeed
 from infinity._src.config.deepspeed_keys import shown
 from infinity._src.measure.report import check_target, write_record
@@ -51,14 +52,6 @@ from infinity.aio import IoSettings
 SEQUENCE = 4096
 """Tokens of a sequence where neither arguments nor model nor the step have fewer."""
 DTYPES = ("bfloat16", "float16", "float32")
-POLICY_OPTIONS = {
-    "params": "params", "optim": "optim", "grads": "grads", "activations": "activations",
-    "resident": "resident", "state": "state", "update": "update", "update_on": "update_on",
-    "generations": "generations", "durable": "durable", "grad_dtype": "grad_dtype",
-    "zero": "zero", "accumulate_in": "accumulate", "qwz": "qwz", "hpz": "hpz", "qgz": "qgz",
-    "error_feedback": "error_feedback",
-}  # fmt: skip
-"""Arguments that are fields of the policy. Each is None where it is left out."""
 
 
 def run_plan(options: argparse.Namespace, console: Console | None = None) -> int:
@@ -201,15 +194,10 @@ def read_policy(options: argparse.Namespace, run: DeepSpeedRun | None) -> inf.Po
     """Make the policy of the arguments. Fields that they leave out are the DeepSpeed
     configuration's, else the plan's own: states on NVMe.
     """
-    given: dict[str, Any] = {
-        field: getattr(options, name)
-        for name, field in POLICY_OPTIONS.items()
-        if getattr(options, name) is not None
-    }
-    # A tier on NVMe must name a directory. A plan opens none, so any will do.
-    given["nvme"] = ["."]
-    if (resident := parse_resident(given.pop("resident", None))) is not None:
-        given["resident"] = resident
+    given = given_fields(options)
+    # `--ram` is of the machine. A tier on NVMe must name a directory; a plan opens none, so any
+    # will do.
+    given |= {"ram": None, "nvme": ["."]}
     if "grad_dtype" in given:
         given["grad_dtype"] = getattr(torch, given["grad_dtype"])
     if run is not None:

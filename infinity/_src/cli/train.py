@@ -51,7 +51,7 @@ from infinity._src.base.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.base.telemetry import configure_logging
 from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli import hf_model
-from infinity._src.cli.arguments import check_tiles, parse_resident
+from infinity._src.cli.arguments import check_tiles
 from infinity._src.cli.corpus import Corpus, build_corpus
 from infinity._src.cli.html_report import MISSING, PAGE_NAME, has_plotly, write_report
 from infinity._src.cli.report import (
@@ -70,10 +70,10 @@ from infinity._src.cli.resume import (
     find_source,
     newest_step,
     save_directory,
-    value_of,
 )
 from infinity._src.cli.stop_signals import Stopped, name_of, status_of
 from infinity._src.cli.torchrun import Joined, joined
+from infinity._src.config.choices import given_fields
 from infinity._src.engine.step_log import StepMeter
 from infinity._src.engine.step_report import micro_batches_text
 from infinity._src.measure import hardware
@@ -280,36 +280,15 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
     """Make the policy of the arguments, for a model that computes on `device`. Raises: ValueError.
     """
     return inf.Policy(
-        params=options.params,
-        optim=options.optim,
-        grads=options.grads,
-        activations=options.activations,
-        nvme=options.nvme or (),
-        ram=options.ram,
-        resident=parse_resident(options.resident),
-        state=options.state,
-        update=options.update,
-        generations=options.generations,
+        **given_fields(options),
         # Within a run, too, where a step is a transaction.
         damaged=(
             "from-older"
             if options.damaged == "from-older" and (options.durable or options.generations > 1)
             else "raise"
         ),
-        durable=options.durable,
-        durable_every=options.durable_every,
-        # None by default, by which `_check` sees whether it was given.
-        delayed_warmup=value_of(options, "delayed_warmup"),
         device=device,
-        zero=options.zero,
-        accumulate=options.accumulate_in,
-        qwz=options.qwz,
-        hpz=options.hpz,
-        qgz=options.qgz,
-        error_feedback=options.error_feedback,
-        update_on=options.update_on,
         seed=options.seed,
-        io_backend=options.io_backend,
     )
 
 

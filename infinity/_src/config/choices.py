@@ -1,15 +1,24 @@
-"""Choices of the fields of `Policy`: the one table that the policy checks, and whose options the
-commands offer. Needs no torch, so that a command shows its help at once.
+"""The fields of `Policy` that a command line gives: the choices that the policy checks, and the
+options that the commands make of them. Needs no torch, so that a command shows its help at once.
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+from infinity._src.base.options import Row
+from infinity._src.base.paths import argument
 
 TIERS = ("device", "cpu", "nvme")
 GENERATIONS_MAX = 5
 """A drive has at most 8 swap files, and checkpoints by links want some of them."""
+
+SCHEDULES = ("horizontal", "vertical")
+"""Orders of micro-batches: each through the whole model before the next, or all of them through a
+block before the next block (`inf.microbatched`)."""
 
 _SWITCH = (False, True)
 CHOICES: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType({
@@ -37,3 +46,128 @@ CHOICES: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType({
     "damaged": ("raise", "from-older"),
     "durable": (False, True, "new"),
 })
+
+
+class _Option(NamedTuple):
+    """The option of a field. kind: as `Row` has it, for a field without choices. default: of the
+    policy, for `infinity train`. name: of the option, where it is not the field's.
+    """
+
+    text: str
+    default: Any = None
+    kind: Any = None
+    metavar: str | None = None
+    name: str = ""
+
+
+_OPTIONS: dict[str, _Option] = {
+    "params": _Option("the lowest tier where parameters may rest (cpu)", "cpu"),
+    "optim": _Option("the lowest tier where optimizer states may rest (cpu)", "cpu"),
+    "nvme": _Option(
+        "directory on an NVMe drive; repeat for several drives", None, [argument], "DIR",
+    ),
+    "ram": _Option(
+        'what offloading may hold in memory: "512MiB", or "min" (a share of what the machine '
+        "leaves)", None, str, "SIZE",
+    ),
+    "grads": _Option("nvme: gradients that RAM does not hold spill (cpu)", "cpu"),
+    "activations": _Option("where inputs of checkpointed blocks wait (device)", "device"),
+    "resident": _Option(
+        "how much of a state on NVMe rests in memory all the same, for each process: params=0.5 or "
+        "optim=8GiB; repeat for both (what --ram leaves)", None, [str], "KIND=PART",
+    ),
+    "io_backend": _Option("the system's interface to the drives (auto)", "auto"),
+    "state": _Option(
+        "encoding of states at rest: 12, 8 or 5.1 bytes per bf16 parameter with AdamW (exact)",
+        "exact",
+    ),
+    "update": _Option(
+        "deferred: beside the next forward; backward: beside backward, clips with --generations 2 "
+        "only; delayed: beside the whole next step, which computes with the parameters before it "
+        "(deferred)", "deferred",
+    ),
+    "generations": _Option(
+        "2 keeps the step before beside the one that is made: twice the room on the drives, and a "
+        "step that fails is undone; more, with --durable, keep further commits (1)", 1,
+    ),
+    "update_on": _Option(
+        "device: states stream through the GPU that computes, with --update deferred; the same "
+        "bits (cpu)", "cpu",
+    ),
+    # None by default, so that `infinity train` can refuse it beside other updates.
+    "delayed_warmup": _Option(
+        "steps that --update delayed takes as deferred first (40)", None, int, "STEPS",
+    ),
+    "durable": _Option(
+        "keep the run in the --nvme directories, to go on from the last committed step; needs "
+        "--params nvme and --optim nvme, and twice the room", False,
+    ),
+    "durable_every": _Option(
+        "commit every so many steps; a crash loses those in between (1)", 1, int, "STEPS",
+    ),
+    "zero": _Option(
+        "what they split: optimizer states (1), gradients too (2), parameters too (3)", 3,
+    ),
+    "accumulate": _Option(
+        "micro-batches but the last: each reduced into the shard, or added up whole on each rank "
+        "and reduced once (local with --zero 1, else shard)", name="accumulate_in",
+    ),
+    "qwz": _Option("ZeRO++: gather weights as int8 groups", False),
+    "hpz": _Option("ZeRO++: where each node keeps a copy of gathered weights"),
+    "qgz": _Option("ZeRO++: reduce gradients as int4 groups, first inside the node", False),
+    "error_feedback": _Option(
+        "with --qgz: what rounding took goes into the next gradient", False,
+    ),
+    "grad_dtype": _Option(
+        "in which gradients wait (that of the parameters)", None, ("bfloat16", "float32"),
+    ),
+}  # fmt: skip
+
+
+def field_rows(*fields: str, **texts: str) -> list[Row]:
+    """Return the rows of the options of these fields, with the choices that the policy has. texts:
+    in place of the table's, by field.
+    """
+    rows = []
+    for field in fields:
+        option = _OPTIONS[field]
+        choices = tuple(choice for choice in CHOICES.get(field, ()) if choice is not None)
+        kind = False if choices[:1] == (False,) else choices or option.kind
+        rows.append(
+            Row(
+                (option.name or field).replace("_", "-"), kind, texts.get(field, option.text),
+                option.metavar, {} if option.default is None else {"default": option.default},
+            )
+        )  # fmt: skip
+    return rows
+
+
+def left_out() -> dict[str, None]:
+    """Return None for the option of each field, as the default of a command that tells apart what
+    was left out.
+    """
+    return dict.fromkeys(option.name or field for field, option in _OPTIONS.items())
+
+
+def given_fields(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the policy that the options give; an option that is None was left out.
+    Raises: ValueError for parts of --resident.
+    """
+    values = vars(options)
+    found = {field: values.get(option.name or field) for field, option in _OPTIONS.items()}
+    found["resident"] = _parse_resident(found["resident"])
+    return {field: value for field, value in found.items() if value is not None}
+
+
+def _parse_resident(texts: Sequence[str] | None) -> dict[str, float | str] | None:
+    resident: dict[str, float | str] = {}
+    for text in texts or ():
+        kind, equals, part = text.partition("=")
+        if not equals or kind in resident:
+            raise ValueError(f"--resident {text}: give each kind once, as params=0.5 or optim=8GiB")
+        try:
+            # A number is a share. Any other text is a size, which `Policy` parses.
+            resident[kind] = float(part)
+        except ValueError:
+            resident[kind] = part
+    return resident or None

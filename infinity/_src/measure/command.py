@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infinity._src.base.openmp import wait_passively
+from infinity._src.base.options import Row, add_options
 from infinity._src.base.paths import argument
 from infinity._src.base.sizes import GIB, parse_size
 from infinity._src.base.telemetry import configure_logging
@@ -45,116 +46,67 @@ _DESCRIPTION = (
 )
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--json",
-        type=argument,
-        metavar="FILE",
-        help="also write the figures as JSON; - is standard output",
-    )
-    parser.add_argument(
-        "--plot",
-        type=argument,
-        metavar="FILE",
-        help="also draw them (.png, .svg, .pdf); needs matplotlib",
-    )
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        # argparse shows the text of this type only.
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _add_swap(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--dir",
-        action="append",
-        type=argument,
-        metavar="DIR",
-        help="directory on the drive; repeat for several drives "
-        "(default: $INFINITY_NVME_DIR, else a directory of yours on a drive)",
-    )
-    add(
-        "--size",
-        type=_size,
-        metavar="SIZE",
-        help="swap to use in all, for example 4G; the limit needs as much again "
-        "(default: 4G, or an eighth of the free space)",
-    )
-    add(
-        "--block-size",
-        type=_size,
-        metavar="SIZE",
-        help="bytes per I/O request (as training: what suits the backend, 1M with "
-        "io_uring, whole chunks with threads)",
-    )
-    add("--depth", type=int, default=32, help="requests in flight per drive (32)")
-    add("--rounds", type=int, default=3, help="rounds; the median is reported (3)")
-    add("--seconds", type=float, default=1.5, help="at most this long per phase and round (1.5)")
-    add("--backend", choices=BACKENDS, default="auto", help="I/O backend (auto: the best there is)")
-    add(
-        "--checksums",
-        choices=CHECKSUMS,
-        default="off",
-        help="off: the drive and the rings alone; full: every chunk copied, its "
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(_size(part) for part in text.split(","))
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of numbers such as 8,16,32"
+        ) from None
+
+
+_COMMON = (
+    Row("json", argument, "also write the figures as JSON; - is standard output", "FILE"),
+    Row("plot", argument, "also draw them (.png, .svg, .pdf); needs matplotlib", "FILE"),
+)
+_SWAP = (
+    Row("dir", [argument], "directory on the drive; repeat for several drives (default: "
+        "$INFINITY_NVME_DIR, else a directory of yours on a drive)", "DIR"),
+    Row("size", _size, "swap to use in all, for example 4G; the limit needs as much again "
+        "(default: 4G, or an eighth of the free space)", "SIZE"),
+    Row("block-size", _size, "bytes per I/O request (as training: what suits the backend, 1M with "
+        "io_uring, whole chunks with threads)", "SIZE"),
+    Row("depth", 32, "requests in flight per drive (32)"),
+    Row("rounds", 3, "rounds; the median is reported (3)"),
+    Row("seconds", 1.5, "at most this long per phase and round (1.5)"),
+    Row("backend", BACKENDS, "I/O backend (auto: the best there is)", more={"default": "auto"}),
+    Row("checksums", CHECKSUMS, "off: the drive and the rings alone; full: every chunk copied, its "
         "checksums computed and compared, as training does; sample: compared in part (off)",
-    )
-    add(
-        "--limit",
-        choices=REFERENCES,
-        default="auto",
-        help="what to measure beside it: fio, plain preads and pwrites (probe), "
-        "nothing (off), or fio where it is installed (auto)",
-    )
-    add(
-        "--verify",
-        action="store_true",
-        help="read everything back and compare all checksums, not a sample; with --checksums "
-        "again at the end",
-    )
-    add(
-        "--sweep",
-        action="store_true",
-        help="find the best block size and depth, then measure with them; the JSON is what "
-        "Policy(io=FILE) reads",
-    )
-    add(
-        "--sweep-blocks",
-        type=_sizes,
-        default=sweep.BLOCKS,
-        metavar="LIST",
-        help="block sizes to try (256K,512K,1M,2M,4M and whole chunks)",
-    )
-    add(
-        "--sweep-depths",
-        type=_integers,
-        default=sweep.DEPTHS,
-        metavar="LIST",
-        help="depths to try (4,8,16,32,64)",
-    )
-    _add_common(parser)
-
-
-def _add_adam(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads", type=int, default=1, help="threads (1, as an executor's worker)"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds; the median is reported (5)")
-    parser.add_argument(
-        "--numel",
-        type=int,
-        default=adam.MEMORY_NUMEL,
-        help=f"parameters of the runs from memory ({adam.MEMORY_NUMEL >> 20}Mi)",
-    )
-    _add_common(parser)
-
-
-def _add_copy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--blocks",
-        type=_sizes,
-        default=device_copy.BLOCKS,
-        metavar="LIST",
-        help="bytes per copy (256K,1M,4M,16M,64M)",
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is reported (3)")
-    _add_common(parser)
+        more={"default": "off"}),
+    Row("limit", REFERENCES, "what to measure beside it: fio, plain preads and pwrites (probe), "
+        "nothing (off), or fio where it is installed (auto)", more={"default": "auto"}),
+    Row("verify", False, "read everything back and compare all checksums, not a sample; with "
+        "--checksums again at the end"),
+    Row("sweep", False, "find the best block size and depth, then measure with them; the JSON is "
+        "what Policy(io=FILE) reads"),
+    Row("sweep-blocks", _sizes, "block sizes to try (256K,512K,1M,2M,4M and whole chunks)", "LIST",
+        {"default": sweep.BLOCKS}),
+    Row("sweep-depths", _integers, "depths to try (4,8,16,32,64)", "LIST",
+        {"default": sweep.DEPTHS}),
+)  # fmt: skip
+_ADAM = (
+    Row("threads", 1, "threads (1, as an executor's worker)"),
+    Row("rounds", 5, "rounds; the median is reported (5)"),
+    Row("numel", adam.MEMORY_NUMEL,
+        f"parameters of the runs from memory ({adam.MEMORY_NUMEL >> 20}Mi)"),
+)  # fmt: skip
+_COPY = (
+    Row("blocks", _sizes, "bytes per copy (256K,1M,4M,16M,64M)", "LIST",
+        {"default": device_copy.BLOCKS}),
+    Row("rounds", 3, "rounds; the median is reported (3)"),
+)  # fmt: skip
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -165,12 +117,12 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    for name, add, text in (
-        ("swap", _add_swap, "swap bandwidth (the default)"),
-        ("adam", _add_adam, "update kernels on the CPU"),
-        ("copy", _add_copy, "copies to and from a device"),
+    for name, rows, text in (
+        ("swap", _SWAP, "swap bandwidth (the default)"),
+        ("adam", _ADAM, "update kernels on the CPU"),
+        ("copy", _COPY, "copies to and from a device"),
     ):
-        add(commands.add_parser(name, help=text, description=text))
+        add_options(commands.add_parser(name, help=text, description=text), (*rows, *_COMMON))
     return parser
 
 
@@ -276,27 +228,6 @@ _BENCHMARKS: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] 
     "adam": run_adam,
     "copy": run_copy,
 }
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        # argparse shows the text of this type only.
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(_size(part) for part in text.split(","))
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of numbers such as 8,16,32"
-        ) from None
 
 
 def _default_size(directories: Sequence[Path]) -> int:

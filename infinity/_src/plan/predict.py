@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from infinity._src.base.sizes import format_size, round_size
+from infinity._src.config.choices import SCHEDULES
 from infinity._src.memory.pcie import (
     BusyTime,
     Copied,
@@ -46,7 +47,7 @@ from infinity._src.plan.memory import (
 )
 from infinity._src.plan.ram_beside import BESIDE_BUDGET, RamBeside
 from infinity._src.plan.ranks import Exchanges, exchanges
-from infinity._src.plan.workload import SCHEDULES, Job, JobShape, ModelShape
+from infinity._src.plan.workload import Job, JobShape, ModelShape
 
 EFFICIENCY = 0.9
 """Share of its limit that the engine is taken to reach: this project demands it of itself, and

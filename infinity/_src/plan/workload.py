@@ -397,11 +397,6 @@ def _number(config: Any, *names: str) -> int:
 # -- The job ---------------------------------------------------------------------------------------
 
 
-SCHEDULES = ("horizontal", "vertical")
-"""Orders of micro-batches: each through the whole model before the next, or all of them through a
-block before the next block (`inf.microbatched`)."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Job:
     """Training of a model under a policy: tokens per step, and how its passes compute.
@@ -409,7 +404,7 @@ class Job:
     policy: where states may rest and how a step runs; sizes in `resident` are bytes of each
         process, `ram` and `nvme` are not looked at: the machine has them.
     tokens: of a step, over all devices and micro-batches. micro_batches: of each device.
-    schedule: their order, of `SCHEDULES`. The vertical one checkpoints each block for each of them.
+    schedule: their order, of `config.choices.SCHEDULES`. The vertical one checkpoints each block for each of them.
     compute_s: measured (forward, backward) seconds of one micro-batch, where they are better known
         than from FLOP/s.
     tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss along the

@@ -1,0 +1,44 @@
+"""Options of the commands as tables: a row for each, from which argparse's options are made."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """One option of a command.
+
+    name: without its dashes, or a positional argument with a leading blank. kind: False makes a
+    switch; a tuple has the choices; a function parses the text, and the default is None; a list of
+    such a function makes an option that may be repeated; any other value is the default, and its
+    type parses. text: for the help. metavar: the value's name there. more: as `add_argument` has
+    it, in place of what kind says.
+    """
+
+    name: str
+    kind: Any
+    text: str
+    metavar: str | None = None
+    more: dict[str, Any] = {}
+
+
+def add_options(parser: argparse._ActionsContainer, rows: Iterable[Row]) -> None:
+    """Add an option for each row to a parser, or to a group of one."""
+    for row in rows:
+        how: dict[str, Any]
+        if row.kind is False:
+            how = {"action": "store_true"}
+        elif isinstance(row.kind, tuple):
+            how = {"type": type(row.kind[0]), "choices": row.kind}
+        elif isinstance(row.kind, list):
+            how = {"action": "append", "type": row.kind[0]}
+        elif callable(row.kind):
+            how = {"type": row.kind}
+        else:
+            how = {"type": type(row.kind), "default": row.kind}
+        if row.metavar is not None:
+            how["metavar"] = row.metavar
+        name = row.name[1:] if row.name.startswith(" ") else f"--{row.name}"
+        parser.add_argument(name, help=row.text or None, **{**how, **row.more})
