@@ -25,11 +25,10 @@ import torch
 
 import infinity as inf
 from infinity._src.engine.handle import offload
-from infinity._src.plan.experts import shape_in
 from infinity._src.plan.machine import Machine, describe_machine
+from infinity._src.plan.memory import ram_beside
 from infinity._src.plan.predict import Prediction, predict
-from infinity._src.plan.ram_beside import ram_beside
-from infinity._src.plan.workload import Job, ModelShape, shape_of
+from infinity._src.plan.workload import Job, ModelShape, shape_in, shape_of
 from infinity.aio import Seam
 
 COPY_BYTES = 256 << 20

@@ -38,12 +38,10 @@ import torch.multiprocessing as mp
 import infinity as inf
 from infinity._src.base.sizes import GIB, format_size
 from infinity._src.memory.layout import aligned_section_bytes
-from infinity._src.plan.experts import shape_in
 from infinity._src.plan.machine import describe_machine
-from infinity._src.plan.memory import TierBytes
-from infinity._src.plan.ram_beside import BESIDE_BUDGET
+from infinity._src.plan.memory import BESIDE_BUDGET, TierBytes
 from infinity._src.plan.ranks import bytes_of_rank, exchanges
-from infinity._src.plan.workload import Job, shape_of
+from infinity._src.plan.workload import Job, shape_in, shape_of
 
 MICRO_BATCHES = 2
 RAM_BYTES = 64 * GIB  # for each rank

@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 from infinity import Policy
-from infinity._src.plan.experts import shape_in
 from infinity._src.plan.machine import Machine
-from infinity._src.plan.ram_beside import ram_beside
-from infinity._src.plan.workload import Job, ModelShape
+from infinity._src.plan.memory import ram_beside
+from infinity._src.plan.workload import Job, ModelShape, shape_in
 
 
 def job_of(tokens: int, sequence: int, **fields: Any) -> Job:

@@ -15,12 +15,10 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.plan.experts import shape_in
 from infinity._src.plan.machine import Machine, describe_machine
-from infinity._src.plan.outside import outside
-from infinity._src.plan.predict import predict
-from infinity._src.plan.ram_beside import ram_beside
-from infinity._src.plan.workload import Job, ModelShape
+from infinity._src.plan.memory import ram_beside
+from infinity._src.plan.predict import outside, predict
+from infinity._src.plan.workload import Job, ModelShape, shape_in
 
 COPY_BYTES = 256 << 20
 ROUNDS = 3

@@ -40,8 +40,7 @@ from infinity._src.plan.changes import (
 )
 from infinity._src.plan.machine import Machine, describe_machine, read_updates
 from infinity._src.plan.memory import Need, TierBytes
-from infinity._src.plan.outside import Outside, outside
-from infinity._src.plan.predict import EFFICIENCY, Prediction, predict
+from infinity._src.plan.predict import EFFICIENCY, Outside, Prediction, outside, predict
 from infinity._src.plan.ranks import Exchanges, RankBytes, stages
 from infinity._src.plan.workload import Job, ModelShape, shape_of
 from infinity.aio import IoSettings

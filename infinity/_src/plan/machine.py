@@ -121,7 +121,7 @@ ASSUMED: dict[str, tuple[float, str]] = {
     "write": (5.0e9, "PCIe 4 drives"),
 }
 """Assumptions where a figure is not given: (value, its source).
-`infinity._src.plan.machine.KINDS` has the assumptions on GPUs.
+`KINDS` has the assumptions on GPUs.
 """
 
 POSITIVE = (

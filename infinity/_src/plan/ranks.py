@@ -27,7 +27,7 @@ A rank holds, under each ZeRO stage:
     stage 2    whole on every device         split                           split over the ranks
     stage 3    split; gathered by units      split                           split over the ranks
 
-Split states rest where the engine's own placement puts them (`perf.plan.memory`), with the padding
+Split states rest where the engine's own placement puts them (`plan.memory`), with the padding
 of shards. With params="device", as stages 1 and 2 have it, the resting shard of the parameters is
 the upper half of their masters, beside the optimizer's states. The values that compute are on the
 device; under stage 3 a shard of them.
@@ -44,16 +44,15 @@ from infinity._src.kernels.quantized import wire_bytes
 from infinity._src.memory.layout import FlatLayout, aligned_section_bytes, plan_flat
 from infinity._src.memory.pcie import Copied, Copies
 from infinity._src.memory.ram_budget import FlatNeed, PlacementPlan
-from infinity._src.plan.experts import shape_in
 from infinity._src.plan.machine import Machine
 from infinity._src.plan.memory import (
+    BESIDE_BUDGET,
     TierBytes,
     again_share,
     gathered_bytes,
     place_in_ram,
 )
-from infinity._src.plan.ram_beside import BESIDE_BUDGET
-from infinity._src.plan.workload import FlatShape, Job, JobShape, ModelShape
+from infinity._src.plan.workload import FlatShape, Job, JobShape, ModelShape, shape_in
 
 # -- Traffic of a rank -----------------------------------------------------------------------------
 

@@ -19,19 +19,23 @@ import infinity as inf  # noqa: E402
 from infinity._src.base.sizes import GIB  # noqa: E402
 from infinity._src.params.materialize import open_source  # noqa: E402
 from infinity._src.plan.changes import one_change  # noqa: E402
-from infinity._src.plan.experts import (  # noqa: E402
+from infinity._src.plan.machine import Machine, describe_machine  # noqa: E402
+from infinity._src.plan.memory import (  # noqa: E402
+    gpu_need,
+    ram_beside,
+    ways_to_fit,
+)
+from infinity._src.plan.predict import outside, predict  # noqa: E402
+from infinity._src.plan.ranks import bytes_of_rank, stages  # noqa: E402
+from infinity._src.plan.workload import (  # noqa: E402
+    Job,
+    ModelShape,
     cut_experts,
     gathered_share,
     shape_in,
+    shape_of,
     touched_share,
 )
-from infinity._src.plan.machine import Machine, describe_machine  # noqa: E402
-from infinity._src.plan.memory import gpu_need, ways_to_fit  # noqa: E402
-from infinity._src.plan.outside import outside  # noqa: E402
-from infinity._src.plan.predict import predict  # noqa: E402
-from infinity._src.plan.ram_beside import ram_beside  # noqa: E402
-from infinity._src.plan.ranks import bytes_of_rank, stages  # noqa: E402
-from infinity._src.plan.workload import Job, ModelShape, shape_of  # noqa: E402
 
 LAYERS = 5
 

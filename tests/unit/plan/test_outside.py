@@ -18,8 +18,7 @@ from infinity._src.checkpoint.directory import files_of
 from infinity._src.memory import host_overhead
 from infinity._src.memory.host_overhead import held_bytes, passing_bytes
 from infinity._src.plan.machine import describe_machine
-from infinity._src.plan.outside import DRAW_S, Outside, outside
-from infinity._src.plan.predict import Prediction, predict
+from infinity._src.plan.predict import DRAW_S, Outside, Prediction, outside, predict
 from infinity._src.plan.workload import Job, ModelShape, shape_of
 from tests import models
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from infinity._src.base.sizes import GIB, MIB
 from infinity._src.kernels import choice
 from infinity._src.plan.changes import one_change
-from infinity._src.plan.experts import cut_experts
 from infinity._src.plan.machine import Machine, describe_machine
 from infinity._src.plan.memory import gpu_need
 from infinity._src.plan.predict import Prediction, predict
@@ -25,6 +24,7 @@ from infinity._src.plan.workload import (
     ModelShape,
     StackShape,
     UnitShape,
+    cut_experts,
 )
 from tests.plans import job_of
 
