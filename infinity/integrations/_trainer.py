@@ -26,7 +26,7 @@ import logging
 import shutil
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,6 @@ from infinity._embedding import (
     only_engine,
     share_values,
 )
-from infinity.integrations._figures import DriveFigures
-from infinity.integrations._optimizers import optimizer_of
 from infinity.integrations._weights import (
     TESTED,
     export_adapters,
@@ -56,6 +54,160 @@ from infinity.integrations._weights import (
     save_new,
     save_pretrained,
 )
+
+# -- Figures of the drives beside the loss ---------------------------------------------------------
+
+
+class DriveFigures(transformers.TrainerCallback):
+    """Callback of an embedded trainer that adds drive statistics to each logged loss: in every
+    `report_to` backend, the progress bar and `trainer_state.json`:
+
+        drive_read_gb_per_s, drive_write_gb_per_s   all drives of this rank, while training
+        waiting                                     share of the time spent waiting for drives
+        eta                                         lower bound of the step time / measured time,
+                                                    from the second step on
+        written_tb_per_day                          drive wear of a day of training at this rate
+
+    The first three are means since the previous log line; evaluations and saves do not count.
+    `eta` is omitted until it is known, and if the drives' bandwidths (`Policy(io=...)`) are not.
+    """
+
+    def __init__(self) -> None:
+        self._module: Any = None
+        self._seconds = self._waited_s = 0.0
+        self._read = self._written = 0
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
+    ) -> None:
+        """Start counting. Raises: ValueError for a model that is not offloaded."""
+        self._module = only_engine(kwargs["model"], "DriveFigures")
+        self._begin()
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
+    ) -> None:
+        """Count a step."""
+        last, begun = self._last, self._begun
+        self._begin()
+        now = self._last
+        self._seconds += self._begun - begun
+        self._read += now.bytes_read - last.bytes_read
+        self._written += now.bytes_written - last.bytes_written
+        self._waited_s += now.io_wait_s - last.io_wait_s
+        self._waited_s += now.update_wait_s - last.update_wait_s
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
+    ) -> None:
+        """Exclude the evaluation: restart the interval."""
+        if self._module is not None:
+            self._begin()
+
+    def on_save(
+        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
+    ) -> None:
+        """Exclude the save: restart the interval."""
+        self._begin()
+
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
+    ) -> None:
+        """Drop the reference to the model."""
+        self._module = None
+
+    def take(self) -> dict[str, float]:
+        """Return the figures since the last call; an empty dict if no step has ended since."""
+        if not self._seconds:
+            return {}
+        stats, seconds = self._last, self._seconds
+        figures = {
+            "drive_read_gb_per_s": self._read / seconds / 1e9,
+            "drive_write_gb_per_s": self._written / seconds / 1e9,
+            "waiting": self._waited_s / seconds,
+            "eta": stats.terms.eta_floor if stats.terms is not None else None,
+            "written_tb_per_day": stats.written_tb_per_day,
+        }
+        self._seconds = self._waited_s = 0.0
+        self._read = self._written = 0
+        return {name: value for name, value in figures.items() if value is not None}
+
+    def _begin(self) -> None:
+        self._last = inf.handle(self._module).stats()
+        self._begun = time.monotonic()
+
+
+# -- Optimizers by name ----------------------------------------------------------------------------
+
+
+class Adagrad(inf.Elementwise):
+    """`torch.optim.Adagrad` over offloaded parameters, with the signature that Trainer calls."""
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(torch.optim.Adagrad, params, **settings)
+
+
+class RMSprop(inf.Elementwise):
+    """`torch.optim.RMSprop` over offloaded parameters, with the signature that Trainer calls."""
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(torch.optim.RMSprop, params, **settings)
+
+
+_OF_TORCH: dict[str, type] = {
+    "adamw_torch": inf.AdamW,
+    "adamw_torch_fused": inf.AdamW,
+    "sgd": inf.SGD,
+    "adagrad": Adagrad,
+    "rmsprop": RMSprop,
+}
+"""Names for which Trainer chooses a torch class; infinity's class accepts the same settings."""
+
+_SAME_RULE = ("adamw_torch_xla", "adamw_torch_npu_fused", "paged_adamw_32bit")
+"""Other implementations of 32-bit AdamW. Each requires a package or a device that infinity's does
+not."""
+
+_LION = ("lion_32bit", "paged_lion_32bit")
+
+_FEW_BITS = {
+    "adamw_torch_4bit": "adamw_torch", "adamw_torch_8bit": "adamw_torch",
+    "adamw_bnb_8bit": "adamw_torch", "adamw_8bit": "adamw_torch",
+    "paged_adamw_8bit": "adamw_torch", "lion_8bit": "lion_32bit", "paged_lion_8bit": "lion_32bit",
+}  # fmt: skip
+"""Names that imply a storage format of moments (the policy sets it here), and the plain rule's."""
+
+Build = Callable[[], tuple[Any, dict[str, Any]]]
+
+
+def optimizer_of(args: Any, build: Build) -> tuple[type, dict[str, Any]]:
+    """Return infinity's optimizer class and its settings for `args.optim`.
+
+    build: returns Trainer's own choice; called only for the names of torch's classes.
+
+    Raises: ValueError for an optimizer that infinity does not have, naming an alternative.
+    """
+    name = getattr(args.optim, "value", args.optim)
+    if name in _OF_TORCH:
+        _, settings = build()
+        # "fused" selects torch's kernel, not the update rule.
+        return _OF_TORCH[name], {key: settings[key] for key in settings if key != "fused"}
+    betas = (args.adam_beta1, args.adam_beta2)
+    if name in _SAME_RULE:
+        return inf.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+    if name in _LION:
+        return inf.Lion, {"lr": args.learning_rate, "betas": betas}
+    if name in _FEW_BITS:
+        raise ValueError(
+            f"optim={name!r} says how moments are stored, which the policy says here: give "
+            f"optim={_FEW_BITS[name]!r} and inf.Policy(state='compact'), with moments in 8 bits, "
+            "or state='bf16'"
+        )
+    raise ValueError(
+        f"optim={name!r}: the engine has no such optimizer; give one of "
+        f"{', '.join([*_OF_TORCH, *_SAME_RULE, *_LION])}, or optimizer_cls_and_kwargs=(inf.AdamW, "
+        "{...}) (inf.Lion, inf.SGD, or a subclass of inf.Elementwise)"
+    )
+
 
 log = logging.getLogger("infinity")
 

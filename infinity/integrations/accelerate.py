@@ -41,10 +41,12 @@ from infinity._embedding import (
     check_methods,
     engine_optimizer,
     has_adapters,
+    note_steps_as,
     only_engine,
     optimizers_of,
+    rebind,
+    twin_of,
 )
-from infinity._embedding.optimizer_twins import note_steps_as, rebind, twin_of
 
 log = logging.getLogger("infinity")
 

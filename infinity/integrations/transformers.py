@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import infinity as inf
 from infinity.integrations import _trainer, _weights
-from infinity.integrations._figures import DriveFigures
+from infinity.integrations._trainer import DriveFigures
 
 T = TypeVar("T")
 

@@ -17,11 +17,11 @@ from torch import nn
 
 import infinity as inf
 from infinity.compat.deepspeed import DeepSpeedRefusal, zero
-from infinity.compat.deepspeed.memory_needs import (
+from infinity.compat.deepspeed.parameters import ZeroParamStatus
+from infinity.compat.deepspeed.utilities import (
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from infinity.compat.deepspeed.parameters import ZeroParamStatus
 from infinity.compat.deepspeed.zero import access, leaf_modules
 from tests.integrations.deepspeed_runs import (
     WIDTH,

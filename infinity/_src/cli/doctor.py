@@ -288,7 +288,7 @@ def _directory(probe: DirectoryProbe) -> Finding:
 def _model(model: Path, drives: Sequence[DirectoryProbe]) -> Finding:
     try:
         # Here, and not above: it imports torch, without which doctor still says all the rest.
-        from infinity._src.cli.model_here import describe_model
+        from infinity._src.cli.plan import describe_model
 
         return Finding("model", *describe_model(model, drives))
     except (ImportError, ValueError, OSError) as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from infinity._src.config.choices import given_fields
 from infinity._src.config.deepspeed import DeepSpeedRun, read_deepspeed
 from infinity._src.config.deepspeed_keys import shown
 from infinity._src.measure.report import check_target, write_record
+from infinity._src.memory.device import rocm_lacks
 from infinity._src.memory.roofline import AtRest
 from infinity._src.plan.changes import (
     Change,
@@ -44,6 +46,8 @@ from infinity._src.plan.predict import EFFICIENCY, Outside, Prediction, outside,
 from infinity._src.plan.ranks import Exchanges, RankBytes, stages
 from infinity._src.plan.workload import Job, ModelShape, shape_of
 from infinity.aio import IoSettings
+from infinity.aio._memory_limits import memory_left_bytes
+from infinity.aio._probe import DirectoryProbe
 
 # -- The command -----------------------------------------------------------------------------------
 
@@ -906,3 +910,48 @@ def exchange_record(found: Exchanges) -> dict[str, Any]:
         "volume": found.volume,
         "each": [dataclasses.asdict(each) for each in found.each],
     }
+
+
+# -- A model on this machine -----------------------------------------------------------------------
+
+
+def describe_model(model: Path, drives: Sequence[DirectoryProbe]) -> tuple[str, str]:
+    """Return what training a model takes here, and a warning where it does not fit. drives: usable
+    directories for swap.
+
+    Raises: ValueError for a path that is no model, or without a directory.
+    """
+    if not drives:
+        raise ValueError("there is no directory for swap to train it with; give one with --dir")
+    shape = read_shape(model, torch.bfloat16)
+    sequence = min(SEQUENCE, shape.positions or SEQUENCE)
+    # A tier on NVMe must name a directory; a forecast opens none.
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=[drives[0].path])
+    now = predict(shape, _machine_here(drives), Job(policy, tokens=sequence, sequence=sequence))
+    value = (
+        f"{shape.name}: {shape.params / 1e9:.2f} B parameters; {format_size(now.nvme.bytes)} on "
+        f"the drives, {format_size(now.nvme.there_is or 0.0)} are free; {now.step_s:.3g} s/step of "
+        f"{sequence:,} tokens (forecast with assumed rates: `infinity plan` takes yours)"
+    )
+    if not now.fits:
+        return value, "; ".join(now.why_not)
+    faster = faster_update(shape, now)
+    return value if faster is None else f"{value}. {recommend(now, faster)}", ""
+
+
+def _machine_here(drives: Sequence[DirectoryProbe]) -> Machine:
+    # Directories of one file system share its room, and are taken for one drive.
+    free = {Path(probe.path).stat().st_dev: float(probe.free_bytes) for probe in drives}
+    left = float(memory_left_bytes())
+    # Models cannot be offloaded from AMD's GPUs: the CPU computes.
+    there = torch.cuda.is_available() and not rocm_lacks()
+    gpu = torch.cuda.get_device_properties(0) if there else None
+    return describe_machine(
+        gpus=0 if gpu is None else 1,
+        # Where the CPU computes, device memory is the machine's own.
+        gpu_mem_bytes=left if gpu is None else float(gpu.total_memory),
+        ram_bytes=left,
+        drives=len(free),
+        nvme_bytes=sum(free.values()),
+        cores=len(os.sched_getaffinity(0)),
+    )

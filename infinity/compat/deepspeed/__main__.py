@@ -1,16 +1,20 @@
-"""`python -m infinity.compat.deepspeed [torchrun options] train.py ...`: runs an unchanged
-DeepSpeed script on infinity's engine. torchrun starts the ranks.
+"""`python -m infinity.compat.deepspeed [torchrun options] train.py ...`: an unchanged script of
+DeepSpeed, over the engine, started as by torchrun. Each rank runs this module again, which then
+installs the stand-in and runs the script.
 """
 
 from __future__ import annotations
 
+import runpy
 import sys
+from pathlib import Path
 
 from torch.distributed import run
 
-from infinity.compat.deepspeed.installation import real_version
+from infinity.compat.deepspeed.installation import install, real_version
 
-_WORKER = "infinity.compat.deepspeed.worker"
+_RANK = "infinity.rank"
+"""The first argument of a rank. No script has this name: it would end in `.py`."""
 
 
 def main(arguments: list[str]) -> None:
@@ -19,7 +23,7 @@ def main(arguments: list[str]) -> None:
     if parsed.no_python:
         raise SystemExit("--no-python: the stand-in is installed in Python; name a script")
     script = [parsed.training_script, *parsed.training_script_args]
-    # All before the script are torchrun's options, but -m and --module: the worker gets the kind.
+    # Options are what stands before the script, but for the kind of script that it is.
     options = [
         each for each in arguments[: len(arguments) - len(script)] if each not in ("-m", "--module")
     ]
@@ -31,8 +35,23 @@ def main(arguments: list[str]) -> None:
             file=sys.stderr,
         )
     kind = "module" if parsed.module else "script"
-    run.main([*options, "-m", _WORKER, kind, *script])
+    run.main([*options, "-m", "infinity.compat.deepspeed", _RANK, kind, *script])
+
+
+def run_script(kind: str, script: str, arguments: list[str]) -> None:
+    """Run a script as `python script` would, or a module as `python -m` would. Blocks."""
+    install()
+    sys.argv = [script, *arguments]
+    if kind == "module":
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(script).absolute().parent)
+        runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] == [_RANK]:
+        run_script(sys.argv[2], sys.argv[3], sys.argv[4:])
+    else:
+        main(sys.argv[1:])

@@ -23,7 +23,7 @@ from infinity._src.base.paths import absolute
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.optimizers import ZeROOptimizer
-from infinity.compat.deepspeed.zero.gather import gather_whole
+from infinity.compat.deepspeed.parameters import gather_whole
 
 log = logging.getLogger("infinity")
 

@@ -24,7 +24,6 @@ from torch.optim.lr_scheduler import LRScheduler
 import infinity as inf
 from infinity.compat.deepspeed import _transformers, comm
 from infinity.compat.deepspeed.accelerator import get_accelerator
-from infinity.compat.deepspeed.data import check_dataset
 from infinity.compat.deepspeed.engine import DeepSpeedEngine
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.optimizers import (
@@ -35,10 +34,10 @@ from infinity.compat.deepspeed.optimizers import (
     loss_scaler,
     plan_optimizer,
 )
-from infinity.compat.deepspeed.parameters import note_module, note_zero_param
+from infinity.compat.deepspeed.parameters import gather_whole, note_module, note_zero_param
 from infinity.compat.deepspeed.schedules import scheduler_class
 from infinity.compat.deepspeed.settings import Settings
-from infinity.compat.deepspeed.zero.gather import gather_whole
+from infinity.compat.deepspeed.utilities import check_dataset
 from infinity.compat.deepspeed.zero.init import cast
 from infinity.compat.deepspeed.zero.leaf_modules import flag_configured, leaf_units
 

@@ -70,7 +70,7 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
         ("accelerator", "get_accelerator"),
         ("schedules", "add_tuning_arguments"),
         ("optimizers", "DeepSpeedOptimizer=ZeROOptimizer"),
-        ("data", "DeepSpeedDataLoader"),
+        ("utilities", "DeepSpeedDataLoader"),
         ("names", _RELEASE),
         ("errors", "DeepSpeedConfigError=DeepSpeedRefusal"),
         ("utilities", "logger log_dist OnDevice"),
@@ -109,7 +109,7 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
         ("utilities", ("ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LION_OPTIMIZER "
                       "SGD_OPTIMIZER")),
     ),
-    "deepspeed.runtime.dataloader": (("data", "DeepSpeedDataLoader RepeatingLoader"),),
+    "deepspeed.runtime.dataloader": (("utilities", "DeepSpeedDataLoader RepeatingLoader"),),
     "deepspeed.runtime.engine": (("engine", "DeepSpeedEngine"),),
     "deepspeed.runtime.fp16": (),
     "deepspeed.runtime.fp16.loss_scaler": (("loss_scale", "LossScaler DynamicLossScaler"),),
@@ -128,7 +128,7 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "deepspeed.runtime.zero.stage3": (
         ("optimizers", "DeepSpeedZeroOptimizer_Stage3"),
-        ("memory_needs", _MEMORY),
+        ("utilities", _MEMORY),
         ("zero", "unwrap_model_for_generation"),
     ),
     "deepspeed.runtime.zero.tiling": (("zero.tiling", "TiledLinear TiledLinearReturnBias"),),
@@ -139,7 +139,7 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "deepspeed.utils": (
         ("utilities", "logger log_dist OnDevice"),
-        ("data", "RepeatingLoader"),
+        ("utilities", "RepeatingLoader"),
         ("zero.access", _STATES),
         ("zero.leaf_modules", _LEAVES),
     ),

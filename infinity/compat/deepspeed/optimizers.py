@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 import infinity as inf
-from infinity._embedding import engine_optimizer
-from infinity._embedding.optimizer_twins import Twin, note_steps_as, rebind, twin_of
+from infinity._embedding import Twin, engine_optimizer, note_steps_as, rebind, twin_of
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.loss_scale import (
     AutocastLossScaler,

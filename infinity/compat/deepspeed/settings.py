@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import infinity as inf
-from infinity._src.config.deepspeed_file import load
+from infinity._src.config.deepspeed import load
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 
 log = logging.getLogger("infinity")

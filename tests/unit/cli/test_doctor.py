@@ -146,10 +146,10 @@ def test_a_model_is_told_with_its_room_and_what_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    from infinity._src.cli import model_here
+    from infinity._src.cli import plan
 
     # Less than the model's states, so that some rest on the drives.
-    monkeypatch.setattr(model_here, "memory_left_bytes", lambda: 384 * MIB)
+    monkeypatch.setattr(plan, "memory_left_bytes", lambda: 384 * MIB)
     config = transformers.LlamaConfig(
         vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=12,
         num_attention_heads=8, max_position_embeddings=512, tie_word_embeddings=False,

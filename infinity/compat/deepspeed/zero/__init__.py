@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
-from infinity.compat.deepspeed.parameters import ZeroParamStatus, ZeroParamType
-from infinity.compat.deepspeed.zero.gather import GatheredParameters
+from infinity.compat.deepspeed.parameters import GatheredParameters, ZeroParamStatus, ZeroParamType
 from infinity.compat.deepspeed.zero.init import Init
 from infinity.compat.deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from infinity.compat.deepspeed.zero.gather import GatheredParameters
+from infinity.compat.deepspeed.parameters import GatheredParameters
 
 
 def bounds(numel: int, parts: int) -> list[int]:
