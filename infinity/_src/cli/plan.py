@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,33 +137,24 @@ def read_machine(options: argparse.Namespace) -> Machine:
         # Checked here, before units are converted: the message shows the number that was given.
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
-    bench = IoSettings.load(options.bench) if options.bench is not None else None
+    figures = {
+        field: convert(getattr(options, name), f"--{name.replace('_', '-')}")
+        for field, (name, convert) in _FIGURES.items()
+    }
     return describe_machine(
         gpus=options.gpus,
         gpu=options.gpu,
-        gpu_mem_bytes=_size(options.gpu_mem, "--gpu-mem"),
         ram_bytes=_size(options.ram, "--ram") or 0.0,
-        drives=options.drives,
-        read_bytes_per_s=_rate(options.nvme_read, "--nvme-read"),
-        write_bytes_per_s=_rate(options.nvme_write, "--nvme-write"),
-        flops_per_gpu=options.flops * 1e12 if options.flops is not None else None,
-        flops_peak_per_gpu=options.flops_peak * 1e12 if options.flops_peak is not None else None,
-        pcie_per_gpu=_rate(options.pcie, "--pcie"),
-        pcie_host=_rate(options.pcie_host, "--pcie-host"),
-        peers_per_gpu=_rate(options.peers, "--peers"),
-        dram_bytes_per_s=_rate(options.dram, "--dram"),
-        tbw_per_drive=options.tbw * 1e12 if options.tbw is not None else None,
         nvme_bytes=_size(options.nvme_size, "--nvme-size"),
+        drives=options.drives,
         shared=not options.separable,
-        bench=bench,
+        bench=IoSettings.load(options.bench) if options.bench is not None else None,
         bench_name=str(options.bench or ""),
         ranks=options.ranks,
         nodes=options.nodes,
-        # The only rate in bits, as networks are rated.
-        link_bytes_per_s=options.link_gbps * 1e9 / 8 if options.link_gbps is not None else None,
-        cores=options.cores,
         updates_per_core=read_updates(options.adam) if options.adam is not None else None,
         updates_name=str(options.adam or ""),
+        **figures,
     )
 
 
@@ -319,6 +310,28 @@ def _rate(text: str | None, option: str) -> float | None:
             "second)"
         )
     return value
+
+
+def _times(factor: float) -> Callable[[float | None, str], float | None]:
+    return lambda value, _option: None if value is None else value * factor
+
+
+_FIGURES: dict[str, tuple[str, Callable[[Any, str], float | None]]] = {
+    "gpu_mem_bytes": ("gpu_mem", _size),
+    "read_bytes_per_s": ("nvme_read", _rate),
+    "write_bytes_per_s": ("nvme_write", _rate),
+    "flops_per_gpu": ("flops", _times(1e12)),
+    "flops_peak_per_gpu": ("flops_peak", _times(1e12)),
+    "pcie_per_gpu": ("pcie", _rate),
+    "pcie_host": ("pcie_host", _rate),
+    "peers_per_gpu": ("peers", _rate),
+    "dram_bytes_per_s": ("dram", _rate),
+    "tbw_per_drive": ("tbw", _times(1e12)),
+    # The only rate in bits, as networks are rated.
+    "link_bytes_per_s": ("link_gbps", _times(1e9 / 8)),
+    "cores": ("cores", _times(1)),
+}
+"""Fields of `Machine` that options give: the option, and the reading of its value."""
 
 
 # -- Its tables ------------------------------------------------------------------------------------

@@ -76,6 +76,11 @@ class StepRecord:
     activations_read: int = 0
     activations_written: int = 0
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> StepRecord:
+        """Make the record of a row of metrics.jsonl, which may have other figures, too."""
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row})
+
     def as_dict(self) -> dict[str, Any]:
         record = dataclasses.asdict(self)
         record["tokens_per_s"] = self.tokens / self.step_s if self.step_s else 0.0
@@ -118,24 +123,20 @@ def steady(records: Sequence[StepRecord]) -> Steady:
     used = [record for record in later if not record.alone] or later
     total_s = sum(record.step_s for record in used)
 
-    def mean(name: str) -> float:
-        return statistics.fmean(getattr(record, name) for record in used)
-
+    means = {
+        name: statistics.fmean(getattr(record, name) for record in used)
+        for name in StepRecord.__dataclass_fields__
+        # Not every step has a norm.
+        if name != "grad_norm"
+    }
     return Steady(
         steps=len(used),
-        step_s=mean("step_s"),
-        first_forward_s=mean("first_forward_s"),
-        compute_s=mean("compute_s"),
-        io_wait_s=mean("io_wait_s"),
-        bytes_read=mean("bytes_read"),
-        bytes_written=mean("bytes_written"),
         # Tokens over time: a mean of the steps' rates would weigh short steps more.
         tokens_per_s=sum(record.tokens for record in used) / total_s if total_s else 0.0,
-        params_read=mean("params_read"),
-        last_backward_s=mean("last_backward_s"),
         alone_s=statistics.fmean(alone) if alone else None,
-        grads=Moved(mean("grads_read"), mean("grads_written")),
-        activations=Moved(mean("activations_read"), mean("activations_written")),
+        grads=Moved(means["grads_read"], means["grads_written"]),
+        activations=Moved(means["activations_read"], means["activations_written"]),
+        **{name: means[name] for name in Steady.__dataclass_fields__ if name in means},
     )
 
 
@@ -198,7 +199,7 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         record = dataclasses.asdict(self)
-        # Comparable between models, and with the table of `perf.roofline`.
+        # Comparable between models, and with the table of `memory.roofline`.
         record["read_bytes_per_param"] = self.mean.bytes_read / self.params
         record["written_bytes_per_param"] = self.mean.bytes_written / self.params
         if self.limits is not None:

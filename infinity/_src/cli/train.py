@@ -38,7 +38,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from rich.console import Console
 from rich.markup import escape
@@ -307,13 +306,11 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
 
 @dataclasses.dataclass
 class _Phase:
-    """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O.
-    """
+    """Times of one step's passes without waits, in seconds."""
 
     first_forward_s: float = 0.0
     last_backward_s: float = 0.0
     compute_s: float = 0.0
-    waited_s: float = 0.0
 
 
 class _Turn(NamedTuple):
@@ -804,30 +801,25 @@ class _Run:
             # of it.
             self.handle.flush()
         now = self.handle.stats()
-        record = StepRecord(
-            step=step,
-            loss=loss,
-            lr=rate,
-            grad_norm=norm,
-            tokens=self.ranks.world * options.batch * options.seq * options.accumulate,
-            step_s=time.monotonic() - start,
-            first_forward_s=phase.first_forward_s,
-            compute_s=phase.compute_s,
-            io_wait_s=now.io_wait_s + now.update_wait_s - last.io_wait_s - last.update_wait_s,
-            bytes_read=now.bytes_read - last.bytes_read,
-            bytes_written=now.bytes_written - last.bytes_written,
-            ram_bytes=now.ram_bytes,
-            rss_bytes=psutil.Process().memory_info().rss,
-            params_read=now.params_read_bytes - last.params_read_bytes,
-            last_backward_s=phase.last_backward_s,
-            alone=alone,
-            grads_read=now.grads_read_bytes - last.grads_read_bytes,
-            grads_written=now.grads_written_bytes - last.grads_written_bytes,
-            activations_read=now.activations.fetched_bytes - last.activations.fetched_bytes,
-            activations_written=now.activations.stored_bytes - last.activations.stored_bytes,
-        )
+        step_s = time.monotonic() - start
+        figures = meter.end(now, step=step)
+        own = dataclasses.asdict(phase) | {
+            "step": step,
+            "loss": loss,
+            "lr": rate,
+            "grad_norm": norm,
+            "tokens": self.ranks.world * options.batch * options.seq * options.accumulate,
+            "step_s": step_s,
+            "alone": alone,
+            "params_read": now.params_read_bytes - last.params_read_bytes,
+            "grads_read": now.grads_read_bytes - last.grads_read_bytes,
+            "grads_written": now.grads_written_bytes - last.grads_written_bytes,
+            "activations_read": now.activations.fetched_bytes - last.activations.fetched_bytes,
+            "activations_written": now.activations.stored_bytes - last.activations.stored_bytes,
+        }
+        record = StepRecord.of(figures | own)
         self.records.append(record)
-        self.metrics.add("step", meter.end(now, step=step) | record.as_dict())
+        self.metrics.add("step", figures | record.as_dict())
         display.show(record)
         self._keep(step)
         self.last = now
@@ -856,7 +848,6 @@ class _Run:
             phase.compute_s += passes_s
             # Overwritten by each micro-batch, so that the last one's stays.
             phase.last_backward_s = passes_s - forward_s
-            phase.waited_s += waited
             if index == 0:
                 phase.first_forward_s = forward_s
             losses.append(loss.detach())
@@ -1023,11 +1014,8 @@ def _make_out(out: Path) -> None:
 
 def _earlier_records(out: Path) -> list[StepRecord]:
     """Return the steps that an earlier process recorded, as far as they stayed."""
-    names = {field.name for field in dataclasses.fields(StepRecord)}
     return [
-        StepRecord(**{name: row[name] for name in names & row.keys()})
-        for _, row in read_rows(out / FILE_NAME)
-        if row["kind"] == "step"
+        StepRecord.of(row) for _, row in read_rows(out / FILE_NAME) if row["kind"] == "step"
     ]
 
 

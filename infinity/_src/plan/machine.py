@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infinity._src.base.sizes import GIB, format_size
 from infinity._src.memory.roofline import EXAMPLE_TBW, Drives
@@ -44,17 +44,15 @@ KINDS = {
     kind.name: kind
     for kind in (
         GpuKind("rtx3090", "GeForce RTX 3090, 24 GB", 23.6 * GIB, 71e12, 43e12, 936e9, PCIE4, None),
-        GpuKind(
-            "rtx4090", "GeForce RTX 4090, 24 GB", 23.6 * GIB, 165e12, 100e12, 1008e9, PCIE4, None
-        ),
-        GpuKind(
-            "rtx5090", "GeForce RTX 5090, 32 GB", 31.3 * GIB, 209e12, 125e12, 1792e9, PCIE5, None
-        ),
+        GpuKind("rtx4090", "GeForce RTX 4090, 24 GB", 23.6 * GIB, 165e12, 100e12, 1008e9, PCIE4,
+                None),
+        GpuKind("rtx5090", "GeForce RTX 5090, 32 GB", 31.3 * GIB, 209e12, 125e12, 1792e9, PCIE5,
+                None),
         GpuKind("a100", "A100 SXM, 80 GB", 79.1 * GIB, 312e12, 170e12, 2039e9, PCIE4, 300e9),
         GpuKind("h100", "H100 SXM, 80 GB", 79.1 * GIB, 989e12, 400e12, 3350e9, PCIE5, 450e9),
         GpuKind("h200", "H200 SXM, 141 GB", 139.7 * GIB, 989e12, 400e12, 4800e9, PCIE5, 450e9),
     )
-}
+}  # fmt: skip
 
 
 def guess_kind(mem_bytes: float | None) -> GpuKind:
@@ -261,74 +259,70 @@ def describe_machine(
     *,
     gpus: int = 1,
     gpu: str | None = None,
-    gpu_mem_bytes: float | None = None,
     ram_bytes: float = 64 * GIB,
     drives: int | None = None,
-    read_bytes_per_s: float | None = None,
-    write_bytes_per_s: float | None = None,
-    flops_per_gpu: float | None = None,
-    flops_peak_per_gpu: float | None = None,
-    pcie_per_gpu: float | None = None,
-    pcie_host: float | None = None,
-    peers_per_gpu: float | None = None,
-    dram_bytes_per_s: float | None = None,
-    tbw_per_drive: float | None = None,
     nvme_bytes: float | None = None,
     shared: bool = True,
     bench: IoSettings | None = None,
     bench_name: str = "",
     ranks: int | None = None,
     nodes: int = 1,
-    link_bytes_per_s: float | None = None,
-    cores: int | None = None,
     updates_per_core: Mapping[str, float] | None = None,
     updates_name: str = "",
+    **given: float | None,
 ) -> Machine:
     """Describe a machine. Figures that are not given are those of the kind of GPU (`gpu`), measured
     (`bench`) or assumed; `Machine.sources` says which.
 
-    read_bytes_per_s, write_bytes_per_s: of all drives together. ranks: of a node, where the CPU
-    computes (GPUs have one each). Raises: ValueError naming the figure and a fix.
+    ranks: of a node, where the CPU computes (GPUs have one each). given: other fields of `Machine`
+    that are numbers; None: not given. read_bytes_per_s, write_bytes_per_s: of all drives together.
+    Raises: ValueError naming the figure and a fix.
     """
-    sources: dict[str, str] = {}
-    _check_ranks(gpus, ranks, nodes, link_bytes_per_s)
+    _check_ranks(gpus, ranks, nodes, given.get("link_bytes_per_s"))
     if gpu is not None and gpu not in KINDS:
         raise ValueError(
             f"--gpu {gpu} is not known; use {', '.join(KINDS)}, or --gpu-mem, --flops, "
             "--flops-peak and --pcie"
         )
-    kind = KINDS[gpu] if gpu is not None else guess_kind(gpu_mem_bytes)
-    figures = _of_gpus(
-        gpus, kind, sources, known=gpu is not None,
-        mem=gpu_mem_bytes, flops=flops_per_gpu, peak=flops_peak_per_gpu,
-        pcie=pcie_per_gpu, host=pcie_host, peers=peers_per_gpu,
+    kind = KINDS[gpu] if gpu is not None else guess_kind(given.get("gpu_mem_bytes"))
+    whence = f"of {kind.name} ({kind.title})" if gpu is not None else f"assumed: {kind.title}"
+    sources: dict[str, str] = {}
+    figures: dict[str, Any] = {}
+
+    def take(rows: Iterable[_Assumed]) -> None:
+        for row in rows:
+            value = given.pop(row.field, None)
+            figures[row.field] = row.default if value is None else value
+            if row.source:
+                sources[row.name] = row.source if value is None else "given"
+
+    take(_of_gpus(gpus, kind, whence, given.get("pcie_per_gpu")))
+    if not gpus:
+        # Nothing depends on the others where the CPU computes.
+        for name in ("flops_peak_per_gpu", "pcie_host", "peers_per_gpu"):
+            given.pop(name, None)
+        # Multiplied by 0 GPUs, but `_check` wants a positive figure.
+        given["pcie_per_gpu"] = kind.pcie_bytes_per_s
+    count, found = _drives(
+        drives, given.pop("read_bytes_per_s", None), given.pop("write_bytes_per_s", None),
+        bench, bench_name, sources,
     )  # fmt: skip
-    count, read, write, busiest = _drives(
-        drives, read_bytes_per_s, write_bytes_per_s, bench, bench_name, sources
+    take(_of_node(gpus > 2, nodes, count))
+    sources["adam"] = (
+        f"measured ({updates_name})" if updates_per_core else "of a Xeon of 2.5 GHz, assumed"
     )
-    figures |= _of_cpus(gpus, sources, dram_bytes_per_s, cores, updates_per_core, updates_name)
-    tbw, what = ASSUMED["tbw"]
-    if nodes > 1:
-        assumed = f"{LINK * 8 / 1e9:g} Gbit/s each way, assumed"
-        sources["link_gbps"] = _source(link_bytes_per_s, assumed)
-    if count:
-        sources["tbw"] = _source(tbw_per_drive, f"{tbw / 1e12:g} TB, assumed: {what}")
     machine = Machine(
         gpus=gpus,
         ram_bytes=ram_bytes,
         drives=count,
-        read_bytes_per_s=read,
-        write_bytes_per_s=write,
-        tbw_per_drive=tbw if tbw_per_drive is None else tbw_per_drive,
         nvme_bytes=nvme_bytes,
         shared=shared,
-        busiest_share=busiest,
         # GPUs have a rank each: a number of processes counts only where the CPU computes.
         processes=1 if gpus or ranks is None else ranks,
         nodes=nodes,
-        link_bytes_per_s=LINK if link_bytes_per_s is None else link_bytes_per_s,
+        updates_per_core={**UPDATES_PER_CORE, **(updates_per_core or {})},
         sources=sources,
-        **figures,
+        **{**given, **found, **figures},
     )
     _check(machine)
     return machine
@@ -351,100 +345,59 @@ def _check_ranks(gpus: int, ranks: int | None, nodes: int, link_bytes_per_s: flo
         )
 
 
+class _Assumed(NamedTuple):
+    """A figure that need not be given: its name among the sources, its field, its value otherwise,
+    and the source of that value; "": nothing depends on it here.
+    """
+
+    name: str
+    field: str
+    default: float | None
+    source: str
+
+
 def _of_gpus(
-    gpus: int,
-    kind: GpuKind,
-    sources: dict[str, str],
-    *,
-    known: bool,
-    mem: float | None,
-    flops: float | None,
-    peak: float | None,
-    pcie: float | None,
-    host: float | None,
-    peers: float | None,
-) -> dict[str, Any]:
-    """Return the figures of the GPUs as fields of a `Machine`, and note the source of each in
-    `sources`.
-    """
-    whence = f"of {kind.name} ({kind.title})" if known else f"assumed: {kind.title}"
-
-    def figure(name: str, given: float | None, default: float, text: str) -> float:
-        sources[name] = "given" if given is not None else f"{text}, {whence}"
-        return default if given is None else given
-
+    gpus: int, kind: GpuKind, whence: str, pcie: float | None
+) -> Iterator[_Assumed]:
+    """Yield the figures of the GPUs. pcie: of the link of one, as it was given."""
     if not gpus:
-        sources["flops"] = (
-            "given"
-            if flops is not None
-            else f"{CPU_FLOPS / 1e12:g} TFLOP/s, assumed: the CPU computes"
-        )
-        return {
-            "gpu_mem_bytes": figure("gpu_mem", mem, 80.0 * GIB, "80 GiB of the CPU's memory"),
-            "flops_per_gpu": CPU_FLOPS if flops is None else flops,
-            # Multiplied by 0 GPUs, but `_check` wants a positive figure.
-            "pcie_per_gpu": kind.pcie_bytes_per_s,
-        }
-    found: dict[str, Any] = {
-        "gpu_mem_bytes": figure("gpu_mem", mem, kind.mem_bytes, format_size(kind.mem_bytes)),
-        "flops_per_gpu": figure(
-            "flops", flops, kind.flops, f"{kind.flops / 1e12:g} TFLOP/s sustained"
-        ),
-        "flops_peak_per_gpu": figure(
-            "flops_peak", peak, kind.flops_peak, f"{kind.flops_peak / 1e12:g} TFLOP/s"
-        ),
-        "pcie_per_gpu": figure(
-            "pcie", pcie, kind.pcie_bytes_per_s, f"{_rate(kind.pcie_bytes_per_s)} each way"
-        ),
+        size = f"80 GiB of the CPU's memory, {whence}"
+        yield _Assumed("gpu_mem", "gpu_mem_bytes", 80.0 * GIB, size)
+        rate = f"{CPU_FLOPS / 1e12:g} TFLOP/s, assumed: the CPU computes"
+        yield _Assumed("flops", "flops_per_gpu", CPU_FLOPS, rate)
+        return
+    between = kind.peers_bytes_per_s
+    # Up to two GPUs have a link each, and nothing is assumed about the host.
+    links = host_links(gpus) * (kind.pcie_bytes_per_s if pcie is None else pcie)
+    for name, field, default, text, counts in (
+        ("gpu_mem", "gpu_mem_bytes", kind.mem_bytes, format_size(kind.mem_bytes), True),
+        ("flops", "flops_per_gpu", kind.flops, f"{kind.flops / 1e12:g} TFLOP/s sustained", True),
+        ("flops_peak", "flops_peak_per_gpu", kind.flops_peak,
+         f"{kind.flops_peak / 1e12:g} TFLOP/s", True),
+        ("pcie", "pcie_per_gpu", kind.pcie_bytes_per_s,
+         f"{_rate(kind.pcie_bytes_per_s)} each way", True),
         # No argument gives it: it counts for updates on the device only.
-        "hbm_per_gpu": kind.hbm_bytes_per_s,
-        "peers_per_gpu": kind.peers_bytes_per_s if peers is None else peers,
-        "pcie_host": host,
-    }
-    if gpus > 1:
-        between = kind.peers_bytes_per_s
-        # Called for the source alone: the field may be None, which `figure` does not return.
-        figure(
-            "peers",
-            peers,
-            0.0,
-            f"{_rate(between)} each way" if between else "through the CPU's memory",
-        )
-    if gpus > 2:
-        # Up to two GPUs have a link each, and nothing is assumed about the host.
-        links = host_links(gpus) * found["pcie_per_gpu"]
-        assumed = f"{_rate(links)} each way, assumed: two GPUs share a link to the CPU"
-        sources["pcie_host"] = "given" if host is not None else assumed
-    return found
+        ("hbm", "hbm_per_gpu", kind.hbm_bytes_per_s, "", False),
+        ("peers", "peers_per_gpu", between,
+         f"{_rate(between)} each way" if between else "through the CPU's memory", gpus > 1),
+    ):  # fmt: skip
+        yield _Assumed(name, field, default, f"{text}, {whence}" if counts else "")
+    assumed = f"{_rate(links)} each way, assumed: two GPUs share a link to the CPU"
+    yield _Assumed("pcie_host", "pcie_host", None, assumed if gpus > 2 else "")
 
 
-def _of_cpus(
-    gpus: int,
-    sources: dict[str, str],
-    dram_bytes_per_s: float | None,
-    cores: int | None,
-    rates: Mapping[str, float] | None,
-    rates_name: str,
-) -> dict[str, Any]:
-    """Return the figures of the CPUs as fields of a `Machine`, and note the source of each in
-    `sources`.
-    """
-    several = " of several GPUs" if gpus > 2 else ""
-    dram, what = ASSUMED[f"dram{several}"]
-    sources["dram"] = _source(dram_bytes_per_s, f"{_rate(dram)}, assumed: {what}")
-    number, what = ASSUMED[f"cores{several}"]
-    sources["cores"] = _source(cores, f"{number:g}, assumed: {what}")
-    sources["adam"] = f"measured ({rates_name})" if rates else "of a Xeon of 2.5 GHz, assumed"
-    return {
-        "dram_bytes_per_s": dram if dram_bytes_per_s is None else dram_bytes_per_s,
-        "cores": int(number) if cores is None else cores,
-        "updates_per_core": {**UPDATES_PER_CORE, **(rates or {})},
-    }
-
-
-def _source(value: float | None, otherwise: str) -> str:
-    """Name the source of a figure: "given", or else `otherwise`."""
-    return "given" if value is not None else otherwise
+def _of_node(several: bool, nodes: int, drives: int) -> Iterator[_Assumed]:
+    """Yield the figures of CPUs, links between nodes and wear. several: more than two GPUs."""
+    more = " of several GPUs" if several else ""
+    dram, what = ASSUMED[f"dram{more}"]
+    yield _Assumed("dram", "dram_bytes_per_s", dram, f"{_rate(dram)}, assumed: {what}")
+    cores, what = ASSUMED[f"cores{more}"]
+    yield _Assumed("cores", "cores", int(cores), f"{cores:g}, assumed: {what}")
+    link = f"{LINK * 8 / 1e9:g} Gbit/s each way, assumed" if nodes > 1 else ""
+    yield _Assumed("link_gbps", "link_bytes_per_s", LINK, link)
+    tbw, what = ASSUMED["tbw"]
+    rated = f"{tbw / 1e12:g} TB, assumed: {what}" if drives else ""
+    yield _Assumed("tbw", "tbw_per_drive", tbw, rated)
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -458,9 +411,9 @@ def _drives(
     bench: IoSettings | None,
     bench_name: str,
     sources: dict[str, str],
-) -> tuple[int, float, float, float | None]:
-    """Return (number, read, write, share of the data on the busiest) of the drives, and note the
-    source of each figure in `sources`.
+) -> tuple[int, dict[str, Any]]:
+    """Return the number of the drives, and their figures as fields of a `Machine`, and note the
+    source of each in `sources`.
     """
     measured = list(bench.bandwidths.values()) if bench is not None else []
     label = bench_name or "bench"
@@ -476,15 +429,15 @@ def _drives(
             raise ValueError(
                 "--drives 0 beside --nvme-read, --nvme-write or --bench: leave one or the other out"
             )
-        return 0, 0.0, 0.0, None
+        return 0, {"read_bytes_per_s": 0.0, "write_bytes_per_s": 0.0}
     if drives is None and not measured:
         sources["drives"] = "1, assumed"
-    found, busiest = [], None
+    found: dict[str, Any] = {}
     if measured:
         # The engine divides data over drives by this harmonic mean (`memory.swap_space`). Drives
         # that were not measured are taken for those that were.
         speeds = [2 / (1 / pair[0] + 1 / pair[1]) for pair in measured]
-        busiest = max(speeds) / sum(speeds) * len(measured) / count
+        found["busiest_share"] = max(speeds) / sum(speeds) * len(measured) / count
     for index, (name, given) in enumerate((("read", read), ("write", write))):
         value, source = given, "given"
         if value is None and measured:
@@ -498,9 +451,9 @@ def _drives(
             value, what = ASSUMED[name]
             value *= count
             source = f"{_rate(value)}, assumed: {what}"
-        found.append(value)
+        found[f"{name}_bytes_per_s"] = value
         sources[name] = source
-    return count, found[0], found[1], busiest
+    return count, found
 
 
 def _check(machine: Machine) -> None:
