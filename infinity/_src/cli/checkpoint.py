@@ -27,6 +27,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from infinity._src.base.console import make_table, say, say_error
 from infinity._src.base.sizes import format_size, parse_size
 from infinity._src.base.standard_streams import write_to_stdout
 from infinity._src.base.wording import listed
@@ -66,7 +67,7 @@ def run_checkpoint(options: argparse.Namespace, console: Console | None = None) 
     try:
         return actions[options.action](options, console)
     except (ValueError, InfinityError, OSError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        say_error(console, error)
         return 2
 
 
@@ -111,17 +112,9 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
     what = f"generation {job.generation} of {escape(str(place))}"
     if damage:
         show_damage(console, damage)
-        console.print(
-            f"[bold red]Damaged:[/bold red] {what}, {_count(len(damage), 'place')}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, f"[bold red]Damaged:[/bold red] {what}, {_count(len(damage), 'place')}")
     else:
-        console.print(
-            f"[bold green]All as it was written:[/bold green] {what}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, f"[bold green]All as it was written:[/bold green] {what}")
     console.print(_rate("read", job.size_bytes, seconds), highlight=False)
     return 1 if damage else 0
 
@@ -140,18 +133,19 @@ def _export(options: argparse.Namespace, console: Console) -> int:
         job = ExportJob(checkpoint, masters=options.masters, dtype=dtype)
         with _bar(console, "exporting", job.size_bytes) as advance:
             written = job.export(options.out, shard_bytes_max=most, progress=advance)
-    console.print(
+    say(
+        console,
         f"step {checkpoint.step} of {escape(str(checkpoint.directory))}: "
         f"{_count(written.tensors, 'tensor')} in "
         f"{_count(len(written.files), 'file')} in {escape(str(options.out))}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    )
     if checkpoint.left_out:
         names = listed(entry.name for entry in checkpoint.left_out)
-        console.print(
+        say(
+            console,
             f"note: the checkpoint was saved with frozen=False, so {options.out} lacks {names}",
-            highlight=False, markup=False, soft_wrap=True,
-        )  # fmt: skip
+            markup=False,
+        )
     console.print(_rate("written", written.size_bytes, time.monotonic() - began), highlight=False)
     return 0
 
@@ -168,13 +162,13 @@ def _export_universal(options: argparse.Namespace, console: Console) -> int:
         job = UniversalExport(checkpoint)
         with _bar(console, "exporting", job.size_bytes) as advance:
             written = job.export(options.out, progress=advance)
-    console.print(
+    say(
+        console,
         f"step {checkpoint.step} of {escape(str(checkpoint.directory))}: "
         f"{_count(written.params, 'parameter')} in {escape(str(written.folder))}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    )
     for note in written.notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"note: {note}", markup=False)
     console.print(_rate("written", written.size_bytes, time.monotonic() - began), highlight=False)
     return 0
 
@@ -187,15 +181,15 @@ def _reshard(options: argparse.Namespace, console: Console) -> int:
         job = ReshardJob(checkpoint, world=options.world, state=options.state)
         with _bar(console, "resharding", job.size_bytes) as advance:
             written = job.write(options.out, progress=advance)
-    console.print(
+    say(
+        console,
         f"step {written.step} of {escape(str(checkpoint.directory))}, of "
         f"{_count(checkpoint.world, 'rank')}, is in "
         f"{escape(str(options.out))} for {_count(written.world, 'rank')}; "
         + (written.rounded or "all states bit for bit"),
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    )
     for note in written.notes:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"note: {note}", markup=False)
     console.print(_rate("written", written.size_bytes, time.monotonic() - began), highlight=False)
     return 0
 
@@ -255,18 +249,11 @@ def show_directory(console: Console, directory: Path, generations: Sequence[Gene
     """Print a directory: a row for each generation, why one is not whole, and the files of the
     newest.
     """
-    table = _table(
-        str(directory),
-        "generation",
-        "whole",
-        "step",
-        "ranks",
-        "on disk",
-        "parameters",
-        "state",
-        "optimizer",
+    columns = (
+        "generation", "whole", "step", "ranks", "on disk", "parameters", "state", "optimizer",
         "written",
-    )
+    )  # fmt: skip
+    table = make_table(escape(str(directory)), *columns, left=_LEFT)
     for each in generations:
         table.add_row(
             str(each.number),
@@ -283,7 +270,7 @@ def show_directory(console: Console, directory: Path, generations: Sequence[Gene
     for each in generations:
         if each.why_not:
             text = f"generation {each.number} is not whole: {each.why_not}"
-            console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
+            say(console, text, style="red", markup=False)
     if generations:
         # Newest first: `list_generations` sorts them.
         console.print(_files(generations[0]))
@@ -291,7 +278,7 @@ def show_directory(console: Console, directory: Path, generations: Sequence[Gene
 
 def show_damage(console: Console, damage: Sequence[Damage]) -> None:
     """Print every damaged place."""
-    table = _table("Damage", "file", "offset", "bytes", "what", "why")
+    table = make_table("Damage", "file", "offset", "bytes", "what", "why", left=_LEFT)
     for each in damage:
         table.add_row(
             escape(each.path),
@@ -304,7 +291,8 @@ def show_damage(console: Console, damage: Sequence[Damage]) -> None:
 
 
 def _files(generation: Generation) -> Table:
-    table = _table(f"files of generation {generation.number}", "rank", "file", "bytes", "on disk")
+    title = f"files of generation {generation.number}"
+    table = make_table(title, "rank", "file", "bytes", "on disk", left=_LEFT)
     for file in generation.files:
         table.add_row(str(file.rank), escape(file.name), f"{file.size_bytes:,}", _taken(file))
     return table
@@ -342,10 +330,3 @@ def _time(seconds: float | None) -> str:
         .astimezone()
         .strftime("%Y-%m-%d %H:%M:%S")
     )
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=escape(title), title_justify="left", title_style="bold")
-    for column in columns:
-        table.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
-    return table

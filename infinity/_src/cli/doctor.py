@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infinity._src.base import openmp
+from infinity._src.base.console import say
 from infinity._src.base.sizes import GIB, format_size
 from infinity._src.base.version import __version__
 from infinity._src.cabi import native
@@ -85,7 +86,7 @@ def run_doctor(
             faults.append(f"{finding.subject}: {finding.warning}")
     console.print(table)
     for fault in faults:
-        console.print(f"[yellow]warning:[/yellow] {fault}", highlight=False, soft_wrap=True)
+        say(console, f"[yellow]warning:[/yellow] {fault}")
     if not faults:
         console.print("nothing is missing")
     return 0

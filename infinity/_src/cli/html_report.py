@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console
 from rich.markup import escape
 
+from infinity._src.base.console import say, say_error
 from infinity._src.base.new_file import write_named
 from infinity._src.base.sizes import format_size
 from infinity._src.base.step_timeline import Bar, StepTimeline
@@ -85,9 +86,9 @@ def run_report(options: argparse.Namespace, console: Console | None = None) -> i
             raise ValueError(f"no page: {MISSING}")
         size = write_report(runs_of(options.directory), out, rated_tb=options.tbw)
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        say_error(console, error)
         return 2
-    console.print(f"{escape(str(out))} ({format_size(size)})", highlight=False, soft_wrap=True)
+    say(console, f"{escape(str(out))} ({format_size(size)})")
     return 0
 
 

@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import infinity as inf
+from infinity._src.base.console import make_table, say, say_error
 from infinity._src.base.sizes import format_size, parse_size
 from infinity._src.checkpoint.hub_resolution import read_object
 from infinity._src.cli import hf_model
@@ -83,7 +84,7 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
             record |= {"deepspeed": None if run is None else deepspeed_record(run)}
             write_record(record, options.json)
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        say_error(console, error)
         return 2
     if to_stdout:
         return 0 if prediction.fits else 1
@@ -375,7 +376,7 @@ def show_plan(
         )
         for reason in found.why_not:
             # Reasons hold brackets of Python calls, which rich would take for markup.
-            console.print(f"  {reason}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"  {reason}", markup=False)
     console.print(_needs(found))
     console.print(_places(found))
     if ranks:
@@ -392,9 +393,9 @@ def show_plan(
         )
     _show_changes(console, found, changes)
     if faster is not None:
-        console.print(recommend(found, faster), highlight=False, markup=False, soft_wrap=True)
+        say(console, recommend(found, faster), markup=False)
     if found.job.vertical:
-        console.print(_stays(found), highlight=False, markup=False, soft_wrap=True)
+        say(console, _stays(found), markup=False)
     assumed = [
         (name, source) for name, source in found.machine.sources.items() if source != "given"
     ]
@@ -403,7 +404,7 @@ def show_plan(
         for name, source in assumed:
             # Sources have the names of a machine's figures; people need those of the arguments.
             option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))
-            console.print(f"  --{option}: {source}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"  --{option}: {source}", markup=False)
     console.print(
         f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands "
         "of itself. Activations and operations are estimated from the configuration. It is a "
@@ -414,13 +415,9 @@ def show_plan(
 
 def deepspeed_table(run: DeepSpeedRun, path: Path) -> Table:
     """Format what each key of a DeepSpeed configuration became."""
-    table = Table(
-        title=f"{path}, as the engine takes it (options of the command replace it)",
-        title_justify="left",
-        title_style="bold",
-    )
-    for column in ("key", "value", "fate", "became"):
-        table.add_column(column, overflow="fold")
+    title = f"{path}, as the engine takes it (options of the command replace it)"
+    columns = ("key", "value", "fate", "became")
+    table = make_table(title, *columns, left=columns)
     section = ""
     for found in run.keys:
         above, _, last = found.key.rpartition(".")
@@ -479,15 +476,8 @@ def _who(machine: Machine) -> str:
     return text + (f" of each of {machine.nodes} nodes" if machine.nodes > 1 else "")
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-    return table
-
-
 def _needs(found: Prediction) -> Table:
-    table = _table("Does it fit", "memory", "needed", "there is")
+    table = make_table("Does it fit", "memory", "needed", "there is")
     names = {
         "one GPU" if found.machine.gpus else "device (CPU memory)": found.gpu,
         "RAM": found.ram,
@@ -507,7 +497,7 @@ def _needs(found: Prediction) -> Table:
 
 
 def _places(found: Prediction) -> Table:
-    table = _table("Where states rest", "state", "bytes", "in RAM", "on NVMe")
+    table = make_table("Where states rest", "state", "bytes", "in RAM", "on NVMe")
     everything, nvme = found.at_rest, found.on_nvme
     names = {
         "params": "parameters",
@@ -529,7 +519,7 @@ def _places(found: Prediction) -> Table:
 
 
 def _step(found: Prediction) -> Table:
-    table = _table("A step", "", "")
+    table = make_table("A step", "", "")
     table.show_header = False
     total, eta = found.moved.total, found.limits.eta(found.step_s)
     if total.read or total.written:
@@ -576,7 +566,7 @@ def _step(found: Prediction) -> Table:
 
 def _outside(shape: ModelShape, found: Prediction) -> Table:
     costs, ranks = outside(shape, found), found.machine.ranks
-    table = _table("Besides", "", "")
+    table = make_table("Besides", "", "")
     table.show_header = False
     on_each = " on each rank" if ranks > 1 else ""
     each = f", {costs.ram.chunks:,} chunks{on_each}"
@@ -637,7 +627,7 @@ def _days(days: float) -> str:
 
 
 def _sides(sides: Sequence[Prediction]) -> Table:
-    table = _table(
+    table = make_table(
         "Where updates run", "update_on", *(repr(side.job.policy.update_on) for side in sides)
     )
     table.add_row("s/step expected", *(_seconds(side.step_s) for side in sides))
@@ -678,7 +668,7 @@ def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]
 
 def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
     title = "What one change would buy" if found.fits else "One change with which it fits"
-    table = _table(title, "change", "s/step", "tokens/s", "gain", "TB/day")
+    table = make_table(title, "change", "s/step", "tokens/s", "gain", "TB/day")
     for change in changes:
         other, gain = change.prediction, _gain(found, change.prediction)
         table.add_row(
@@ -849,18 +839,10 @@ def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
     """Format the bytes of one rank: a row for each state, a column for each stage with its tiers.
     chosen: the stage that is planned.
     """
-    table = Table(
-        title="What each rank holds: device + CPU memory + NVMe",
-        title_justify="left",
-        title_style="bold",
+    stages = (
+        f"stage {each.stage}{' (planned)' if each.stage == chosen else ''}" for each in ranks
     )
-    table.add_column("state", overflow="fold")
-    for each in ranks:
-        table.add_column(
-            f"stage {each.stage}{' (planned)' if each.stage == chosen else ''}",
-            justify="right",
-            overflow="fold",
-        )
+    table = make_table("What each rank holds: device + CPU memory + NVMe", "state", *stages)
     # Stages have different states; each has a row, in the order of the first that has it.
     for name in dict.fromkeys(name for each in ranks for name in each.states):
         table.add_row(name, *(describe_tiers(each.states.get(name, TierBytes())) for each in ranks))
@@ -879,22 +861,11 @@ def exchange_table(found: Prediction) -> Table:
     (`Exchanges.volume`).
     """
     exchanged, machine = found.exchanged, found.machine
-    title = "What each rank receives in a step"
-    table = Table(title=title, title_justify="left", title_style="bold")
     several = machine.nodes > 1
     across = ["from other nodes", "its whole node from others"] if several else []
-    plain = format_size(exchanged.plain_bytes)
-    for column in (
-        "",
-        "times",
-        "inside its node",
-        *across,
-        f"volume {'between nodes' if several else ''}, M = {plain}",
-    ):
-        table.add_column(
-            # Without other nodes the heading of the volume has a blank before its comma.
-            column.replace(" ,", ","), justify="right" if column else "left", overflow="fold"
-        )
+    volume = f"volume{' between nodes' if several else ''}, M = {format_size(exchanged.plain_bytes)}"
+    columns = ("", "times", "inside its node", *across, volume)
+    table = make_table("What each rank receives in a step", *columns)
     parts = [(each.name, str(each.count), (each,)) for each in exchanged.each]
     for name, times, found_ in [*parts, ("together", "", exchanged.each)]:
         # Sums and volume are those of `Exchanges`, of one kind at a time.

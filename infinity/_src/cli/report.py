@@ -30,6 +30,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from infinity._src.base.console import say
 from infinity._src.base.sizes import format_size
 from infinity._src.engine.step_report import micro_batches_text
 from infinity._src.memory.roofline import (
@@ -419,7 +420,7 @@ class _Bar:
 
     def say(self, text: str) -> None:
         # By way of the bar's console, which prints above the bar.
-        self._progress.console.print(text, highlight=False, soft_wrap=True)
+        say(self._progress.console, text)
 
 
 class _Lines:
@@ -433,4 +434,4 @@ class _Lines:
         )
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        say(self._console, text)

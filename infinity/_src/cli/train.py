@@ -43,6 +43,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import infinity as inf
+from infinity._src.base.console import say
 from infinity._src.base.metrics_file import FILE_NAME, SCHEMA, MetricsFile, read_rows
 from infinity._src.base.rss import peak_rss_bytes, reset_peak_rss
 from infinity._src.base.sizes import MIB
@@ -173,24 +174,20 @@ def _say_error(
     """
     if isinstance(error, KeyboardInterrupt):
         assert options is not None
-        console.print(
+        say(
+            console,
             f"{error}: stopped at once; what was measured so far is in {options.out}"
             if isinstance(error, Stopped)
             else f"interrupted; what was measured so far is in {options.out}",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            markup=False,
+        )
         return
     several = ranks is not None and ranks.world > 1
     if not _is_foreseen(error):
         if not several:
             # The error goes on to the caller, and is shown there with its traceback.
             return
-        console.print(
-            "".join(traceback.format_exception(error)),
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, "".join(traceback.format_exception(error)), markup=False)
     who = f"rank {ranks.rank}: " if several and ranks is not None else ""
     text = _text(error)
     if isinstance(error, DriveLostError):
@@ -201,7 +198,7 @@ def _say_error(
     # A MemoryLimitError names its fix, and others know of no option.
     if is_out_of_memory(error) and not isinstance(error, InfinityError):
         text = _out_of_memory(error, text, options)
-    console.print(f"[red]error:[/red] {escape(who + text)}", highlight=False, soft_wrap=True)
+    say(console, f"[red]error:[/red] {escape(who + text)}")
 
 
 def _text(error: BaseException) -> str:
@@ -1000,7 +997,7 @@ class _Run:
         )
 
     def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)
+        say(self.console, text)
 
 
 def _make_out(out: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
+from infinity._src.base.console import say, say_error
 from infinity._src.base.openmp import wait_passively
 from infinity._src.base.options import Row, add_options
 from infinity._src.base.paths import argument
@@ -158,10 +158,10 @@ def run(options: argparse.Namespace) -> int:
         return 130
     # Before OSError, which it is: a fault of a drive is no mistake on the command line.
     except AioError as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        say_error(console, error)
         return 1
     except (ValueError, OSError, MemoryError) as error:
-        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        say_error(console, error)
         return 2
     return 0
 
@@ -197,9 +197,7 @@ def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         report.show_sweep(console, swept)
     report.show_swap(console, figures, record)
     if swept is not None and options.json is not None and str(options.json) != "-":
-        console.print(
-            f'use it: Policy(io="{options.json}")', highlight=False, markup=False, soft_wrap=True
-        )
+        say(console, f'use it: Policy(io="{options.json}")', markup=False)
     return record
 
 

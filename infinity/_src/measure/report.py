@@ -44,6 +44,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from infinity._src.base.console import say
 from infinity._src.base.new_file import write_named
 from infinity._src.base.sizes import format_size
 from infinity._src.base.standard_streams import write_to_stdout
@@ -158,24 +159,26 @@ def show_swap(console: Console, figures: SwapFigures, record: dict[str, Any]) ->
         table.add_row(*cells)
     console.print(table)
     show_drives(console, figures)
-    _line(console, f"on {hardware.describe(record['hardware']['drives'])}")
+    say(console, f"on {hardware.describe(record['hardware']['drives'])}", markup=False)
     how = "O_DIRECT" if figures.direct else "through the page cache: figures may be those of memory"
-    _line(
+    say(
         console,
         f"{format_size(figures.size_bytes)} of random data, {format_size(figures.block_bytes)} "
         f"blocks, depth {figures.depth}, {figures.backend}, {how}, {figures.huge_page_share:.0%} "
         f"huge pages; {format_size(figures.verified_bytes)} read back and verified",
+        markup=False,
     )
-    _line(
+    say(
         console,
         f"medians, rounds: {len(figures.read.samples)}; mixed counts both ways; "
         f"first write to fresh extents, checksummed: {figures.fill_bytes_per_s / 1e9:.2f} GB/s",
+        markup=False,
     )
     if figures.limit_by:
         how = f"blocks as large, depth {figures.depth}, on a file of its own, in turns with ours"
-        _line(console, f"limit: {figures.limit_by}, {how}")
+        say(console, f"limit: {figures.limit_by}, {how}", markup=False)
     for note in _notes(figures, record):
-        console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
+        say(console, f"[yellow]note:[/yellow] {escape(note)}")
 
 
 def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
@@ -220,10 +223,11 @@ def show_drives(console: Console, figures: SwapFigures) -> None:
             if latency.count
         ]
         if latencies:
-            _line(
+            say(
                 console,
                 f"requests of {directory}: {'; '.join(latencies)}; {drive.depth_mean:.0f} in "
                 "flight on average",
+                markup=False,
             )
 
 
@@ -246,12 +250,11 @@ def show_sweep(console: Console, sweep: SweepFigures) -> None:
         table.add_row(*cells)
     console.print(table)
     best = sweep.best
-    console.print(
+    say(
+        console,
         f"best: [bold]{format_size(best.block_bytes)} blocks, depth {best.depth}[/bold] "
         "(the least in flight within 3 % of the best of the "
         f"{sum(point.final for point in sweep.points)} measured longer)",
-        highlight=False,
-        soft_wrap=True,
     )
 
 
@@ -273,19 +276,20 @@ def show_adam(console: Console, figures: AdamFigures) -> None:
             ]
             table.add_row(*cells, *([f"{row.of_memory:.0%}"] if row.of_memory is not None else []))
         console.print(table)
-    _line(
+    say(
         console,
         f"memory: {figures.memory_gb_per_s:.1f} GB/s, what additions in place read and write in "
         "the same rounds",
+        markup=False,
     )
     if not figures.torch:
-        _line(console, "torch cannot be imported, so its optimizer is not beside them")
+        say(console, "torch cannot be imported, so its optimizer is not beside them", markup=False)
 
 
 def show_copy(console: Console, figures: CopyFigures) -> None:
     """Show the copies by block size, or say that there is no device."""
     if not figures.device:
-        _line(console, f"{figures.reason}; copies were not measured")
+        say(console, f"{figures.reason}; copies were not measured", markup=False)
         return
     table = _table(f"Copies, {figures.device}", "memory", "block", "GB/s", "of the best pinned")
     for row in figures.rows:
@@ -309,10 +313,6 @@ def _table(title: str, *columns: str) -> Table:
 def _columns(table: Table, *names: str) -> None:
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
-
-
-def _line(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 # -- Pictures --------------------------------------------------------------------------------------
