@@ -77,16 +77,12 @@ class DriveFigures(transformers.TrainerCallback):
         self._seconds = self._waited_s = 0.0
         self._read = self._written = 0
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
-    ) -> None:
+    def on_train_begin(self, *_arguments: Any, **kwargs: Any) -> None:
         """Start counting. Raises: ValueError for a model that is not offloaded."""
         self._module = only_engine(kwargs["model"], "DriveFigures")
         self._begin()
 
-    def on_step_end(
-        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
-    ) -> None:
+    def on_step_end(self, *_arguments: Any, **_kwargs: Any) -> None:
         """Count a step."""
         last, begun = self._last, self._begun
         self._begin()
@@ -97,22 +93,16 @@ class DriveFigures(transformers.TrainerCallback):
         self._waited_s += now.io_wait_s - last.io_wait_s
         self._waited_s += now.update_wait_s - last.update_wait_s
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
-    ) -> None:
+    def on_evaluate(self, *_arguments: Any, **_kwargs: Any) -> None:
         """Exclude the evaluation: restart the interval."""
         if self._module is not None:
             self._begin()
 
-    def on_save(
-        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
-    ) -> None:
+    def on_save(self, *_arguments: Any, **_kwargs: Any) -> None:
         """Exclude the save: restart the interval."""
         self._begin()
 
-    def on_train_end(
-        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
-    ) -> None:
+    def on_train_end(self, *_arguments: Any, **_kwargs: Any) -> None:
         """Drop the reference to the model."""
         self._module = None
 

@@ -458,7 +458,6 @@ def _head(shape: ModelShape, found: Prediction) -> str:
 
 
 def _experts(shape: ModelShape) -> str:
-    """Format the experts of a layer: "(36.63 B compute for a token, with 8 of 256 experts)"."""
     if not shape.experts:
         return ""
     shared = f" and {shape.shared} shared" if shape.shared else ""

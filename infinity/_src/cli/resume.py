@@ -225,7 +225,6 @@ class SmallState:
         self._run = (source.run if source is not None else "") or secrets.token_hex(8)
 
     def _check(self, source: Source) -> None:
-        """Raise ValueError for a source that this run cannot go on from."""
         # At step 0 nothing was trained under any rules.
         if source.step == 0:
             return

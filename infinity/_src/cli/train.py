@@ -319,7 +319,6 @@ class _Turn(NamedTuple):
 
 
 def _text_of(value: Any) -> Any:
-    """An option as JSON takes it: paths as text."""
     if isinstance(value, list):
         return [_text_of(each) for each in value]
     return str(value) if isinstance(value, Path) else value
@@ -614,7 +613,6 @@ class _Run:
         return bool(lacks)
 
     def _check_saved(self, step: int) -> None:
-        """Raise the error of the last save, of `step`, where it failed."""
         error = self.unsaved
         if isinstance(error, AioError):
             raise error
@@ -864,7 +862,6 @@ class _Run:
         return loss / self.passes if self.passes > 1 else loss
 
     def _synchronize(self) -> None:
-        """Wait for launched kernels: times are of work, not of launches."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -927,7 +924,6 @@ class _Run:
         }
 
     def _leave_files(self) -> None:
-        """Write the results that do not wait for the end."""
         if not self.ranks.first:
             return
         if not self.options.no_trace:
@@ -1017,6 +1013,5 @@ def _earlier_records(out: Path) -> list[StepRecord]:
 
 
 def _recorded_losses(out: Path) -> set[int]:
-    """Return the steps whose held-out loss a run has recorded."""
     rows = [row for _, row in read_rows(out / FILE_NAME) if row["kind"] == "held_out"]
     return {row["step"] for row in rows}

@@ -97,7 +97,6 @@ def _text_of(config: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _decoded(text: str) -> str | None:
-    """Decode an object in base64; None for any other text."""
     try:
         found = base64.b64decode(text.encode(), altchars=b"-_", validate=True).decode()
     except (binascii.Error, UnicodeError):
@@ -434,7 +433,6 @@ def read_deepspeed(
 
 
 def _run(given: Given, world_size: int, ranks_per_node: int | None) -> DeepSpeedRun:
-    """Give the keys their meaning, one group after the other."""
     dtype, loss_scaling = _precision(given)
     autocast = _autocast(given)
     policy = _policy(given, dtype, world_size, ranks_per_node)
@@ -657,7 +655,6 @@ def _drives(given: Given, tiers: Mapping[str, Any], dtype: str | None) -> dict[s
 def _exchange(
     given: Given, stage: int, dtype: str | None, world_size: int, ranks_per_node: int | None
 ) -> dict[str, Any]:
-    """Return the dtypes of gradients, and the settings of ZeRO++."""
     fields: dict[str, Any] = {}
     waits, travels = given["data_types.grad_accum_dtype"], given["communication_data_type"]
     given.became("communication_data_type", f"reduce_dtype={travels!r}")
@@ -792,7 +789,6 @@ _PARAMS = "optimizer.params."
 
 
 def _check_optimizer(config: Mapping[str, Any]) -> None:
-    """Refuse an optimizer that the engine has not."""
     section = config.get("optimizer")
     kind = section.get("type") if isinstance(section, Mapping) else None
     if not isinstance(kind, str) or not kind or kind in OPTIMIZERS or kind.lower() in OPTIMIZERS:

@@ -122,15 +122,23 @@ def number(least: float = -math.inf, most: float = math.inf, *, above: bool = Fa
     return Check("a finite number" + "".join(f", {end}" for end in ends), read)
 
 
+def fitting(
+    text: str, fits: Callable[[Any], Any], read: Callable[[Any], Any] = lambda value: value
+) -> Check:
+    """Values that `fits` is true of, as `read` returns them."""
+
+    def checked(value: Any) -> Any:
+        if not fits(value):
+            raise ValueError
+        return read(value)
+
+    return Check(text, checked)
+
+
 def choice(*names: str, fold: Callable[[str], str] = str) -> Check:
     """One of some texts; fold: their one spelling."""
-
-    def read(value: Any) -> str:
-        if not isinstance(value, str) or fold(value) not in names:
-            raise ValueError
-        return fold(value)
-
-    return Check(" or ".join(f'"{name}"' for name in names), read)
+    text = " or ".join(f'"{name}"' for name in names)
+    return fitting(text, lambda value: isinstance(value, str) and fold(value) in names, fold)
 
 
 def numbers(check: Check) -> Check:
@@ -144,40 +152,26 @@ def numbers(check: Check) -> Check:
     return Check(f"{check.text}, or a list of them for the parameter groups", read)
 
 
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise ValueError
-    return value
-
-
-def _any_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError
-    return value
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [_text(value)]
-    if not isinstance(value, (list, tuple)):
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not all(map(_is_text, values)):
         raise ValueError
-    return [_text(one) for one in value]
+    return list(values)
 
 
 def _texts_or_auto(value: Any) -> str | list[str]:
     return value if value == AUTO and isinstance(value, str) else _texts(value)
 
 
-def _object(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ValueError
-    return value
-
-
-def _list(value: Any) -> list[Any]:
+def _numbers_of(value: Any, check: Check) -> tuple[float, float]:
     if not isinstance(value, (list, tuple)):
         raise ValueError
-    return list(value)
+    first, second = (check.read(one) for one in value)
+    return first, second
 
 
 def _steps(value: Any) -> float:
@@ -185,16 +179,11 @@ def _steps(value: Any) -> float:
     return value if value == math.inf and isinstance(value, float) else whole(0).read(value)
 
 
-def _pair(value: Any) -> tuple[float, float]:
-    first, second = (number(0, 1).read(one) for one in _list(value))
-    if max(first, second) == 1:
+def _betas(value: Any) -> tuple[float, float]:
+    found = _numbers_of(value, number(0, 1))
+    if max(found) == 1:
         raise ValueError
-    return first, second
-
-
-def _two_numbers(value: Any) -> tuple[float, float]:
-    first, second = (number(0).read(one) for one in _list(value))
-    return first, second
+    return found
 
 
 DTYPES = {
@@ -205,37 +194,33 @@ DTYPES = {
 """Names of dtypes that DeepSpeed takes, to torch's."""
 
 
-def _dtype(value: Any) -> str:
-    if not isinstance(value, str) or value not in DTYPES:
-        raise ValueError
-    return DTYPES[value]
-
-
-def _half(value: Any) -> str:
-    if (name := _dtype(value)) == "float32":
-        raise ValueError
-    return name
-
-
-def _comm_dtype(value: Any) -> str:
-    if not isinstance(value, str) or value.lower() not in ("fp16", "bf16", "fp32"):
-        raise ValueError
-    return DTYPES[value.lower()]
+def _torch_name(value: Any) -> str | None:
+    return DTYPES.get(value) if isinstance(value, str) else None
 
 
 FLAG = Check("true or false", _flag)
-TEXT = Check("a text that is not empty", _text)
-ANY_TEXT = Check("a text", _any_text)
+TEXT = fitting("a text that is not empty", _is_text)
+ANY_TEXT = fitting("a text", lambda value: isinstance(value, str))
 TEXTS = Check("a list of names", _texts)
-OBJECT = Check("an object", _object)
-LIST = Check("a list", _list)
-DTYPE = Check('"fp32", "bf16" or "fp16"', _dtype)
-HALF = Check('"bf16" or "fp16"', _half)
-COMM_DTYPE = Check('"fp32", "bf16" or "fp16"', _comm_dtype)
+OBJECT = fitting(
+    "an object",
+    lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value),
+)
+LIST = fitting("a list", lambda value: isinstance(value, (list, tuple)), list)
+DTYPE = fitting('"fp32", "bf16" or "fp16"', _torch_name, _torch_name)
+HALF = fitting(
+    '"bf16" or "fp16"', lambda value: _torch_name(value) in ("bfloat16", "float16"), _torch_name
+)
+# Of these names alone, and in any case.
+COMM_DTYPE = fitting(
+    DTYPE.text,
+    lambda value: isinstance(value, str) and value.lower() in ("fp16", "bf16", "fp32"),
+    lambda value: DTYPES[value.lower()],
+)
 KEPT = Check('"auto" or a list of names', _texts_or_auto, takes_auto=True)
 COUNT = whole(0)
-BETAS = Check("a list of two numbers, 0 or more and below 1", _pair)
-PAIR = Check("a list of two numbers, 0 or more", _two_numbers)
+BETAS = Check("a list of two numbers, 0 or more and below 1", _betas)
+PAIR = Check("a list of two numbers, 0 or more", lambda value: _numbers_of(value, number(0)))
 STEPS = Check("a whole number, 0 or more", _steps)
 ANYTHING = Check("any value", lambda value: value, takes_auto=True)
 

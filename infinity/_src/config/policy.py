@@ -297,7 +297,6 @@ class Policy:
         return policy
 
     def _check_ranks(self) -> None:
-        """Check the settings of ranks: their split, and their exchange."""
         if self.zero < 3 and self.params != "device":
             raise ValueError(
                 f"zero={self.zero} keeps whole parameters on every rank's device, and "
@@ -349,7 +348,6 @@ class Policy:
         return self.accumulate == "local" or (self.accumulate is None and self.zero == 1)
 
     def _check_together(self) -> None:
-        """Refuse combinations of fields that exclude each other."""
         if self.update == "backward" and self.on_nonfinite == "skip" and not self.speculates:
             raise ValueError(
                 "update='backward' cannot honour on_nonfinite='skip': when a gradient that is not "

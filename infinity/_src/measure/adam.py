@@ -377,7 +377,6 @@ def _measure(
 
 
 def _repeats(pool: ThreadPoolExecutor, arm: Arm) -> int:
-    """Count the runs that an arm needs to be timed well."""
     return max(1, int(_CACHE_S / max(_seconds(pool, arm, 3), 1e-6)))
 
 

@@ -109,8 +109,6 @@ def measure_copy(
 
 
 class _Buffers:
-    """Host and device memory of one kind, and copies between them."""
-
     def __init__(self, memory: str, size_bytes: int) -> None:
         import torch
 

@@ -119,24 +119,25 @@ class PhaseFigures:
                         "rounds": self.drive(number).rounds_gbps}
             for number, directory in enumerate(directories)
         }  # fmt: skip
-        limit = None
-        if self.limit is not None:
-            limit = {
-                "gbps": self.limit.gbps,
-                "rounds": self.limit.rounds_gbps,
-                "cpu_s_per_gb": self.limit_cpu_s_per_gb,
-                "cpu_rounds": [sample.cpu_s_per_gb for sample in self.limit_samples],
-            }
         return {
-            "gbps": self.spread.gbps,
-            "rounds": self.spread.rounds_gbps,
-            "cpu_s_per_gb": self.cpu_s_per_gb,
-            "cpu_rounds": [sample.cpu_s_per_gb for sample in self.samples],
+            **_arm(self.samples),
             "of_limit": self.of_limit,
             "of_limit_rounds": list(self.of_limit_rounds),
-            "limit": limit,
+            "limit": _arm(self.limit_samples) if self.limit_samples else None,
             "drives": drives,
         }
+
+
+def _arm(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the figures of one arm, ours or the limit's, ready for JSON."""
+    spread = Spread(tuple(sample.rate for sample in samples))
+    cpu = [sample.cpu_s_per_gb for sample in samples]
+    return {
+        "gbps": spread.gbps,
+        "rounds": spread.rounds_gbps,
+        "cpu_s_per_gb": statistics.median(cpu),
+        "cpu_rounds": cpu,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,36 +206,29 @@ class SwapFigures:
             },
             "limit_by": self.limit_by or None,
             "settings": self.settings.as_dict(),
-            "size_bytes": self.size_bytes,
-            "block_bytes": self.block_bytes,
-            "depth": self.depth,
-            "checksums": self.checksums,
-            "backend": self.backend,
-            "backend_reason": self.backend_reason,
-            "direct": self.direct,
-            "huge_page_share": self.huge_page_share,
-            "registered": self.registered,
-            "verified_bytes": self.verified_bytes,
+            **{name: getattr(self, name) for name in _PLAIN},
             "drives": [drive_as_dict(drive) for drive in self.drives],
         }
 
 
+_PLAIN = (
+    "size_bytes", "block_bytes", "depth", "checksums", "backend", "backend_reason", "direct",
+    "huge_page_share", "registered", "verified_bytes",
+)  # fmt: skip
+_PLAIN_OF_DRIVE = (
+    "bytes_read", "bytes_written", "block_bytes", "depth", "depth_mean", "in_flight_max", "retries",
+    "short_transfers", "direct", "direct_reason",
+)  # fmt: skip
+"""Fields that a record has as they are."""
+
+
 def drive_as_dict(drive: DriveStats) -> dict[str, Any]:
     """Return one drive's counters over the whole measurement, ready for JSON."""
-    latencies = {"read_latency": drive.read_latency, "write_latency": drive.write_latency}
     return {
         "path": str(Path(drive.path).absolute()),
-        "bytes_read": drive.bytes_read,
-        "bytes_written": drive.bytes_written,
-        "block_bytes": drive.block_bytes,
-        "depth": drive.depth,
-        "depth_mean": drive.depth_mean,
-        "in_flight_max": drive.in_flight_max,
-        "retries": drive.retries,
-        "short_transfers": drive.short_transfers,
-        "direct": drive.direct,
-        "direct_reason": drive.direct_reason,
-        **{name: dataclasses.asdict(latency) for name, latency in latencies.items()},
+        **{name: getattr(drive, name) for name in _PLAIN_OF_DRIVE},
+        "read_latency": dataclasses.asdict(drive.read_latency),
+        "write_latency": dataclasses.asdict(drive.write_latency),
     }
 
 

@@ -229,7 +229,6 @@ def _windows_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
 
 
 def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
-    """Return a plan of coarse pieces with the pools that the engine's chunks want."""
     return dataclasses.replace(
         plan,
         small_count=fine.small_count,
@@ -637,7 +636,6 @@ class _Option:
 
 
 def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option]]:
-    """List the changes to try: one list for each kind, the smallest change first."""
     found = [
         [
             _Option(

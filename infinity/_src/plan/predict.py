@@ -330,7 +330,6 @@ def _passes(shape: ModelShape, machine: Machine, job: Job) -> Compute:
 
 
 def _flops(shape: ModelShape, job: Job, *, recompute: bool) -> tuple[float, float]:
-    """Count the floating-point operations of a step: (its forwards, its backwards)."""
     return compute_flops(
         shape.active_params,
         job.tokens,
@@ -470,7 +469,6 @@ def _apart(job: Job, found: Copies) -> Copies:
 def _busy_times(
     machine: Machine, job: Job, sizes: ModelBytes, moved: Traffic, copied: Copies, between: Copies
 ) -> dict[str, BusyTime]:
-    """Seconds of links and memories, by name."""
     updated = 2 * sizes.states + sizes.grads
     on_cpu = job.policy.update_on == "cpu"
     # A GPU adds up the gradients of micro-batches in its own memory.
@@ -511,7 +509,6 @@ def _busy_times(
 def _busy_beside(
     shape: ModelShape, machine: Machine, job: Job, on_nvme: AtRest, exchanged: Exchanges
 ) -> dict[str, BusyTime]:
-    """Seconds of a node's cores beside GPUs, and of its link to other nodes."""
     found = {}
     if machine.gpus and job.policy.update_on == "cpu":
         found["update kernels"] = BusyTime.sum_of(_kernels_s(shape, machine, job, on_nvme))

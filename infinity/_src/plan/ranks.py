@@ -179,7 +179,6 @@ def _plain(flat: FlatShape, numel: int) -> float:
 
 
 def _weight_bytes(job: Job) -> _OfShard:
-    """Return the function that gives the bytes of a shard's values on the wire."""
     return (
         (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, SCALE_GROUP_NUMEL)))
         if job.policy.qwz
@@ -188,7 +187,6 @@ def _weight_bytes(job: Job) -> _OfShard:
 
 
 def _grad_bytes(job: Job) -> _OfShard:
-    """Return the function that gives the bytes of a shard's gradients on the wire."""
     if job.policy.qgz:
         return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, SCALE_GROUP_NUMEL))
     return lambda flat, numel: float(numel * job.grad_itemsize(flat.dtype))

@@ -22,37 +22,9 @@ from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 
 log = logging.getLogger("infinity")
 
-LR_RANGE_TEST = "LRRangeTest"
-ONE_CYCLE = "OneCycle"
-WARMUP_LR = "WarmupLR"
-WARMUP_DECAY_LR = "WarmupDecayLR"
-WARMUP_COSINE_LR = "WarmupCosineLR"
-VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-
-WARMUP_MIN_LR = "warmup_min_lr"
-WARMUP_MAX_LR = "warmup_max_lr"
-WARMUP_NUM_STEPS = "warmup_num_steps"
-WARMUP_TYPE = "warmup_type"
-WARMUP_LOG_RATE = "log"
-WARMUP_LINEAR_RATE = "linear"
-WARMUP_MIN_RATIO = "warmup_min_ratio"
-COS_MIN_RATIO = "cos_min_ratio"
-TOTAL_NUM_STEPS = "total_num_steps"
-CYCLE_MIN_LR = "cycle_min_lr"
-CYCLE_MAX_LR = "cycle_max_lr"
-CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
-CYCLE_SECOND_STEP_SIZE = "cycle_second_step_size"
-CYCLE_FIRST_STAIR_COUNT = "cycle_first_stair_count"
-CYCLE_SECOND_STAIR_COUNT = "cycle_second_stair_count"
-CYCLE_MIN_MOM = "cycle_min_mom"
-CYCLE_MAX_MOM = "cycle_max_mom"
-DECAY_STEP_SIZE = "decay_step_size"
-DECAY_LR_RATE = "decay_lr_rate"
-DECAY_MOM_RATE = "decay_mom_rate"
-LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
-LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
-LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
-LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
+VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 
 SECOND_BETA = 0.99
 """The second beta of AdamW while OneCycle cycles the first."""
@@ -155,8 +127,8 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.min_lr = self._of_groups(LR_RANGE_TEST_MIN_LR, lr_range_test_min_lr)
-        _check_steps(LR_RANGE_TEST_STEP_SIZE, lr_range_test_step_size)
+        self.min_lr = self._of_groups("lr_range_test_min_lr", lr_range_test_min_lr)
+        _check_steps("lr_range_test_step_size", lr_range_test_step_size)
         self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         # Before step 0 the rate is min_lr.
@@ -222,10 +194,10 @@ class OneCycle(Schedule):
         )
         self.decay_step_size = decay_step_size
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
-        self.min_lrs = self._of_groups(CYCLE_MIN_LR, cycle_min_lr)
-        self.max_lrs = self._of_groups(CYCLE_MAX_LR, cycle_max_lr)
-        self.min_moms = self._of_groups(CYCLE_MIN_MOM, cycle_min_mom)
-        self.max_moms = self._of_groups(CYCLE_MAX_MOM, cycle_max_mom)
+        self.min_lrs = self._of_groups("cycle_min_lr", cycle_min_lr)
+        self.max_lrs = self._of_groups("cycle_max_lr", cycle_max_lr)
+        self.min_moms = self._of_groups("cycle_min_mom", cycle_min_mom)
+        self.max_moms = self._of_groups("cycle_max_mom", cycle_max_mom)
         self.cycle_momentum = cycle_momentum and "betas" in self.optimizer.defaults
         if cycle_momentum and not self.cycle_momentum:
             log.warning(
@@ -307,7 +279,7 @@ class _Warmup(Schedule):
         self, optimizer: Any, warmup_num_steps: int, warmup_type: str, last_batch_iteration: int
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        _check_steps(WARMUP_NUM_STEPS, warmup_num_steps)
+        _check_steps("warmup_num_steps", warmup_num_steps)
         # The warm-up divides by this logarithm, and log(1) is 0.
         self.warmup_num_steps = max(2, warmup_num_steps)
         if warmup_type not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
@@ -342,8 +314,8 @@ class WarmupLR(_Warmup):
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         if warmup_max_lr is None:
             warmup_max_lr = self._own_rates()
-        self.min_lrs = self._of_groups(WARMUP_MIN_LR, warmup_min_lr)
-        self.max_lrs = self._of_groups(WARMUP_MAX_LR, warmup_max_lr)
+        self.min_lrs = self._of_groups("warmup_min_lr", warmup_min_lr)
+        self.max_lrs = self._of_groups("warmup_max_lr", warmup_max_lr)
         self._begin()
 
     def get_lr(self) -> list[Any]:
@@ -437,11 +409,8 @@ def _warn_if_short(total: int, warmup: int) -> None:
 
 
 SCHEDULES: dict[str, type[Schedule]] = {
-    LR_RANGE_TEST: LRRangeTest,
-    ONE_CYCLE: OneCycle,
-    WARMUP_LR: WarmupLR,
-    WARMUP_DECAY_LR: WarmupDecayLR,
-    WARMUP_COSINE_LR: WarmupCosineLR,
+    kind.__name__: kind
+    for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 
 
@@ -460,13 +429,13 @@ def scheduler_class(name: str) -> Any:
 
 
 _TUNING: dict[str, float | str | bool] = {
-    LR_RANGE_TEST_MIN_LR: 0.001, LR_RANGE_TEST_STEP_RATE: 1.0, LR_RANGE_TEST_STEP_SIZE: 1000,
-    LR_RANGE_TEST_STAIRCASE: False, CYCLE_FIRST_STEP_SIZE: 1000, CYCLE_FIRST_STAIR_COUNT: -1,
-    CYCLE_SECOND_STEP_SIZE: -1, CYCLE_SECOND_STAIR_COUNT: -1, DECAY_STEP_SIZE: 1000,
-    CYCLE_MIN_LR: 0.01, CYCLE_MAX_LR: 0.1, DECAY_LR_RATE: 0.0, "cycle_momentum": False,
-    CYCLE_MIN_MOM: 0.8, CYCLE_MAX_MOM: 0.9, DECAY_MOM_RATE: 0.0, WARMUP_MIN_LR: 0.0,
-    WARMUP_MAX_LR: 0.001, WARMUP_NUM_STEPS: 1000, WARMUP_TYPE: WARMUP_LOG_RATE,
-    WARMUP_MIN_RATIO: 0.0, COS_MIN_RATIO: 0.0001,
+    "lr_range_test_min_lr": 0.001, "lr_range_test_step_rate": 1.0, "lr_range_test_step_size": 1000,
+    "lr_range_test_staircase": False, "cycle_first_step_size": 1000, "cycle_first_stair_count": -1,
+    "cycle_second_step_size": -1, "cycle_second_stair_count": -1, "decay_step_size": 1000,
+    "cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "decay_lr_rate": 0.0, "cycle_momentum": False,
+    "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0, "warmup_min_lr": 0.0,
+    "warmup_max_lr": 0.001, "warmup_num_steps": 1000, "warmup_type": WARMUP_LOG_RATE,
+    "warmup_min_ratio": 0.0, "cos_min_ratio": 0.0001,
 }  # fmt: skip
 """The options of `add_tuning_arguments` with their defaults, whose types are the options' types."""
 
@@ -481,3 +450,12 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         else:
             group.add_argument(f"--{name}", type=type(default), default=default)
     return parser
+
+
+def __getattr__(name: str) -> str:
+    """Return the name of a setting by DeepSpeed's constant for it: "cycle_min_lr" of CYCLE_MIN_LR.
+    """
+    setting = name.lower()
+    if name.isupper() and (setting in _TUNING or setting == "total_num_steps"):
+        return setting
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

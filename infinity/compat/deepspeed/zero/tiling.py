@@ -102,7 +102,6 @@ class TiledLinear(torch.nn.Module):
         return list(input_)
 
     def _split_global_input(self, input_: Any, split_sizes: list[int]) -> Sequence[Any]:
-        """Cut the input along its last dimension."""
         return input_.split(split_sizes, dim=-1)  # type: ignore[no-any-return]
 
     def _reduce_local_output(
@@ -116,7 +115,6 @@ class TiledLinear(torch.nn.Module):
         return new_out if current_out is None else current_out + new_out
 
     def _combine_output_splits(self, outputs: list[Any]) -> Any:
-        """Join the outputs of all rows."""
         return torch.cat(outputs, dim=-1)
 
     @torch.no_grad()
