@@ -248,18 +248,18 @@ _ACTIONS: dict[str, tuple[str, str, tuple[Row, ...]]] = {
     ),
     "verify": (
         "read every byte against its checksums",
-        ("Reads every byte of a generation against its checksums, and names all that is damaged. Of "
-        "a durable run that is going on it may tell of damage that there is not: the run writes "
-        "new steps meanwhile. Verify it when the run has ended, or a checkpoint of it."),
+        ("Reads every byte of a generation against its checksums, and names all that is damaged. "
+         "Of a durable run that is going on it may tell of damage that there is not: the run "
+         "writes new steps meanwhile. Verify it when the run has ended, or a checkpoint of it."),
         (_DIRECTORY, _JSON, _GENERATION),
     ),
     "export": (
         "safetensors, or for DeepSpeed, without the model",
-        ("Writes parameters and persistent buffers as safetensors in the layout of Hugging Face, as "
-        "inf.export_safetensors does, in constant memory. Configuration and tokenizer are not in a "
-        "checkpoint: copy them. --to deepspeed-universal writes masters, moments and "
-        "hyper-parameters as a universal checkpoint, from which DeepSpeed goes on "
-        "(load_universal), a parameter in memory at a time."),
+        ("Writes parameters and persistent buffers as safetensors in the layout of Hugging Face, "
+         "as inf.export_safetensors does, in constant memory. Configuration and tokenizer are not "
+         "in a checkpoint: copy them. --to deepspeed-universal writes masters, moments and "
+         "hyper-parameters as a universal checkpoint, from which DeepSpeed goes on "
+         "(load_universal), a parameter in memory at a time."),
         (_DIRECTORY,
          Row(" out", argument, "where the files go; those of an earlier export are replaced",
              "OUT"),

@@ -862,7 +862,8 @@ def exchange_table(found: Prediction) -> Table:
     exchanged, machine = found.exchanged, found.machine
     several = machine.nodes > 1
     across = ["from other nodes", "its whole node from others"] if several else []
-    volume = f"volume{' between nodes' if several else ''}, M = {format_size(exchanged.plain_bytes)}"
+    plain = format_size(exchanged.plain_bytes)
+    volume = f"volume{' between nodes' if several else ''}, M = {plain}"
     columns = ("", "times", "inside its node", *across, volume)
     table = make_table("What each rank receives in a step", *columns)
     parts = [(each.name, str(each.count), (each,)) for each in exchanged.each]

@@ -410,7 +410,8 @@ class Job:
     policy: where states may rest and how a step runs; sizes in `resident` are bytes of each
         process, `ram` and `nvme` are not looked at: the machine has them.
     tokens: of a step, over all devices and micro-batches. micro_batches: of each device.
-    schedule: their order, of `config.choices.SCHEDULES`. The vertical one checkpoints each block for each of them.
+    schedule: their order, of `config.choices.SCHEDULES`. The vertical one checkpoints each block
+        for each of them.
     compute_s: measured (forward, backward) seconds of one micro-batch, where they are better known
         than from FLOP/s.
     tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss along the
