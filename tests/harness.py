@@ -266,9 +266,10 @@ def reference(training: Training) -> Run:
         losses, norms, seen = run_loop(
             training, model, optimizer, lambda: optimizer.clip(training.max_norm or 0.0), scaler
         )
-        values = values_of(model) if training.delayed is None else optimizer.newest
+        if training.delayed is not None:
+            optimizer.catch_up()
         states = made.states_of(model) if training.states else None
-        return Run(losses, norms, seen, values, states=states)
+        return Run(losses, norms, seen, values_of(model), states=states)
 
 
 def offloaded(
@@ -325,6 +326,21 @@ def least_ram(model: nn.Module, policy: inf.Policy) -> int:
     with pytest.raises(BudgetError) as caught:
         offload(model, policy)
     return int(str(caught.value).split("works is ")[1].split(" bytes")[0])
+
+
+def least_to_train(training: Training, policy: inf.Policy) -> int:
+    """The smallest `ram` with which the model and its optimizer are accepted."""
+    ram = least_ram(training.model(), dataclasses.replace(policy, ram=1))
+    while True:
+        model = offload(training.model(), dataclasses.replace(policy, ram=ram))
+        try:
+            training.make_optimizer(model)
+        except BudgetError as error:
+            ram = error.smallest_bytes
+        else:
+            return ram
+        finally:
+            inf.handle(model).close()
 
 
 def states_of(model: nn.Module) -> States:

@@ -292,6 +292,10 @@ class Delayed:
             self._compute_with(before)
         self._taken += 1
 
+    def catch_up(self) -> None:
+        """Give the model the newest parameters."""
+        self._compute_with(self.newest)
+
     def _copies(self) -> dict[str, torch.Tensor]:
         named = self._model.named_parameters()
         return {name: param.detach().to("cpu", copy=True) for name, param in named}

@@ -30,7 +30,7 @@ from infinity._src.plan.machine import describe_machine
 from infinity._src.plan.memory import gpu_need
 from infinity._src.plan.workload import shape_of
 from tests import harness, models
-from tests.harness import Result, Training
+from tests.harness import Run, Training
 from tests.marks import mostly_slow, pairwise
 from tests.plans import job_of
 from tests.test_bitwise import policy
@@ -63,7 +63,7 @@ def whole(training: Training) -> Training:
     return made
 
 
-def of_steps(loop: Result, count: int) -> Result:
+def of_steps(loop: Run, count: int) -> Run:
     """The results of a loop with one loss for each step: the sum over its micro-batches."""
     losses = []
     for first in range(0, len(loop.losses), count):
@@ -74,9 +74,9 @@ def of_steps(loop: Result, count: int) -> Result:
     return dataclasses.replace(loop, losses=losses)
 
 
-def assert_is_the_loop(ours: Result, training: Training, loop: Result | None = None) -> None:
+def assert_is_the_loop(ours: Run, training: Training, loop: Run | None = None) -> None:
     loop = harness.reference(training) if loop is None else loop
-    harness.assert_equal(ours, of_steps(loop, training.accumulation))
+    harness.assert_same(ours, of_steps(loop, training.accumulation))
 
 
 LLAMA = Training(models.llama, steps=2, accumulation=3)  # a third is no exact number
@@ -110,7 +110,7 @@ def test_the_bits_are_those_of_the_loop_over_micro_batches(
 
 
 @functools.lru_cache
-def loop_of_the_engine(state: str) -> Result:
+def loop_of_the_engine(state: str) -> Run:
     """The loop over micro-batches, offloaded."""
     return harness.offloaded(LLAMA, inf.Policy(params="cpu", optim="cpu", state=state))
 

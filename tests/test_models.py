@@ -24,9 +24,9 @@ def nvme(tmp_path: Path) -> inf.Policy:
     return inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
 
 
-def check(training: Training, policy: inf.Policy) -> harness.Result:
+def check(training: Training, policy: inf.Policy) -> harness.Run:
     result = harness.offloaded(training, policy)
-    harness.assert_equal(result, harness.reference(training))
+    harness.assert_same(result, harness.reference(training))
     return result
 
 

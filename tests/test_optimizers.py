@@ -68,7 +68,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 def test_exact_states_are_the_reference_loops_bits(name: str, place: str, tmp_path: Path) -> None:
     chosen = training(name)
     result = harness.offloaded(chosen, policy(tmp_path, **PLACEMENTS[place]))
-    harness.assert_equal(result, harness.reference(chosen))
+    harness.assert_same(result, harness.reference(chosen))
     assert result.losses[-1] != result.losses[1]
 
 
@@ -78,7 +78,7 @@ def test_so_they_are_of_parameters_in_other_dtypes(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     chosen = training(name, dtype=dtype, groups=True, accumulation=2)
-    harness.assert_equal(
+    harness.assert_same(
         harness.offloaded(chosen, policy(tmp_path, **MIN)), harness.reference(chosen)
     )
 
@@ -91,7 +91,7 @@ def test_and_of_units_with_two_dtypes_and_of_many_chunks(tmp_path: Path) -> None
         result = harness.offloaded(
             chosen, policy(tmp_path, **MIN), seam=Seam(delay_us_max=2000, seed=3)
         )
-        harness.assert_equal(result, harness.reference(chosen))
+        harness.assert_same(result, harness.reference(chosen))
 
 
 # -- the generic path ------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def test_classes_of_torch_give_the_bits_that_they_give_on_masters_in_memory(
 ) -> None:
     chosen = training(name)
     result = harness.offloaded(chosen, policy(tmp_path, **MIN), seam=Seam(delay_us_max=500, seed=1))
-    harness.assert_equal(result, harness.reference(chosen))
+    harness.assert_same(result, harness.reference(chosen))
 
 
 @pytest.mark.parametrize("name", mostly_slow(["NAdam", "Adagrad"], "NAdam"))
@@ -117,8 +117,8 @@ def test_so_they_do_in_slices_and_other_dtypes(
 ) -> None:
     chosen = training(name, steps=3, accumulation=2, **values)
     expected = harness.reference(chosen)
-    harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, **MIN)), expected)
-    harness.assert_equal(
+    harness.assert_same(harness.offloaded(chosen, policy(tmp_path, **MIN)), expected)
+    harness.assert_same(
         harness.offloaded(chosen, policy(tmp_path, params="cpu", optim="cpu")), expected
     )
 
@@ -160,11 +160,11 @@ def test_rprop_which_has_no_weight_decay_is_torchs_too(factory: Any, tmp_path: P
 def test_three_states_for_each_element_rest_in_memory_and_on_nvme(tmp_path: Path) -> None:
     chosen = Training(models.Small, steps=3, optimizer="Adam", options=(("amsgrad", True),))
     result = harness.offloaded(chosen, policy(tmp_path, params="nvme", optim="cpu", ram="min"))
-    harness.assert_equal(result, harness.reference(chosen))
+    harness.assert_same(result, harness.reference(chosen))
     wide = dataclasses.replace(chosen, factory=wide_llama)
     # Its chunks with three moments are larger than the pool was made for: the pool grows.
     result = harness.offloaded(wide, policy(tmp_path, **MIN))
-    harness.assert_equal(result, harness.reference(wide))
+    harness.assert_same(result, harness.reference(wide))
 
 
 def test_gradients_that_spilled_reach_the_class(
@@ -174,7 +174,7 @@ def test_gradients_that_spilled_reach_the_class(
     monkeypatch.setattr(inf.Elementwise, "scratch_bytes", lambda self, formats: 0)
     chosen = training("Adagrad", factory=test_spill.deep, steps=3)
     result = test_spill.run(chosen, tmp_path)
-    harness.assert_equal(result, harness.reference(chosen))
+    harness.assert_same(result, harness.reference(chosen))
     assert result.stats.spilled_bytes > 0
 
 
@@ -315,7 +315,7 @@ def test_states_that_round_give_the_same_bits_everywhere_and_stay_near_exact(
         for seed, place in enumerate(PLACEMENTS.values())
     ]
     for result in results[1:]:
-        harness.assert_equal(result, results[0])
+        harness.assert_same(result, results[0])
     exact = harness.reference(chosen)
     assert results[0].losses == pytest.approx(exact.losses, rel=2e-2)
     assert any(
@@ -338,7 +338,7 @@ def test_masters_of_other_dtypes_stay_fp32_when_moments_round(
         for place in PLACEMENTS.values()
     ]
     for result in results[1:]:
-        harness.assert_equal(result, results[0])
+        harness.assert_same(result, results[0])
     assert results[0].losses == pytest.approx(harness.reference(chosen).losses, rel=2e-2)
 
 
@@ -350,7 +350,7 @@ def test_units_cut_otherwise_round_alike(state: str, tmp_path: Path) -> None:
         chosen, policy(tmp_path, **MIN, state=state, units=["Small"])
     )
     parts = harness.offloaded(chosen, policy(tmp_path, **MIN, state=state, unit_bytes_max=8192))
-    harness.assert_equal(parts, whole)
+    harness.assert_same(parts, whole)
 
 
 # -- holding, groups, manifests --------------------------------------------------------------------

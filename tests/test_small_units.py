@@ -38,7 +38,7 @@ def folded(model: nn.Module) -> int:
     return sum(len(unit.modules) > 1 for unit in inf.handle(model).units)
 
 
-def trained(training: Training, chosen: inf.Policy) -> harness.Result:
+def trained(training: Training, chosen: inf.Policy) -> harness.Run:
     counts: list[int] = []
 
     def count(model: nn.Module, _step: int) -> None:
@@ -63,7 +63,7 @@ FAMILIES = {
 @pytest.mark.parametrize("name", mostly_slow(FAMILIES, "llama", "reentrant", "t5"))
 def test_every_model_has_the_bits_of_the_plain_loop(name: str, tmp_path: Path) -> None:
     training = FAMILIES[name]
-    harness.assert_equal(trained(training, policy(tmp_path)), harness.reference(training))
+    harness.assert_same(trained(training, policy(tmp_path)), harness.reference(training))
 
 
 ONE = Training(models.Small, accumulation=1, max_norm=None)
@@ -85,7 +85,7 @@ def test_every_way_of_updating_has_them(
             found = trained(ONE, chosen)
     else:
         found = trained(ONE, chosen)
-    harness.assert_equal(found, harness.reference(ONE))
+    harness.assert_same(found, harness.reference(ONE))
 
 
 class Unforeseen(nn.Module):
@@ -136,7 +136,7 @@ def test_calls_in_another_order_than_was_expected_have_them(
     orders: tuple[str, ...], tmp_path: Path
 ) -> None:
     training = Training(functools.partial(Unforeseen, orders))
-    harness.assert_equal(trained(training, policy(tmp_path)), harness.reference(training))
+    harness.assert_same(trained(training, policy(tmp_path)), harness.reference(training))
 
 
 def test_units_that_the_user_names_stay_as_they_are(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_small_module_is_read_once_with_its_neighbour(tmp_path: Path) -> None:
 class Folded:
     """Trains on a rank, with small modules folded and without."""
 
-    def __call__(self, rank: int, directory: Path) -> list[harness.Result]:
+    def __call__(self, rank: int, directory: Path) -> list[harness.Run]:
         found = []
         before = discover.SMALL_BYTES
         try:
@@ -189,4 +189,4 @@ def test_ranks_reduce_folded_units_once_and_to_the_same_bits(tmp_path: Path) -> 
     for found in on_ranks(Folded(), tmp_path / "run", 2):
         assert found[0].stats.demands > 0
         for other in found[1:]:
-            harness.assert_equal(found[0], other)
+            harness.assert_same(found[0], other)

@@ -51,7 +51,7 @@ def least(training: Training, **values: Any) -> int:
 
 def run(
     training: Training, tmp_path: Path, *, more: int = 0, seam: Seam | None = None, **values: Any
-) -> harness.Result:
+) -> harness.Run:
     """A run in the smallest budget, or in `more` bytes than that."""
     return harness.offloaded(
         training,
@@ -64,7 +64,7 @@ def run(
 def test_spilled_gradients_train_as_the_plain_loop(accumulation: int, tmp_path: Path) -> None:
     training = dataclasses.replace(DEEP, accumulation=accumulation)
     result = run(training, tmp_path)
-    harness.assert_equal(result, harness.reference(training))
+    harness.assert_same(result, harness.reference(training))
     # those of embedding and head: windows stay small
     assert result.stats.spilled_bytes > 10 * result.stats.grad_bytes
 
@@ -86,7 +86,7 @@ def test_spilled_gradients_train_as_the_plain_loop(accumulation: int, tmp_path: 
 def test_models_and_dtypes(training: Training, tmp_path: Path) -> None:
     values: dict[str, Any] = {"grad_dtype": training.grad_dtype}
     result = run(training, tmp_path, **values)
-    harness.assert_equal(result, harness.reference(training))
+    harness.assert_same(result, harness.reference(training))
     assert result.stats.spilled_bytes > 0
 
 
@@ -100,7 +100,7 @@ def test_any_budget_and_any_timing_give_the_same_bits(
 ) -> None:
     more = int(share * 240_000)
     result = run(DEEP, tmp_path, more=more, seam=Seam(delay_us_max=delay, seed=seed))
-    harness.assert_equal(result, harness.reference(DEEP))
+    harness.assert_same(result, harness.reference(DEEP))
 
 
 def test_more_ram_spills_less_and_all_of_it_only_below_the_least(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def train_in_mode(
     steps: int = 3,
     micro_batches: int = 2,
     seam: Seam | None = None,
-) -> harness.Result:
+) -> harness.Run:
     """Several micro-batches a step, all but the last in `no_sync`; clipping by norm needs all
     gradients, so not here."""
     with harness.one_thread():
@@ -166,7 +166,7 @@ def train_in_mode(
         state = {name: value.clone() for name, value in model.state_dict().items()}
         stats = handle.stats()
         handle.close()
-        return harness.Result(losses, [], [], state, stats)
+        return harness.Run(losses, [], [], state, stats)
 
 
 def least_in_mode(training: Training, update: str, **values: Any) -> int:
@@ -185,7 +185,7 @@ def test_other_update_modes(update: str, tmp_path: Path) -> None:
     ram = least_in_mode(Training(deep), update)
     spilled = train_in_mode(deep, policy(tmp_path, ram=ram, grads="nvme", **values))
     assert spilled.stats.spilled_bytes > 0
-    harness.assert_equal(spilled, train_in_mode(deep, policy(tmp_path, ram="min", **values)))
+    harness.assert_same(spilled, train_in_mode(deep, policy(tmp_path, ram="min", **values)))
 
 
 # as many layers as make spilling pay: slots grow by the section
@@ -193,7 +193,7 @@ wide = functools.partial(models.llama, layers=8, hidden=288)
 
 
 @functools.cache
-def wide_in_ram(update: str) -> harness.Result:
+def wide_in_ram(update: str) -> harness.Run:
     return train_in_mode(wide, inf.Policy(update=update, delayed_warmup=1), micro_batches=3)
 
 
@@ -218,7 +218,7 @@ def test_units_of_several_chunks_keep_their_bits_in_every_mode_and_timing(
     )
     # windows change hands
     assert spilled.stats.spilled_bytes > spilled.stats.staging_bytes > 3 * 2 * CHUNK_NUMEL
-    harness.assert_equal(spilled, wide_in_ram(update))
+    harness.assert_same(spilled, wide_in_ram(update))
 
 
 def scaled_by_hand(model: nn.Module, step: int) -> list[float]:
@@ -235,7 +235,7 @@ def scaled_by_hand(model: nn.Module, step: int) -> list[float]:
 def test_scaling_and_other_norms_between_micro_batches(tmp_path: Path) -> None:
     training = dataclasses.replace(DEEP, between=scaled_by_hand)
     plain = harness.offloaded(training, policy(tmp_path, ram="min"))
-    harness.assert_equal(run(training, tmp_path), plain)
+    harness.assert_same(run(training, tmp_path), plain)
 
 
 def interfere(model: nn.Module, step: int) -> None:
@@ -260,7 +260,7 @@ def interfere(model: nn.Module, step: int) -> None:
 
 def test_exceptions_in_backward_leave_nothing_behind(tmp_path: Path) -> None:
     training = dataclasses.replace(DEEP, before=interfere)
-    harness.assert_equal(run(training, tmp_path), harness.reference(training))
+    harness.assert_same(run(training, tmp_path), harness.reference(training))
 
 
 def test_assigned_gradients_zeroed_ones_and_several_optimizers(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_a_bad_block_below_spilled_gradients_changes_no_bit(
     at = gradients_in_the_middle(policy(tmp_path, ram=least(DEEP), grads="nvme"))
     fault = Fault("write", nth, persistent=True, start=at, stop=at + 1)
     result = run(DEEP, tmp_path, seam=Seam(fault=fault), io_backend=backend)
-    harness.assert_equal(result, harness.reference(DEEP))
+    harness.assert_same(result, harness.reference(DEEP))
     assert (result.stats.moved_writes, result.stats.kept_chunks) == (1, 0)
     (told,) = [text for text in caplog.messages if "refused a write" in text]
     assert "4 spare ranges are left" in told

@@ -276,9 +276,9 @@ def test_a_moment_that_is_written_leaves_what_computes(tmp_path: Path) -> None:
 
 def looped(
     training: Training, model: nn.Module, optimizer: Any, clip: Any, scaler: Any
-) -> harness.Result:
+) -> harness.Run:
     losses, norms, seen = harness.run_loop(training, model, optimizer, clip, scaler)
-    return harness.Result(losses, norms, seen, {})
+    return harness.Run(losses, norms, seen, {})
 
 
 SKIPPED = {

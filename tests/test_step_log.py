@@ -67,7 +67,7 @@ def test_a_log_changes_no_bit(tmp_path: Path, update: str) -> None:
         before=logged,
     )
     ours = harness.offloaded(training, policy(tmp_path, update=update))
-    harness.assert_equal(ours, harness.reference(training))
+    harness.assert_same(ours, harness.reference(training))
     assert len(rows_of(tmp_path / "log", "step")) == 5
     assert (tmp_path / "log" / "timeline.json").is_file()
 

@@ -103,7 +103,7 @@ LLAMA = Training(llama, steps=3)
 def test_wherever_tiles_rest_the_bits_are_those_of_the_plain_loop(
     name: str, tmp_path: Path
 ) -> None:
-    harness.assert_equal(
+    harness.assert_same(
         harness.offloaded(LLAMA, policy(tmp_path, **PLACEMENTS[name])), harness.reference(LLAMA)
     )
 
@@ -112,7 +112,7 @@ def test_wherever_tiles_rest_the_bits_are_those_of_the_plain_loop(
 def test_delays_and_reordering_change_no_bits(seed: int, tmp_path: Path) -> None:
     chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min")
     result = harness.offloaded(LLAMA, chosen, seam=Seam(delay_us_max=1500, seed=seed))
-    harness.assert_equal(result, harness.reference(LLAMA))
+    harness.assert_same(result, harness.reference(LLAMA))
 
 
 VARIANTS: dict[str, tuple[Training, dict[str, Any]]] = {
@@ -146,7 +146,7 @@ def test_every_kind_of_training_has_the_bits_of_the_plain_loop(
     training, values = VARIANTS[name]
     chosen = policy(tmp_path, **{"params": "nvme", "optim": "nvme", "ram": "min", **values})
     result = harness.offloaded(training, chosen)
-    harness.assert_equal(result, harness.reference(training))
+    harness.assert_same(result, harness.reference(training))
     assert (result.stats.activations.stored_bytes > 0) == ("activations" in values)
 
 
@@ -217,7 +217,7 @@ def test_every_numerics_is_the_same_wherever_tiles_rest(
 ) -> None:
     places = [{"params": "cpu", "optim": "cpu"}, PLACEMENTS["nvme min"]]
     results = [harness.offloaded(LLAMA, policy(tmp_path, **place, **values)) for place in places]
-    harness.assert_equal(*results)
+    harness.assert_same(*results)
 
 
 def test_where_sums_are_exact_the_bits_are_the_untiled_models() -> None:

@@ -70,7 +70,7 @@ def counted(order: Order, directory: Path) -> list[Counted]:
         functools.partial(Stack, order), steps=STEPS, accumulation=1, between=lambda *_: None
     )
     ours = harness.offloaded(dataclasses.replace(training, between=count), policy(directory))
-    harness.assert_equal(ours, harness.reference(training))
+    harness.assert_same(ours, harness.reference(training))
     return [
         Counted(
             *(

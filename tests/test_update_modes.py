@@ -40,7 +40,7 @@ def policy(tmp_path: Path, **values: Any) -> inf.Policy:
 
 
 @functools.cache
-def reference(training: Training, *, warmup: int | None = None) -> harness.Result:
+def reference(training: Training, *, warmup: int | None = None) -> harness.Run:
     """The plain loop; with `warmup`, delayed by one step after so many."""
     with harness.one_thread():
         model = training.model()
@@ -69,7 +69,7 @@ def reference(training: Training, *, warmup: int | None = None) -> harness.Resul
             if warmup is not None and step >= warmup:
                 set_values(model, before)
             optimizer.zero_grad()
-        return harness.Result(losses, norms, [], newest)
+        return harness.Run(losses, norms, [], newest)
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ def set_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
             parameter.copy_(values[name])
 
 
-def offloaded(training: Training, chosen: inf.Policy, seam: Seam | None = None) -> harness.Result:
+def offloaded(training: Training, chosen: inf.Policy, seam: Seam | None = None) -> harness.Run:
     """The same through the engine; all micro-batches but the last in `no_sync`."""
     with harness.one_thread():
         model = offload(training.model(), chosen, _seam=seam)
@@ -114,7 +114,7 @@ def offloaded(training: Training, chosen: inf.Policy, seam: Seam | None = None) 
             state = model.state_dict()
             names = [name for name, _ in model.named_parameters()]
             handle.flush()
-            return harness.Result(
+            return harness.Run(
                 losses, norms, [], {name: state[name].clone() for name in names}, handle.stats()
             )
         finally:
@@ -127,7 +127,7 @@ def offloaded(training: Training, chosen: inf.Policy, seam: Seam | None = None) 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_updates_in_backward_are_the_reference_loops_bits(name: str, tmp_path: Path) -> None:
     result = offloaded(SMALL, policy(tmp_path, update="backward", **PLACEMENTS[name]))
-    harness.assert_equal(result, reference(SMALL))
+    harness.assert_same(result, reference(SMALL))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -138,7 +138,7 @@ def test_delays_change_no_bits_of_updates_in_backward(
     chosen = policy(
         tmp_path, params="nvme", optim="nvme", ram="min", update="backward", io_backend=backend
     )
-    harness.assert_equal(
+    harness.assert_same(
         offloaded(SMALL, chosen, Seam(delay_us_max=2000, seed=seed)), reference(SMALL)
     )
 
@@ -173,7 +173,7 @@ def test_models_and_loops_keep_their_bits(name: str, update: str, tmp_path: Path
         delayed_warmup=1,
     )
     expected = reference(training, warmup=1 if update == "delayed" else None)
-    harness.assert_equal(offloaded(training, chosen), expected)
+    harness.assert_same(offloaded(training, chosen), expected)
 
 
 def small(tmp_path: Path, update: str = "backward", **values: Any) -> tuple[nn.Module, inf.AdamW]:
@@ -315,7 +315,7 @@ def test_the_delayed_update_is_the_delayed_reference_loops_bits(
 ) -> None:
     training = Training(models.Small, steps=6, accumulation=2)
     chosen = policy(tmp_path, update="delayed", delayed_warmup=warmup, **PLACEMENTS[name])
-    harness.assert_equal(offloaded(training, chosen), reference(training, warmup=warmup))
+    harness.assert_same(offloaded(training, chosen), reference(training, warmup=warmup))
 
 
 def test_clipping_by_value_keeps_the_bits_of_the_delayed_update(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_clipping_by_value_keeps_the_bits_of_the_delayed_update(tmp_path: Path) 
     chosen = policy(
         tmp_path, params="nvme", optim="nvme", ram="min", update="delayed", delayed_warmup=1
     )
-    harness.assert_equal(offloaded(training, chosen), reference(training, warmup=1))
+    harness.assert_same(offloaded(training, chosen), reference(training, warmup=1))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -333,7 +333,7 @@ def test_delays_change_no_bits_of_the_delayed_update(seed: int, tmp_path: Path) 
         tmp_path, params="nvme", optim="nvme", ram="min", update="delayed", delayed_warmup=1
     )
     result = offloaded(training, chosen, Seam(delay_us_max=2000, seed=seed))
-    harness.assert_equal(result, reference(training, warmup=1))
+    harness.assert_same(result, reference(training, warmup=1))
 
 
 def test_looking_at_parameters_changes_no_bits_of_the_delayed_update(tmp_path: Path) -> None:
