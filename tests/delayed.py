@@ -11,9 +11,14 @@ import infinity as inf
 from infinity._src.engine.handle import Handle, offload
 from infinity.aio import Seam
 from tests import models
-from tests.harness import Training
+from tests.harness import Training, assert_same, values_of
 from tests.reference import ReferenceAdamW
-from tests.test_update_modes import set_values, values_of
+
+
+def set_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
 
 
 class DelayedReference(ReferenceAdamW):
@@ -86,11 +91,9 @@ def take_step(
 
 def assert_same_states(model: nn.Module, handle: Handle, reference: DelayedReference) -> None:
     """Parameters, masters, moments and step counts are those of the reference, bit for bit."""
-    plain = dict(reference.model.named_parameters())
-    newest = model.state_dict()
-    for name, param in model.named_parameters():
-        assert torch.equal(newest[name], reference.newest[name]), name
-        kept, expected = handle.optimizer_state(param), reference.states[plain[name]]
-        assert kept["step"] == expected.step
-        for part in ("master", "exp_avg", "exp_avg_sq"):
-            assert torch.equal(kept[part], getattr(expected, part)), (name, part)
+    states = reference.states_of(reference.model)
+    assert_same(values_of(model), reference.newest)
+    assert_same(
+        {name: dict(handle.optimizer_state(param)) for name, param in model.named_parameters()},
+        states,
+    )

@@ -12,9 +12,8 @@ from torch import nn
 
 from tests import harness, models
 from tests.delayed import assert_same_states, opened, reference_of, take_step
-from tests.harness import Training
+from tests.harness import Training, policy
 from tests.test_states_in_modes import LLAMA, MIN, NAME, small
-from tests.test_update_modes import policy
 
 
 @pytest.mark.parametrize("where", ["forward and backward", "forward", "backward"])

@@ -1,5 +1,8 @@
-"""Every model family, with checkpointing of both kinds, accumulation, evaluation and generation in
-between, and exceptions in forward and backward: the reference loop's bits."""
+"""Loops that the matrix does not have: two forwards before a backward, a graph that is kept,
+gradients and flags that the loop changes, an exception in recompute; and parameters of odd shapes.
+
+`evaluate` and `fail_in_*` are values of the matrix.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from torch import nn
 import infinity as inf
 from tests import harness, models
 from tests.harness import Training
-from tests.marks import alternating
 
 BATCH = models.token_batches(1, seed=99)[0]
 
@@ -22,28 +24,6 @@ BATCH = models.token_batches(1, seed=99)[0]
 def nvme(tmp_path: Path) -> inf.Policy:
     """Everything on NVMe with the least RAM."""
     return inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
-
-
-def check(training: Training, policy: inf.Policy) -> harness.Run:
-    result = harness.offloaded(training, policy)
-    harness.assert_same(result, harness.reference(training))
-    return result
-
-
-@pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
-def test_models_train_as_the_plain_loop_does(case: models.Case, nvme: inf.Policy) -> None:
-    check(Training(case.factory, groups=case.name != "lora"), nvme)
-
-
-@pytest.mark.parametrize(
-    ("use_reentrant", "case"),
-    alternating([False, True], [case for case in models.CASES if case.checkpoints]),
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_models_train_with_checkpointing(
-    case: models.Case, use_reentrant: bool, nvme: inf.Policy
-) -> None:
-    check(Training(case.factory, steps=3, checkpointing=use_reentrant), nvme)
 
 
 def evaluate(model: nn.Module, step: int) -> list[Any]:
@@ -66,14 +46,6 @@ def evaluate(model: nn.Module, step: int) -> list[Any]:
         seen.append(models.loss_of(model, BATCH).item())
     model.train()
     return seen
-
-
-@pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
-def test_evaluation_and_generation_in_between_change_nothing(
-    case: models.Case, nvme: inf.Policy
-) -> None:
-    between = evaluate if case.generates else evaluate_only
-    check(Training(case.factory, steps=2, between=between), nvme)
 
 
 def evaluate_only(model: nn.Module, step: int) -> list[float]:
@@ -130,24 +102,6 @@ def fail_in_backward(model: nn.Module, step: int) -> None:
         handle.remove()
 
 
-FAILING = [
-    case
-    for case in models.CASES
-    if case.name in ("llama", "t5", "mixtral", "lora", "list_moe", "external")
-]
-
-
-@pytest.mark.parametrize(
-    ("before", "case"),
-    alternating([fail_in_forward, fail_in_backward], FAILING),
-    ids=lambda value: getattr(value, "name", value.__class__.__name__),
-)
-def test_exceptions_leave_a_clean_state(
-    case: models.Case, before: harness.Between, nvme: inf.Policy
-) -> None:
-    check(Training(case.factory, steps=3, before=before), nvme)
-
-
 def fail_under_checkpointing(model: nn.Module, step: int) -> None:
     """A backward that raises while a block is recomputed."""
     calls = 0
@@ -171,12 +125,10 @@ def fail_under_checkpointing(model: nn.Module, step: int) -> None:
 def test_an_exception_in_recompute_leaves_a_clean_state(
     use_reentrant: bool, nvme: inf.Policy
 ) -> None:
-    check(
-        Training(
-            models.llama, steps=3, checkpointing=use_reentrant, before=fail_under_checkpointing
-        ),
-        nvme,
+    training = Training(
+        models.llama, steps=3, checkpointing=use_reentrant, before=fail_under_checkpointing
     )
+    harness.assert_same(harness.offloaded(training, nvme), harness.reference(training))
 
 
 def test_two_forwards_then_two_backwards_in_either_order(nvme: inf.Policy) -> None:

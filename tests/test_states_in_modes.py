@@ -15,11 +15,10 @@ from infinity.aio import Seam
 from tests import harness, models
 from tests.delayed import DelayedReference, assert_same_states, opened, reference_of, take_step
 from tests.distributed.test_two_ranks import on_two_ranks
-from tests.harness import Training
+from tests.harness import Training, policy
 from tests.marks import alternating
 from tests.reference import ReferenceScaler
 from tests.test_bitwise import wide_llama
-from tests.test_update_modes import policy
 
 MIN = {"params": "nvme", "optim": "nvme", "ram": "min"}
 PLACEMENTS: dict[str, dict[str, Any]] = {

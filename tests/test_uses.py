@@ -19,8 +19,8 @@ import infinity as inf
 from infinity._src.engine.handle import offload
 from infinity._src.params.prefetch_schedule import PassTracker
 from tests import harness
+from tests.harness import policy
 from tests.reference import ReferenceAdamW
-from tests.test_update_modes import policy
 
 WIDTH = 16
 Loop = Callable[[nn.Module, Any, int], None]
