@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,177 +30,34 @@ from infinity._src.plan.machine import describe_machine
 from infinity._src.plan.memory import gpu_need
 from infinity._src.plan.workload import shape_of
 from tests import harness, models
-from tests.harness import Run, Training
-from tests.marks import mostly_slow, pairwise
+from tests.harness import Training
 from tests.plans import job_of
+from tests.sliced import (
+    Factory,
+    Microbatched,
+    assert_is_its_loop,
+    assert_is_the_loop,
+    cut,
+    differing,
+    grads_of,
+    loop_grads,
+    whole,
+)
 from tests.test_bitwise import policy
 
 NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Microbatched:
-    """A factory of models that run in n slices."""
-
-    factory: Callable[[], nn.Module]
-    n: int
-
-    def __call__(self) -> nn.Module:
-        return inf.microbatched(self.factory(), self.n)
-
-
-def whole(training: Training) -> Training:
-    """The same training with one batch of all micro-batches, on a model that runs in slices."""
-    count = training.accumulation
-    made = dataclasses.replace(
-        training,
-        factory=Microbatched(training.factory, count),
-        accumulation=1,
-        rows=count * training.rows,
-    )
-    ids = [batch["input_ids"] for batch in training.batches]
-    assert torch.equal(torch.cat([batch["input_ids"] for batch in made.batches]), torch.cat(ids))
-    return made
-
-
-def of_steps(loop: Run, count: int) -> Run:
-    """The results of a loop with one loss for each step: the sum over its micro-batches."""
-    losses = []
-    for first in range(0, len(loop.losses), count):
-        total = torch.tensor(loop.losses[first])
-        for loss in loop.losses[first + 1 : first + count]:
-            total = total + torch.tensor(loss)
-        losses.append(total.item())
-    return dataclasses.replace(loop, losses=losses)
-
-
-def assert_is_the_loop(ours: Run, training: Training, loop: Run | None = None) -> None:
-    loop = harness.reference(training) if loop is None else loop
-    harness.assert_same(ours, of_steps(loop, training.accumulation))
+SPECULATIVE: dict[str, Any] = {"update": "backward", "generations": 2}
 
 
 LLAMA = Training(models.llama, steps=2, accumulation=3)  # a third is no exact number
-MIXTRAL = Training(models.mixtral, steps=2, accumulation=3)
-LORA = Training(models.lora, steps=2, accumulation=2)
-
-
 # -- the same bits ---------------------------------------------------------------------------------
-
-PLACEMENTS: list[dict[str, Any]] = [
-    {"params": "cpu", "optim": "cpu"},
-    NVME,
-    {"params": "nvme", "optim": "cpu", "ram": "min", "unit_bytes_max": 8192},
-]
-UPDATES: list[dict[str, Any]] = [
-    {},
-    {"update": "backward", "generations": 2},
-    {"update": "delayed", "delayed_warmup": 9},
-]
-STATES: list[dict[str, Any]] = [{"state": "exact"}, {"state": "bf16"}, {"state": "compact"}]
-
-
-@pytest.mark.parametrize(
-    ("training", "placement", "update"), pairwise([LLAMA, MIXTRAL, LORA], PLACEMENTS, UPDATES)
-)
-def test_the_bits_are_those_of_the_loop_over_micro_batches(
-    training: Training, placement: dict[str, Any], update: dict[str, Any], tmp_path: Path
-) -> None:
-    chosen = policy(tmp_path, **{**placement, **update})
-    assert_is_the_loop(harness.offloaded(whole(training), chosen), training)
-
-
-@functools.lru_cache
-def loop_of_the_engine(state: str) -> Run:
-    """The loop over micro-batches, offloaded."""
-    return harness.offloaded(LLAMA, inf.Policy(params="cpu", optim="cpu", state=state))
-
-
-@pytest.mark.parametrize(("state", "update"), pairwise(STATES, UPDATES))
-def test_every_state_and_update_has_the_bits_of_the_engines_own_loop(
-    state: dict[str, Any], update: dict[str, Any], tmp_path: Path
-) -> None:
-    result = harness.offloaded(whole(LLAMA), policy(tmp_path, **{**NVME, **update, **state}))
-    assert_is_the_loop(result, LLAMA, loop_of_the_engine(state["state"]))
-
-
-VARIANTS: dict[str, tuple[Training, dict[str, Any]]] = {
-    "no clipping, updates in backward": (
-        dataclasses.replace(LLAMA, max_norm=None),
-        {"update": "backward"},
-    ),
-    "gradients in fp32": (
-        dataclasses.replace(LLAMA, grad_dtype=torch.float32),
-        {"grad_dtype": torch.float32},
-    ),
-    "gradient_checkpointing_enable() changes nothing": (
-        dataclasses.replace(LLAMA, checkpointing=False),
-        {},
-    ),
-    "fp32 parameters under autocast": (
-        dataclasses.replace(LLAMA, dtype=torch.float32, autocast="cached"),
-        {},
-    ),
-    "GradScaler": (
-        dataclasses.replace(LLAMA, dtype=torch.float16, scaler=(1024.0, 2)),
-        {},
-    ),
-    "fused experts, one for each token": (Training(models.qwen3_moe, accumulation=4), {}),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(VARIANTS, *list(VARIANTS)[:4]))
-def test_variants_of_the_loop_keep_its_bits(name: str, tmp_path: Path) -> None:
-    training, values = VARIANTS[name]
-    result = harness.offloaded(whole(training), policy(tmp_path, **{**NVME, **values}))
-    assert_is_the_loop(result, training)
 
 
 def test_a_model_that_is_not_offloaded_has_the_same_bits() -> None:
     assert_is_the_loop(harness.reference(whole(LLAMA)), LLAMA)
 
 
-def test_a_tiled_loss_runs_slice_by_slice(tmp_path: Path) -> None:
-    training = dataclasses.replace(LLAMA, factory=tiled_loss)
-    result = harness.offloaded(whole(training), policy(tmp_path, **NVME))
-    assert_is_the_loop(result, training)
-
-
-def tiled_loss() -> nn.Module:
-    return inf.tile_loss(models.llama(), tiles=3)
-
-
 # -- gradients of one step -------------------------------------------------------------------------
-
-Loss = Callable[[Any], torch.Tensor]
-
-
-def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the gradients, by name."""
-    return {
-        name: param.grad.clone()
-        for name, param in model.named_parameters()
-        if param.grad is not None
-    }
-
-
-def loop_grads(
-    model: nn.Module, batches: Sequence[dict[str, Any]], loss_of: Loss = lambda out: out.loss
-) -> dict[str, torch.Tensor]:
-    """Gradients of the plain loop."""
-    for batch in batches:
-        (loss_of(model(**batch)) / len(batches)).backward()
-    return grads_of(model)
-
-
-def cut(batch: dict[str, Any], n: int) -> list[dict[str, Any]]:
-    """The micro-batches of a batch."""
-    parts = {name: torch.tensor_split(value, n) for name, value in batch.items()}
-    return [{name: part[index] for name, part in parts.items()} for index in range(n)]
-
-
-def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    assert ours.keys() == theirs.keys()
-    return [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
 
 
 @pytest.fixture
@@ -268,15 +125,6 @@ def test_a_loss_of_the_users_own_gets_the_logits_of_all_rows() -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_a_table_of_positions_gets_the_gradient_of_each_slice() -> None:
-    """GPT-2 looks positions up once for the whole batch."""
-    model, batch = models.make(Microbatched(models.gpt2, 2)), models.token_batches(1, rows=4)[0]
-    model(**batch).loss.backward()
-    loop = loop_grads(models.make(models.gpt2), cut(batch, 2))
-    assert differing(grads_of(model), loop) == ["transformer.wte.weight"], "tied: see below"
-
-
-@pytest.mark.usefixtures("one_thread")
 def test_tied_weights_add_up_the_slices_of_the_head_and_then_those_of_the_embedding() -> None:
     batch = models.token_batches(1, rows=6)[0]
     model = models.make(Microbatched(models.gpt2, 3))
@@ -327,27 +175,6 @@ def test_a_module_that_is_called_twice_adds_up_its_last_call_first() -> None:
     assert torch.equal(grads_of(model)["blocks.0.weight"], total)
 
 
-T5_SHARED = {"shared.weight"}
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("masked", [False, True])
-def test_an_encoder_and_a_decoder_run_in_slices(masked: bool) -> None:
-    """T5: position biases go from block to block, and the encoder's output to all of the
-    decoder's."""
-    batch = models.token_batches(1, rows=4)[0]
-    if masked:
-        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
-        batch["attention_mask"][:, -2:] = 0
-    model = models.make(Microbatched(models.t5, 2))
-    model(**batch).loss.backward()
-    loop = loop_grads(models.make(models.t5), cut(batch, 2))
-    ours = grads_of(model)
-    assert set(differing(ours, loop)) <= T5_SHARED
-    for name in T5_SHARED:
-        torch.testing.assert_close(ours[name].float(), loop[name].float(), rtol=5e-2, atol=1e-3)
-
-
 def vit() -> nn.Module:
     """A vision transformer that classifies."""
     from transformers import ViTConfig, ViTForImageClassification
@@ -367,15 +194,30 @@ def vit() -> nn.Module:
     )
 
 
+BATCH = models.token_batches(1, rows=4)[0]
+MASKED = {**BATCH, "attention_mask": torch.ones_like(BATCH["input_ids"])}
+MASKED["attention_mask"][:, -2:] = 0
+IMAGES: dict[str, Any] = {
+    "pixel_values": torch.linspace(-2, 2, 4 * 3 * 16 * 16).view(4, 3, 16, 16).bfloat16(),
+    "labels": torch.arange(4),
+}
+T5_SHARED = frozenset({"shared.weight"})
+MODELS: dict[str, tuple[Factory, dict[str, Any], frozenset[str]]] = {
+    # Position biases go from block to block, and the encoder's output to all of the decoder's.
+    "an encoder and a decoder": (models.t5, BATCH, T5_SHARED),
+    "an encoder that is masked": (models.t5, MASKED, T5_SHARED),
+    # GPT-2 looks positions up once for the whole batch.
+    "tied weights": (models.gpt2, BATCH, frozenset({"transformer.wte.weight"})),
+    "images": (vit, IMAGES, frozenset()),
+}
+"""Models, batches, and the names of weights that are used twice."""
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_a_vision_model_runs_in_slices() -> None:
-    batch: dict[str, Any] = {
-        "pixel_values": torch.randn(6, 3, 16, 16, dtype=torch.bfloat16),
-        "labels": torch.arange(6) % 5,
-    }
-    model = models.make(Microbatched(vit, 3))
-    model(**batch).loss.backward()
-    assert not differing(grads_of(model), loop_grads(models.make(vit), cut(batch, 3)))
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_another_kind_has_the_gradients_of_the_loop(name: str) -> None:
+    factory, batch, twice = MODELS[name]
+    assert_is_its_loop(factory, batch, 2, apart=twice)
 
 
 class Dropping(nn.Module):
@@ -425,22 +267,13 @@ def test_a_model_without_randomness_leaves_the_callers_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-IMAGES: dict[str, Any] = {
-    "pixel_values": torch.linspace(-2, 2, 4 * 3 * 16 * 16).view(4, 3, 16, 16).bfloat16(),
-    "labels": torch.arange(4),
-}
-MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "an encoder and a decoder": (models.t5, models.token_batches(1, rows=4)[0]),
-    "tied weights": (models.gpt2, models.token_batches(1, rows=4)[0]),
-    "one layer for all": (models.albert, models.token_batches(1, rows=4)[0]),
-    "images": (vit, IMAGES),
-}
+ALBERT = {"one layer for all": (models.albert, BATCH, frozenset[str]())}
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "one layer for all"])
 def test_offloading_changes_no_bits_of_a_model_in_slices(name: str, tmp_path: Path) -> None:
-    factory, batch = MODELS[name]
+    factory, batch, _ = (MODELS | ALBERT)[name]
     model, plain = (models.make(Microbatched(factory, 2)) for _ in range(2))
     plain(**batch).loss.backward()
     inf.offload(model, policy(tmp_path, **NVME))
@@ -576,48 +409,6 @@ def test_inputs_of_slices_rest_on_nvme(tmp_path: Path, monkeypatch: pytest.Monke
     assert figures.calls >= slices * 5
     assert figures.stored_bytes == figures.fetched_bytes
     assert figures.stored_bytes >= slices * 4 * boundary
-
-
-class Stumble(Exception):
-    """The exception of a block."""
-
-
-@pytest.mark.parametrize(
-    ("call", "update"),
-    [(2, {}), (4, UPDATES[1]), pytest.param(4, {}, marks=pytest.mark.slow)],
-    ids=["forward", "backward, updated ahead", "backward"],
-)
-def test_an_exception_in_the_middle_of_a_slice_leaves_the_model_whole(
-    call: int, update: dict[str, Any], tmp_path: Path
-) -> None:
-    """Two slices go through a block in forward, and again in backward."""
-    calls = 0
-
-    def stumble(model: nn.Module, _step: int) -> None:
-        nonlocal calls
-        block: Any = model.get_submodule("model.layers.1.mlp")
-        calls = 0
-
-        def count(*_: Any) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == call:
-                raise Stumble
-
-        # As many rows as no step has: what it leaves behind would show.
-        batch = models.token_batches(1, rows=6, seed=9)[0]
-        handle = block.register_forward_pre_hook(count)
-        try:
-            with pytest.raises(Stumble):
-                model(**batch).loss.backward()
-        finally:
-            handle.remove()
-
-    training = dataclasses.replace(LLAMA, accumulation=2)
-    sliced = dataclasses.replace(whole(training), before=stumble)
-    result = harness.offloaded(sliced, policy(tmp_path, **NVME, **update))
-    assert_is_the_loop(dataclasses.replace(result, seen=[]), training)
-    assert calls
 
 
 # -- for trainers ----------------------------------------------------------------------------------

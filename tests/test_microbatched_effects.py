@@ -20,17 +20,18 @@ from torch import nn
 import infinity as inf
 from infinity._src.microbatch.rows import PerSlice
 from tests import harness, models
-from tests.test_bitwise import policy
-from tests.test_microbatched import NVME, cut, differing, grads_of, loop_grads
-from tests.test_microbatched_refusals import (
-    IDS,
+from tests.sliced import (
     Factory,
-    Noting,
-    Stack,
-    as_it_is,
     assert_is_its_loop,
+    cut,
+    differing,
+    grads_of,
+    loop_grads,
     sliced,
 )
+from tests.test_bitwise import policy
+from tests.test_microbatched import NVME
+from tests.test_microbatched_refusals import IDS, Noting, Stack, as_it_is
 
 
 @pytest.fixture(autouse=True)

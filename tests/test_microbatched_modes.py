@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,21 +24,10 @@ from tests import harness, models
 from tests.device import simulated
 from tests.harness import Training
 from tests.marks import mostly_slow
+from tests.sliced import Microbatched, assert_is_the_loop, differing, grads_of, whole
 from tests.slopes import COSTS
 from tests.test_bitwise import policy
-from tests.test_microbatched import (
-    LLAMA,
-    NVME,
-    Microbatched,
-    assert_is_the_loop,
-    differing,
-    grads_of,
-    whole,
-)
-
-SPECULATIVE: dict[str, Any] = {"update": "backward", "generations": 2}
-DELAYED: dict[str, Any] = {"update": "delayed", "delayed_warmup": 1}
-
+from tests.test_microbatched import LLAMA, NVME, SPECULATIVE
 
 # -- trainings -------------------------------------------------------------------------------------
 
@@ -49,17 +36,18 @@ POISONED = dataclasses.replace(
 )
 LOOPS: dict[str, tuple[Training, dict[str, Any]]] = {
     "clipped, updated ahead": (dataclasses.replace(LLAMA, max_norm=0.05), SPECULATIVE),
-    "not clipped, updated ahead": (dataclasses.replace(LLAMA, max_norm=1e6), SPECULATIVE),
     "a scaled loss that is infinite": (POISONED, {}),
     "a scaled loss that is infinite, updated ahead": (POISONED, SPECULATIVE),
-    "SGD": (dataclasses.replace(LLAMA, optimizer="SGD", options=(("momentum", 0.9),)), SPECULATIVE),
-    "small units": (LLAMA, {"unit_bytes_max": 4096, **SPECULATIVE}),
-    "spilled gradients": (LLAMA, {"grads": "nvme", "unit_bytes_max": 4096, "ram": "2MiB"}),
+    "fp32 parameters under autocast": (
+        dataclasses.replace(LLAMA, dtype=torch.float32, autocast="cached"),
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(LOOPS, "clipped, updated ahead", "a scaled loss that is infinite")
+    "name",
+    mostly_slow(LOOPS, "clipped, updated ahead", "a scaled loss that is infinite, updated ahead"),
 )
 def test_any_loop_has_the_bits_of_its_micro_batches(name: str, tmp_path: Path) -> None:
     training, values = LOOPS[name]
@@ -67,47 +55,6 @@ def test_any_loop_has_the_bits_of_its_micro_batches(name: str, tmp_path: Path) -
     assert_is_the_loop(result, training)
     ahead = result.stats.updates_ahead + result.stats.updates_withdrawn
     assert bool(ahead) == bool(values.get("generations"))
-
-
-@pytest.mark.parametrize("placement", mostly_slow(["cpu", "nvme"], "nvme"))
-def test_delayed_updates_are_those_of_the_engines_own_loop(placement: str, tmp_path: Path) -> None:
-    """A delayed update is another training than the plain loop's, whatever the slices."""
-    training = dataclasses.replace(LLAMA, steps=3)
-    loop = harness.offloaded(training, inf.Policy(params="cpu", optim="cpu", **DELAYED))
-    chosen = NVME if placement == "nvme" else {"params": "cpu", "optim": "cpu"}
-    result = harness.offloaded(whole(training), policy(tmp_path, **{**chosen, **DELAYED}))
-    assert_is_the_loop(result, training, loop)
-    assert loop.losses != harness.reference(training).losses
-
-
-@pytest.mark.slow
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    rows=st.integers(1, 3),
-    n=st.integers(1, 4),
-    placed=st.sampled_from([NVME, {"params": "cpu", "optim": "cpu"}]),
-    update=st.sampled_from([{}, SPECULATIVE, DELAYED]),
-    state=st.sampled_from(["exact", "bf16", "compact"]),
-    max_norm=st.sampled_from([None, 0.05, 1.0]),
-)
-def test_every_mode_and_state_with_batches_of_any_size(
-    rows: int,
-    n: int,
-    placed: dict[str, Any],
-    update: dict[str, Any],
-    state: str,
-    max_norm: float | None,
-    tmp_path: Path,
-) -> None:
-    training = Training(
-        functools.partial(models.llama, 2), steps=2, accumulation=n, rows=rows, max_norm=max_norm
-    )
-    loop = {key: value for key, value in update.items() if update is DELAYED}
-    expected = harness.offloaded(
-        training, inf.Policy(params="cpu", optim="cpu", state=state, **loop)
-    )
-    chosen = policy(tmp_path, **{**placed, **update, "state": state})
-    assert_is_the_loop(harness.offloaded(whole(training), chosen), training, expected)
 
 
 @pytest.mark.parametrize("tier", mostly_slow(["cpu", "nvme"], "cpu"))
@@ -171,28 +118,6 @@ def test_a_forward_behind_a_reentrant_checkpoint_runs_in_slices_too() -> None:
     model.blocks[1][0].register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     models.loss_of(model, models.token_batches(1, rows=5)[0])
     assert rows == [2, 3], "the last slice first"
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_random_numbers_behind_a_checkpoint_of_the_users_own_are_refused(reentrant: bool) -> None:
-    """Backward would draw others than forward did."""
-    model = models.make(Microbatched(functools.partial(Own, reentrant, 0.5), 2))
-    loss = models.loss_of(model, models.token_batches(1, rows=4)[0])
-    with pytest.raises(ValueError, match=r"blocks\.2 draws random numbers, and a checkpoint"):
-        loss.backward()
-
-
-def test_a_checkpoint_around_the_whole_model_draws_the_same_numbers_again() -> None:
-    model = models.make(Microbatched(functools.partial(Own, None, 0.5), 2))
-    batch = models.token_batches(1, rows=4)[0]
-    found = []
-    for checkpointed in (False, True):
-        torch.manual_seed(3)
-        call = functools.partial(models.loss_of, model, batch)
-        (checkpoint(call, use_reentrant=False) if checkpointed else call()).backward()
-        found.append(grads_of(model))
-        model.zero_grad()
-    assert not differing(*found)
 
 
 # -- faults ----------------------------------------------------------------------------------------

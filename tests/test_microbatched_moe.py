@@ -23,16 +23,9 @@ from infinity._src.microbatch.rows import PerSlice
 from tests import harness, models
 from tests.harness import Training
 from tests.marks import mostly_slow
+from tests.sliced import Microbatched, assert_is_the_loop, cut, differing, grads_of, whole
 from tests.test_bitwise import policy
-from tests.test_microbatched import (
-    NVME,
-    Microbatched,
-    assert_is_the_loop,
-    cut,
-    differing,
-    grads_of,
-    whole,
-)
+from tests.test_microbatched import NVME
 
 
 @pytest.fixture(autouse=True)
@@ -251,28 +244,10 @@ class WithoutPenalty(models.ListMoe):
         return {"loss": self.loss_function(self.head(x), labels)}
 
 
-SPECULATIVE = {"update": "backward", "generations": 2}
-RUNS: dict[str, tuple[Training, dict[str, Any]]] = {
-    "losses of routers": (
-        Training(mixtral, steps=2, accumulation=3),
-        NVME | SPECULATIVE,
-    ),
-    "losses of routers, deferred": (
-        Training(functools.partial(family, "Qwen2Moe"), steps=2, accumulation=3),
-        NVME,
-    ),
-    "experts in a list": (Training(WithoutPenalty, steps=2, accumulation=3), NVME | SPECULATIVE),
-    "clipped": (
-        Training(functools.partial(family, "Qwen3Moe"), steps=2, accumulation=2, max_norm=0.05),
-        NVME | SPECULATIVE,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", mostly_slow(RUNS, "losses of routers", "experts in a list"))
-def test_an_offloaded_mixture_has_the_bits_of_the_loop(name: str, tmp_path: Path) -> None:
-    training, values = RUNS[name]
-    assert_is_the_loop(harness.offloaded(whole(training), policy(tmp_path, **values)), training)
+def test_an_offloaded_list_of_experts_has_the_bits_of_the_loop(tmp_path: Path) -> None:
+    training = Training(WithoutPenalty, steps=2, accumulation=3)
+    chosen = policy(tmp_path, **NVME, update="backward", generations=2)
+    assert_is_the_loop(harness.offloaded(whole(training), chosen), training)
 
 
 # -- refusals --------------------------------------------------------------------------------------

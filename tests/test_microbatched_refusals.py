@@ -4,7 +4,6 @@ bits of the loop over micro-batches, or are refused by name."""
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -22,48 +21,26 @@ import infinity as inf
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.microbatch.rows import Batch, Numbers, Unclear
 from tests import harness, models
-from tests.harness import Training
-from tests.test_bitwise import policy
-from tests.test_microbatched import (
-    LLAMA,
-    NVME,
-    Loss,
+from tests.sliced import (
+    Factory,
+    assert_is_its_loop,
     assert_is_the_loop,
     cut,
     differing,
     grads_of,
     loop_grads,
     of_steps,
+    sliced,
     whole,
 )
+from tests.test_bitwise import policy
+from tests.test_microbatched import LLAMA, NVME, SPECULATIVE
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     with harness.one_thread():
         yield
-
-
-Factory = Callable[[], nn.Module]
-
-
-def sliced(factory: Factory, n: int = 2, **values: Any) -> Any:
-    """A model that runs in slices, in training mode."""
-    return models.make(lambda: inf.microbatched(factory(), n, **values))
-
-
-def assert_is_its_loop(
-    factory: Factory,
-    batch: dict[str, Any],
-    n: int = 2,
-    *,
-    loss_of: Loss = lambda out: out.loss,
-    **values: Any,
-) -> None:
-    """One step in slices gives the gradients of the loop."""
-    model = sliced(factory, n, **values)
-    loss_of(model(**batch)).backward()
-    assert not differing(grads_of(model), loop_grads(models.make(factory), cut(batch, n), loss_of))
 
 
 # -- logits and losses -----------------------------------------------------------------------------
@@ -444,25 +421,19 @@ def bloom() -> nn.Module:
     )
 
 
-TIED = {"transformer.wte.weight", "transformer.word_embeddings.weight"}
+TIED = frozenset({"transformer.wte.weight", "transformer.word_embeddings.weight"})
 
 
 def test_a_bias_for_each_head_is_no_row() -> None:
     batch = models.token_batches(1, rows=4)[0]
     with pytest.raises(ValueError, match=r"position_bias is \[4, 1, 16\].*shared=\['position_bias"):
         sliced(mpt, 4)(**batch)
-    model = sliced(mpt, 4, shared=["position_bias"])
-    model(**batch).loss.backward()
-    loop = loop_grads(models.make(mpt), cut(batch, 4))
-    assert set(differing(grads_of(model), loop)) <= TIED
+    assert_is_its_loop(mpt, batch, 4, apart=TIED, shared=["position_bias"])
 
 
 def test_a_bias_for_each_head_of_each_row_is_cut() -> None:
     batch = models.token_batches(1, rows=6)[0]
-    model = sliced(bloom, 3)
-    model(**batch).loss.backward()
-    loop = loop_grads(models.make(bloom), cut(batch, 3))
-    assert set(differing(grads_of(model), loop)) <= TIED
+    assert_is_its_loop(bloom, batch, 3, apart=TIED)
 
 
 shapes = st.lists(st.sampled_from([1, 2, 3, 4, 8, 12, 16]), min_size=1, max_size=4)
@@ -597,10 +568,8 @@ def test_blocks_lie_beside_other_modules_in_a_dict(caplog: pytest.LogCaptureFixt
             model.zero_grad()
             model(**batch).backward()
     assert caplog.text.count("transformer.wpe gets no tensor with the rows of the batch") == 1
-    ours, loop = grads_of(model), loop_grads(models.make(NanoGpt), cut(batch, 2), as_it_is)
-    assert set(differing(ours, loop)) <= {"transformer.wpe.weight"}
-    name = "transformer.wpe.weight"
-    torch.testing.assert_close(ours[name], loop[name], rtol=5e-2, atol=1e-3)
+    apart = frozenset({"transformer.wpe.weight"})
+    assert_is_its_loop(NanoGpt, batch, loss_of=as_it_is, apart=apart)
 
 
 class Places(nn.Module):
@@ -693,37 +662,16 @@ def test_a_forward_of_a_module_of_its_own_runs_in_slices() -> None:
 # -- without checkpoints ---------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """A factory of models in n slices without checkpoints."""
-
-    factory: Factory
-    n: int
-
-    def __call__(self) -> nn.Module:
-        return inf.microbatched(self.factory(), self.n, checkpoint=False)
-
-
-def kept(training: Training) -> Training:
-    return dataclasses.replace(
-        whole(training), factory=Kept(training.factory, training.accumulation)
-    )
-
-
 @pytest.mark.parametrize("value", [0, None, "no", torch.tensor(True)])
 def test_checkpoint_is_a_bool(value: Any) -> None:
     with pytest.raises(ValueError, match="neither True nor False"):
         inf.microbatched(models.llama(1), 2, checkpoint=value)
 
 
-@pytest.mark.parametrize("update", [{}, {"update": "backward", "generations": 2}], ids=str)
-def test_without_checkpoints_the_bits_are_those_of_the_loop(
-    update: dict[str, Any], tmp_path: Path
-) -> None:
-    loop = harness.reference(LLAMA)
-    result = harness.offloaded(kept(LLAMA), policy(tmp_path, **NVME, **update))
-    assert_is_the_loop(result, LLAMA, loop)
-    harness.assert_same(harness.reference(kept(LLAMA)), of_steps(loop, LLAMA.accumulation))
+def test_without_checkpoints_the_bits_are_those_of_the_loop(tmp_path: Path) -> None:
+    kept, loop = whole(LLAMA, checkpoint=False), harness.reference(LLAMA)
+    assert_is_the_loop(harness.offloaded(kept, policy(tmp_path, **NVME, **SPECULATIVE)), LLAMA)
+    harness.assert_same(harness.reference(kept), of_steps(loop, LLAMA.accumulation))
 
 
 @pytest.mark.parametrize("checkpointed", [True, False])
@@ -739,8 +687,9 @@ def test_without_checkpoints_backward_computes_nothing_again(checkpointed: bool)
 
 
 def test_without_checkpoints_there_is_nothing_to_put_away(tmp_path: Path) -> None:
+    kept = whole(LLAMA, checkpoint=False)
     with pytest.warns(UserWarning, match=r"nothing to take away.*checkpoint=False"):
-        harness.offloaded(kept(LLAMA), policy(tmp_path, **NVME, activations="nvme"))
+        harness.offloaded(kept, policy(tmp_path, **NVME, activations="nvme"))
 
 
 # -- names, wrappers -------------------------------------------------------------------------------

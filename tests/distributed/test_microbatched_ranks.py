@@ -16,7 +16,7 @@ from tests import harness, models
 from tests.distributed.ranks import assert_ranks_agree, on_ranks, shard_of
 from tests.harness import Result, Training
 from tests.marks import THREE
-from tests.test_microbatched import Microbatched, of_steps
+from tests.sliced import Microbatched, of_steps
 from tests.test_microbatched_moe import mixtral
 
 NVME: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}

@@ -17,7 +17,7 @@ from infinity.errors import NonFiniteGradient, RankFailed, StateInvalid
 from tests import harness, models
 from tests.distributed.ranks import Job, Train, assert_ranks_agree, mean_losses, on_ranks
 from tests.harness import Training
-from tests.test_microbatched import Microbatched
+from tests.sliced import Microbatched
 
 WORLD = 2
 
