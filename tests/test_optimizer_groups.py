@@ -15,7 +15,7 @@ from torch import nn
 import infinity as inf
 from infinity.errors import NonFiniteGradient
 from tests import models
-from tests.harness import one_thread
+from tests.harness import assert_same, one_thread, policy, train
 from tests.reference import ReferenceAdamW
 
 BATCHES = models.token_batches(8)
@@ -27,37 +27,24 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def nvme(tmp_path: Path, **values: Any) -> inf.Policy:
-    return inf.Policy(
-        **{"params": "nvme", "optim": "nvme", "nvme": tmp_path, "ram": "min", **values}
-    )
-
-
 def moe() -> nn.Module:
     return models.make(models.ListMoe)
 
 
-def train(pairs: list[tuple[nn.Module, Any]], first: int, last: int) -> None:
+def train_all(pairs: list[tuple[nn.Module, Any]], first: int, last: int) -> None:
     """The same batches through every model, each with its optimizer."""
     for model, optimizer in pairs:
-        for batch in BATCHES[first:last]:
-            models.loss_of(model, batch).backward()
-            optimizer.step()
-            model.zero_grad()
-
-
-def different(model: nn.Module, plain: nn.Module) -> list[str]:
-    state = model.state_dict()
-    return [name for name, value in plain.named_parameters() if not torch.equal(state[name], value)]
+        train(model, optimizer, BATCHES[first:last])
+        model.zero_grad()
 
 
 def test_an_optimizer_built_anew_starts_with_masters_and_moments_of_its_own(tmp_path: Path) -> None:
-    model, plain = inf.offload(moe(), nvme(tmp_path)), moe()
+    model, plain = inf.offload(moe(), policy(tmp_path)), moe()
     for first in (0, 3):
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         theirs = ReferenceAdamW([{"params": list(plain.parameters())}], lr=1e-2)
-        train([(model, optimizer), (plain, theirs)], first, first + 3)
-        assert not different(model, plain)
+        train_all([(model, optimizer), (plain, theirs)], first, first + 3)
+        assert_same(model, plain)
         del optimizer
         gc.collect()
     inf.handle(model).close()
@@ -67,27 +54,27 @@ def test_an_optimizer_built_anew_starts_with_masters_and_moments_of_its_own(tmp_
 def test_a_group_added_in_mid_training_leaves_the_states_of_the_others_alone(
     tmp_path: Path, share: float
 ) -> None:
-    probe = inf.offload(moe(), nvme(tmp_path))
+    probe = inf.offload(moe(), policy(tmp_path))
     optimizer = inf.AdamW(probe.parameters())
     needs = inf.handle(probe).parts.tiers.planner.plan
     inf.handle(probe).close()
 
     ram = needs.min_bytes + int(share * needs.nvme_bytes)
-    model, plain = inf.offload(moe(), nvme(tmp_path, ram=ram)), moe()
+    model, plain = inf.offload(moe(), policy(tmp_path, ram=ram)), moe()
     mine, theirs = list(model.parameters()), list(plain.parameters())
     optimizer = inf.AdamW(mine[:9], lr=1e-2)
     reference = ReferenceAdamW([{"params": theirs[:9]}], lr=1e-2)
-    train([(model, optimizer), (plain, reference)], 0, 2)
+    train_all([(model, optimizer), (plain, reference)], 0, 2)
     optimizer.add_param_group({"params": mine[9:]})
     reference.param_groups.append({**reference.param_groups[0], "params": theirs[9:]})
     reference.params += theirs[9:]
-    train([(model, optimizer), (plain, reference)], 2, 5)
-    assert not different(model, plain)
+    train_all([(model, optimizer), (plain, reference)], 2, 5)
+    assert_same(model, plain)
     inf.handle(model).close()
 
 
 def test_gradients_that_wait_survive_a_second_optimizer(tmp_path: Path) -> None:
-    model = inf.offload(moe(), nvme(tmp_path))
+    model = inf.offload(moe(), policy(tmp_path))
     params = [param for param in model.parameters() if param.requires_grad]
     optimizers = [inf.AdamW(params[:3])]
     models.loss_of(model, BATCHES[0]).backward()
@@ -100,7 +87,7 @@ def test_gradients_that_wait_survive_a_second_optimizer(tmp_path: Path) -> None:
 
 
 def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
-    model = inf.offload(moe(), nvme(tmp_path))
+    model = inf.offload(moe(), policy(tmp_path))
     params = list(model.parameters())
     optimizer = inf.AdamW(params[:3])
     for group in ({"params": params[3:], "lr": -1.0}, {"params": [nn.Parameter(torch.ones(1))]}):
@@ -112,7 +99,7 @@ def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(tmp_path: Path) 
 
 
 def test_a_step_over_two_models_happens_to_both_or_to_none(tmp_path: Path) -> None:
-    left, right = inf.offload(moe(), nvme(tmp_path)), inf.offload(moe(), nvme(tmp_path))
+    left, right = inf.offload(moe(), policy(tmp_path)), inf.offload(moe(), policy(tmp_path))
     optimizer = inf.AdamW([*left.parameters(), *right.parameters()], lr=0.1)
     for model in (left, right):
         models.loss_of(model, BATCHES[0]).backward()
@@ -127,7 +114,7 @@ def test_a_step_over_two_models_happens_to_both_or_to_none(tmp_path: Path) -> No
 
 
 def test_a_step_that_is_refused_counts_no_step(tmp_path: Path) -> None:
-    model = inf.offload(moe(), nvme(tmp_path))
+    model = inf.offload(moe(), policy(tmp_path))
     optimizer = inf.AdamW(model.parameters())
     models.loss_of(model, BATCHES[0]).backward()
     with (

@@ -3,7 +3,6 @@ bytes that design says."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -21,7 +20,7 @@ from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, BudgetError
 from tests import harness, models
-from tests.harness import Training
+from tests.harness import Training, assert_same, values_of
 from tests.marks import every_second, mostly_slow
 
 deep = functools.partial(models.llama, layers=6)
@@ -60,11 +59,11 @@ def run(
     )
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
 def test_spilled_gradients_train_as_the_plain_loop(accumulation: int, tmp_path: Path) -> None:
     training = dataclasses.replace(DEEP, accumulation=accumulation)
     result = run(training, tmp_path)
-    harness.assert_same(result, harness.reference(training))
+    assert_same(result, harness.reference(training))
     # those of embedding and head: windows stay small
     assert result.stats.spilled_bytes > 10 * result.stats.grad_bytes
 
@@ -86,7 +85,7 @@ def test_spilled_gradients_train_as_the_plain_loop(accumulation: int, tmp_path: 
 def test_models_and_dtypes(training: Training, tmp_path: Path) -> None:
     values: dict[str, Any] = {"grad_dtype": training.grad_dtype}
     result = run(training, tmp_path, **values)
-    harness.assert_same(result, harness.reference(training))
+    assert_same(result, harness.reference(training))
     assert result.stats.spilled_bytes > 0
 
 
@@ -100,7 +99,7 @@ def test_any_budget_and_any_timing_give_the_same_bits(
 ) -> None:
     more = int(share * 240_000)
     result = run(DEEP, tmp_path, more=more, seam=Seam(delay_us_max=delay, seed=seed))
-    harness.assert_same(result, harness.reference(DEEP))
+    assert_same(result, harness.reference(DEEP))
 
 
 def test_more_ram_spills_less_and_all_of_it_only_below_the_least(tmp_path: Path) -> None:
@@ -140,85 +139,26 @@ def test_a_micro_batch_moves_each_gradient_there_and_back(
     assert 0 <= saved <= accumulation * 3 * window
 
 
-def train_in_mode(
-    factory: Any,
-    chosen: inf.Policy,
-    *,
-    steps: int = 3,
-    micro_batches: int = 2,
-    seam: Seam | None = None,
-) -> harness.Run:
-    """Several micro-batches a step, all but the last in `no_sync`; clipping by norm needs all
-    gradients, so not here."""
-    with harness.one_thread():
-        model = offload(models.make(factory), chosen, _seam=seam)
-        handle, losses = inf.handle(model), []
-        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
-        batches = iter(models.token_batches(steps * micro_batches))
-        for _ in range(steps):
-            for micro in range(micro_batches):
-                with handle.no_sync() if micro < micro_batches - 1 else contextlib.nullcontext():
-                    loss = models.loss_of(model, next(batches))
-                    loss.backward()
-                losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        state = {name: value.clone() for name, value in model.state_dict().items()}
-        stats = handle.stats()
-        handle.close()
-        return harness.Run(losses, [], [], state, stats)
-
-
-def least_in_mode(training: Training, update: str, **values: Any) -> int:
-    """As `least`; without accumulation update="backward" keeps no gradients, so it is told what the
-    deferred update needs."""
-    return (
-        least(training, **values)
-        if update == "backward"
-        else least(training, update=update, **values)
-    )
-
-
 @pytest.mark.parametrize("update", ["delayed", "backward"])
 def test_other_update_modes(update: str, tmp_path: Path) -> None:
+    training = Training(deep, max_norm=None, no_sync=True)
+    # Without accumulation update="backward" has no gradients, so `least` is told of "deferred".
+    ram = least(training, **({} if update == "backward" else {"update": update}))
     values: dict[str, Any] = {"update": update, "delayed_warmup": 1}
-    ram = least_in_mode(Training(deep), update)
-    spilled = train_in_mode(deep, policy(tmp_path, ram=ram, grads="nvme", **values))
+    spilled = harness.offloaded(training, policy(tmp_path, ram=ram, grads="nvme", **values))
     assert spilled.stats.spilled_bytes > 0
-    harness.assert_same(spilled, train_in_mode(deep, policy(tmp_path, ram="min", **values)))
-
-
-# as many layers as make spilling pay: slots grow by the section
-wide = functools.partial(models.llama, layers=8, hidden=288)
-
-
-@functools.cache
-def wide_in_ram(update: str) -> harness.Run:
-    return train_in_mode(wide, inf.Policy(update=update, delayed_warmup=1), micro_batches=3)
+    delayed = 1 if update == "delayed" else None
+    assert_same(spilled, harness.reference(dataclasses.replace(training, delayed=delayed)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "update", mostly_slow(["deferred", "delayed", "backward"], "deferred")
-)
-def test_units_of_several_chunks_keep_their_bits_in_every_mode_and_timing(
-    update: str, tmp_path: Path
-) -> None:
-    values: dict[str, Any] = {"unit_bytes_max": 4 << 20}
-    chosen = policy(
-        tmp_path,
-        ram=least_in_mode(Training(wide), update, **values),
-        grads="nvme",
-        update=update,
-        delayed_warmup=1,
-        **values,
-    )
-    spilled = train_in_mode(
-        wide, chosen, micro_batches=3, seam=Seam(delay_us_max=1500, seed=len(update))
-    )
+def test_units_of_several_chunks_keep_their_bits_whatever_the_timing(tmp_path: Path) -> None:
+    """As many layers as make spilling pay: slots grow by the section."""
+    wide = Training(functools.partial(models.llama, layers=8, hidden=288), accumulation=3)
+    result = run(wide, tmp_path, unit_bytes_max=4 << 20, seam=Seam(delay_us_max=1500, seed=8))
     # windows change hands
-    assert spilled.stats.spilled_bytes > spilled.stats.staging_bytes > 3 * 2 * CHUNK_NUMEL
-    harness.assert_same(spilled, wide_in_ram(update))
+    assert result.stats.spilled_bytes > result.stats.staging_bytes > 3 * 2 * CHUNK_NUMEL
+    assert_same(result, harness.reference(wide))
 
 
 def scaled_by_hand(model: nn.Module, step: int) -> list[float]:
@@ -235,7 +175,7 @@ def scaled_by_hand(model: nn.Module, step: int) -> list[float]:
 def test_scaling_and_other_norms_between_micro_batches(tmp_path: Path) -> None:
     training = dataclasses.replace(DEEP, between=scaled_by_hand)
     plain = harness.offloaded(training, policy(tmp_path, ram="min"))
-    harness.assert_same(run(training, tmp_path), plain)
+    assert_same(run(training, tmp_path), plain)
 
 
 def interfere(model: nn.Module, step: int) -> None:
@@ -260,11 +200,11 @@ def interfere(model: nn.Module, step: int) -> None:
 
 def test_exceptions_in_backward_leave_nothing_behind(tmp_path: Path) -> None:
     training = dataclasses.replace(DEEP, before=interfere)
-    harness.assert_same(run(training, tmp_path), harness.reference(training))
+    assert_same(run(training, tmp_path), harness.reference(training))
 
 
 def test_assigned_gradients_zeroed_ones_and_several_optimizers(tmp_path: Path) -> None:
-    def train(chosen: inf.Policy) -> list[torch.Tensor]:
+    def train(chosen: inf.Policy) -> dict[str, torch.Tensor]:
         with harness.one_thread():
             model = offload(models.make(deep), chosen)
             parameters = list(model.parameters())
@@ -282,13 +222,13 @@ def test_assigned_gradients_zeroed_ones_and_several_optimizers(tmp_path: Path) -
                 optimizers[step % 2].zero_grad(set_to_none=step == 1)
                 if step == 2:
                     model.zero_grad(set_to_none=False)
-            values = [value.clone() for value in model.state_dict().values()]
+            values = values_of(model)
             inf.handle(model).close()
             return values
 
     expected = train(policy(tmp_path, ram="min"))
     found = train(policy(tmp_path, ram=least(Training(deep)), grads="nvme"))
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert_same(found, expected)
 
 
 def test_a_write_that_fails_is_a_typed_error_and_parameters_are_as_they_were(
@@ -297,9 +237,7 @@ def test_a_write_that_fails_is_a_typed_error_and_parameters_are_as_they_were(
     with harness.one_thread():
         training = Training(deep)
         reference = models.make(deep)
-        before = {
-            name: parameter.detach().clone() for name, parameter in reference.named_parameters()
-        }
+        before = values_of(reference)
         # Set-up writes whole states; the fault comes after that, with the first write of backward.
         model = models.make(deep)
         chosen = policy(tmp_path, ram=least(training), grads="nvme")
@@ -348,7 +286,7 @@ def test_a_bad_block_below_spilled_gradients_changes_no_bit(
     at = gradients_in_the_middle(policy(tmp_path, ram=least(DEEP), grads="nvme"))
     fault = Fault("write", nth, persistent=True, start=at, stop=at + 1)
     result = run(DEEP, tmp_path, seam=Seam(fault=fault), io_backend=backend)
-    harness.assert_same(result, harness.reference(DEEP))
+    assert_same(result, harness.reference(DEEP))
     assert (result.stats.moved_writes, result.stats.kept_chunks) == (1, 0)
     (told,) = [text for text in caplog.messages if "refused a write" in text]
     assert "4 spare ranges are left" in told

@@ -5,7 +5,7 @@ it is needed."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,10 @@ from infinity.aio import Fault, Seam
 from infinity.errors import AioError, ParameterReleased
 from infinity.ops import LinearCrossEntropy
 from tests import harness, models
-from tests.harness import Training
-from tests.marks import alternating, mostly_slow
-from tests.test_bitwise import PLACEMENTS, policy
+from tests.harness import Training, assert_same
+from tests.marks import mostly_slow
+from tests.test_bitwise import policy
+from tests.test_matrix import tiled_llama
 
 RAM = "64MiB"
 
@@ -57,21 +58,12 @@ def tiled(
     return inf.tile_linears(model, tiles=tiles, names=names)
 
 
-def llama() -> nn.Module:
-    return tiled(two_layers, names=["q_proj", "down_proj"])
-
-
 def two_layers() -> nn.Module:
     return models.llama(layers=2)
 
 
 def four_layers() -> nn.Module:
     return tiled(lambda: models.llama(layers=4), names="down_proj")
-
-
-def gpt2() -> nn.Module:
-    """Its head, and so its embedding, in tiles; the rest of its linears are Conv1D."""
-    return tiled(models.gpt2)
 
 
 def t5() -> nn.Module:
@@ -93,50 +85,23 @@ def lora() -> nn.Module:
 
 # -- the same bits ---------------------------------------------------------------------------------
 
-LLAMA = Training(llama, steps=3)
-
-
-@pytest.mark.parametrize(
-    "name",
-    alternating(name for name in PLACEMENTS if name not in ("nvme measured", "nvme io_uring")),
-)
-def test_wherever_tiles_rest_the_bits_are_those_of_the_plain_loop(
-    name: str, tmp_path: Path
-) -> None:
-    harness.assert_same(
-        harness.offloaded(LLAMA, policy(tmp_path, **PLACEMENTS[name])), harness.reference(LLAMA)
-    )
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_delays_and_reordering_change_no_bits(seed: int, tmp_path: Path) -> None:
-    chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min")
-    result = harness.offloaded(LLAMA, chosen, seam=Seam(delay_us_max=1500, seed=seed))
-    harness.assert_same(result, harness.reference(LLAMA))
-
-
 VARIANTS: dict[str, tuple[Training, dict[str, Any]]] = {
-    "tied embedding": (Training(gpt2), {}),
     "weights at four sites": (Training(t5), {}),
     "experts that get no tokens": (Training(list_moe), {}),
     "frozen tiles with adapters beside": (Training(lora), {}),
-    "checkpointing": (Training(llama, checkpointing=False), {}),
-    "reentrant checkpointing": (Training(llama, checkpointing=True), {}),
     "adapters and checkpointing": (Training(lora, checkpointing=False), {}),
     "activations on nvme": (Training(four_layers, checkpointing=False), {"activations": "nvme"}),
-    "two groups": (Training(gpt2, groups=True), {}),
-    "fp32": (Training(llama, dtype=torch.float32), {}),
-    "updates in backward": (Training(llama, accumulation=1, max_norm=None), {"update": "backward"}),
-    "a part in memory": (Training(llama), {"resident": {"params": 0.4, "optim": 0.2}}),
 }
+"""Models that the matrix does not have in tiles."""
 
 
 @pytest.mark.parametrize(
     "name",
     mostly_slow(
         VARIANTS,
-        *("reentrant checkpointing", "adapters and checkpointing", "activations on nvme"),
-        *("two groups", "updates in backward", "a part in memory"),
+        "weights at four sites",
+        "adapters and checkpointing",
+        "activations on nvme",
     ),
 )
 def test_every_kind_of_training_has_the_bits_of_the_plain_loop(
@@ -202,24 +167,6 @@ def test_any_grid_trains_as_without_an_engine(
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"state": "compact"},
-        {"update": "backward", "generations": 2},
-        pytest.param({"state": "bf16"}, marks=pytest.mark.slow),
-        pytest.param({"update": "delayed"}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_every_numerics_is_the_same_wherever_tiles_rest(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
-    places = [{"params": "cpu", "optim": "cpu"}, PLACEMENTS["nvme min"]]
-    results = [harness.offloaded(LLAMA, policy(tmp_path, **place, **values)) for place in places]
-    harness.assert_same(*results)
-
-
 def test_where_sums_are_exact_the_bits_are_the_untiled_models() -> None:
     torch.manual_seed(0)
     linear = nn.Linear(24, 20, dtype=torch.bfloat16)
@@ -246,7 +193,7 @@ def test_where_sums_are_exact_the_bits_are_the_untiled_models() -> None:
 
 
 def test_the_losses_are_near_those_of_the_untiled_model(tmp_path: Path) -> None:
-    training = Training(llama, dtype=torch.float32)
+    training = Training(tiled_llama, dtype=torch.float32)
     ours = harness.offloaded(training, policy(tmp_path, params="nvme", optim="nvme", ram="min"))
     plain = harness.reference(Training(two_layers, dtype=torch.float32))
     torch.testing.assert_close(
@@ -362,25 +309,14 @@ def load_all(directory: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def start(model: nn.Module, seed: int, load: Any = None) -> tuple[nn.Module, Any]:
+def start(model: nn.Module, load: Any = None) -> tuple[nn.Module, Any]:
     """Offloaded, with an optimizer."""
     inf.offload(model, inf.Policy(params="cpu", optim="cpu", ram=RAM), load=load)
     return model, inf.AdamW(model.parameters(), lr=1e-2)
 
 
 def step(model: nn.Module, opt: Any) -> float:
-    (batch,) = models.token_batches(1)
-    loss = models.loss_of(model, batch)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    opt.step()
-    opt.zero_grad()
-    return loss.item()
+    return harness.step(model, opt, models.token_batches(1)[0], clip=1.0)
 
 
 @pytest.mark.parametrize("factory", [two_layers, models.gpt2], ids=["untied", "tied"])
@@ -396,8 +332,9 @@ def test_files_hold_whole_weights_and_fit_both_kinds_of_model(factory: Any, tmp_
     plain.save_pretrained(tmp_path / "hub")  # type: ignore[operator]
     with torch.device("meta"):
         meta = make(0)
-    model, opt = start(meta, 0, load=tmp_path / "hub")
-    same(model.state_dict(), plain.state_dict())
+    model, opt = start(meta, load=tmp_path / "hub")
+    assert_same(model.state_dict(), plain.state_dict())
+    assert list(model.state_dict()) == list(plain.state_dict())
     for _ in range(2):
         step(model, opt)
     state = model.state_dict()
@@ -425,15 +362,13 @@ def test_files_hold_whole_weights_and_fit_both_kinds_of_model(factory: Any, tmp_
                 )
     inf.export_dcp(model, opt, tmp_path / "dcp")
 
-    others = [start(make(seed), seed) for seed in (1, 2, 3)] + [
-        start(models.make(factory, seed=4), 4)
-    ]
+    others = [start(make(seed)) for seed in (1, 2, 3)] + [start(models.make(factory, seed=4))]
     inf.restore(*others[0], tmp_path / "save")
     for other in (others[1], others[3]):
         assert inf.load_dcp(*other, tmp_path / "dcp") == ((), ())
     assert inf.load_safetensors(others[2][0], tmp_path / "masters") == ((), ())
     for other, _ in others:
-        same(other.state_dict(), state)
+        assert_same(other.state_dict(), state)
     if factory is two_layers:
         with pytest.raises(
             ValueError,
@@ -443,15 +378,15 @@ def test_files_hold_whole_weights_and_fit_both_kinds_of_model(factory: Any, tmp_
     else:
         # Of whole rows, in the head alone.
         assert "in other tiles" in inf.restore(*others[3], tmp_path / "save").notes[0]
-        same(others[3][0].state_dict(), state)
+        assert_same(others[3][0].state_dict(), state)
     losses = [step(*each) for each in [(model, opt), *others]]
     assert losses[0] == losses[1] == losses[2] == losses[3]
     assert losses[4] == pytest.approx(losses[0], rel=1e-3)
     after = model.state_dict()
     for other, _ in others[:2]:
-        same(other.state_dict(), after)
+        assert_same(other.state_dict(), after)
     model.load_state_dict(state)
-    same(model.state_dict(), state)
+    assert_same(model.state_dict(), state)
 
 
 def test_a_callable_is_asked_for_whole_weights_and_sees_what_it_would_untiled() -> None:
@@ -461,14 +396,14 @@ def test_a_callable_is_asked_for_whole_weights_and_sees_what_it_would_untiled() 
         out.normal_()
 
     found, questions = [], []
-    for make in (two_layers, llama):
+    for make in (two_layers, tiled_llama):
         asked: list[tuple[str, tuple[int, ...]]] = []
         with torch.device("meta"):
             model = models.make(make)
-        start(model, 0, load=fill)
+        start(model, load=fill)
         found.append(model.state_dict())
         questions.append(sorted(asked))
-    same(found[1], found[0])
+    assert_same(found[1], found[0])
     assert questions[0] == questions[1]
 
 
@@ -476,7 +411,7 @@ def test_a_source_that_does_not_fit_is_told_by_the_whole_weight() -> None:
     right = {name: torch.zeros(value.shape) for name, value in two_layers().state_dict().items()}
     right.pop("model.layers.0.mlp.down_proj.weight")
     with torch.device("meta"):
-        model = llama()
+        model = tiled_llama()
     with pytest.raises(
         ValueError,
         match=r"model.layers.0.mlp.down_proj.weight is missing "
@@ -497,7 +432,7 @@ def test_a_source_that_does_not_fit_is_told_by_the_whole_weight() -> None:
 
 def test_tiles_are_read_and_written_by_gather_and_refuse_otherwise() -> None:
     model = inf.tile_linears(nn.Sequential(nn.Linear(8, 6)), tiles=2)
-    start(model, 0)
+    start(model)
     tile = model.get_parameter("0.tile_1_0.weight")
     with pytest.raises(ParameterReleased, match=r"0.tile_1_0.weight is on cpu"):
         tile.sum()

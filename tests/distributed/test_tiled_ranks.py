@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests import harness, test_expert_tiles, test_tiling
+from tests import harness, test_expert_tiles, test_matrix
 from tests.distributed.ranks import Train, assert_ranks_agree, mean_losses
 from tests.distributed.test_two_ranks import PLACEMENTS, WORLD, on_two_ranks
 from tests.harness import Training
 
-TILED = Training(test_tiling.llama, steps=3, rows=4, lr=2e-3)
+TILED = Training(test_matrix.tiled_llama, steps=3, rows=4, lr=2e-3)
 
 
 @pytest.mark.ranks

@@ -3,7 +3,7 @@ states rest.
 
 The plain loop has its parameters on the device, takes gradients and their norms there, and keeps
 fp32 masters and AdamW in CPU memory, as `update_on="cpu"` does. Everything here has a twin on the
-CPU (test_matrix, test_models, test_update_modes, test_fp16).
+CPU (test_matrix, test_models, test_fp16).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 import infinity as inf
 from infinity._src.hooks import activation_offload as activations
 from infinity.aio import Seam
-from tests import harness, models, test_bitwise, test_fp16, test_models, test_update_modes
+from tests import harness, models, test_bitwise, test_fp16, test_models
 from tests.harness import Training
 from tests.test_bitwise import policy
 
@@ -144,15 +144,20 @@ def test_fp16_with_a_grad_scaler(name: str, place: str, device: str, tmp_path: P
     test_fp16.assert_equal_but_nan(harness.offloaded(training, chosen), harness.reference(training))
 
 
+UNCLIPPED: dict[str, dict[str, Any]] = {
+    "accumulation": {"factory": models.Small, "accumulation": 3},
+    "checkpointing": {"factory": models.Small, "checkpointing": False},
+    "tied": {"factory": models.gpt2},
+    "experts": {"factory": models.mixtral, "accumulation": 1},
+}
+
+
 @pytest.mark.parametrize("update", ["backward", "delayed"])
-@pytest.mark.parametrize("name", ["accumulation", "checkpointing", "tied", "experts"])
+@pytest.mark.parametrize("name", UNCLIPPED)
 def test_the_other_update_modes(name: str, update: str, device: str, tmp_path: Path) -> None:
-    training = dataclasses.replace(test_update_modes.VARIANTS[name], device=device)
-    chosen = policy(
-        tmp_path, **MIN, update=update, grad_dtype=training.grad_dtype, delayed_warmup=1
-    )
-    expected = test_update_modes.reference(training, warmup=1 if update == "delayed" else None)
-    harness.assert_same(test_update_modes.offloaded(training, chosen), expected)
+    delayed = 1 if update == "delayed" else None
+    training = Training(**UNCLIPPED[name], max_norm=None, no_sync=True, delayed=delayed)
+    check(training, policy(tmp_path, **MIN, update=update, delayed_warmup=1), device)
 
 
 @pytest.mark.parametrize("generations", [1, 2])

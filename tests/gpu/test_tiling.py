@@ -12,21 +12,28 @@ import torch
 import infinity as inf
 from infinity._src.kernels import choice
 from infinity.ops import TiledLinear
-from tests import test_tiling
+from tests import test_matrix, test_tiling
 from tests.gpu.test_parity import MIN, check
+from tests.harness import Training
 from tests.test_bitwise import policy
 
 TWINS_ON_CPU = True
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, (_, values) in test_tiling.VARIANTS.items() if not values]
-)
+TRAININGS = {
+    **{name: each for name, (each, values) in test_tiling.VARIANTS.items() if not values},
+    "tied embedding": Training(test_matrix.tiled_gpt2, groups=True),
+    "checkpointing": Training(test_matrix.tiled_llama, checkpointing=False),
+    "reentrant checkpointing": Training(test_matrix.tiled_llama, checkpointing=True),
+    "fp32": Training(test_matrix.tiled_llama, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
 def test_every_kind_of_training_has_the_bits_of_the_plain_loop(
     name: str, device: str, tmp_path: Path
 ) -> None:
-    training, _ = test_tiling.VARIANTS[name]
-    check(training, policy(tmp_path, **MIN), device)
+    check(TRAININGS[name], policy(tmp_path, **MIN), device)
 
 
 @pytest.mark.parametrize("head", [False, True])
