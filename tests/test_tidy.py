@@ -10,7 +10,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,6 +89,14 @@ def is_too_long(path: Path, line: str) -> bool:
     if path.suffix == ".py":
         line = TOLD_TO_A_TOOL.sub("", line)
     return len(line) > LINE_COLUMNS_MAX and " " in line.strip(" #*-/>")
+
+
+def trees_with(
+    paths: Iterable[Path], pattern: re.Pattern[str]
+) -> Iterator[tuple[Path, ast.Module]]:
+    """The files whose text has the pattern, parsed. To parse all of the tests takes as long as all
+    of the checks."""
+    return ((path, tree_of(path)) for path in paths if pattern.search(text_of(path)))
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -195,8 +203,7 @@ def test_annotations_are_lazy() -> None:
     assert not [
         name(path)
         for path in SOURCES
-        if len(tree_of(path).body) > 1
-        and "from __future__ import annotations" not in text_of(path)
+        if len(tree_of(path).body) > 1 and "from __future__ import annotations" not in text_of(path)
     ]
 
 
@@ -208,8 +215,9 @@ def test_the_tests_of_other_releases_of_torch_are_there() -> None:
 def test_no_source_tree_holds_two_names_for_aio() -> None:
     assert (ROOT / "infinity" / "aio").is_symlink()
     assert (ROOT / "infinity" / "aio").resolve() == ROOT / "aio"
-    for path in [*SOURCES, *TESTS]:
-        for node in ast.walk(tree_of(path)):
+    names = re.compile(r"^\s*(?:import|from)\b.*(?<![\w.])(?:aio|native)\b", re.MULTILINE)
+    for path, tree in trees_with([*SOURCES, *TESTS], names):
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 imported = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -271,10 +279,11 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     """A relative clause as the subject has to be decoded before the sentence can be read; a pronoun
     has nothing to stand for yet."""
+    begun = re.compile(rf"[\"']\s*(?:{RIDDLES.pattern.removeprefix('^')})")
     found = [
         f"{name(path)}:{line} {text[:40]}"
-        for path in [*SOURCES, *TESTS, *BENCHES, *BUILD_SCRIPTS]
-        for line, text in docstrings(tree_of(path))
+        for path, tree in trees_with([*SOURCES, *TESTS, *BENCHES, *BUILD_SCRIPTS], begun)
+        for line, text in docstrings(tree)
         if RIDDLES.match(text)
     ]
     assert not found, "begin with a verb or with a noun of the field"

@@ -4,6 +4,7 @@ circles; see tests/wiring.py."""
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,12 @@ LATE_BOUND = {
 """Fields that may be bound late, and why. At most 5."""
 FLOORS_MAX, ARROWS_MAX = 10, 107
 """Floors of folders, and imports from folder to folder."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trees_are_dropped() -> Iterator[None]:
+    yield
+    wiring.forget()
 
 
 def test_behaviour_is_given_by_constructors() -> None:

@@ -102,11 +102,17 @@ def sources(root: Path) -> dict[str, ast.Module]:
     }
 
 
-# Each function is walked several times in a row, and walking is most of the time.
-@functools.lru_cache(maxsize=64)
-def _nodes(function: ast.AST) -> tuple[ast.AST, ...]:
-    """A function and all that is inside of it."""
-    return tuple(ast.walk(function))
+# Each tree is walked several times, and walking is most of the time.
+@functools.cache
+def _nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """A module or a function, and all that is inside of it."""
+    return tuple(ast.walk(tree))
+
+
+def forget() -> None:
+    """Drop the parsed files: millions of nodes slow down each gc.collect()."""
+    sources.cache_clear()
+    _nodes.cache_clear()
 
 
 def _called(node: ast.expr) -> str:
@@ -145,7 +151,7 @@ class Project:
         classes = [
             node
             for tree in modules.values()
-            for node in ast.walk(tree)
+            for node in _nodes(tree)
             if isinstance(node, ast.ClassDef)
         ]
         records = {node.name for node in classes if _is_record(node)}
@@ -528,7 +534,7 @@ def imports(root: Path) -> dict[str, set[str]]:
     for path, tree in modules.items():
         if path == "infinity/__init__.py":
             continue
-        for node in ast.walk(tree):
+        for node in _nodes(tree):
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 inner = {f"{node.module}.{alias.name}" for alias in node.names} & known
                 names = {f"{node.module}.{alias.name}" for alias in node.names}
