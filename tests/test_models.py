@@ -23,7 +23,7 @@ BATCH = models.token_batches(1, seed=99)[0]
 @pytest.fixture
 def nvme(tmp_path: Path) -> inf.Policy:
     """Everything on NVMe with the least RAM."""
-    return inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+    return harness.policy(tmp_path)
 
 
 def evaluate(model: nn.Module, step: int) -> list[Any]:
@@ -247,24 +247,6 @@ def test_a_grad_scaler_unscales_what_it_scaled(nvme: inf.Policy) -> None:
         return [loss.item(), norm.item()]
 
     assert train_by_hand(scaled, nvme) == train_by_hand(plain, None)
-
-
-def test_freezing_after_offload_and_unfreezing(nvme: inf.Policy) -> None:
-    def toggled(model: nn.Module, optimizer: Any) -> list[float]:
-        layer: Any = model.model.layers[1]  # type: ignore[union-attr, index]
-        layer.requires_grad_(False)
-        loss = models.loss_of(model, BATCH)
-        loss.backward()
-        assert all(parameter.grad is None for parameter in layer.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        layer.requires_grad_(True)
-        models.loss_of(model, BATCH).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return [loss.item()]
-
-    assert train_by_hand(toggled, nvme) == train_by_hand(toggled, None)
 
 
 class Bytes(nn.Module):

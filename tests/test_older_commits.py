@@ -26,6 +26,7 @@ from infinity.errors import ChecksumError, DeviceFailedError, PeerFailed, StateI
 from tests.crashes import Net, digest, step
 from tests.distributed.ranks import on_ranks
 from tests.durable_runs import close, die, made, undisturbed
+from tests.marks import mostly_slow
 from tests.test_damaged_restore import states_of
 
 
@@ -80,7 +81,7 @@ def damage(directory: Path, manifest: Manifest, chunk: int) -> None:
         data.write(bytes([byte ^ 4]))
 
 
-@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("count", mostly_slow([3, 4], 4))
 def test_each_commit_that_is_kept_is_whole(
     tmp_path: Path, wanted: tuple[str, ...], count: int
 ) -> None:
@@ -162,7 +163,7 @@ def damaged_elements(manifest: Manifest, chunks: set[int]) -> dict[str, torch.Te
     return found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 2)), min_size=3, max_size=3))
 def test_whatever_is_damaged_the_result_is_what_was_promised(
     tmp_path_factory: pytest.TempPathFactory, hit: list[set[int]]

@@ -21,16 +21,12 @@ from tests.marks import mostly_slow
 
 SMALL, UNIT = 300, 2000
 """Norms are small; blocks are split into linears."""
+policy = functools.partial(harness.policy, unit_bytes_max=UNIT)
 
 
 @pytest.fixture(autouse=True)
 def norms_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discover, "SMALL_BYTES", SMALL)
-
-
-def policy(directory: Path, **values: Any) -> inf.Policy:
-    defaults = {"params": "nvme", "optim": "nvme", "nvme": directory, "ram": "min"}
-    return inf.Policy(**{**defaults, "unit_bytes_max": UNIT, **values})
 
 
 def folded(model: nn.Module) -> int:
@@ -53,7 +49,6 @@ FAMILIES = {
     "llama": Training(models.Small),
     "checkpoints": Training(models.Small, checkpointing=False),
     "reentrant": Training(models.Small, checkpointing=True, accumulation=1),
-    "gpt2": Training(models.gpt2),
     "t5": Training(models.t5),
     "mixtral": Training(models.mixtral),
     "lora": Training(models.lora, checkpointing=False),

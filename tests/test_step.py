@@ -4,12 +4,12 @@ optimizers behave."""
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,11 @@ from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import DeviceFailedError, EngineClosed, StateInvalid
 from tests import forks, models
-
-
-def nvme(tmp_path: Path, **values: object) -> inf.Policy:
-    return inf.Policy(
-        **{"params": "nvme", "optim": "nvme", "nvme": tmp_path, "ram": "min", **values}
-    )  # type: ignore[arg-type]
+from tests.harness import assert_same, policy, train, values_of
 
 
 def small_llama() -> nn.Module:
-    torch.manual_seed(0)
-    return models.llama(layers=4).bfloat16()
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
-    for batch in models.token_batches(steps):
-        models.loss_of(model, batch).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    return models.make(functools.partial(models.llama, layers=4))
 
 
 def padded_numel(model: nn.Module) -> int:
@@ -48,13 +34,13 @@ def padded_numel(model: nn.Module) -> int:
 
 
 def test_a_step_reads_14_bytes_a_parameter_and_writes_12(tmp_path: Path) -> None:
-    model = inf.offload(small_llama(), nvme(tmp_path))
+    model = inf.offload(small_llama(), policy(tmp_path))
     optimizer = inf.AdamW(model.parameters())
     handle = inf.handle(model)
-    train(model, optimizer, 2)
+    train(model, optimizer, 2, clip=1.0)
     handle.flush()
     before = handle.stats()
-    train(model, optimizer, 5)
+    train(model, optimizer, 5, clip=1.0)
     handle.flush()
     after = handle.stats()
     numel = padded_numel(model)
@@ -71,20 +57,21 @@ def test_a_step_reads_14_bytes_a_parameter_and_writes_12(tmp_path: Path) -> None
 
 
 def test_a_budget_that_holds_everything_never_touches_the_drive(tmp_path: Path) -> None:
-    model = inf.offload(small_llama(), nvme(tmp_path, ram="1GiB"))
+    model = inf.offload(small_llama(), policy(tmp_path, ram="1GiB"))
     optimizer = inf.AdamW(model.parameters())
-    train(model, optimizer, 3)
+    train(model, optimizer, 3, clip=1.0)
     stats = inf.handle(model).stats()
     inf.handle(model).close()
     assert (stats.bytes_read, stats.bytes_written, stats.nvme_bytes) == (0, 0, 0)
+    assert stats.ram_bytes <= 1 << 30
 
 
 def test_what_is_gathered_at_once_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     peaks = []
     for layers in (4, 12):
-        model = inf.offload(models.llama(layers=layers).bfloat16(), nvme(tmp_path))
+        model = inf.offload(models.llama(layers=layers).bfloat16(), policy(tmp_path))
         optimizer = inf.AdamW(model.parameters())
-        train(model, optimizer, 3)
+        train(model, optimizer, 3, clip=1.0)
         peaks.append(inf.handle(model).stats().gathered_bytes_peak)
         inf.handle(model).close()
     assert peaks[0] == peaks[1]
@@ -95,7 +82,7 @@ def test_gradients_may_be_changed_at_once_after_the_step(tmp_path: Path) -> None
     it."""
     results = []
     for delay_us in (0, 3000):
-        model = offload(small_llama(), nvme(tmp_path), _seam=Seam(delay_us_max=delay_us, seed=3))
+        model = offload(small_llama(), policy(tmp_path), _seam=Seam(delay_us_max=delay_us, seed=3))
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         batches = models.token_batches(4)
         models.loss_of(model, batches[0]).backward()
@@ -105,9 +92,9 @@ def test_gradients_may_be_changed_at_once_after_the_step(tmp_path: Path) -> None
                 assert parameter.grad is not None
                 parameter.grad.zero_()  # at once: the update has hardly begun
             models.loss_of(model, batch).backward()
-        results.append({name: value.clone() for name, value in model.state_dict().items()})
+        results.append(values_of(model))
         inf.handle(model).close()
-    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+    assert_same(*results)
 
 
 @pytest.mark.parametrize("persistent", [False, True])
@@ -115,11 +102,11 @@ def test_a_failed_update_that_forward_meets_first_says_what_helps(
     tmp_path: Path, persistent: bool
 ) -> None:
     def trained(seam: Seam | None, steps: int) -> nn.Module:
-        model = offload(small_llama(), nvme(tmp_path), _seam=seam)
+        model = offload(small_llama(), policy(tmp_path), _seam=seam)
         optimizer = inf.AdamW(model.parameters())
         if seam is not None:
             with pytest.raises(StateInvalid) as caught:
-                train(model, optimizer, steps)
+                train(model, optimizer, steps, clip=1.0)
             assert "start again from the last export" in str(caught.value)
         return model
 
@@ -134,7 +121,7 @@ def test_a_failed_update_that_forward_meets_first_says_what_helps(
 
 def test_a_read_that_fails_in_forward_names_the_unit(tmp_path: Path) -> None:
     fault = Fault("read", 0, persistent=True)
-    model = offload(small_llama(), nvme(tmp_path), _seam=Seam(fault=fault))
+    model = offload(small_llama(), policy(tmp_path), _seam=Seam(fault=fault))
     with pytest.raises(
         DeviceFailedError, match=r"model\.\S+ cannot be gathered: .*errno 5"
     ) as caught:
@@ -150,9 +137,9 @@ def test_a_fault_in_the_background_is_raised_by_the_next_call_and_stays(
     def until_second_step(seam: Seam | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         # more chunks than there are slots
-        model = offload(models.llama(layers=8).bfloat16(), nvme(tmp_path), _seam=seam)
+        model = offload(models.llama(layers=8).bfloat16(), policy(tmp_path), _seam=seam)
         optimizer = inf.AdamW(model.parameters())
-        train(model, optimizer, 1)
+        train(model, optimizer, 1, clip=1.0)
         inf.handle(model).flush()
         models.loss_of(model, models.token_batches(1)[0]).backward()
         inf.handle(model).parts.tiers.executor.wait_all()  # idle slots have read ahead
@@ -187,7 +174,7 @@ def test_a_fault_in_the_background_is_raised_by_the_next_call_and_stays(
 
 def test_two_optimizers_may_share_a_model_but_not_a_parameter(tmp_path: Path) -> None:
     def run(split: bool) -> dict[str, torch.Tensor]:
-        model = inf.offload(small_llama(), nvme(tmp_path))
+        model = inf.offload(small_llama(), policy(tmp_path))
         params = list(model.parameters())
         groups = [params[:7], params[7:]] if split else [params]
         optimizers = [inf.AdamW(group, lr=1e-2) for group in groups]
@@ -200,25 +187,24 @@ def test_two_optimizers_may_share_a_model_but_not_a_parameter(tmp_path: Path) ->
                 optimizer.step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
-        state = {name: value.clone() for name, value in model.state_dict().items()}
+        state = values_of(model)
         inf.handle(model).close()
         return state
 
-    whole, split = run(False), run(True)
-    assert all(torch.equal(whole[name], split[name]) for name in whole)
+    assert_same(run(True), run(False))
 
 
 def test_the_state_dict_of_the_optimizer_is_a_manifest(tmp_path: Path) -> None:
-    model = inf.offload(small_llama(), nvme(tmp_path))
+    model = inf.offload(small_llama(), policy(tmp_path))
     optimizer = inf.AdamW(model.parameters(), lr=1e-3)
-    train(model, optimizer, 2)
+    train(model, optimizer, 2, clip=1.0)
     manifest = optimizer.state_dict()
     json.dumps(manifest)  # no tensors in it
     assert {entry["step"] for entry in manifest["state"].values()} == {2}
     optimizer.param_groups[0]["lr"] = 5.0
     optimizer.load_state_dict(manifest)
     assert optimizer.param_groups[0]["lr"] == 1e-3
-    train(model, optimizer, 1)
+    train(model, optimizer, 1, clip=1.0)
     with pytest.raises(ValueError, match="step"):
         optimizer.load_state_dict(manifest)
     with pytest.raises(ValueError, match="manifest"):
@@ -227,16 +213,15 @@ def test_the_state_dict_of_the_optimizer_is_a_manifest(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_of_torch_drives_the_learning_rate(tmp_path: Path) -> None:
-    model = inf.offload(small_llama(), nvme(tmp_path))
+    model = inf.offload(small_llama(), policy(tmp_path))
     optimizer = inf.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step >= 1))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    train(model, optimizer, 1)
-    after = model.state_dict()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    before = values_of(model)
+    train(model, optimizer, 1, clip=1.0)
+    assert_same(values_of(model), before)
     scheduler.step()
     optimizer.param_groups[0]["lr"] = 1e-1
-    train(model, optimizer, 1)
+    train(model, optimizer, 1, clip=1.0)
     after = model.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in before)
     inf.handle(model).close()
@@ -244,19 +229,19 @@ def test_a_scheduler_of_torch_drives_the_learning_rate(tmp_path: Path) -> None:
 
 def train_forever(directory: str, sender: Any) -> None:
     torch.set_num_threads(1)
-    model = inf.offload(small_llama(), nvme(Path(directory)))
+    model = inf.offload(small_llama(), policy(Path(directory)))
     optimizer = inf.AdamW(model.parameters())
-    sender.send("training")
     while True:
-        train(model, optimizer, 4)
+        train(model, optimizer, 1, clip=1.0)
+        sender.send("a step")
 
 
 def test_a_process_killed_in_mid_step_leaves_no_file(tmp_path: Path) -> None:
     receiver, sender = forks.FORKSERVER.Pipe(duplex=False)
     process = forks.FORKSERVER.Process(target=train_forever, args=(str(tmp_path), sender))
     process.start()
-    assert receiver.recv() == "training"
-    time.sleep(0.5)
+    for _ in range(3):
+        assert receiver.recv() == "a step"
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL

@@ -20,11 +20,7 @@ from infinity._src.cabi.records import KIND_AHEAD
 from infinity._src.engine.storage import purposes_of
 from infinity.aio import SPAN, JobKind
 from tests import harness, models
-
-
-def policy(directory: Path, **values: Any) -> inf.Policy:
-    given = {"params": "nvme", "optim": "nvme", "nvme": directory, "ram": "min", **values}
-    return inf.Policy(**given)
+from tests.harness import policy
 
 
 def rows_of(directory: Path, kind: str) -> list[dict[str, Any]]:

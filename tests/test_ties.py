@@ -18,6 +18,7 @@ from infinity._src.cli.main import main
 from infinity._src.engine.handle import Handle
 from tests import harness, models
 from tests.harness import Training
+from tests.marks import mostly_slow
 from tests.reference import held
 from tests.test_bitwise import policy
 
@@ -193,7 +194,7 @@ def gathered_at(model: nn.Module, _: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     "steps", [8, pytest.param(200, marks=pytest.mark.slow)], ids=lambda steps: f"{steps} steps"
 )
-@pytest.mark.parametrize("factory", [models.llama, models.mixtral])
+@pytest.mark.parametrize("factory", mostly_slow([models.llama, models.mixtral], models.mixtral))
 def test_every_step_is_a_plain_loop_with_masters_in_fp32(
     factory: Any, steps: int, tmp_path: Path
 ) -> None:

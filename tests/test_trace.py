@@ -17,6 +17,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.params.unit import UnitState
 from tests import harness, models
+from tests.harness import policy
 
 LAYERS = 10
 STEPS = 12
@@ -41,12 +42,6 @@ class Stack(nn.Module):
             x = x + self.blocks[index](x)
         self.calls += 1
         return {"loss": models.next_token_loss(self.head(x), labels)}
-
-
-def policy(directory: Path, **values: Any) -> inf.Policy:
-    return inf.Policy(
-        **{"params": "nvme", "optim": "nvme", "nvme": directory, "ram": "min", **values}
-    )
 
 
 @dataclasses.dataclass(frozen=True)

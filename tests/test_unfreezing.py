@@ -15,8 +15,8 @@ from torch import nn
 import infinity as inf
 from infinity._src.engine.handle import offload
 from infinity.errors import BudgetError
-from tests.harness import one_thread, values_of
-from tests.reference import ReferenceAdamW
+from tests.harness import assert_same, one_thread, values_of
+from tests.reference import Delayed, ReferenceAdamW
 
 NVME: dict[str, Any] = {"params": "nvme", "optim": "nvme"}
 MIN = {**NVME, "ram": "min"}
@@ -109,30 +109,9 @@ def plain(
             groups = [{"params": list(model[1].parameters())}, body]
         optimizer = ReferenceAdamW(groups, lr=1e-2)
         if delayed:
-            lagging = Delayed(optimizer, model)
-            return loop(model, lagging, thaw), lagging.newest()
+            lagging = Delayed(optimizer, model, warmup=1)
+            return loop(model, lagging, thaw), lagging.newest
         return loop(model, optimizer, thaw), values_of(model)
-
-
-class Delayed:
-    """The plain loop whose parameters lag one update behind, after the first."""
-
-    def __init__(self, optimizer: Any, model: Any) -> None:
-        self._optimizer, self._model = optimizer, model
-        self._newest = values_of(model)
-        self._taken = 0
-
-    def step(self) -> None:
-        before = self._newest
-        self._model.load_state_dict(before)
-        self._optimizer.step()
-        self._newest = values_of(self._model)
-        if self._taken:
-            self._model.load_state_dict(before)
-        self._taken += 1
-
-    def newest(self) -> dict[str, torch.Tensor]:
-        return self._newest
 
 
 DELAYED = {"update": "delayed", "delayed_warmup": 1}
@@ -182,8 +161,7 @@ def test_what_is_unfrozen_trains_as_in_the_plain_loop(name: str, tmp_path: Path)
         assert losses[0] == expected[0][0]
         assert losses == pytest.approx(expected[0], rel=0.05)
         return
-    assert losses == expected[0]
-    assert all(torch.equal(found[key], value) for key, value in expected[1].items())
+    assert_same((losses, found), expected)
 
 
 # -- saves -----------------------------------------------------------------------------------------
@@ -231,8 +209,7 @@ def test_a_save_is_restored_whichever_parameters_were_unfrozen(
         found = values_of(model)
         inf.handle(model).close()
     expected = plain(body_module, B16, False, False)
-    assert losses == expected[0]
-    assert all(torch.equal(found[key], value) for key, value in expected[1].items())
+    assert_same((losses, found), expected)
 
 
 # -- what the loop does otherwise ------------------------------------------------------------------
@@ -254,7 +231,7 @@ def test_without_a_training_forward_the_step_makes_the_states(tmp_path: Path) ->
             optimizer.step()
         found.append(values_of(model))
     for other in found[1:]:
-        assert all(torch.equal(found[0][key], value) for key, value in other.items())
+        assert_same(other, found[0])
 
 
 def test_groups_that_a_callback_replaces_are_taken_as_they_are() -> None:

@@ -19,7 +19,7 @@ import infinity as inf
 from infinity._src.engine.handle import offload
 from infinity._src.params.prefetch_schedule import PassTracker
 from tests import harness
-from tests.harness import policy
+from tests.harness import assert_same, policy, values_of
 from tests.reference import ReferenceAdamW
 
 WIDTH = 16
@@ -124,19 +124,14 @@ def test_a_unit_is_updated_when_backward_is_done_with_it(
     loop: Loop, how: str, tmp_path: Path
 ) -> None:
     def trained(update: str) -> dict[str, torch.Tensor]:
-        model = offload(
-            Net(how),
-            policy(
-                tmp_path, params="nvme", optim="nvme", ram="min", update=update, units=["Block"]
-            ),
-        )
+        model = offload(Net(how), policy(tmp_path, update=update, units=["Block"]))
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         handle = inf.handle(model)
         for step in range(3):
             loop(model, handle.no_sync, step)
             optimizer.step()
             optimizer.zero_grad()
-        values = {name: value.clone() for name, value in model.state_dict().items()}
+        values = values_of(model)
         handle.close()
         return values
 
@@ -148,10 +143,7 @@ def test_a_unit_is_updated_when_backward_is_done_with_it(
             reference.step()
             reference.zero_grad()
         for update in ("backward", "deferred"):
-            found = trained(update)
-            assert all(
-                torch.equal(found[name], value) for name, value in plain.named_parameters()
-            ), update
+            assert_same(trained(update), values_of(plain))
 
 
 UNITS: list[Any] = ["a", "b"]
