@@ -160,6 +160,7 @@ def allowed(row: Row) -> bool:
         or (get("scaler") and (in_place or get("update") == "delayed"))
         or (get("max_value") is not None and in_place)
         or (get("activations") == "nvme" and get("checkpointing", True) is None)
+        or (get("activations") == "nvme" and not case.checkpoints)
         or (get("ram") == "least" and (get("grads", "nvme") is None or get("resident")))
         or (get("ram") == "least" and (not on_nvme or get("durable") or get("together")))
         or (get("ram") == "least" and get("activations") == "nvme")
