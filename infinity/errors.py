@@ -1,8 +1,7 @@
-"""The errors that infinity raises, in one place.
+"""The errors that infinity raises.
 
-A user's mistake is a `ValueError` that names the value and the fix. An operating fault is an
-`AioError` that carries path, offset, length, operation and errno. `assert` is left for our own
-bugs.
+A user's mistake is a `ValueError` that names the value and the fix. An I/O fault is an `AioError`
+with path, offset, length, operation and errno. `assert` is only for bugs of infinity.
 """
 
 from __future__ import annotations
@@ -12,48 +11,50 @@ import os
 
 
 class InfinityError(Exception):
-    """Base class of everything that infinity raises on purpose."""
+    """Base class of infinity's errors."""
 
 
 class ParameterReleased(InfinityError, RuntimeError):
-    """A parameter was touched while its values rest elsewhere.
+    """A parameter was accessed while its values are offloaded.
 
-    The message names the parameter, the tier it rests on, and the call that gathers it.
+    The message names the parameter, its tier, and the call that gathers it.
     """
 
 
 class ReplacedOutsideEngine(InfinityError, RuntimeError):
-    """A module's parameter slot no longer holds the parameter that the engine put there."""
+    """A module's parameter was replaced after the engine had set it."""
 
 
 class WeightWritten(InfinityError, RuntimeError):
-    """Forward wrote to an offloaded parameter: the write is lost, and the message says where it
-    belongs."""
-
-
-class ReleasedInBackward(InfinityError, RuntimeError):
-    """Backward came to a released parameter past all hooks: a tensor has left a call unseen. The
-    message names the parameter and what to do; the gradients of this backward are incomplete."""
-
-
-class SecondOrderUnsupported(InfinityError, RuntimeError):
-    """`create_graph=True`: the graph of a gradient would need parameters that are released by then.
+    """Forward wrote to an offloaded parameter: the write is lost. The message names the right
+    call.
     """
 
 
+class ReleasedInBackward(InfinityError, RuntimeError):
+    """Backward reached a released parameter without a hook: a tensor has left a call undetected.
+    The message names the parameter and the fix; the gradients of this backward are incomplete.
+    """
+
+
+class SecondOrderUnsupported(InfinityError, RuntimeError):
+    """`create_graph=True`: the graph of a gradient would need released parameters."""
+
+
 class GraphCaptureUnsupported(InfinityError, RuntimeError):
-    """A gather or a copy while a CUDA graph is captured: the graph would replay addresses that
-    parameters have left by then."""
+    """A gather or a copy during the capture of a CUDA graph, whose replay would use addresses that
+    are no longer the parameters'.
+    """
 
 
 class NonFiniteGradient(InfinityError, RuntimeError):
-    """`opt.step()` met a gradient that is not finite; no state was touched."""
+    """`opt.step()` found a gradient with infinity or NaN; no state has changed."""
 
 
 class BudgetError(InfinityError, ValueError):
-    """The RAM budget is too small; the message states the smallest that works and what takes it.
+    """The RAM budget is too small; the message states the smallest working budget and its uses.
 
-    smallest_bytes: that budget.
+    smallest_bytes: the smallest working budget.
     """
 
     def __init__(self, message: str, *, smallest_bytes: int) -> None:
@@ -62,10 +63,10 @@ class BudgetError(InfinityError, ValueError):
 
 
 class MemoryLimitError(InfinityError, MemoryError):
-    """The machine, or a cgroup of this process, leaves less memory than the plan and what lies
-    beside it need; the kernel would end the process. Nothing was taken.
+    """The plan and its overhead need more than the available memory of the machine or of a cgroup
+    of this process; the kernel would kill the process. No memory was allocated.
 
-    limit: which, in words. needed_bytes: of all ranks that share it. left_bytes: what it leaves.
+    limit: its description. needed_bytes: of all ranks that share it. left_bytes: available bytes.
     """
 
     def __init__(self, message: str, *, limit: str, needed_bytes: int, left_bytes: int) -> None:
@@ -76,15 +77,16 @@ class MemoryLimitError(InfinityError, MemoryError):
 
 
 class SlicesError(InfinityError, ValueError):
-    """A model or a batch cannot run in slices (`inf.microbatched`); the message names what stands
-    in the way, and the fix. A loop over micro-batches, without it, takes any model."""
+    """A model or a batch cannot run in slices (`inf.microbatched`); the message names the cause and
+    the fix. A loop over micro-batches, without `inf.microbatched`, supports every model.
+    """
 
 
 class WeightsError(InfinityError, ValueError):
-    """Weights that should be loaded do not fit the model, or their file is damaged.
+    """Weights to load do not fit the model, or their file is damaged.
 
     The message names the tensor, its file, its bytes and the fix. Nothing was loaded. path: the
-    file or directory, if there is one. tensors: their names, where some are to blame.
+    file or directory, or "". tensors: names of the wrong tensors, if any.
     """
 
     def __init__(self, message: str, *, path: str = "", tensors: tuple[str, ...] = ()) -> None:
@@ -98,15 +100,17 @@ class EngineClosed(InfinityError, RuntimeError):
 
 
 class StateInvalid(InfinityError, RuntimeError):
-    """A fault left states of some parameters half written; they must be loaded again before use."""
+    """A fault left states of some parameters partly written; they must be loaded again before
+    use.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class DamagedRange:
     """Elements [start, stop) of a parameter whose states could not be read.
 
-    name: the parameter's, or "buffers" or "extra" of a checkpoint (no elements), of which none
-    could be read. path, offset, length: of the read that failed. reason: its error. After
+    name: the parameter's, or "buffers" or "extra" of a checkpoint (no elements), which were wholly
+    unreadable. path, offset, length: of the failed read. reason: its error. After
     `inf.restore(damaged=)` the range has the values and moments that the model had, or those of the
     older commit whose step `reason` says (damaged="from-older").
     """
@@ -121,8 +125,8 @@ class DamagedRange:
 
 
 class StatesLost(StateInvalid):
-    """A drive can no longer give back states that nothing else has; with two generations
-    (`Policy.damaged`). All others are those of the last commit. Every later call raises it.
+    """A drive cannot read the only copy of some states (with two generations, `Policy.damaged`).
+    All other states are of the last commit. Every later call raises this error.
 
     damaged: the parameters, their elements, and the files.
     """
@@ -133,33 +137,31 @@ class StatesLost(StateInvalid):
 
 
 class StepUndone(InfinityError, RuntimeError):
-    """A fault in an optimizer update; with two generations its step was undone, on several ranks on
-    all of them, and training may go on.
+    """A fault in an optimizer update; with two generations its step was undone on all ranks, and
+    training may continue.
 
-    Its cause is the fault of this rank, or a PeerFailed that says which ranks had one.
+    Its `__cause__` is this rank's fault, or a PeerFailed that names the ranks with a fault.
     """
 
 
 class RankError(InfinityError, RuntimeError):
-    """Base class of the errors that the failure of another rank causes: `PeerFailed`, `RankFailed`.
-    """
+    """Base class of errors caused by another rank's failure: `PeerFailed`, `RankFailed`."""
 
 
 class PeerFailed(RankError):
-    """Another rank raised in a call that all ranks make together, and so does this one.
+    """Another rank raised in a collective call, so this rank raises, too.
 
-    The error of that rank says why. The ranks still answer each other. Compare `RankFailed`, after
-    which they do not, and the engine is over.
+    The message has that rank's error. The ranks can still communicate, unlike after `RankFailed`,
+    which ends the engine.
     """
 
 
 class RankFailed(RankError):
-    """A rank has died, failed, left, or does not come; collectives cannot go on.
+    """A rank has died, failed, left, or does not arrive; collectives cannot continue.
 
-    The engine is over: every later call raises this error. Compare `PeerFailed`.
+    The engine has ended: every later call raises this error. Compare `PeerFailed`.
 
-    rank: the one that failed, where it is known (this rank's own number, if it is this one).
-    ranks: all that are known, where several do not come.
+    rank: the failed rank, or None if unknown (may be this rank). ranks: all known failed ranks.
     """
 
     def __init__(
@@ -171,20 +173,22 @@ class RankFailed(RankError):
 
 
 class RanksDiverged(RankFailed):
-    """Ranks have come to different collectives: their programs use other units, in another order,
-    or step with other values."""
+    """Ranks have reached different collectives: their programs use different units, another order,
+    or different values.
+    """
 
 
 class ProcessGroupChanged(InfinityError, RuntimeError):
-    """torch.distributed has a process group of another size than when the model was offloaded: its
-    ranks would train models that differ."""
+    """The size of torch.distributed's process group has changed since the model was offloaded: its
+    ranks would train different models.
+    """
 
 
 class AioError(InfinityError, OSError):
     """An I/O operation failed.
 
     `op` is "read", "write", "open", "allocate" or "close"; offset and length are bytes in the file
-    at `path`. chunk: the executor's id of the chunk whose job failed; -1: of no job.
+    at `path`. chunk: the executor's id of the failed job's chunk; -1: none.
     """
 
     def __init__(
@@ -203,7 +207,7 @@ class AioError(InfinityError, OSError):
         cause = f" [errno {errno}: {os.strerror(errno)}]" if errno else ""
         text = f"{message}: {where}{cause}" if where else f"{message}{cause}"
         super().__init__(text)
-        # OSError fills these only from its two-argument form, which would also rewrite the message.
+        # OSError only sets these in its two-argument form, which would also change the message.
         self.errno = errno
         self.path = path
         self.op = op
@@ -216,28 +220,28 @@ class AioError(InfinityError, OSError):
 
 
 class ShortTransferError(AioError):
-    """A transfer moved fewer bytes than asked, also after it was resumed."""
+    """A transfer moved fewer bytes than requested, even after it was resumed."""
 
 
 class ChecksumError(AioError):
-    """Bytes read differ from bytes written, also after one more read."""
+    """The bytes read do not match their checksum, even after a second read."""
 
 
 class SwapFullError(AioError):
-    """The swap path has no room; the message says how much is missing."""
+    """The swap directory has no space; the message says how many bytes are missing."""
 
 
 class DeviceFailedError(AioError):
-    """The drive returned an error that a retry does not mend."""
+    """The drive returned a permanent error."""
 
 
 class DriveLostError(DeviceFailedError):
-    """A drive of the run is gone: it fails every request, or its file system is not where it was.
-    The engine is over: every later call raises this error.
+    """A drive of the run is lost: it fails every request, or its file system is no longer mounted
+    at its directory. The engine has ended: every later call raises this error.
 
-    directory: the drive's, of `Policy.nvme`, and device: its name. step, source: the last whole
-    save elsewhere, or else the last commit, and the directory that `inf.restore` takes; None and ""
-    where there is neither. `errno`, `path`, `op`, `offset`, `length`: the request that met it.
+    directory: the drive's directory in `Policy.nvme`; device: its name. step, source: of the last
+    complete save elsewhere, or else of the last commit, with the directory for `inf.restore`; None
+    and "" without either. `errno`, `path`, `op`, `offset`, `length`: of the failed request.
     """
 
     def __init__(
@@ -265,8 +269,9 @@ class DriveLostError(DeviceFailedError):
 
 
 class DeviceCopyError(AioError):
-    """The driver of the device that computes refused or failed a copy, or pinning memory for
-    copies; the message has its code."""
+    """A driver call of the compute device failed: a copy, or pinning memory; the message has its
+    code.
+    """
 
 
 class AioClosedError(AioError):
@@ -274,4 +279,4 @@ class AioClosedError(AioError):
 
 
 class AioCancelledError(AioError):
-    """The fetch was given up (`Ticket.cancel`) before the drive had begun it."""
+    """`Ticket.cancel` cancelled the fetch before the drive had begun it."""

@@ -1,4 +1,4 @@
-"""Public tensor operators, `inf.ops`; each has a torch reference, and its name loads lazily."""
+"""Public tensor operators, `inf.ops`, loaded lazily; each has a torch reference implementation."""
 
 from __future__ import annotations
 

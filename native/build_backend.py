@@ -1,8 +1,8 @@
-"""The build backend of pyproject.toml: setuptools', which also gets a C compiler where there is
+"""The build backend of pyproject.toml: setuptools' backend, plus a C compiler if the machine has
 none.
 
-A front end such as pip asks it which packages a build needs. On a machine without a C compiler
-`ziglang` is one of them; elsewhere its 100 MB are not downloaded.
+A front end such as pip queries the packages that a build needs. On a machine without a C compiler
+these include `ziglang`; elsewhere its 100 MB are not downloaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Settings = dict[str, Any] | None
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """Return what setuptools asks for, and cffi and perhaps a compiler."""
+    """Return setuptools' requirements, cffi, and a compiler if there is none."""
     return [*build_meta.get_requires_for_build_wheel(config_settings), *requires()]
 
 

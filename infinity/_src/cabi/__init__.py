@@ -1,1 +1,1 @@
-"""The C extension: how it is loaded, and the records that it shares with Python."""
+"""The C extension: its loader, and the records that it shares with Python."""

@@ -2,11 +2,11 @@
 its kernels.
 
 Importing this module never fails and never imports torch, so that plans, documentation and
-`infinity doctor` work where the extension is missing. Its first use then raises one ImportError
-that says how to mend it.
+`infinity doctor` work without the extension. Using the missing extension raises an ImportError with
+the command that builds it.
 
-Environment: INFINITY_ISA=portable|avx2|avx512 forces the kernels' instruction set (a ValueError
-where the machine lacks it).
+Environment: INFINITY_ISA=portable|avx2|avx512 forces the kernels' instruction set (ValueError if
+the machine lacks it).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 ISA_NAMES = ("portable", "avx2", "avx512")
 
-# Set below where the extension loads; else `__getattr__` answers for both.
+# Set below if the extension loads; else `__getattr__` raises for both.
 ffi: Any
 lib: Any
 _reason = ""
@@ -33,38 +33,36 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    # Python calls this for missing names only: a loaded extension costs nothing more.
+    # Called only for missing names, so without cost if the extension is loaded.
     if name in ("ffi", "lib"):
         raise ImportError(_reason)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load() -> tuple[Any, Any]:
-    """Return (ffi, lib) of the extension. Raises ImportError naming the command that mends its
-    absence."""
+    """Return (ffi, lib) of the extension. Raises ImportError with the command that builds it."""
     if _reason:
         raise ImportError(_reason)
     return ffi, lib
 
 
 def available() -> bool:
-    """Say whether the extension is loaded."""
+    """Return whether the extension is loaded."""
     return not _reason
 
 
 def reason() -> str:
-    """Say why the extension is not loaded, and how to mend it; empty when it is."""
+    """Return why the extension is not loaded, and the fix; "" if it is loaded."""
     return _reason
 
 
 def isa() -> str:
-    """Name the instruction set of the kernels in use; "none" without the extension."""
+    """Return the name of the kernels' instruction set; "none" without the extension."""
     return str(ffi.string(lib.inf_isa()).decode()) if available() else "none"
 
 
 def select_isa(name: str) -> None:
-    """Use the kernels of instruction set `name` in this process from now on. Not while a kernel
-    runs.
+    """Switch the kernels of this process to instruction set `name`. No kernel may be running.
 
     Raises: ValueError when this machine or this build lacks it, ImportError without the extension.
     """
@@ -81,7 +79,7 @@ def isas() -> tuple[str, ...]:
     """List the instruction sets that this machine can run, plainest first."""
     if not available():
         return ()
-    # Selecting is the only way to ask, so the choice is put back afterwards.
+    # Tried by selecting each; the current one is restored afterwards.
     before = isa()
     found = tuple(name for name in ISA_NAMES if lib.inf_isa_select(name.encode()))
     select_isa(before)
@@ -96,7 +94,7 @@ def crc32c(data: Any, seed: int = 0) -> int:
 
 
 def crc32c_name() -> str:
-    """Name the checksum implementation in use; "none" without the extension."""
+    """Return the name of the checksum implementation in use; "none" without the extension."""
     return str(ffi.string(lib.inf_crc32c_name(-1)).decode()) if available() else "none"
 
 

@@ -1,4 +1,4 @@
-"""Records that cross into C as numpy structured arrays: chunks, jobs, segments, hyper-parameters.
+"""Records shared with C as numpy structured arrays: chunks, jobs, segments, hyper-parameters.
 
 The executor keeps one `CHUNK` record per chunk; each submission has `JOB`, `SEG` and `HYPER`
 records. The dtypes mirror the structs of native/infinity.h byte for byte, so C reads the arrays in
@@ -21,15 +21,15 @@ whole quantization groups.
 """
 
 QUANT_GROUP: Final = 64
-"""Elements that share a quantization scale. Parameters start at multiples of it, so a group never
-spans two.
+"""Elements per quantization scale. Parameters start at multiples of it, so no group spans two
+parameters.
 """
 
 CHUNK_BYTES: Final = 4_718_592
-"""Upper bound of a chunk of any format, with all its sections: 4.5 MiB."""
+"""Maximum bytes of a chunk of any format, with all its sections: 4.5 MiB."""
 
 CHUNK_NUMEL: Final = 393_216
-"""Elements per chunk of the `exact` state; of others see `chunk_numel`."""
+"""Elements per chunk of the `exact` state; for others see `chunk_numel`."""
 
 PIECE_NUMEL: Final = 8192
 """Elements per checksum and section: 8-32 KiB, so a piece of all sections stays in L2 through the
@@ -37,7 +37,7 @@ fused pass.
 """
 
 VERIFY_STRIDE: Final = 16
-"""With verify="sample" so many reads of a chunk compare all of its pieces."""
+"""With verify="sample", this many reads of a chunk verify all of its pieces."""
 
 SECTION_MAX: Final = 6
 LOG_MAX: Final = 8
@@ -45,7 +45,7 @@ ALIGNMENT_BYTES: Final = 4096
 
 
 class JobKind(IntEnum):
-    """Kind of work that a job does on its chunk."""
+    """Kind of a job."""
 
     FETCH = 1
     STORE = 2
@@ -53,7 +53,7 @@ class JobKind(IntEnum):
     REWRITE = 4
     """Repeat a failed write from its slot; `Executor.recover` submits these."""
     COPY = 6
-    """Between host and device memory, without a chunk."""
+    """Copy between host and device memory, without a chunk."""
 
 
 class Master(IntEnum):
@@ -62,8 +62,9 @@ class Master(IntEnum):
     RAW = 0
     """The parameter alone, any dtype."""
     SPLIT = 1
-    """hi (bf16, what computes) and lo (int16): together the fp32 master; see
-    `Format.sign_section`."""
+    """hi (bf16, used by forward) and lo (int16): together the fp32 master; see
+    `Format.sign_section`.
+    """
     SPLIT8 = 2
     """hi (bf16) and lo (int8): the upper 24 bits of the master."""
     FP32 = 3
@@ -78,13 +79,13 @@ class Moments(IntEnum):
     FP32 = 0
     BF16 = 1
     Q8 = 2
-    """One byte each, and a section of scales: for each group of QUANT_GROUP elements one bf16 per
-    moment.
+    """One byte per moment and element, and a section of scales: one bf16 per group of QUANT_GROUP
+    elements and moment.
     """
 
 
 class GradSection(IntEnum):
-    """The section of spilled gradients: read by an UPDATE, never written by it."""
+    """Section of spilled gradients, which an UPDATE only reads."""
 
     NONE = 0
     BF16 = 1
@@ -97,15 +98,16 @@ NumelT = TypeVar("NumelT", int, npt.NDArray[np.int64])
 
 
 class Section(NamedTuple):
-    """One state inside an extent: name and bytes per item. An item is `group_numel` elements."""
+    """One state of a chunk: name and bytes per item. An item is `group_numel` elements."""
 
     name: str
     itemsize: int
     group_numel: int = 1
 
     def size_bytes(self, numel: NumelT) -> NumelT:
-        """Bytes of the first `numel` elements (one number, or one for each of several chunks); a
-        begun item counts whole."""
+        """Bytes of the first `numel` elements (a number, or one per chunk), rounded up to whole
+        items.
+        """
         return -(-numel // self.group_numel) * self.itemsize
 
 
@@ -120,11 +122,11 @@ _GRAD_ITEMSIZES: Final = {GradSection.BF16: 2, GradSection.FP32: 4, GradSection.
 
 
 class Format(int):
-    """State format of a chunk: how master, moments and spilled gradients rest, and so which
-    sections it has.
+    """State format of a chunk: the encoding of master, moments and spilled gradients, and so its
+    sections.
 
     An int, the code of CHUNK["format"]: master | moments << 8 | count << 16 | grad << 24. One
-    object per code. Raises: ValueError for what no kernel knows.
+    object per code. Raises: ValueError for an unsupported format.
     """
 
     RAW: ClassVar[Format]
@@ -152,7 +154,7 @@ class Format(int):
             raise ValueError(
                 f"{count} moments in {Moments(moments).name}: 0 to 3, in Q8 one or two"
             )
-        # Interned, so that formats compare and hash as fast as ints, and identity holds.
+        # Interned, so that formats compare and hash like ints, and by identity.
         found = cls._known.get(code)
         return found if found is not None else cls._known.setdefault(code, int.__new__(cls, code))
 
@@ -188,7 +190,9 @@ class Format(int):
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """Sections in order. RAW's one says itemsize 0: the parameter's is unknown here."""
+        """Sections in order. RAW's single section has itemsize 0: the parameter's is unknown
+        here.
+        """
         return _sections(self)
 
     @property
@@ -198,24 +202,24 @@ class Format(int):
 
     @property
     def sign_section(self) -> int | None:
-        """The section of the second moment, if its sign bits belong to the masters.
+        """Index of the second moment's section, if its sign bits belong to the masters, else None.
 
         `hi` is rounded to even. If a master is half-way between two bf16 values and `hi` is the one
         nearer to zero, `lo` would be 32768. It is stored as -32768, and the sign bit of the second
-        moment is set. With any other `lo` the sign is the moment's own.
+        moment is set. With any other `lo` the sign is the moment's.
         """
         signed = self.master is Master.SPLIT and self.moments is Moments.FP32 and self.count > 1
         return self.master_count + 1 if signed else None
 
     @property
     def master_sections(self) -> tuple[int, ...]:
-        """The sections that a master is decoded from."""
+        """Indices of the sections from which a master is decoded."""
         own = tuple(range(self.master_count))
         return own if self.sign_section is None else (*own, self.sign_section)
 
     @property
     def written_count(self) -> int:
-        """Number of sections that an UPDATE writes: all but `grad`, which is the last."""
+        """Number of sections that an UPDATE writes: all except `grad`, which is the last."""
         return len(self.sections) - (self.grad is not GradSection.NONE)
 
     def __repr__(self) -> str:
@@ -231,7 +235,7 @@ class Format(int):
 
 @functools.lru_cache(maxsize=256)
 def _sections(state: Format) -> tuple[Section, ...]:
-    """Compute `Format.sections`. Cached: a model asks for every chunk."""
+    """Compute `Format.sections`. Cached, since it is called for every chunk."""
     if state.master is Master.RAW:
         return (Section("param", 0),)
     itemsize = _MOMENT_ITEMSIZES[state.moments]
@@ -249,10 +253,10 @@ Format.FP32 = Format(Master.FP32, Moments.FP32, 2)
 
 
 def chunk_numel(state_format: Format) -> int:
-    """Elements per chunk: as many as CHUNK_BYTES hold of all sections, a multiple of 8 *
-    GROUP_NUMEL; RAW as the `exact` state.
+    """Elements per chunk: as many as fit in CHUNK_BYTES with all sections, a multiple of 8 *
+    GROUP_NUMEL; for RAW as for the `exact` state.
 
-    Spilled gradients do not count, so that a budget does not change where chunks begin.
+    Spilled gradients are not counted, so that the boundaries of chunks do not depend on the budget.
     """
     if state_format.master is Master.RAW:
         return CHUNK_NUMEL
@@ -262,19 +266,19 @@ def chunk_numel(state_format: Format) -> int:
 
 
 class GradDtype(IntEnum):
-    """Element type of a segment's gradient, or where it lies."""
+    """Dtype of a segment's gradient, or SECTION."""
 
     BF16 = 0
     FP32 = 1
     FP16 = 2
     SECTION = 3
-    """The gradient lies in the chunk's own `grad` section, from the segment's start on; the segment
-    has no address then.
+    """The gradient is in the chunk's `grad` section, from the segment's start on; the segment has
+    no address.
     """
 
 
 class Algorithm(IntEnum):
-    """Algorithm of an update; infinity/_src/kernels has the references."""
+    """Algorithm of an update; infinity/_src/kernels has the reference implementations."""
 
     ADAMW = 0
     SGD = 1
@@ -286,11 +290,11 @@ class HyperFlag(IntEnum):
 
     NESTEROV = 1
     FIRST = 2
-    """The momentum buffer becomes the gradient: the parameter's first step."""
+    """The parameter's first step: the momentum buffer is set to the gradient."""
 
 
 class LogKind(IntEnum):
-    """One operation that was done to a gradient, replayed in fp32 before the update."""
+    """One scaling or clamping of a gradient, replayed in fp32 before the update."""
 
     MUL = 0
     DIV = 1
@@ -329,10 +333,10 @@ CHUNK: Final = np.dtype(
         ("other_sums_ptr", "<u8"),
     ]
 )
-"""`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1. `other_*`: second
-place of a versioned chunk. `zeros`: sections on NVMe that nothing has written yet and that stand
-for zeros; they are not read. `other_drive`: that of the second place, `drive` unless a failed write
-moved one of the two; gradients lie on `drive`.
+"""`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1. `other_*`: the second
+place of a versioned chunk. `zeros`: mask of sections on NVMe that were never written: a read
+returns zeros without the drive. `other_drive`: of the second place; equal to `drive` unless a
+failed write moved a place. Gradients are on `drive`.
 """
 
 JOB: Final = np.dtype(
@@ -358,8 +362,8 @@ SEG: Final = np.dtype(
         ("hyper", "<i4"),
     ]
 )
-"""`inf_seg`. `element`: index in the parameter of the segment's first element; random rounding is
-keyed on it.
+"""`inf_seg`. `element`: index in the parameter of the segment's first element, which stochastic
+rounding uses.
 """
 
 HYPER: Final = np.dtype(
@@ -381,7 +385,7 @@ HYPER: Final = np.dtype(
         ("log_value", "<f4", (LOG_MAX,)),
     ]
 )
-"""`inf_hyper`; native/infinity.h has the meaning of each scalar to each algorithm."""
+"""`inf_hyper`; native/infinity.h defines each scalar for each algorithm."""
 
 
 def piece_count(numel: int, piece_numel: int = PIECE_NUMEL) -> int:
@@ -392,11 +396,11 @@ def piece_count(numel: int, piece_numel: int = PIECE_NUMEL) -> int:
 def sum_seed(generation: int, key: int, section: int, piece: int) -> int:
     """Seed of a piece's checksum (uint32); `inf_sum_seed` of native/kernels/chunk_pass.c.
 
-    Mixing in where the piece belongs makes stale or misdirected data of the right shape fail the
-    checksum.
+    It depends on the piece's position and generation, so that stale or misdirected data fails the
+    comparison.
     """
     mask = (1 << 64) - 1
-    # splitmix64; the constants must be those of C, or nothing verifies.
+    # splitmix64, with the constants of the C function.
     mixed = (key * 0x9E3779B97F4A7C15 + generation) & mask
     for word in (section, piece):
         mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 + word + 1) & mask
@@ -404,7 +408,7 @@ def sum_seed(generation: int, key: int, section: int, piece: int) -> int:
     return (mixed ^ (mixed >> 31)) & 0xFFFFFFFF
 
 
-#: One span of work of an executor, as `take_spans` returns them. `track` is one of TRACK_*; times
+#: One span of work of an executor, as returned by `take_spans`. `track` is one of TRACK_*; times
 #: are CLOCK_MONOTONIC nanoseconds (`time.monotonic_ns`); `drive` is -1 for work without I/O;
 #: `chunk` is the id that `define` returned; `priority` is a Priority, or 3 for a read ahead; `kind`
 #: is that of the job (a JobKind, or KIND_AHEAD for a read ahead) and `mask` its mask.
@@ -431,28 +435,28 @@ TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY, TRACK_TO_DEVICE, TRACK_FROM_D
     5,
 )
 
-#: The `kind` of a SPAN that read states ahead of their update; no job has it.
+#: The `kind` of a SPAN of a read ahead; no job has it.
 KIND_AHEAD = 5
 
-#: In a job's mask: move the slot as it is, without copy and checksum. For measuring drives
+#: In a job's mask: transfer the slot without copy and checksum. For measuring drives
 #: (`infinity.bench`).
 MASK_MOVE_ONLY = 0x8000_0000
-#: In an UPDATE's mask: section 0 is not read from the drive but taken from ptr[1], in the caller's
-#: memory: the chunk's part of it, whole, unchanged until the ticket is `filled`. This section is
-#: not verified, and written with the rest. ptr[0] may be the same memory. No effect where section 0
-#: is resident: the resident section has the same values.
+#: In an UPDATE's mask: section 0 is not read from the drive but copied from ptr[1], the caller's
+#: memory with the chunk's whole section, which must not change until the ticket is `filled`. The
+#: section is not verified, and written like the others. ptr[0] may be the same memory. No effect if
+#: section 0 is resident, which has the same values.
 MASK_PARAM_IN_MEMORY = 0x4000_0000
 #: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
 MASK_DEVICE = 0x2000_0000
-#: In a FETCH's mask: the chunk's checksums are one for each section, that of its pieces' in order
+#: In a FETCH's mask: the chunk has one checksum per section, computed from its pieces' checksums
 #: (`inf_fold_sums`). A mismatch names the section, not the piece.
 MASK_FOLDED = 0x1000_0000
-#: In the mask of a COPY, beside MASK_DEVICE: ptr[0] is on the device. Else ptr[1] is.
+#: In the mask of a COPY, with MASK_DEVICE: ptr[0] is on the device, else ptr[1].
 MASK_COPY_OUT = 1
 
 
 class Priority(IntEnum):
-    """Urgency of a submission. Writes of any priority always get their share of the drive."""
+    """Priority of a submission. Writes of any priority get their share of the drive."""
 
     DEMAND = 0
     PREFETCH = 1

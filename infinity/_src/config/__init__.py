@@ -1,1 +1,1 @@
-"""Policy, and DeepSpeed configurations read as policies."""
+"""Policy, and conversion of DeepSpeed configurations to policies."""

@@ -1,5 +1,5 @@
-"""The fields of `Policy` that a command line gives: the choices that the policy checks, and the
-options that the commands make of them. Needs no torch, so that a command shows its help at once.
+"""Choices of the fields of `Policy`, for validation, and the options that commands make of them.
+Imports no torch, so that commands show their help quickly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from infinity._src.base.paths import argument
 
 TIERS = ("device", "cpu", "nvme")
 GENERATIONS_MAX = 5
-"""A drive has at most 8 swap files, and checkpoints by links want some of them."""
+"""Bounded, since a drive has at most 8 swap files, some of which checkpoints by links use."""
 
 SCHEDULES = ("horizontal", "vertical")
 """Orders of micro-batches: each through the whole model before the next, or all of them through a
@@ -24,7 +24,7 @@ _SWITCH = (False, True)
 CHOICES: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType({
     "params": TIERS,
     "optim": TIERS,
-    # Gradients wait for the step in CPU memory, or on drives.
+    # Gradients are stored in CPU memory or on drives.
     "grads": TIERS[1:],
     "activations": TIERS,
     "state": ("exact", "bf16", "compact"),

@@ -1,4 +1,6 @@
-"""The user's policy: tiers and encoding of states, and how a step runs. Validated once, here."""
+"""The user's policy: tiers and encoding of states, and the mode of updates. Validated once,
+here.
+"""
 
 from __future__ import annotations
 
@@ -31,116 +33,110 @@ THREADS_MAX = 512
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Settings of an offloaded model. Every field has a default that works.
+    """Settings of an offloaded model. Every field has a working default.
 
-    params, optim, grads, activations: the lowest tier where these may rest: "device", "cpu" or
-        "nvme"; budget that is left keeps them higher. grads="nvme" spills those that an explicit
-        `ram` does not hold. `activations` are the inputs of checkpointed calls
-        (torch.utils.checkpoint, or what `gradient_checkpointing_enable()` makes of it), from 64 KiB
-        on: they go during forward and come back ahead of backward. "cpu" is for models that compute
-        on another device; how much memory that takes depends on the batch, is not in `ram`, and is
-        told by `handle.stats()`.
-    nvme: one directory, or several, on NVMe drives; needed when a tier is "nvme". Default:
-        $INFINITY_NVME_DIR. "{rank}" and "{local_rank}" in it stand for a rank's number, and that
-        within its node: "/mnt/nvme{local_rank}" gives each rank a drive of its own; without them
-        ranks share the drives, their room and their bandwidth. Resolved by `inf.offload`.
-    ram: everything that this process holds for offloading, in bytes or as text ("64GiB"): pinned
-        buffers, gradients, resident extents. "min" is the least that works; None is half of what
-        the machine or its cgroup leaves, divided by the ranks of the node.
-    resident: how much of a state whose tier is "nvme" rests in RAM all the same: {"params": 0.5,
-        "optim": "8GiB"}, a share (float, 0.0 to 1.0) or a size. None: as much as the budget leaves,
-        as the planner places it.
+    params, optim, grads, activations: the lowest tier of these states: "device", "cpu" or "nvme"; a
+        remaining budget keeps them on a higher one. grads="nvme" spills gradients that exceed an
+        explicit `ram`. `activations`: inputs of checkpointed calls (torch.utils.checkpoint, or
+        `gradient_checkpointing_enable()`) of at least 64 KiB, which are offloaded during forward
+        and prefetched in backward. "cpu" is for models that compute on another device; the memory
+        depends on the batch, is not counted in `ram`, and is reported by `handle.stats()`.
+    nvme: one or several directories on NVMe drives; required when a tier is "nvme". Default:
+        $INFINITY_NVME_DIR. "{rank}" and "{local_rank}" are replaced by the rank's number, and its
+        number within its node: "/mnt/nvme{local_rank}" assigns a drive to each rank; without them
+        ranks share the drives' capacity and bandwidth. Resolved by `inf.offload`.
+    ram: budget of this process for offloading, in bytes or as text ("64GiB"): pinned buffers,
+        gradients, resident extents. "min": the smallest working budget; None: half of the available
+        memory of the machine or its cgroup, divided by the ranks of the node.
+    resident: the part of a state with tier "nvme" to keep in RAM: {"params": 0.5, "optim": "8GiB"},
+        a share (float, 0.0 to 1.0) or a size. None: the planner uses the remaining budget.
     state: the encoding of states at rest. "exact": fp32 masters and moments (12 bytes per bf16
         parameter). "bf16": moments in bf16 (8). "compact": 24-bit masters, moments in 8 bits (5.1).
-        The last two round at random, keyed on `seed`.
-    zero: states that the ranks split. 1: optimizer states; 2: gradients, too; 3: parameters, too.
+        The last two use stochastic rounding, with `seed`.
+    zero: states sharded over the ranks. 1: optimizer states; 2: also gradients; 3: also parameters.
         Stages 1 and 2 keep whole parameters on every rank's device: params="device".
-    accumulate: use of the micro-batches inside `handle.no_sync()` on several ranks. "shard": each
-        is reduced into this rank's shard, at once; memory stays flat, and each costs a reduction.
-        "local": they add up in whole gradients of this rank, in CPU memory (in `ram`: the gradients
-        of the whole model), which the last micro-batch reduces. None: "local" with zero=1, else
+    accumulate: gradient accumulation inside `handle.no_sync()` on several ranks. "shard": the
+        gradients of each micro-batch are reduced immediately into this rank's shard, without
+        further memory. "local": unreduced gradients of the whole model are summed in CPU memory
+        (counted in `ram`), and reduced with the last micro-batch. None: "local" with zero=1, else
         "shard".
-    find_unused_parameters: with zero=1 or 2, forwards may use other modules on each rank, in any
+    find_unused_parameters: with zero=1 or 2, ranks may use different modules in forward, in any
         order (stochastic depth, experts, heads of several tasks), as with DDP. All ranks reduce all
-        gradients, in a fixed order, with zeros of a rank that has none; a parameter that no rank
-        has used gets no gradient. Costs device memory for gradients that wait for their turn, and
-        reductions of what is not used. update="backward" is refused.
-    sync_module_states: all ranks begin with the parameters and buffers of rank 0, as with FSDP; the
-        others' `load=` is not read, and their models may be on the meta device. Otherwise ranks
-        that begin with other parameters are an error.
-    broadcast_buffers: all ranks have the buffers of rank 0 (running statistics), from the start and
-        after each backward outside of `handle.no_sync()`, as with DDP. Otherwise buffers are each
-        rank's own.
-    qwz: weights are gathered as int8 groups (ZeRO++): half the bytes; every rank computes with what
-        they stand for.
-    hpz: where each rank keeps a secondary shard of the gathered weights, one for each rank of its
-        node: "device" or "cpu" (ZeRO++). Until the weights change the ranks of other nodes, and
-        drives, are not asked again. None: none.
-    qgz: gradients are reduced as int4 groups, first inside the node, then over nodes (ZeRO++): a
+        gradients in a fixed order, with zeros for missing ones; a parameter that no rank has used
+        gets no gradient. Costs device memory for gradients that wait for their turn, and reductions
+        of unused ones. update="backward" is refused.
+    sync_module_states: all ranks start with rank 0's parameters and buffers, as with FSDP; other
+        ranks do not read `load=`, and their models may be on the meta device. Otherwise different
+        initial parameters on ranks are an error.
+    broadcast_buffers: rank 0's buffers (running statistics) are broadcast at the start and after
+        each backward outside of `handle.no_sync()`, as with DDP. Otherwise ranks' buffers are
+        independent.
+    qwz: weights are gathered quantized to int8 (ZeRO++): half the bytes; all ranks compute with the
+        dequantized weights.
+    hpz: memory of secondary shards, "device" or "cpu" (ZeRO++): the ranks of a node keep the
+        gathered weights, one shard each, and gather from them until the weights change, without
+        other nodes and drives. None: no secondary shards.
+    qgz: gradients are reduced quantized to int4, first inside the node, then over nodes (ZeRO++): a
         quarter of the bytes.
-    error_feedback: with qgz, what rounding took from a gradient is added to the next one. Costs 2
-        bytes for each parameter of the model, and 2 for each of this rank's node, in `ram`. No
-        checkpoint has these errors: after `inf.restore` they begin with nothing.
+    error_feedback: with qgz, a gradient's quantization error is added to the next gradient. Costs 2
+        bytes for each parameter of the model, and 2 for each of this rank's node, in `ram`.
+        Checkpoints do not have these errors: after `inf.restore` they are zero.
     mesh: a DeviceMesh over all ranks: one dimension, or (nodes, ranks of a node). None: nodes are
-        found. One of this rank alone: the model is this rank's own, whatever the others do.
-    rank_timeout_s: seconds after which a rank that does not come to what all do together is given
-        up, on all others; 600.
-    update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward.
-        "backward": each unit is updated as soon as backward has its gradient; no clipping by norm,
-        no GradScaler, unless generations=2. "delayed": the update overlaps with the whole next
-        step, which computes with the parameters before it (ZeRO-Offload's delayed parameter
-        update); forwards without gradients, `state_dict()`, `gather()` and exports wait for it and
-        take the updated ones.
-    delayed_warmup: steps that update="delayed" takes as "deferred" first.
-    seed: of random rounding.
-    device: where the model computes: "cpu", "cuda", "cuda:1" or a torch.device. None: where its
-        parameters are ("cpu" for one that is wholly on the meta device).
-    grad_dtype: the dtype in which gradients are accumulated and wait; None: the parameter's.
-    reduce_dtype: the dtype in which gradients travel between ranks; None: the dtype in which they
-        wait. They are summed in fp32 in the order of ranks, divided by their number, and rounded
-        once; over several nodes of several ranks first so in each node, then over nodes.
+        detected. A mesh of only this rank: the model is not distributed.
+    rank_timeout_s: seconds that a collective waits for a missing rank before the other ranks raise.
+    update: "deferred": `opt.step()` returns immediately, and the update overlaps with the next
+        forward. "backward": each unit is updated as soon as backward has its gradient; no clipping
+        by norm, no GradScaler, unless generations=2. "delayed": the update overlaps with the whole
+        next step, which computes with the previous parameters (ZeRO-Offload's delayed parameter
+        update); forwards without gradients, `state_dict()`, `gather()` and exports wait for the
+        updated parameters.
+    delayed_warmup: with update="delayed", number of first steps that run as "deferred".
+    seed: for stochastic rounding.
+    device: compute device: "cpu", "cuda", "cuda:1" or a torch.device. None: the device of the
+        model's parameters ("cpu" if all are on the meta device).
+    grad_dtype: dtype of accumulated gradients; None: the parameter's.
+    reduce_dtype: dtype of gradients in messages between ranks; None: `grad_dtype`. They are summed
+        in fp32 in the order of ranks, divided by their number, and rounded once; with several nodes
+        of several ranks first so inside each node, then over nodes.
     units: the modules to gather as one unit: modules, their classes' names, or qualified names.
-        None: found.
-    unit_bytes_max: modules larger than this are split further where the module tree allows it.
-    on_nonfinite: answer of `opt.step()` to a gradient that is not finite, before any state is
-        touched.
-    verify: "full" checks every byte that is read against its checksum. "sample" checks one piece in
-        16 of each section that is read (at least one), others each time: a run that is stale or
-        misdirected as a whole is always caught, damage to a part of it with the odds of its size
-        (one damaged piece in one read of 16). "off" checks nothing.
-    io_backend: "auto", "io_uring" or "threads"; a backend that is forced and missing is an error.
+        None: detected.
+    unit_bytes_max: larger modules are split into units of their submodules, where possible.
+    on_nonfinite: action of `opt.step()` on a gradient with infinity or NaN, before any state
+        changes: "raise", "skip" the step, or "ignore".
+    verify: "full" verifies the checksum of every byte read. "sample" verifies one piece of 16 per
+        section read (at least one), in rotation: a wholly stale or misdirected read is always
+        detected, damage to a single piece in one read of 16. "off": no verification.
+    io_backend: "auto", "io_uring" or "threads"; a named backend that does not work is an error.
     io: request size, depth and the drives' bandwidths: an `infinity.aio.IoSettings`, a mapping with
-        its fields, or the path of what `python -m infinity.bench swap --sweep --json FILE` wrote.
-        None: requests of a size that suits the backend (1 MiB for rings, whole runs for threads),
-        32 of them, bandwidths measured when needed.
-    update_threads: threads of this rank that verify, update and copy chunks on the CPU. None: where
-        a GPU computes, all cores of this rank's share of the machine but one; where the CPU does, a
+        its fields, or the path of a file written by `python -m infinity.bench swap --sweep --json
+        FILE`. None: the backend's request size (1 MiB for rings, up to 16 MiB for threads), depth
+        32, bandwidths measured when needed.
+    update_threads: threads of this rank that verify, update and copy chunks on the CPU. None: if a
+        GPU computes, this rank's share of the machine's cores minus one; if the CPU computes, a
         quarter of its processors, divided by the ranks.
-    generations: 1 overwrites states in place. 2 writes each step beside the one before, wherever
-        states rest (twice the room), and so a step is a transaction: one in which an update fails
-        is undone, on all ranks, and update="backward" serves every loop (units update ahead of
-        `opt.step()`, and once more from the old states when it clips, or not at all when gradients
-        are not finite).
-        3 to 5 are for durable runs: one is written, and the others are commits that are kept, for
-        `inf.restore(damaged="from-older")`. Each takes the room of all states once more; where a
-        drive lacks it, fewer are kept, and a warning says so.
-    damaged: an update that meets states which a drive can no longer give back, with two generations
-        (the step is undone first). "raise": StatesLost names parameters, elements and file, and the
-        run ends. "from-older": it goes on, and these have the values and moments of before their
-        last update, where the drive still has those; a warning names them, and
-        `handle.stats().older_chunks` counts. Needs verify="full", and states that are not in RAM.
+    generations: 1 overwrites states in place. 2 keeps the previous step's states (twice the
+        capacity), so a step is a transaction: if an update fails, the step is undone on all ranks;
+        and update="backward" supports every loop (if `opt.step()` clips, units are updated again
+        from the old states; if gradients are not finite, the updates are undone).
+        3 to 5 are for durable runs, which retain further commits for
+        `inf.restore(damaged="from-older")`. Each needs the capacity of all states; if a drive lacks
+        it, fewer are retained, with a warning.
+    damaged: with two generations, action if an update finds unreadable states (the step is undone
+        first). "raise": StatesLost names parameters, elements and file, and the run ends.
+        "from-older": training continues, and these elements get the values and moments before their
+        last update, if the drive still has them; a warning names them, and
+        `handle.stats().older_chunks` counts them. Needs verify="full", and states that are not in
+        RAM.
     durable: True keeps the run in the `nvme` directories: after a crash `inf.restore(model, opt,
-        directory)` goes on from the last committed step. An exit without `handle.close()` commits
-        the last one, on one rank alone. Needs params="nvme" and optim="nvme", keeps two generations
-        of everything there and nothing of it resident. Directories that hold a run already are left
-        as they are, and no step is taken before `inf.restore`; "new" gives that run up, when the
-        first step is taken.
-    durable_every: commit every so many steps; a step in between overwrites the one before it, and a
-        crash loses all of them.
-    update_on: "cpu": updates run on the CPU, beside the next forward (or backward). "device":
-        states stream through the GPU that computes, inside `opt.step()`, with update="deferred".
-        The two give the same bits; "cpu" is the default whatever the tiers, since it moves a fifth
-        of the bytes over the link, and `infinity plan` says what each would cost.
+        directory)` resumes from the last committed step. An exit without `handle.close()` commits
+        the last step on a single rank only. Needs params="nvme" and optim="nvme", and keeps two
+        generations of all states there, none resident. If a directory has a run already, no step is
+        taken until `inf.restore`; "new" replaces that run at the first step.
+    durable_every: steps per commit; a crash loses the steps since the last commit.
+    update_on: "cpu": updates run on the CPU, concurrently with the next forward (or backward).
+        "device": states are streamed through the GPU inside `opt.step()`, with update="deferred".
+        Both give the same bits; "cpu" transfers a fifth of the bytes over the link, and `infinity
+        plan` estimates both.
 
     Raises: ValueError naming field, value and fix.
     """
@@ -211,7 +207,7 @@ class Policy:
             raise ValueError(
                 f"update_threads={threads!r}: give a whole number from 1 to {THREADS_MAX}, or None"
             )
-        # A commit must outlive the steps after it, so a second place is needed.
+        # Later steps must not overwrite the commit, so chunks need a second place.
         if self.durable:
             object.__setattr__(self, "generations", max(self.generations, 2))
         for field in ("delayed_warmup", "seed"):
@@ -219,7 +215,7 @@ class Policy:
             if type(value) is not int or value < 0:
                 raise ValueError(f"{field}={value!r}: give a whole number, 0 or more")
         object.__setattr__(self, "resident", self._resident())
-        # A string is a sequence of its letters, too.
+        # A string is a sequence, too.
         if isinstance(self.units, str):
             object.__setattr__(self, "units", (self.units,))
         if not (self.units is None or isinstance(self.units, Sequence)):
@@ -252,15 +248,16 @@ class Policy:
         auto: Mapping[str, Any] | None = None,
         **overrides: Any,
     ) -> Policy:
-        """Make the policy that a DeepSpeed configuration asks for; docs/deepspeed-config.md tells
-        what becomes of each key.
+        """Return the policy for a DeepSpeed configuration; docs/deepspeed-config.md lists the
+        meaning of each key.
 
-        config: a mapping, the path of a JSON file, or what `inf.read_deepspeed` made of one.
+        config: a mapping, the path of a JSON file, or the result of `inf.read_deepspeed`.
         world_size: ranks; None: of the process group, else of the launcher. auto: values in place
-        of "auto", by dotted key; others stay open where no field depends on them. overrides: fields
-        that replace those of the configuration, such as nvme= and ram=, of which it says nothing.
+        of "auto", by dotted key; other "auto" values are allowed if no field depends on them.
+        overrides: fields that replace the configuration's, or that it lacks, such as nvme= and
+        ram=.
 
-        Keys that mean nothing here, or not the same, are logged once (INFO). Raises: ValueError
+        Keys without effect, or with another meaning, are logged once (INFO). Raises: ValueError
         naming key, value and fix.
         """
         run = config
@@ -277,11 +274,11 @@ class Policy:
         for name in ("grad_dtype", "reduce_dtype"):
             if isinstance(fields.get(name), str):
                 fields[name] = getattr(torch, fields[name], fields[name])
-        # Where the CPU computes they are in its memory already, in DeepSpeed too.
+        # If the CPU computes, activations are already in its memory, as in DeepSpeed.
         on_cpu = str(fields.get("device")).partition(":")[0] == "cpu"
         if on_cpu and fields.get("activations") == "cpu" and "activations" not in overrides:
             fields["activations"] = "device"
-        # A part of it in RAM is of the tier that the configuration had.
+        # `resident` of the configuration only applies to its tier "nvme".
         if fields.get("params") != "nvme" and "resident" not in overrides:
             fields.pop("resident", None)
         if "nvme" in (fields.get("params"), fields.get("optim")) and not (
@@ -337,14 +334,14 @@ class Policy:
 
     @property
     def rules(self) -> dict[str, str]:
-        """Return the settings that all ranks must have alike: settings that decide numbers, or the
-        exchange.
+        """Return the settings that must be equal on all ranks, since they affect results or
+        collectives.
         """
         return {field: repr(getattr(self, field)) for field in _OF_ALL_RANKS}
 
     @property
     def accumulates_locally(self) -> bool:
-        """True where micro-batches inside `no_sync` add up in whole gradients of this rank."""
+        """True if micro-batches inside `no_sync` accumulate unreduced gradients."""
         return self.accumulate == "local" or (self.accumulate is None and self.zero == 1)
 
     def _check_together(self) -> None:
@@ -430,62 +427,62 @@ class Policy:
 
     @property
     def places(self) -> int:
-        """Places of a chunk between which a step chooses, each in memory if the state rests there:
-        2 where a step is a transaction."""
+        """Places of a chunk (on a drive or in memory): 2 if a step is a transaction, else 1."""
         return min(self.generations, 2)
 
     @property
     def older_commits(self) -> int:
-        """Commits that a durable run keeps beside the newest one."""
+        """Number of commits that a durable run retains in addition to the newest one."""
         return max(self.generations - 2, 0)
 
     @property
     def speculates(self) -> bool:
-        """True where units update during backward ahead of a step that may decide otherwise."""
+        """True if units are updated during backward, and `opt.step()` may undo the updates."""
         return self.update == "backward" and self.generations > 1
 
-    # The rules of the update modes, each stated once for the engine, its planner and `perf.plan`.
+    # Properties of the update modes, for the engine and its planners.
 
     @property
     def consumes_grads(self) -> bool:
-        """True when the last micro-batch's gradients are used up in backward, by its updates."""
-        # A speculative update may be redone by the step, so its gradients wait for that.
+        """True if updates in backward consume the last micro-batch's gradients."""
+        # The step may repeat a speculative update, so its gradients are retained.
         return self.update == "backward" and not self.speculates
 
     @property
     def delays(self) -> bool:
-        """True when a step's updates run beside the next step's passes."""
+        """True if a step's updates run concurrently with the next step's passes."""
         return self.update == "delayed"
 
     @property
     def updates_in_step(self) -> bool:
-        """True when all updates are submitted by `opt.step()`, which no pass reads ahead of."""
+        """True if `opt.step()` submits all updates, before any later pass reads states."""
         return self.update == "deferred"
 
     @property
     def last_unit_first(self) -> bool:
-        """True when the updates of a step begin with the last unit."""
+        """True if the updates of a step begin with the last unit."""
         return self.update == "backward"
 
     @property
     def placement_update(self) -> str:
         """The update mode whose traffic a placement is optimized for."""
-        # Gradients that wait for a step move as with deferred updates.
+        # Speculative updates retain gradients until the step, like deferred ones.
         return "deferred" if self.speculates else self.update
 
     @property
     def cpu_update(self) -> str | None:
-        """The update mode on the CPU, which the limits of a step know; None on a device."""
+        """The update mode of CPU updates; None for device updates."""
         return self.update if self.update_on == "cpu" else None
 
     def whole_params(self, *, several: bool) -> bool:
-        """Tell whether each rank keeps all parameters on its device; several: of more than one."""
+        """Return whether each rank keeps all parameters on its device. several: there are several
+        ranks.
+        """
         return self.params == "device" and (self.zero < 3 or not several)
 
     @property
     def resident_parts(self) -> dict[str, float | int]:
-        """Shares and bytes of states on NVMe that stay in RAM: `resident`, or none in a durable
-        run."""
+        """Shares or bytes of NVMe states to keep in RAM: `resident`; zero in a durable run."""
         if self.durable:
             return {"params": 0.0, "optim": 0.0}
         return {
@@ -503,8 +500,7 @@ class Policy:
 
     @property
     def io_settings(self) -> IoSettings:
-        """`io` as it is used: the defaults where nothing is given, no block that was measured with
-        another backend."""
+        """`io` or its defaults, without a block size measured with another backend."""
         return (
             self.io.for_backend(self.io_backend)
             if isinstance(self.io, IoSettings)
@@ -512,7 +508,7 @@ class Policy:
         )
 
     def _resident(self) -> Mapping[str, float | int] | None:
-        """`resident` with sizes as bytes (int) and shares as they are (float)."""
+        """Parse `resident`: sizes to bytes (int), shares unchanged (float)."""
         if self.resident is None:
             return None
         if not isinstance(self.resident, Mapping):
@@ -535,7 +531,7 @@ class Policy:
                         "as '8GiB'"
                     )
                 parsed[key] = value
-            # 1 means one byte, where the user most likely means all.
+            # An int 1 would be one byte; the user most likely means all.
             elif type(value) is int and value == 1:
                 raise ValueError(
                     f"resident[{key!r}]=1 would be one byte; write 1.0 for all of it, or a size "
@@ -573,7 +569,7 @@ class Policy:
                 "empty"
             )
         for path in given:
-            # As it is given: the directory around it may have braces in its name.
+            # Before it is made absolute: parent directories may have braces in their names.
             check_directory_pattern(Path(path))
         paths = tuple(absolute(path, "nvme") for path in given)
         if self.durable and paths and is_directory_pattern(paths[0]):
@@ -594,7 +590,7 @@ class Policy:
 
     def _check_choice(self, field: str) -> None:
         value, choices = getattr(self, field), CHOICES[field]
-        # `True == 1`: the type must agree too, or durable=0 would pass for False.
+        # Compare types, too: `True == 1`, so durable=0 would be accepted as False.
         if any(value == choice and type(value) is type(choice) for choice in choices):
             return
         known = " or ".join(repr(choice) for choice in choices)
@@ -605,7 +601,7 @@ _logged: set[str] = set()
 
 
 def _log_once(notes: Sequence[str]) -> None:
-    """Log notes on a configuration that this process has not logged yet."""
+    """Log each note on a configuration once per process."""
     for note in notes:
         if note not in _logged:
             _logged.add(note)
@@ -613,13 +609,13 @@ def _log_once(notes: Sequence[str]) -> None:
 
 
 def _launched(variable: str) -> int | None:
-    """Read a number of ranks that a launcher has put into the environment; None without one."""
+    """Read a launcher's number of ranks from the environment; None without one."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def _world_size() -> int:
-    """Return the ranks of the process group, else those that a launcher starts, else 1."""
+    """Return the ranks of the process group, else of the launcher, else 1."""
     group = torch.distributed
     if group.is_available() and group.is_initialized():
         return group.get_world_size()
