@@ -1,11 +1,11 @@
 """Builds the cffi extension `infinity._native` from the *.c and *.cdef.h in native/.
 
-Two ways, one description: `python native/build_native.py` puts infinity/_native.abi3.so into the
-source tree; pip runs the `build_ext` class below (pyproject.toml: [[tool.setuptools.ext-modules]]
-and [tool.setuptools.cmdclass]). `python native/build_native.py requires` prints the packages that a
+`python native/build_native.py` builds infinity/_native.abi3.so in the source tree; pip runs the
+`build_ext` class below (pyproject.toml: [[tool.setuptools.ext-modules]] and
+[tool.setuptools.cmdclass]). `python native/build_native.py requires` prints the packages that a
 build needs on this machine.
 
-Compiler: CC if it is set, else the system's if it works, else clang from the wheel `ziglang`.
+Compiler: CC if set, else the system's if it works, else clang from the wheel `ziglang`.
 
 Environment: CC (`CC=zig`: that of the wheel); INFINITY_WERROR=1 makes warnings errors;
 INFINITY_SANITIZE=address,undefined (or thread) builds with those sanitizers.
@@ -42,10 +42,10 @@ ZIGLANG = "ziglang>=0.17"
 """clang 22: with the clang of older ones, zig refuses AVX-512 in functions of a baseline build."""
 
 GLIBC = "2.28"
-"""The oldest glibc that what zig links must run on: torch's own wheels ask for that one."""
+"""The oldest glibc that zig's output must run on: that of torch's wheels."""
 
-# -ffp-contract=off: no FMA, so that every instruction set rounds alike. -fno-math-errno: without it
-# sqrt stays scalar.
+# -ffp-contract=off: no FMA, so that all instruction sets round identically. -fno-math-errno:
+# without it sqrt stays scalar.
 # -Werror=implicit-function-declaration: a call without its declaration passes floats as doubles.
 COMPILE_FLAGS = (
     "-std=gnu11",
@@ -60,12 +60,12 @@ COMPILE_FLAGS = (
 )
 LINK_FLAGS = ("-pthread", "-ldl", "-lm")
 
-# A program that fails to link where a compiler came without libc's headers or a linker.
+# A program that fails to build if a compiler lacks libc's headers or a linker.
 PROBE = '#include <pthread.h>\n#include <stdio.h>\nint main(void) { return puts("") < 0; }\n'
 
 
 def _works(command: str) -> bool:
-    """Return whether a compiler makes a program."""
+    """Return whether a compiler can build a program."""
     words = shlex.split(command)
     if not words or shutil.which(words[0]) is None:
         return False
@@ -77,14 +77,14 @@ def _works(command: str) -> bool:
 
 
 def system_compiler() -> str | None:
-    """Return the command of the system's C compiler; None: there is none, or CC asks for zig's.
+    """Return the command of the system's C compiler; None: there is none, or CC=zig.
 
-    A CC that does not work is returned all the same: its error is the user's to see.
+    CC is returned unchecked, so that the user sees its error.
     """
     chosen = os.environ.get("CC")
     if chosen:
         return None if chosen == "zig" else chosen
-    # The compiler that built this Python comes first: its flags are those that setuptools adds.
+    # First the compiler that built this Python, since setuptools adds its flags.
     commands = (sysconfig.get_config_var("CC") or "cc", "cc", "gcc", "clang")
     return next((command for command in commands if _works(command)), None)
 
@@ -100,14 +100,13 @@ def zig_command() -> list[str]:
             f"the package ziglang is not installed; pip install '{ZIGLANG}', or install gcc and "
             "libc6-dev, or set CC"
         )
-    # A target, also on its own machine: without one zig compiles for this processor only, and
-    # against this machine's glibc.
+    # An explicit target: without one zig compiles for this processor and this machine's glibc.
     target = f"{platform.machine()}-linux-gnu.{GLIBC}"
     return [sys.executable, "-m", "ziglang", "cc", "-target", target]
 
 
 def compiler_command() -> list[str]:
-    """Return the compiler of a build on this machine, ready for arguments; tests build with it too.
+    """Return the compiler's command for builds on this machine; tests use it, too.
 
     Raises: CompileError when there is none.
     """
@@ -116,12 +115,12 @@ def compiler_command() -> list[str]:
 
 
 def requires() -> list[str]:
-    """Return what must be installed beside setuptools before a build on this machine."""
+    """Return the packages, besides setuptools, that a build on this machine needs."""
     return [*REQUIRES, *([] if system_compiler() else [ZIGLANG])]
 
 
 def cdef_text() -> str:
-    """The declarations for cffi: kernels.cdef.h first, since the others use its structs."""
+    """Return the declarations for cffi: kernels.cdef.h first, since the others use its structs."""
     files = sorted(
         NATIVE.rglob("*.cdef.h"), key=lambda file: (file.name != "kernels.cdef.h", file.name)
     )
@@ -146,16 +145,16 @@ def sources() -> list[str]:
 
 
 def depends() -> list[str]:
-    """Files that a rebuild must look at besides the sources."""
+    """Return further files that a rebuild depends on."""
     headers = [str(file.relative_to(ROOT)) for file in sorted(NATIVE.rglob("*.h"))]
     return [*headers, "native/build_native.py"]
 
 
 def compile_flags() -> list[str]:
-    """Flags for every file, with what the environment asks for."""
+    """Return the compiler flags, with those of the environment."""
     flags = list(COMPILE_FLAGS)
     if os.environ.get("INFINITY_WERROR") == "1":
-        # a check keeps its assertions; Python's own flags switch them off
+        # keep assertions, which Python's flags disable
         flags += ["-Werror", "-UNDEBUG"]
     sanitizers = os.environ.get("INFINITY_SANITIZE")
     if sanitizers:
@@ -209,7 +208,7 @@ class build_ext(_build_ext):  # noqa: N801 - setuptools' name
         super().run()
 
     def build_extensions(self) -> None:
-        """Put zig in the place of the compiler that setuptools has set up."""
+        """Replace setuptools' compiler by zig."""
         if self._zig is not None:
             self._use_zig(self._zig)
         super().build_extensions()

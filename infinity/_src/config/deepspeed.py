@@ -1,10 +1,10 @@
-"""Reading a DeepSpeed configuration: the policy that it asks for, and the run beside it.
+"""Conversion of a DeepSpeed configuration to a policy and the settings of a run.
 
     file or mapping -> names and values checked against the table (`deepspeed_keys.py`), "auto"
     filled -> `DeepSpeedRun`: fields of `inf.Policy`, dtype, loss scaling, batch sizes, optimizer,
     scheduler, and a note for each key that means nothing here, or something else
 
-Dtypes are names, so that this imports without torch.
+Dtypes are names, so that this module imports no torch.
 """
 
 from __future__ import annotations
@@ -353,11 +353,12 @@ _NOTHING: Mapping[str, Any] = types.MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class LossScaling:
-    """Loss scaling of fp16. static: a fixed scale; None: it is dynamic, by the other fields.
+    """Loss scaling of fp16. static: a fixed scale; None: dynamic, by the other fields.
 
-    initial_scale: the first. window: steps without overflow after which the scale doubles.
-    min_scale: the least. hysteresis: overflows before it is halved; consecutive_hysteresis: a step
-    without overflow restores their count. raise_at_min: an overflow at min_scale is an error.
+    initial_scale: the first scale. window: steps without overflow before the scale doubles.
+    min_scale: the minimum. hysteresis: overflows before the scale is halved;
+    consecutive_hysteresis: a step without overflow resets their count. raise_at_min: an overflow at
+    min_scale is an error.
     """
 
     static: float | None
@@ -371,17 +372,17 @@ class LossScaling:
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedRun:
-    """A configuration of DeepSpeed as the engine takes it. Dtypes are torch's names.
+    """A DeepSpeed configuration, converted for the engine. Dtypes are torch's names.
 
-    policy: fields of `inf.Policy`; `inf.Policy.from_deepspeed(run)` makes it. dtype: "bfloat16" or
-    "float16", to which parameters are cast; None: they stay. autocast: the dtype of autocast
-    around forward; "float16" without `loss_scaling` wants torch's GradScaler. clip_norm: 0.0 for
-    none. optimizer: the name of a class of `inf` or, for `inf.Elementwise`, of torch.optim, and
-    its arguments. scheduler: the name of a schedule of DeepSpeed or of torch, and its arguments.
-    cast_inputs: floating inputs of forward go to fp16. buffer_dtype: to which floating buffers are
-    cast, but those of keep_in_fp32; "auto": those that a transformers model names.
-    managed_accumulation: the engine counts micro-batches. drop_last: of a loader that it makes.
-    notes: a line for each key that means nothing here, or not the same. keys: all, in order.
+    policy: fields for `inf.Policy.from_deepspeed(run)`. dtype: "bfloat16" or "float16", to which
+    parameters are cast; None: not cast. autocast: the dtype of autocast around forward; "float16"
+    without `loss_scaling` needs torch's GradScaler. clip_norm: 0.0: none. optimizer: (name of a
+    class of `inf` or, for `inf.Elementwise`, of torch.optim; arguments). scheduler: (name of a
+    DeepSpeed or torch schedule; arguments). cast_inputs: cast floating inputs of forward to fp16.
+    buffer_dtype: dtype of floating buffers, except those of keep_in_fp32 ("auto": named by a
+    transformers model). managed_accumulation: the engine counts micro-batches. drop_last: of a
+    loader created by the engine. notes: a line for each key without a meaning, or with another
+    meaning, here. keys: all keys, in order.
     """
 
     policy: Mapping[str, Any]
@@ -415,14 +416,14 @@ def read_deepspeed(
 
     world_size: ranks, for the batch sizes. ranks_per_node: for zero_hpz_partition_size; None:
     not checked. auto: values in place of "auto", by dotted key, as a trainer fills them
-    ({"optimizer.params.lr": 1e-4}). keep_auto: for a policy alone; an "auto" that no field of it
-    depends on is noted, and counts as left out. Without it, it is an error.
+    ({"optimizer.params.lr": 1e-4}). keep_auto: for the policy only: an "auto" on which no field of
+    the policy depends is noted and counts as missing; otherwise it is an error.
 
     Raises: ValueError naming key, value and fix.
     """
     where, values = load(config)
     try:
-        # Before the arguments of an optimizer that is not there.
+        # First, since the arguments of an unknown optimizer cannot be checked.
         _check_optimizer(values)
         given = collected(values)
         given.fill(auto, keep_auto=keep_auto)
@@ -493,7 +494,7 @@ def _loss_scaling(given: Given) -> LossScaling:
     static = given["fp16.loss_scale"] or None
     least = {"fp16.loss_scale_window": 1, "fp16.min_loss_scale": 1, "fp16.hysteresis": 1}
     for name, limit in least.items():
-        # A static scale uses none of them, and DeepSpeed does not look at them then.
+        # A static scale uses none of these, and DeepSpeed does not check them.
         if static is None and given[name] < limit:
             raise ValueError(
                 f"{given.show(name)}: give a whole number, {limit} or more, with dynamic loss "
@@ -510,7 +511,7 @@ def _loss_scaling(given: Given) -> LossScaling:
         min_scale=float(given["fp16.min_loss_scale"]),
         hysteresis=given["fp16.hysteresis"],
         consecutive_hysteresis=given["fp16.consecutive_hysteresis"],
-        # As ZeRO's optimizers have it.
+        # As in ZeRO's optimizers.
         raise_at_min=True,
     )
 
@@ -568,7 +569,7 @@ def _policy(
 
 
 def _bfloat16(given: Given, stage: int) -> dict[str, Any]:
-    """Return the state and the answer to gradients that are not finite, of bf16."""
+    """Return the fields `state` and `on_nonfinite` for bf16."""
     check, states = "bf16.check_grad_overflow", "bf16.bf16_optimizer_states"
     fields: dict[str, Any] = {"on_nonfinite": "skip" if given[check] else "ignore"}
     given.became(check, f"on_nonfinite={fields['on_nonfinite']!r}")
@@ -583,7 +584,7 @@ def _bfloat16(given: Given, stage: int) -> dict[str, Any]:
 
 
 def _device(given: Given, section: str, old: str) -> str:
-    """Return the device of an offload section, which an old key may name."""
+    """Return the device of an offload section, or of its old key."""
     name = section + "device"
     if not given.has(old):
         device: str = given[name]
@@ -625,7 +626,7 @@ def _tiers(given: Given, stage: int) -> dict[str, Any]:
 
 
 def _drives(given: Given, tiers: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
-    """Return the directories, and the part of parameters on NVMe that rests in RAM."""
+    """Return the fields `nvme` and `resident`."""
     paths: list[str] = []
     for section, tier in ((_PARAM, tiers["params"]), (_OPTIM, tiers["optim"])):
         path = given[section + "nvme_path"]
@@ -643,7 +644,7 @@ def _drives(given: Given, tiers: Mapping[str, Any], dtype: str | None) -> dict[s
     fields: dict[str, Any] = {"nvme": paths} if paths else {}
     kept = _PARAM + "max_in_cpu"
     if given.has(kept) and tiers["params"] == "nvme":
-        # Elements of the dtype that computes.
+        # The value is in elements of the compute dtype.
         size_bytes = given[kept] * (2 if dtype else 4)
         fields["resident"] = {"params": size_bytes}
         given.became(kept, f"resident={{'params': {size_bytes}}}")
@@ -661,7 +662,7 @@ def _exchange(
     if waits is not None:
         fields["grad_dtype"] = waits
         given.became("data_types.grad_accum_dtype", f"grad_dtype={waits!r}")
-        # The engine's default is the dtype in which they wait, DeepSpeed's that of parameters.
+        # The engine's default is grad_dtype, DeepSpeed's the dtype of parameters.
         travels = travels or dtype
     if travels is not None:
         fields["reduce_dtype"] = travels
@@ -686,7 +687,7 @@ def _exchange(
 
 def _check_hpz(given: Given, size: int, world_size: int, ranks_per_node: int | None) -> None:
     text = given.show(_ZERO + "zero_hpz_partition_size")
-    # DeepSpeed takes the whole world where the size is larger.
+    # DeepSpeed limits the size to the world's.
     size = min(size, max(world_size, 1))
     if world_size % size:
         raise ValueError(
@@ -718,8 +719,9 @@ def _io(given: Given) -> dict[str, Any]:
 
 
 def _batches(given: Given, world_size: int) -> tuple[int | None, int, int | None]:
-    """Return (micro-batch, accumulation, batch) by DeepSpeed's rule: their product over all ranks;
-    any may be left out."""
+    """Return (micro-batch size, accumulation steps, batch size): batch = micro-batch x steps x
+    ranks; each may be missing.
+    """
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: give the number of ranks, 1 or more")
     names = (
@@ -782,8 +784,9 @@ OPTIMIZERS: dict[str, tuple[str, Mapping[str, Any], frozenset[str]]] = {
     ),
     "Rprop": ("Rprop", {"lr": 1e-2}, frozenset(["etas", "step_sizes"])),
 }  # fmt: skip
-"""Types of optimizers: the class, DeepSpeed's defaults of its arguments, and further arguments.
-DeepSpeed reads its own types in any case, torch's as torch writes them."""
+"""Optimizer type -> (class, DeepSpeed's default arguments, further arguments). DeepSpeed's types
+are case-insensitive, torch's are not.
+"""
 _KERNELS = ("AdamW", "Lion", "SGD")
 _PARAMS = "optimizer.params."
 
@@ -839,14 +842,13 @@ def _without_kernel(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _adam(given: Given, kind: str, arguments: dict[str, Any]) -> str:
-    """Return the class of DeepSpeed's Adam, whose weight decay is AdamW's unless it is told not to
-    be."""
+    """Return the class for DeepSpeed's Adam, which is AdamW unless adam_w_mode is false."""
     torch_adam = arguments.pop("torch_adam", False)
     decoupled = arguments.pop("adam_w_mode", True) or kind.lower() == "adamw"
     if torch_adam and decoupled and not given.has(_PARAMS + "weight_decay"):
-        # torch.optim.AdamW's own default.
+        # torch.optim.AdamW's default.
         arguments["weight_decay"] = 1e-2
-    # Without decay the two are the same update. But parameter groups may have one of their own.
+    # Without decay both are the same update, but parameter groups may have a decay.
     return "AdamW" if decoupled else "Adam"
 
 
@@ -874,7 +876,7 @@ SCHEDULES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         ]),
     ),
 }  # fmt: skip
-"""DeepSpeed's schedules: the arguments that each needs, and those that it may have."""
+"""DeepSpeed schedule -> (required arguments, optional arguments)."""
 
 
 def _scheduler(given: Given) -> tuple[str, dict[str, Any]] | None:

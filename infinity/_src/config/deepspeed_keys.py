@@ -1,12 +1,12 @@
-"""Keys of a DeepSpeed configuration (0.19.8), each with its fate here.
+"""Keys of a DeepSpeed configuration (0.19.8), each with its status here.
 
-    mapped      it becomes a field of the policy, or of the run beside it (`DeepSpeedRun`)
-    no meaning  it is accepted, and nothing depends on it here; reading it notes why
-    refused     it asks for another computation than the engine's, unless its value is the one that
-                asks for nothing; the error says what to do
+    mapped      sets a field of the policy, or of `DeepSpeedRun`
+    no meaning  accepted without effect; a note says why
+    refused     requests a computation that the engine does not have, unless its value requests
+                nothing; the error says what to do
 
-`deepspeed.py` gives the mapped keys their meaning. docs/deepspeed-config.md is written from
-this table. Nothing here knows a tensor.
+`deepspeed.py` converts the mapped keys. docs/deepspeed-config.md is generated from this table. This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 MAPPED, NO_MEANING, REFUSED, LEFT_OUT = "mapped", "no meaning", "refused", "left out"
 AUTO = "auto"
 LARGEST = (1 << 63) - 1
-"""Largest whole number of a configuration: sys.maxsize, which DeepSpeed has as a default."""
+"""Largest integer of a configuration: sys.maxsize, which is a default in DeepSpeed."""
 
 # -- Values ----------------------------------------------------------------------------------------
 
 
 class _Short(reprlib.Repr):
-    """Text of a value for a message: a few levels and characters, whatever the value is."""
+    """Formats a value for a message, with bounded depth and length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ _short = _Short()
 
 
 def shown(value: Any) -> str:
-    """Write a value as JSON has it, shortened."""
+    """Format a value as in JSON, shortened."""
     names = {True: "true", False: "false", None: "null"}
     if value is None or isinstance(value, bool):
         return names[value]
@@ -53,10 +53,10 @@ def shown(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Values that a key takes.
+    """Allowed values of a key.
 
-    text: their description, to follow "give". read: returns the value as the engine takes it;
-    raises ValueError for any other. takes_auto: "auto" is one of them.
+    text: their description, to follow "give". read: converts a value for the engine; raises
+    ValueError for others. takes_auto: "auto" is an allowed value.
     """
 
     text: str
@@ -65,7 +65,7 @@ class Check:
 
 
 def _flag(value: Any) -> bool:
-    # Numbers as well: DeepSpeed takes 0 and 1 for a truth value.
+    # Numbers, too: DeepSpeed accepts 0 and 1 as truth values.
     if not isinstance(value, int) or value not in (0, 1):
         raise ValueError
     return bool(value)
@@ -74,7 +74,7 @@ def _flag(value: Any) -> bool:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError
-    # Before a comparison with a float, which overflows for larger integers.
+    # First, since converting larger integers to float overflows.
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError
     if not math.isfinite(value):
@@ -90,7 +90,7 @@ def _integer(value: Any) -> int:
 
 
 def whole(least: int, most: int = LARGEST) -> Check:
-    """Whole numbers of a range; 5e8 is one."""
+    """Integers of a range; 5e8 is accepted."""
 
     def read(value: Any) -> int:
         number = _integer(value)
@@ -106,7 +106,7 @@ def whole(least: int, most: int = LARGEST) -> Check:
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, above: bool = False) -> Check:
-    """Finite numbers of a range; above: without its lower end."""
+    """Finite numbers of a range; above: excluding its lower end."""
 
     def read(value: Any) -> float:
         found = float(_number(value))
@@ -175,7 +175,7 @@ def _numbers_of(value: Any, check: Check) -> tuple[float, float]:
 
 
 def _steps(value: Any) -> float:
-    # Accelerate sets infinity, so that DeepSpeed prints nothing.
+    # Accelerate sets infinity, which disables DeepSpeed's printing.
     return value if value == math.inf and isinstance(value, float) else whole(0).read(value)
 
 
@@ -191,7 +191,7 @@ DTYPES = {
     "bf16": "bfloat16", "bfloat16": "bfloat16", "torch.bfloat16": "bfloat16",
     "fp32": "float32", "float32": "float32", "float": "float32", "torch.float32": "float32",
 }  # fmt: skip
-"""Names of dtypes that DeepSpeed takes, to torch's."""
+"""DeepSpeed's dtype name -> torch's."""
 
 
 def _torch_name(value: Any) -> str | None:
@@ -229,7 +229,7 @@ TORCH_SCHEDULES = frozenset([
     "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR", "ExponentialLR",
     "LinearLR", "MultiStepLR", "OneCycleLR", "PolynomialLR", "StepLR",
 ])  # fmt: skip
-"""Schedules of torch whose arguments are numbers; they are handed on as they are."""
+"""torch's schedules with numeric arguments, which are passed on unchanged."""
 
 
 # -- Switches of refused keys ----------------------------------------------------------------------
@@ -237,14 +237,16 @@ TORCH_SCHEDULES = frozenset([
 
 @dataclasses.dataclass(frozen=True)
 class Off:
-    """Values of a refused key that ask for nothing: text describes them, `tells` finds them."""
+    """Values of a refused key that request nothing: `text` describes them, `tells` recognizes
+    them.
+    """
 
     text: str
     tells: Callable[[Any], bool]
 
 
 def _as_flag(value: Any) -> Any:
-    """Return a number for a truth value as the truth value; any other value as it is."""
+    """Convert 0 and 1 to bool; return other values unchanged."""
     return bool(value) if isinstance(value, int) and value in (0, 1) else value
 
 
@@ -253,7 +255,7 @@ def _is_same(value: Any, one: Any) -> bool:
 
 
 def off_at(*values: Any) -> Off:
-    """Equal to one of `values`. true is no number, but 0 and 1 are truth values."""
+    """Values equal to one of `values`. true is not a number, but 0 and 1 are truth values."""
 
     def tells(value: Any) -> bool:
         return any(
@@ -295,11 +297,12 @@ ONE_STAGE = Off('an object with `"stages"` of 1 or "auto"', _one_stage)
 
 @dataclasses.dataclass(frozen=True)
 class ConfigKey:
-    """One key: its dotted name, its fate, the values that it takes, and what becomes of it.
+    """One key: its dotted name, its status (`fate`), its allowed values, and its meaning here
+    (`to`).
 
-    to: a mapped key's field; else why it has no meaning, or what to do instead. default: the value
-    that DeepSpeed takes without it. off: of a refused key. policy: the policy depends on it. also:
-    other names of it in the same section.
+    to: the field of a mapped key; else why it has no meaning, or what to do instead. default:
+    DeepSpeed's default. off: of a refused key. policy: a field of the policy depends on it. also:
+    its other names in the same section.
     """
 
     name: str
@@ -313,7 +316,7 @@ class ConfigKey:
 
     @property
     def section(self) -> str:
-        """The part of the name before the last full stop, with it; "" at the top."""
+        """The name up to and including the last dot; "" at the top level."""
         return self.name[: len(self.name) - len(self.last)]
 
     @property
@@ -335,7 +338,7 @@ def mapped(
 
 
 def ignored(names: str, check: Check, why: str, *, also: str = "") -> tuple[ConfigKey, ...]:
-    """Keys without meaning, for one reason. also: a second name of the one."""
+    """Keys without meaning, for the same reason. also: a second name of a single key."""
     others = (also,) if also else ()
     return tuple(ConfigKey(name, NO_MEANING, check, why, also=others) for name in names.split())
 
