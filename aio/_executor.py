@@ -686,7 +686,7 @@ class Executor:
         record = core.ffi.new("inf_seam *")
         _fill_seam(record, seam)
         each = [speed for index in range(len(core.drives)) for speed in seam.throttle(index)]
-        # C wants a pointer, also where there is no drive.
+        # C needs a valid pointer, also without drives.
         speeds = core.ffi.new("double[]", each or [0.0])
         met = int(core.lib.inf_executor_set_seam(core.pointer, record, speeds))
         if met < 0:
@@ -711,7 +711,7 @@ class Executor:
         if core.forked:
             core.check()
         counters = core.ffi.new("inf_exec_stats *")
-        # C wants a pointer, also where there is no drive.
+        # C needs a valid pointer, also without drives.
         per_drive = core.ffi.new("inf_drive_stats[]", max(1, len(core.drives)))
         core.lib.inf_executor_stats(core.pointer, counters, per_drive)
         drives = tuple(

@@ -155,7 +155,7 @@ def from_bytes(
     """
     if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes are no {dtype} tensor of shape {shape}")
-    # Memory of its own, in which every dtype is aligned.
+    # New memory, aligned for every dtype.
     found = torch.empty(len(data), dtype=torch.uint8)
     found.numpy().data[:] = data
     return found.view(dtype).view(shape)
@@ -164,7 +164,7 @@ def from_bytes(
 def copied(value: torch.Tensor) -> torch.Tensor:
     """Return a contiguous copy of a tensor on the CPU."""
     data = bytes_of(value)
-    # Memory of its own, in which every dtype is aligned.
+    # New memory, aligned for every dtype.
     data = data.clone() if data.device.type == "cpu" else data.to("cpu")
     return data.view(value.dtype).view(value.shape)
 

@@ -1,9 +1,9 @@
 """Logits that are not computed, for a model that computes logits and their loss itself.
 
-A TiledHead returns DeferredLogits, which hold the hidden states. The operations of models on the
-way to the loss (a cast, a slice of the leading dimensions, a view as [rows, vocabulary]) are done
-to the hidden states; `cross_entropy` of them is the tiled loss of the head. Any other operation
-makes the logits, in full, as an ordinary head would have: right, and large.
+A TiledHead returns DeferredLogits, which hold the hidden states. Operations between head and loss
+(a cast, a slice of the leading dimensions, a view as [rows, vocabulary]) are applied to the hidden
+states; `cross_entropy` of the result is the tiled loss of the head. Any other operation computes
+the full logits, as an ordinary head does.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ _TENSOR: Any = torch.Tensor
 
 
 class TiledHead(TiledLinear):
-    """A tiled linear whose output is not computed until somebody needs it: see the module's
-    docstring.
-    """
+    """A tiled linear whose output is computed on first use: see the module's docstring."""
 
     # One warning for each head: a training loop would repeat it every step.
     _said = False
@@ -53,7 +51,7 @@ class TiledHead(TiledLinear):
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the logits [..., out_features], in full.
 
-        x: in the dtype that computes, which autocast chose if it was on then.
+        x: in the compute dtype, which autocast chose if it was on at the call.
         """
         return self.call(x, lambda: self.multiply(x))
 
@@ -69,11 +67,10 @@ class TiledHead(TiledLinear):
 
 
 class UncomputedLogits(torch.Tensor):
-    """Logits that are computed when somebody uses them: shape, dtype and device of a tensor, and no
-    memory.
+    """Logits that are computed on first use: shape, dtype and device of a tensor, without memory.
 
-    Logits made under `no_grad` have no graph. Once somebody writes to the logits, or puts a hook on
-    them, they are ordinary ones for everybody (`materialize`).
+    Logits made under `no_grad` have no graph. A write or a hook turns the logits into an ordinary
+    tensor for all users (`materialize`).
     """
 
     # Backward goes by way of these: hidden states and, once materialized, the computed logits.
@@ -97,18 +94,18 @@ class UncomputedLogits(torch.Tensor):
 
     @property
     def wants_grad(self) -> bool:
-        """True where the logits have a graph, as those of an ordinary head."""
+        """True if the logits have a graph, as an ordinary head's would."""
         hidden = self.infinity_inputs[0]
         return self._graph and (
             hidden.requires_grad or any(param.requires_grad for param in self._head.parameters())
         )
 
     def compute(self, what: str = "an operation") -> torch.Tensor:
-        """Compute the logits as an ordinary tensor, once. what: wants them."""
+        """Compute the logits as an ordinary tensor, once. what: the operation that needs them."""
         if self.is_materialized():
             return self.materialize(what)
         made = self._computed
-        # Computed under no_grad, and wanted with a graph now: once more.
+        # Computed under no_grad before, and now needed with a graph: compute again.
         if made is None or (torch.is_grad_enabled() and self.wants_grad and not made.requires_grad):
             # As an ordinary head would have recorded it when it was called.
             with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
@@ -117,7 +114,7 @@ class UncomputedLogits(torch.Tensor):
         return made
 
     def is_materialized(self) -> bool:
-        """Tell whether these are ordinary logits by now: materialized, or written to since."""
+        """Return whether these are ordinary logits: materialized or written to."""
         written = self._computed is not None and _version(self._computed) != self._computed_version
         return self._materialized or written
 
@@ -133,7 +130,7 @@ class UncomputedLogits(torch.Tensor):
         return self._computed
 
     def _become_ordinary(self, what: str) -> None:
-        # Not where somebody wrote to the computed ones, which are the logits now.
+        # Not if the computed logits were written to, which are valid then.
         if not self.is_materialized():
             self.compute(what)
 
@@ -141,7 +138,7 @@ class UncomputedLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        """Refuse calls from C++ that pass `__torch_function__` by."""
+        """Refuse calls from C++ that bypass `__torch_function__`."""
         raise RuntimeError(
             f"{func} met the logits of a model with inf.tile_loss or inf.microbatched, which are "
             "not computed; call `logits.clone()` first"
@@ -292,7 +289,7 @@ class DeferredLogits(UncomputedLogits):
         return self._head.compute(self.infinity_inputs[0]).to(self.dtype)
 
     def is_materialized(self) -> bool:
-        """Tell whether these are ordinary logits by now, or those that they are a view of."""
+        """Return whether these are ordinary logits, or views of ordinary ones."""
         return super().is_materialized() or (self._of is not None and self._of[0].is_materialized())
 
     def _become_ordinary(self, what: str) -> None:
@@ -361,7 +358,7 @@ def _compute(value: Any, what: str) -> Any:
     return value
 
 
-# -- operations that leave rows of logits whole; a handler returns None where one does not ---------
+# -- operations that keep rows of logits whole; a handler returns None for others ------------------
 
 Handler = Callable[[Any, DeferredLogits, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
@@ -388,7 +385,7 @@ def _cast(dtype: torch.dtype) -> Handler:
 def _to(_func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     device, dtype, copy = parse_to(args, kwargs)
     here, dtype = logits.device, dtype or logits.dtype
-    # Another device, or an integer dtype: the logits themselves are wanted.
+    # Another device, or an integer dtype: the logits are needed.
     if device is not None and (device.type != here.type or device.index not in (None, here.index)):
         return None
     if not dtype.is_floating_point:
@@ -474,10 +471,9 @@ def _cross_entropy(
     )
     logits.check_unchanged()
     with torch.set_grad_enabled(torch.is_grad_enabled() and logits._graph):
-        # The hidden states have the dtype that computes already: autocast was asked when the head
-        # ran.
+        # The hidden states already have the compute dtype: autocast was applied when the head ran.
         loss = head_loss(logits._head, logits.infinity_inputs[0], target, settings, cast=False)
-        # Under autocast torch's loss is fp32, whatever the logits are.
+        # Under autocast torch's loss is always fp32.
         return loss if torch.is_autocast_enabled(logits.device.type) else loss.to(logits.dtype)
 
 

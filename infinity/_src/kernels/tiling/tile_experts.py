@@ -33,9 +33,7 @@ from infinity._src.kernels.tiling.tiled_module import (
 M = TypeVar("M", bound=nn.Module)
 
 _TRIAL = {"experts": 3, "hidden": 16, "inner": 24, "tokens": 20}
-"""Sizes of the copy that is tried. Its tokens are more than its experts, so that sums have an
-order.
-"""
+"""Sizes of the trial copy. It has more tokens than experts, so that the order of sums matters."""
 
 
 def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = None) -> M:
@@ -68,17 +66,17 @@ def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = 
         )
     chosen = _chosen(model, [names] if isinstance(names, str) else names)
     tried: set[tuple[Any, ...]] = set()
-    # All are checked before the first is replaced: an error leaves the model as it was.
+    # All are checked before the first is replaced, so that an error leaves the model unchanged.
     for name, module in chosen.items():
         _check(model, name, module)
-        # Layers are alike: one of them is tried.
+        # Layers are alike, so only one is tried.
         like = (type(module), repr(module), next(module.parameters()).dtype)
         if like not in tried:
             _try_out(name, module)
             tried.add(like)
     for module in chosen.values():
         put(model, module, _tiled(module, experts))
-        # The whole stacks go now, not when the last module is cut.
+        # Free the whole stacks now, not after the last module.
         for attr in module._parameters:
             module._parameters[attr] = None
     return model
@@ -101,7 +99,7 @@ def _chosen(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Modul
 
 
 def is_stack(module: nn.Module) -> bool:
-    """Check whether a module's parameters are those of a stack of experts."""
+    """Return whether a module has the parameters of a stack of experts."""
     ups = [module._parameters.get(name) for name in STACK_WEIGHTS]
     found = [parameter for parameter in ups if parameter is not None]
     return len(found) == 2 and ups[2] is not None and all(one.dim() == 3 for one in found)
@@ -150,7 +148,7 @@ def _check(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _check_adapters(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Raise ValueError for adapters that want a whole stack."""
+    """Raise ValueError for adapters that need a whole stack."""
     for holder in model.modules():
         attr = getattr(holder, "parameter_name", None)  # of PEFT's
         if attr is None or getattr(holder, "takes_tiles", False):
@@ -164,7 +162,7 @@ def _check_adapters(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _implementation(module: nn.Module) -> str | None:
-    """Return the implementation that the configuration wants, where the module asks for it."""
+    """Return the configured implementation, if the module has that choice."""
     # transformers' decorator keeps the eager forward here.
     if not hasattr(type(module).forward, "__wrapped__"):
         return None
@@ -173,7 +171,7 @@ def _implementation(module: nn.Module) -> str | None:
 
 
 def _function(module: nn.Module) -> ExpertFunction:
-    """Read what one expert computes from what the module declares."""
+    """Derive the computation of one expert from the module's declarations."""
     if module._parameters.get("gate_up_proj") is None:
         activate = functools.partial(_activate, module)
     elif callable(own := getattr(module, "_apply_gate", None)):
@@ -260,7 +258,7 @@ def _small_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
             shape = (experts, ins, outs)
         values = torch.randn(shape, generator=generator, device="cpu") / ins**0.5
         parameters[attr] = nn.Parameter(values.to(value.dtype))
-    # A dict of its own: the copy shares the module's.
+    # A new dict, since the copy shares the module's.
     made.__dict__["_parameters"] = parameters
     made.__dict__["num_experts"] = experts
     return made
@@ -283,7 +281,7 @@ def _results(
     """
     with torch.enable_grad(), torch.inference_mode(False):
         hidden, weights = (arguments[at].clone().requires_grad_() for at in (0, 2))
-        # Both meet gradients from elsewhere, so that the order of sums is seen.
+        # Both add to existing gradients, so that the order of sums matters.
         before, gates = torch.tanh(hidden), torch.tanh(weights)
         out = call(before, arguments[1], gates)
         seed = torch.linspace(-1, 1, out.numel(), device="cpu").view(out.shape).to(out.dtype)
@@ -298,7 +296,7 @@ def _results(
             held = owner.tile_parameters(attr)
         else:
             held = [stack for stack in [owner._parameters.get(attr)] if stack is not None]
-        # A gradient that some tiles lack is of another shape than the whole one.
+        # If some tiles have no gradient, the shape differs from the whole one's.
         grads = [part.grad for part in held if part.grad is not None]
         found[f"gradient of {attr}"] = torch.cat(grads) if grads else None
     return found

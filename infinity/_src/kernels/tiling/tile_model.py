@@ -30,7 +30,7 @@ from infinity._src.kernels.tiling.tiled_module import (
 M = TypeVar("M", bound=nn.Module)
 
 _HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Hooks of users, which a tiled module cannot take over unseen."""
+"""Hooks of users, which a replaced module would silently lose."""
 
 
 def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = None) -> M:
@@ -52,7 +52,7 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
     a model that is offloaded or has gradients or hooks there, and for a weight shared with a module
     that cannot be tiled. On an error the model is as it was.
     """
-    # Before anything is looked at: a wrong argument leaves the model as it was.
+    # Checked first: a wrong argument leaves the model unchanged.
     parse_tiles(tiles)
     refuse_microbatched(model, "inf.tile_linears(model, ...)")
     if "_infinity_handle" in model.__dict__:
@@ -66,7 +66,7 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
             "inf.ops.TiledLinear"
         )
     chosen = _chosen(model, tiles, [names] if isinstance(names, str) else names)
-    # The whole plan first: an error leaves the model as it was.
+    # The whole plan first, so that an error leaves the model unchanged.
     plan = list(_plan(model, tiles, chosen))
     for group in plan:
         _replace(model, group)
@@ -200,7 +200,8 @@ def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Itera
         if id(weight) in done:
             continue
         sites = list(holders[id(weight)])
-        # On the meta device tied weights are not one parameter yet, so the model is asked for them.
+        # On the meta device tied weights are still separate parameters, so use the model's
+        # declaration.
         for other in declared.get(f"{name}.weight", ()) if weight.is_meta else ():
             sites += [
                 site
@@ -248,7 +249,7 @@ def _check(name: str, module: nn.Module, attr: str, wanted: str) -> None:
             f"{shared}an embedding with max_norm, scale_grad_by_freq or sparse, which tiles do not "
             f"have{leave}"
         )
-    # Its gradient would stay with the old parameter.
+    # Its gradient would remain on the old parameter.
     if module._parameters["weight"].grad is not None:  # type: ignore[union-attr]
         raise ValueError(
             f"{name}.weight has a gradient, which tiling would lose: call model.zero_grad() first"
@@ -257,7 +258,7 @@ def _check(name: str, module: nn.Module, attr: str, wanted: str) -> None:
 
 
 def check_unhooked(name: str, module: nn.Module) -> None:
-    """Raise ValueError for a module with hooks or a forward of its own."""
+    """Raise ValueError for a module with hooks or an overridden forward."""
     hooked = [kind for kind in _HOOK_DICTS if getattr(module, kind, None)]
     if hooked or "forward" in module.__dict__:
         raise ValueError(
@@ -278,7 +279,7 @@ def _replace(model: nn.Module, group: _Group) -> None:
         made.train(module.training)
         put(model, module, made)
         with torch.no_grad():
-            # The whole weight goes now, not when the last linear is tiled.
+            # Free the whole weight now, not after the last linear.
             module._parameters["weight"] = None
 
 

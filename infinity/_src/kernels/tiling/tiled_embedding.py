@@ -49,19 +49,20 @@ class TiledEmbedding(TiledMatrix):
         flat = indices.reshape(-1).long()
         message = f"index out of range: this embedding has {self.num_embeddings} rows"
         if flat.device.type != "cpu":
-            # Without a wait for the device. An index that no tile has would leave its row of `out`
-            # as the allocator gave it.
+            # Without blocking on the device. An index out of range would leave its row of `out`
+            # uninitialized.
             assert_async(((flat >= 0) & (flat < self.num_embeddings)).all(), message)
         elif flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
             raise IndexError(message)
         weights = self.tile_parameters()
-        # Every element is written: an index in range falls into one row of tiles.
+        # Every element is written, since each valid index is in one row of tiles.
         out = torch.empty(
             flat.numel(), self.embedding_dim, dtype=weights[0].dtype, device=flat.device
         )
         wanted = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         outs = _Enter.apply(
-            # A leaf that wants a gradient puts the chain into the graph: indices cannot.
+            # A leaf with requires_grad puts the chain into the graph, since indices have no
+            # gradient.
             torch.empty(0, device=out.device, requires_grad=True) if wanted else None, out
         )
         for tile, row, column in self.tiles():
@@ -126,7 +127,7 @@ class _Step(torch.autograd.Function):
         ctx.save_for_backward(indices)
         ctx.place, ctx.padding, ctx.shape = place, padding, weight.shape
         columns = out[:, place.columns[0] : place.columns[1]]
-        # One row of tiles holds all indices: no mask is needed.
+        # One row of tiles has all indices, so no mask is needed.
         if weight.shape[0] == place.whole_shape[0]:
             columns.copy_(torch.embedding(weight, indices))
         else:
@@ -145,8 +146,8 @@ class _Step(torch.autograd.Function):
             # As torch has it: the padding row has no gradient.
             if ctx.padding is not None:
                 inside = inside & (indices != ctx.padding)
-            # Indices of other tiles go to a row of their own, which is dropped: no shape depends on
-            # the indices, so a GPU is not waited for, and rows are summed as torch sums them.
+            # Indices of other tiles are mapped to an extra row, which is dropped. So no shape
+            # depends on the indices, a GPU call does not block, and rows are summed as in torch.
             count = ctx.shape[0]
             index = torch.where(inside, index, count)
             part = dy[:, place.columns[0] : place.columns[1]].contiguous()

@@ -89,11 +89,11 @@ def check_call(
             f"target is {target.dtype}; give class indices (int64): class probabilities are not "
             "supported"
         )
-    # As torch's linear: autocast leaves fp64 alone.
+    # As in torch's linear: autocast does not convert fp64.
     if cast and torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     targets = target.reshape(-1).long()
-    # On a GPU looking would wait for the device; `row_losses` makes the loss NaN there.
+    # On a GPU the check would block; `row_losses` returns NaN there.
     if targets.device.type == "cpu":
         wrong = targets[
             (targets != settings.ignore_index) & ((targets < 0) | (targets >= settings.vocabulary))
@@ -128,7 +128,7 @@ class LinearCrossEntropy(nn.Module):
         self.settings = Settings(head_rows(head), ignore_index, label_smoothing, reduction)
         self.settings.check()
         self.vocabulary_tile = vocabulary_tile
-        # In a tuple it is no child: its parameters keep the one name that they have in the model.
+        # In a tuple, so that it is no submodule, and its parameters have one name in the model.
         self._head = (head,)
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -206,7 +206,7 @@ class _Running:
 
     def add(self, weight: torch.Tensor, bias: torch.Tensor | None, start: int) -> None:
         """Merge one tile in, in order."""
-        # Partials of all tiles would be kept until the end; merged, they are those of one tile.
+        # Merged at once, so that only one tile's partials are stored.
         found = tile_partials(self.hidden, weight, bias, self.target, start=start)
         self._found = found if self._found is None else merge(self._found, found)
 
@@ -245,7 +245,7 @@ class _Loss(torch.autograd.Function):
                 weight[start : start + tile].to(hidden.dtype), _slice(bias, start, tile), start
             )
         loss, lse, share = running.finish()
-        # No logits: backward computes those of a tile again.
+        # Logits are not saved: backward computes each tile's again.
         ctx.save_for_backward(hidden, weight, bias, target, lse, share)
         ctx.settings, ctx.tile = settings, tile
         return loss
@@ -261,7 +261,7 @@ class _Loss(torch.autograd.Function):
         if wants_bias:
             dbias = torch.empty_like(bias)
         scale = grad.to(lse.dtype) * share
-        # The last first, as the chain of a tiled head does: both sum in one order.
+        # From the last tile to the first, the order of sums of a tiled head's chain.
         for start in reversed(range(0, weight.shape[0], ctx.tile)):
             part = weight[start : start + ctx.tile].to(hidden.dtype)
             dlogits = _dlogits(

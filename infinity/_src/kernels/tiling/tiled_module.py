@@ -1,4 +1,4 @@
-"""Tiles: a weight as a grid of parameters, each a module of its own, so that each is gathered and
+"""Tiles: a weight as a grid of parameters in separate modules, so that each is gathered and
 released alone.
 
     TiledMatrix  (TiledLinear, TiledEmbedding)          state_dict:  weight [rows, columns], one
@@ -9,8 +9,8 @@ released alone.
       +- tile_0_0.gate_up_proj  tile_0_0.down_proj                   down_proj [experts, ...]
       +- tile_1_0.gate_up_proj  tile_1_0.down_proj
 
-Inside the module tree are the tiles. Out of it and into it (state_dict, load_state_dict, exports)
-go whole weights, under the keys that they had before. `whole_name` and `TilePlace` translate.
+The module tree has the tiles. state_dict, load_state_dict and exports have whole weights, under
+their original keys. `whole_name` and `TilePlace` translate.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Grid:
     def of(cls, rows: int, columns: int, tiles: Tiles) -> Grid:
         """Cut [rows, columns] as evenly as alignment allows.
 
-        Raises: ValueError for a number of tiles that cannot be.
+        Raises: ValueError for an impossible number of tiles.
         """
         row_count, column_count = parse_tiles(tiles)
         # More tiles than features would make empty ones.
@@ -201,12 +201,12 @@ class Tile(nn.Module):
         super().__init__()
         self.places = {name: place for name, (_, place) in weights.items()}
         for name, (weight, place) in weights.items():
-            # On the meta device: the shape is wanted, not the memory of a whole weight.
+            # On the meta device, for the shape without the memory of a whole weight.
             assert weight.shape == place.of(torch.empty(place.whole_shape, device="meta")).shape
             self.register_parameter(name, weight)
 
     def extra_repr(self) -> str:
-        """Its places, for people."""
+        """Format its places."""
         return ", ".join(
             f"{name}: rows={place.rows}, columns={place.columns}"
             for name, place in self.places.items()
@@ -281,7 +281,7 @@ class TiledWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        """Refuse calls from C++ that pass `__torch_function__` by."""
+        """Refuse calls from C++ that bypass `__torch_function__`."""
         raise _refusal(func)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -363,7 +363,7 @@ class TiledModule(nn.Module):
         With keep_vars=True: the tiles, under their own names.
         """
         destination = super().state_dict(*args, **kwargs)
-        # With keep_vars the caller wants the parameters themselves, and those are the tiles.
+        # With keep_vars the caller needs the parameters, which are the tiles.
         if kwargs.get("keep_vars", len(args) > 2 and args[2]):
             return destination
         # torch still takes these by position.
@@ -552,14 +552,14 @@ def refuse_microbatched(model: nn.Module, call: str) -> None:
 
 
 def copy_tile(weight: torch.Tensor, place: TilePlace) -> nn.Parameter:
-    """Copy a tile of a weight into a parameter of its own, with the weight's `requires_grad` and
+    """Copy a tile of a weight into a new parameter, with the weight's `requires_grad` and
     attributes.
     """
     with torch.no_grad():
         # A clone: a view would keep the whole weight alive as long as one tile lives.
         values = place.of(weight.detach()).clone(memory_format=torch.contiguous_format)
     tile = nn.Parameter(values, requires_grad=weight.requires_grad)
-    # Attributes that others have put on the weight.
+    # Attributes that other code has set on the weight.
     tile.__dict__.update(weight.__dict__)
     return tile
 

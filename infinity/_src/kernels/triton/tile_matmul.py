@@ -70,14 +70,14 @@ def _product(
     """out[m, n] = sum[m, n] + a[m, k] @ b[k, n] + bias[n], summed in fp32, a block of out per
     program.
     """
-    # 8 row blocks beside each other share in L2 what they read of the columns.
+    # 8 adjacent row blocks share the columns' data in L2.
     block_m, block_n = block_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, 8)
     # 64-bit from here on: a row times its stride may pass 2^31 elements.
     rows = block_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inner = tl.arange(0, BLOCK_K).to(tl.int64)
     inside = (rows < m)[:, None] & (columns < n)[None, :]
-    # The sum goes on where the tile before left it, in fp32: no rounding between tiles.
+    # Continue the previous tile's sum, in fp32, without rounding between tiles.
     if ACCUMULATE:
         total = tl.load(
             sum_ptr + rows[:, None] * stride_sm + columns[None, :] * stride_sn,
@@ -111,7 +111,7 @@ def _product(
     tl.store(out_ptrs, rounded(total, out_ptr.dtype.element_ty, INTERPRETED), mask=inside)
 
 
-# `out` is put back between measurements: it is the sum that the kernel adds to.
+# `out` is restored between measurements, since the kernel adds to it.
 _wide = Tuned(_product, partial(configs, torch.float32), restore=("out_ptr",))
 _narrow = Tuned(_product, partial(configs, torch.bfloat16), restore=("out_ptr",))
 

@@ -292,7 +292,7 @@ class Tuned:
                         return
                     except RuntimeError as error:
                         self._without_room(error, device)
-                    # Triton puts what is restored back after each run: nothing has been added yet.
+                    # Triton restores `out` after each run, so no run has added to it.
                     tuner.nargs = None
                     self._no_room.add(place)
                 self._kernel[grid](*args, **kwargs, **_constants(self.configurations[0]))
