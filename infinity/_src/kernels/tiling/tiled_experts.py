@@ -1,5 +1,5 @@
-"""TiledExperts: a stack of experts, fused as transformers >= 5 has it, which is gathered, computed
-and released a few experts at a time, forward and backward.
+"""TiledExperts: a stack of fused experts (transformers >= 5), gathered, computed and released a few
+experts at a time, forward and backward.
 
     sum = zeros
     for each tile of k experts that some token chose, ascending:
@@ -8,24 +8,24 @@ and released a few experts at a time, forward and backward.
             sum[tokens] += down(gate(up(hidden[tokens]))) * routing weights
         release
 
-Numerics: those of the uncut module's eager implementation, bit by bit. An expert's operations are
-the same autograd nodes, made in the same order, with the same edges to the hidden states and the
-routing weights; so gradients that meet there are added in the same order, too. A tile's gradient
-has the rows of the whole stack's gradient.
+Numerics: bitwise equal to the uncut module's eager implementation. An expert's operations are the
+same autograd nodes, created in the same order, with the same edges to the hidden states and the
+routing weights; so their gradients are added in the same order, too. A tile's gradient has the rows
+of the whole stack's gradient.
 
-Backward needs a tile when it comes to the sum that the tile has returned, and is done with it when
-it comes to the sum that the tile was given: between the two lie all nodes of its experts.
+Backward needs a tile from the sum that the tile returned to the sum that was its input: in between
+are all nodes of its experts.
 
-Experts that no token chose: a tile of such is not gathered. The uncut stack has one gradient, with
-zeros for them (so they decay, and their moments too); so the tile gets a gradient of zeros, by a
-link in the chain of sums that does not read its parameters (`Tile`, `idle`). On several ranks a
-tile is gathered by all as soon as one of them needs it: `ChosenTiles` is where they agree.
+A tile of which no token chose an expert is not gathered. The uncut stack has one gradient, with
+zeros for unused experts (so weights and moments decay); so the tile gets a gradient of zeros, by an
+empty expert call: a link in the chain of sums that does not read its parameters (`Tile`, `idle`).
+On several ranks all gather a tile if one of them needs it (`ChosenTiles`).
 
 Low-rank changes (LoRA): `TiledExperts.changed` adds them to stacks inside a block. Each expert's
-changed weight is made when its product is computed, and made again for the product's backward, so
-one of them is in memory at a time. Autocast is the exception: it keeps what it has cast. The bits
-are those of `baddbmm` over the whole stack, or for several changes of W + (D1 + D2); the gradients
-of several changes of rank 1 may differ by rounding.
+changed weight is computed for its product, and again for the product's backward, so one of them is
+in memory at a time, except under autocast, which caches its casts. The bits are those of `baddbmm`
+over the whole stack, or for several changes of W + (D1 + D2); the gradients of several changes of
+rank 1 may differ by rounding.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ExpertFunction:
     """Computation of one expert, as fused experts declare it.
 
     activate: from the first product [tokens, 2 I] (or [tokens, I]) to [tokens, I]. transposed: the
-    weights lie as [in, out], for `x @ weight`. implementation: asks which implementation the
-    model's configuration wants now; None where it has no such choice.
+    weights are [in, out], for `x @ weight`. implementation: returns the implementation that the
+    model's configuration selects; None: it has no such choice.
     """
 
     activate: Callable[[torch.Tensor], torch.Tensor]
@@ -79,7 +79,7 @@ class ExpertFunction:
             scalings = tuple(change.scaling for change in changes)
             factors = [factor for change in changes for factor in (change.lhs, change.rhs)]
             y = _ChangedProduct.apply(x, weight, self.transposed, scalings, *factors)
-        # Not linear's own bias, which rounds once where this rounds twice.
+        # Not the bias of F.linear, which rounds once where the uncut module rounds twice.
         return y if bias is None else y + bias
 
 
@@ -99,8 +99,9 @@ class LowRank:
 
 
 class Changes:
-    """Changes of each expert, by stack. No container: hooks would take its tensors for arguments of
-    a tile, and they get their gradients before the tile is done."""
+    """Changes of each expert, by stack. Not a container: hooks would treat its tensors as arguments
+    of a tile, but they get their gradients before the tile's backward has ended.
+    """
 
     def __init__(self, by_stack: Mapping[str, Sequence[LowRank]]) -> None:
         self._parts = {name: [one.of_each() for one in each] for name, each in by_stack.items()}
@@ -117,8 +118,8 @@ class TiledExperts(TiledModule):
     first expert of each tile, and the number of experts last.
 
     Called as the uncut module: `(hidden_states [tokens, hidden], top_k_index [tokens, k],
-    top_k_weights [tokens, k])` returns [tokens, hidden]. An index equal to the number of experts is
-    of an expert elsewhere, and left out.
+    top_k_weights [tokens, k])` returns [tokens, hidden]. An index equal to the number of experts
+    means an expert on another device, and is skipped.
     """
 
     def __init__(
@@ -161,10 +162,10 @@ class TiledExperts(TiledModule):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the experts that tokens chose. Waits for the device: it must know which.
+        """Compute the experts that tokens chose. Blocks on the device, to read the choices.
 
-        Raises: RuntimeError for an index of no expert, and where the configuration wants another
-        implementation than the eager one.
+        Raises: RuntimeError for an invalid index, or if the configuration selects another
+        implementation than eager.
         """
         check_eager(self._function.implementation(), "these tiles of experts")
         routed = route(top_k_index, self.num_experts)
@@ -172,12 +173,12 @@ class TiledExperts(TiledModule):
         used: list[bool] = self.chosen([routed.any(tile.first, tile.last) for tile in tiles])
         total = torch.zeros_like(hidden_states)
         changes = Changes(self._changes)
-        # Nothing was computed: the stack has no gradient then, not one of zeros.
+        # Nothing was computed, so the stack has no gradient, instead of zeros.
         if not any(used):
             return total
         for tile, is_used in zip(tiles, used, strict=True):
-            # Also without gradients while training: it may be the first forward of a reentrant
-            # checkpoint, which has to use what its second one uses.
+            # Also without gradients while training: the first forward of a reentrant checkpoint
+            # must use the same tiles as its second one.
             learns = tile.learns and (self.training or torch.is_grad_enabled())
             if is_used or learns:
                 total = tile(
@@ -235,7 +236,7 @@ class ExpertsTile(Tile):
         of the whole stacks. idle: see `Tile`.
         """
         if idle or not routed.any(self.first, self.last):
-            # Leaves for gradients: in an idle call they may have no memory, and nothing reads them.
+            # Leaves for gradients: in an empty call they may have no memory, and are not read.
             if torch.is_grad_enabled():
                 leaves = [self._parameters[name] for name in self.places]
                 # Tokens of another rank chose it: that rank saves tensors here, and a checkpoint
@@ -253,8 +254,8 @@ class ExpertsTile(Tile):
             if not len(tokens):
                 continue
             index = expert - self.first
-            # Each operation as the uncut module has it, in its order: autograd adds gradients up in
-            # the order in which these were made.
+            # The uncut module's operations, in its order: autograd adds gradients in the order of
+            # their creation.
             state = hidden[tokens]
             bias = up_bias[index] if up_bias else None
             state = product(state, up[index], bias, changes.of(up_name, expert))
@@ -270,10 +271,10 @@ class ExpertsTile(Tile):
         if name not in self.places:
             return ()
         stack: torch.Tensor = getattr(self, name)
-        # One node for all: a selection for each would make a gradient of the whole tile for each.
-        # A view for one: the gradient of `unbind` is a copy. It keeps a -0.0, of which the sum of
-        # selections in the uncut module makes 0.0: AdamW has the same bits of both, and plain SGD
-        # may leave another sign on a weight that is -0.0.
+        # One node for all experts: a selection per expert would create a gradient of the whole tile
+        # for each. A view for one: the gradient of `unbind` is a copy. It keeps a -0.0, of which
+        # the sum of selections in the uncut module makes 0.0: AdamW has the same bits of both, and
+        # plain SGD may leave another sign on a weight that is -0.0.
         return (stack.squeeze(0),) if stack.shape[0] == 1 else stack.unbind(0)
 
 
@@ -291,7 +292,7 @@ def _changed(weight: torch.Tensor, changes: Sequence[LowRank]) -> torch.Tensor:
 
 
 class _ChangedProduct(torch.autograd.Function):
-    """Product with a changed weight, which is not kept for backward, but made again."""
+    """Product with a changed weight, which is not saved, but computed again in backward."""
 
     @staticmethod
     def forward(
@@ -324,7 +325,7 @@ class _ChangedProduct(torch.autograd.Function):
             dx = dy @ (values.t() if ctx.transposed else values)
         grads: list[torch.Tensor | None] = [None] * len(leaves)
         if any(wanted):
-            # Each as autograd computes it for the uncut module's product.
+            # The operations of autograd for the uncut module's product.
             dw = x.t() @ dy if ctx.transposed else dy.t() @ x
             found = iter(
                 torch.autograd.grad(changed, [one for one in leaves if one.requires_grad], dw)
@@ -339,7 +340,7 @@ def _paired(factors: Sequence[torch.Tensor], scalings: Sequence[float]) -> list[
 
 
 class _Untouched(torch.autograd.Function):
-    """Link of the chain of sums for a tile that computes nothing: its parameters get zeros."""
+    """Link of the chain of sums for an empty expert call: gives the parameters zero gradients."""
 
     @staticmethod
     def forward(
@@ -355,7 +356,7 @@ class _Untouched(torch.autograd.Function):
         # `_hidden` and `_weights`: this link needs a gradient wherever a tile that computes does.
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(total)
-        # Not the parameters, which may be in no memory.
+        # Not the parameters, which may have no memory.
         ctx.like = [(tuple(each.shape), each.dtype, each.device) for each in parameters]
         return total
 
@@ -379,9 +380,8 @@ class _Untouched(torch.autograd.Function):
 class Routed:
     """Tokens of each expert.
 
-    places, tokens: the positions in `top_k_index`, by column and row, those of expert 0 first; of
-    one expert by place, then by token, as the uncut module finds them. ends: where each expert's
-    begin, and the end.
+    places, tokens: columns and rows of `top_k_index`, sorted by expert, then by place, then by
+    token, the order of the uncut module. ends: start of each expert's entries, and the end.
     """
 
     places: torch.Tensor
@@ -399,7 +399,7 @@ class Routed:
 
 
 def route(top_k_index: torch.Tensor, experts: int) -> Routed:
-    """Sort the choices [tokens, k] by expert. Waits for the device.
+    """Sort the choices [tokens, k] by expert. Blocks on the device.
 
     Raises: RuntimeError for an index that is no expert's; `experts` itself is one elsewhere.
     """
@@ -411,7 +411,7 @@ def route(top_k_index: torch.Tensor, experts: int) -> Routed:
         bounds = torch.arange(experts + 2, device=chosen.device, dtype=chosen.dtype)
         ends: list[int] = torch.searchsorted(chosen, bounds).tolist()
         if ends[0] or ends[-1] < len(choices):
-            # Sorted: one that is too small comes first, one that is too large last.
+            # Sorted, so check the first and the last.
             wrong = int(chosen[0 if ends[0] else -1])
             raise RuntimeError(
                 f"top_k_index has {wrong}, an index of no expert: there are {experts} (and "

@@ -8,23 +8,23 @@ forward and backward.
                    gather, dtile = dy[:, rows].t() @ x[:, columns]
                    dx[:, columns] += dy[:, rows] @ tile, release
 
-[Note: the chain of tokens] Autograd orders backward, and each tile must be one node that needs
-nothing but its own weight. So the tiles are links of a chain: each takes two tokens and gives two
-tokens, tensors with shape and dtype but one element of memory, whose values are not read. In
-forward they only tie the links together (results go straight into the output). In backward their
-gradients carry what all tiles share: the first is the sum that becomes dx, to which each link adds
-its part in place, in fp32; the second is dy, which passes through. So the sum has one fixed order,
-and is rounded once.
+[Note: the chain of tokens] Autograd orders backward, and each tile must be one node that only needs
+its tile's weight. So the tiles are links of a chain: each has two tokens as inputs and two as
+outputs, tensors with shape and dtype but one element of memory, whose values are not read. In
+forward they only connect the links (results are written directly to the output). In backward their
+gradients carry the shared data: the first is the sum that becomes dx, to which each link adds its
+part in place, in fp32; the second is dy, passed through. So the sum has one fixed order, and is
+rounded once.
 
     x -> Enter -> (dx token, dy token) -> link -> link -> ... -> Leave -> y
 
-A token is made from the link before it, so its gradient is complete when that link's turn comes:
-the engine's Uses then release one tile before they gather the next.
+A token is an output of the previous link, so its gradient is complete before that link's backward:
+the engine then releases one tile before it gathers the next.
 
 Numerics: with one tile along the inputs an output is torch's own linear of its rows of the weight.
 With several, they are summed in order in fp32 (fp64 for fp64), the bias is added, and the sum is
 rounded once. The input's gradient is summed in fp32 over rows of tiles, the last first. Weight
-gradients and the bias's are torch's own. None of it depends on where the weights rest.
+gradients and the bias's are torch's own. The results do not depend on the weights' tier.
 Source: ZeRO-Infinity §5.1.3; there the tiles' outputs are rounded before they are summed.
 """
 
@@ -92,7 +92,7 @@ class TiledLinear(TiledMatrix):
     def of_tiles(
         cls, weights: list[nn.Parameter], grid: Grid, bias: nn.Parameter | None
     ) -> TiledLinear:
-        """Make a tiled linear of these very parameters, which other modules may share.
+        """Create a tiled linear with these parameters, not copies; other modules may share them.
 
         weights: row after row of the grid.
         """
@@ -131,8 +131,7 @@ class TiledLinear(TiledMatrix):
     def call(self, x: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the result of `compute`, made inside a call of this module with `x`.
 
-        Changes of the output by hooks are left out: it is not the output that they were written
-        for.
+        Hooks' changes of the output are ignored, since it is not the linear's output.
         """
         found: list[torch.Tensor] = []
 
@@ -140,12 +139,12 @@ class TiledLinear(TiledMatrix):
             found.append(compute())
             return found[0]
 
-        # A call of the module all the same: the engine's hooks gather around it.
+        # By a call of the module, around which the engine's hooks gather.
         self(x, instead=instead)
         return found[0]
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the product. x: [..., in_features] in the dtype that computes."""
+        """Compute the product. x: [..., in_features] in the compute dtype."""
         rows = x.reshape(-1, self.in_features)
         bias = self.bias
         out = torch.empty(rows.shape[0], self.out_features, dtype=x.dtype, device=x.device)
@@ -170,16 +169,16 @@ class TiledLinear(TiledMatrix):
         """Return the memory that sums a row of tiles, if that is not the output itself."""
         wide = sum_dtype(out.dtype)
         if self.grid.columns == 1 or out.dtype == wide:
-            # The output's dtype holds the sum as it is: no second buffer.
+            # The output has the sum's dtype, so no second buffer is needed.
             return None
         # One buffer for all rows of tiles, of the size of the widest.
         widest = max(last - first for first, last in itertools.pairwise(self.grid.row_ends))
         return torch.empty(out.shape[0], widest, dtype=wide, device=out.device)
 
     def entering(self, x: torch.Tensor) -> torch.Tensor:
-        """Cast `x` to the dtype that computes. Raises: RuntimeError for another dtype or shape."""
+        """Cast `x` to the compute dtype. Raises: RuntimeError for another dtype or shape."""
         dtype = self.tile_parameters()[0].dtype
-        # As torch's linear: autocast leaves fp64 alone.
+        # As in torch's linear: autocast does not convert fp64.
         if (
             torch.is_autocast_enabled(x.device.type)
             and x.is_floating_point()
@@ -198,7 +197,7 @@ class TiledLinear(TiledMatrix):
         return x
 
     def anchor(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Make a leaf that puts the chain into the graph, also where only weights learn."""
+        """Create a leaf that puts the chain into the graph, also if only weights need gradients."""
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or any(param.requires_grad for param in self.parameters())
         )
@@ -238,14 +237,14 @@ class _LinearTileStep:
 
 def token(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Make a tensor of `shape` over one element of memory; see [Note: the chain of tokens]."""
-    # Strides of 0: the shape of the whole, the memory of one element.
+    # Strides of 0: the full shape with one element of memory.
     return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse gradients of this `backward`.
 
-    torch's once_differentiable passes silently over gradients that depend on the weights alone: a
+    torch's once_differentiable silently ignores gradients that only depend on the weights: a
     gradient penalty would lose a part.
     """
 
@@ -269,7 +268,7 @@ class _Enter(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # None stays None: a link that nothing flows into adds nothing.
+        # Keep None: a link without a gradient adds nothing.
         ctx.set_materialize_grads(False)
         ctx.dtype = x.dtype
         # One row of tiles contributes once to each gradient: nothing is summed, and torch's matmul
@@ -302,7 +301,7 @@ class _Step(torch.autograd.Function):
         column: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        # The weight is a view of gathered storage, which is filled again for backward.
+        # The weight is a view of gathered storage, which is gathered again for backward.
         ctx.save_for_backward(x, weight)
         ctx.place, ctx.grid, ctx.input_grad = (
             call.grid.place(row, column),
