@@ -52,8 +52,9 @@ Guarantees, the same for both backends:
 - Devices. With MASK_DEVICE a copy waits for all kernels that were on the compute stream when the
   job was submitted or its gate opened. `filled` means that the copy has ended on the device;
   kernels launched afterwards see its data.
-- Bounds. Depth and block size bound the requests in flight per drive. Half of the depth is
-  available to writes at any time, and a quarter of the reads' share to demands, so neither starves.
+- Bounds. Depth and block size bound the requests in flight per drive. While reads and writes are
+  pending, each has half of the depth, and a quarter of the reads' share is reserved for demands, so
+  none starves.
 """
 
 from __future__ import annotations
