@@ -1,3 +1,3 @@
-"""Kernels in Triton, beside their torch references in `infinity._src.kernels`; `choice` says which
-one runs.
+"""Triton kernels; `infinity._src.kernels` has the torch references, and `choice` chooses between
+them.
 """

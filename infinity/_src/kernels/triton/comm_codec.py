@@ -1,8 +1,9 @@
-"""Wires and ordered sums in Triton: the bits of infinity/_src/kernels/comm_codec.py, in one pass.
+"""Wires and ordered sums in Triton, bitwise equal to infinity/_src/kernels/comm_codec.py, in one
+pass.
 
-A program takes BLOCK_NUMEL elements, a multiple of every group and of what codes are padded to. The
-pieces of a sum lie anywhere: their addresses travel as a small table. Products and sums are kept
-apart (`enable_fp_fusion=False`), divisions are IEEE's.
+A program processes BLOCK_NUMEL elements, a multiple of every group and of the codes' padding. The
+pieces of a sum are at any addresses, passed as a small table. FMA contraction is off
+(`enable_fp_fusion=False`), and divisions are IEEE divisions.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def _encode(
         x = x + load_float(error_ptr + index, mask, ERROR_BF16)
     # On bits, as integers: NaN is above infinity there, and the comparison is exact.
     most = tl.max((bits_of(x) & 0x7FFFFFFF).to(tl.int32), axis=1)
-    # The whole group becomes NaN; computed as zeros until its scale is stored.
+    # The group becomes NaN by its scale; until then it is computed as zeros.
     finite = most < INFINITY_BITS
     x = tl.where(finite[:, None], x, 0.0)
     levels = tl.full((GROUPS,), LEVELS, tl.float32)
@@ -168,7 +169,7 @@ def _encode(
         # The error of the round trip: added to the values of the next call.
         left = tl.where(finite[:, None], x - _clamped(code.to(tl.float32) * scale), 0.0)
         store_float(error_ptr + index, left, mask, ERROR_BF16)
-    # Padding is zero, so that the same values are the same bytes.
+    # Padding is zero, so that equal values have equal bytes.
     code = tl.where(mask, code, 0)
     if BITS == 8:
         tl.store(codes_ptr + index, code.to(tl.uint8), mask=index < codes_bytes)
@@ -203,7 +204,7 @@ def _decoded(
     group = first_group + tl.arange(0, GROUPS)
     if BITS == 8:
         codes = address.to(tl.pointer_type(tl.int8))
-        # Said of the pointer: a hint on a number is lost when the number becomes a pointer.
+        # A hint on the pointer, since a hint on the integer is lost in the conversion.
         if ALIGNED:
             codes = tl.multiple_of(codes, 16)
         at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -238,7 +239,7 @@ def _store_rounded(
         tl.store(out_ptr, bf16_bits(value), mask=mask)
     elif TO == FP16:
         half = value.to(tl.float16).to(tl.int16, bitcast=True)
-        # On bits: NaN in fp16 has other payloads on other devices.
+        # By bits: the payload of an fp16 NaN depends on the device.
         nan = (bits_of(value) & 0x7FFFFFFF) > INFINITY_BITS
         tl.store(out_ptr, tl.where(nan, 0x7E00, half).to(tl.int16), mask=mask)
     else:

@@ -1,4 +1,4 @@
-"""A tile of the LM head with its loss, on Triton: logits are made, used and forgotten in registers.
+"""A tile of the LM head with its loss, in Triton: logits only exist in registers.
 
     tile_partials    hidden @ weight^T + bias -> per row: max, sum of exp, target's logit, sum
     tile_dlogits     the same logits again    -> their gradient, in the dtype of `hidden`
@@ -8,10 +8,10 @@
 infinity/_src/kernels/linear_cross_entropy.py has the contract, the torch reference and the loop
 over tiles.
 
-**Order of sums.** A program goes through _SPAN columns, _BLOCK at a time, and keeps a running
-maximum and sum; columns within a block are added by `row_sums`, spans by torch. _BLOCK, _SPAN and
-BLOCK_K are fixed, so the configurations that are measured give the same bits. Spans are what makes
-enough programs: 1,024 rows by 8,192 columns are 64 or 128 of them.
+**Order of sums.** A program processes _SPAN columns, _BLOCK at a time, with a running maximum and
+sum; `row_sums` adds columns within a block, torch adds spans. _BLOCK, _SPAN and BLOCK_K are fixed,
+so all tuned configurations give the same bits. Spans provide enough programs: 1,024 rows by 8,192
+columns are 64 or 128.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from infinity._src.kernels.triton.tuning import (
     widened,
 )
 
-# Fixed, not tuned: they decide the order of the sums.
+# Fixed, not tuned, since they determine the order of sums.
 _LOG2_BLOCK = 7
 _BLOCK = 1 << _LOG2_BLOCK
 # Enough programs for a GPU: 1,024 rows by 8,192 columns are 64 or 128 of them.
@@ -145,7 +145,7 @@ def _partials(
             stride_hm, stride_hk, stride_wn, stride_wk, stride_bias,
             BIAS, PRECISION, INTERPRETED, BLOCK_K, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        # Columns outside hold the bias alone: masked wherever they are used.
+        # Columns outside have only the bias; all uses mask them.
         inside = (columns < column_count)[None, :]
         target_logit += tl.sum(
             tl.where(inside & (columns[None, :] == target[:, None]), logits, 0.0), axis=1
@@ -157,7 +157,7 @@ def _partials(
         # -inf - -inf would be NaN, and exp(-inf) is 0.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         found = row_sums(tl.exp(logits - shift[:, None]), BLOCK_M, LOG2_BLOCK)
-        # The sum so far is brought to the new maximum: exponentials never overflow.
+        # Rescale the sum to the new maximum, so that exponentials do not overflow.
         row_sum_exp = row_sum_exp * tl.exp(row_max - shift) + found
         row_max = new_max
     there = rows < row_count
@@ -165,7 +165,7 @@ def _partials(
     tl.store(found_ptrs, row_max, mask=there)
     tl.store(found_ptrs + row_count, row_sum_exp, mask=there)
     tl.store(found_ptrs + 2 * tl.cast(row_count, tl.int64), logit_sum, mask=there)
-    # At most one program has a row's target; the others leave the zero that is there.
+    # At most one program has a row's target; the others keep the initial zero.
     mine = (target >= first) & (target < first + SPAN) & (target < column_count)
     tl.store(target_logit_ptr + rows, target_logit, mask=there & mine)
 
@@ -265,7 +265,7 @@ def tile_partials(
     (rows, features), columns = hidden.shape, weight.shape[0]
     _check(hidden, weight, bias, target)
     spans = triton.cdiv(columns, _SPAN)
-    # A slice of its own for each span: no two programs write one element.
+    # A separate slice per span, so that no two programs write the same element.
     found = torch.empty((spans, 3, rows), dtype=torch.float32, device=hidden.device)
     # Zeros, since no program writes where the target is in another tile.
     target_logit = torch.zeros(rows, dtype=torch.float32, device=hidden.device)

@@ -1,9 +1,8 @@
-"""Group quantization in Triton: the bits of infinity/_src/kernels/quantize.py, in one pass over the
-values.
+"""Group quantization in Triton, bitwise equal to infinity/_src/kernels/quantize.py, in one pass.
 
-A program takes whole groups, BLOCK elements or one group. Products and sums are kept apart
-(`enable_fp_fusion=False`: a multiplication contracted with what follows would round once where the
-reference rounds twice), divisions are IEEE's.
+A program processes whole groups, BLOCK elements or one group. FMA contraction is off
+(`enable_fp_fusion=False`), since an FMA would round once where the reference rounds twice, and
+divisions are IEEE divisions.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ BLOCK_NUMEL = 2048
 SCALE_LEAST_BITS = tl.constexpr(0x00800000)
 VALUE_MOST = tl.constexpr(float.fromhex("0x1.fep127"))
 ROUNDER = tl.constexpr(12582912.0)
-"""1.5 * 2^23: added and taken away again, it rounds what is below 2^22 to a whole number, to
-nearest, ties to even.
+"""1.5 * 2^23: adding and subtracting it rounds numbers below 2^22 to integers, to nearest, ties to
+even.
 """
 
 
@@ -182,9 +181,9 @@ def _quantize(
     # Largest magnitude by bits: for positive floats the order of integers is that of values.
     most = tl.max((bits_of(x) & 0x7FFFFFFF).to(tl.int32), axis=1)
     finite = most < INFINITY_BITS
-    # A group that is not finite is computed as zeros, and becomes NaN by its scale.
+    # A group with infinity or NaN is computed as zeros, and becomes NaN by its scale.
     x = tl.where(finite[:, None], x, 0.0)
-    # Asymmetric and at random one code is spent on the zero, which is rounded up.
+    # Asymmetric with stochastic rounding: one code is reserved, since the zero point is rounded up.
     levels = tl.full((GROUPS,), LEVELS if SYMMETRIC or not RANDOM else LEVELS - 1, tl.float32)
     lowest = tl.zeros((GROUPS,), tl.float32)
     if SYMMETRIC:
@@ -209,10 +208,10 @@ def _quantize(
         code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS)
     else:
         zero = tl.div_rn(-lowest, scale)
-        # Rounded up at random: a lower zero would clip the least value.
+        # Rounded up with stochastic rounding: a lower zero point would clip the least value.
         zero = (-round_down(-zero) if RANDOM else round_even(zero)).to(tl.int32)
         code = tl.minimum(tl.maximum(code + zero[:, None], 0), LEVELS)
-        # Codes of a group that comes back as NaN have no values to keep: one pattern for all.
+        # The codes of a NaN group are unused: set them to zero.
         code = tl.where(finite[:, None], code, 0)
         tl.store(zeros_ptr + group, tl.where(finite, zero, 0).to(tl.uint8), mask=in_range)
     tl.store(

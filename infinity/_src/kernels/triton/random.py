@@ -1,7 +1,7 @@
 """Random bits of infinity/_src/kernels/rounding.py inside Triton kernels, and floats rounded on
 their bits.
 
-All of it is integer arithmetic: the same bits on every device, in the interpreter and from the C
+Integer arithmetic only, with the same bits on every device, in the interpreter and in the C
 kernels.
 """
 

@@ -1,17 +1,17 @@
-"""Products of tiled linears, on Triton: each adds to the sum of earlier tiles, and the last one
-finishes it in its epilogue.
+"""Products of tiled linears, in Triton: each adds to the sum of earlier tiles; the last one adds
+the bias and rounds in its epilogue.
 
     forward       out[M, N]  (+)= x[M, K] @ w[N, K]^T  (+ bias[N])
     input grad    dx[M, K]   (+)= dy[M, N] @ w[N, K]
     weight grad   dw[N, K]   (+)= dy[M, N]^T @ x[M, K]
 
-cuBLAS can add to an output of the operands' dtype only, which rounds the running sum once per tile.
-Here the sum stays in fp32 from the first tile to the last, and bias and rounding happen once, where
-the last product is still in registers.
+cuBLAS can only add to an output of the operands' dtype, which rounds the running sum once per tile.
+Here the sum is fp32 from the first tile to the last; bias and rounding are applied once, in
+registers.
 
-The sum goes on where the tile before left it, step by step of BLOCK_K elements: tiles whose size is
-a multiple of BLOCK_K (64; fp32: 32) give the bits of one product over all of them. No two programs
-share an element of the output: no atomics, one order.
+Each tile continues the previous sum in steps of BLOCK_K elements: tiles with a multiple of BLOCK_K
+(64; fp32: 32) give the bits of one product over all of them. No two programs write the same output
+element, so there are no atomics and one order.
 Source: memory-centric tiling, ZeRO-Infinity §5.1.3.
 """
 
@@ -102,7 +102,7 @@ def _product(
         )
         a_ptrs += a_step
         b_ptrs += b_step
-    # Once, in the last tile, where the sum is still in registers.
+    # Once, in the last tile, in registers.
     if BIAS:
         bias = tl.load(bias_ptr + columns * stride_bias, mask=columns < n, other=0.0)
         total += widened(bias, INTERPRETED)[None, :]

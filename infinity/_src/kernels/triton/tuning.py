@@ -21,11 +21,10 @@ large blocks spill more.
 Measured once per kind of device, dtypes, transposes and shape (dimensions rounded up to powers of
 two), kept on disk in Triton's cache directory (`TRITON_CACHE_DIR`) where this Triton can
 (`cache_results`, looked up in its signature), else for the life of the process. A measurement runs
-the kernel several times: the output that it adds to is put back (`restore`), which takes a copy of
-it meanwhile, and Triton's benchmark a buffer of 256 MiB (a plan counts both). If a device has no
-room for them, the first configuration runs, with a warning: a step that fits without a measurement
-does not fail for one. Nothing can be measured while a CUDA graph is captured: run such a step once
-before.
+the kernel several times: it restores the output that the kernel adds to (`restore`) from a copy,
+and Triton's benchmark allocates 256 MiB (a plan counts both). If the device lacks the memory, the
+first configuration runs, with a warning, so that a measurement never fails a step. Nothing can be
+measured while a CUDA graph is captured: run such a step once before.
 
 In the interpreter the first configuration runs. Its bf16 casts truncate and its dot takes bf16 for
 integers; `widened` and `rounded` do there by bits what the hardware does.
@@ -57,7 +56,7 @@ CONFIGS_MAX = 8
 _using: list[int] = []
 """The index of the configuration that `using` forces; the innermost last."""
 
-# Triton's tuner keeps the arguments of a call on itself, and backward runs in threads of its own.
+# Triton's tuner stores the arguments of a call, and backward runs in other threads.
 _lock = threading.RLock()
 
 
@@ -283,7 +282,7 @@ class Tuned:
                 return
             # Triton's tuner keeps the arguments on itself, and backward runs in threads of its own.
             with _lock:
-                # Not tried again in this process: each attempt empties torch's cache, and waits.
+                # Not tried again in this process: each attempt empties torch's cache and blocks.
                 place = device, args[self._key_index]
                 if place not in self._no_room:
                     tuner = self._tuner()

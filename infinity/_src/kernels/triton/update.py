@@ -1,4 +1,4 @@
-"""Any algorithm on any state format in one Triton kernel: the bits of
+"""All algorithms on all state formats in one Triton kernel, bitwise equal to
 infinity/_src/kernels/update.py, in one pass over a chunk.
 
     sections, gradient -> fp32 in registers -> the algorithm -> the format's encoding -> sections
@@ -322,7 +322,7 @@ def _gradient(
         pointer = address.to(tl.pointer_type(tl.float16))
     else:
         pointer = address.to(tl.pointer_type(tl.float32))
-    # Said of the pointer: a hint on a number is lost when the number becomes a pointer.
+    # A hint on the pointer, since a hint on the integer is lost in the conversion.
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     g = _load(pointer + done + within, mask, WHOLE)
@@ -338,7 +338,7 @@ def _gradient(
             # IEEE division, as the reference divides: by a tensor.
             g = tl.div_rn(g, tl.zeros_like(g) + value)
         elif kind == LOG_CLAMP_MIN:
-            # NaN stays: no comparison with it holds.
+            # Keeps NaN, since comparisons with it are false.
             g = tl.where(g < value, value, g)
         else:
             g = tl.where(g > value, value, g)
@@ -367,7 +367,7 @@ def _sgd(
         _scalar(hyper, BETA1),
         tl.load(hyper + FLAGS),
     )
-    # Tested, not multiplied by zero: p * 0 would make NaN of an infinity.
+    # Skipped for zero: p * 0 would turn infinity into NaN.
     if weight_decay != 0.0:
         g = g + p * weight_decay
     if COUNT > 0:
@@ -507,7 +507,7 @@ def _store_moment(
     elif MOMENTS == MOMENTS_BF16:
         bits = canonical_bits(value)
         rounded = (bits + ((drawn << (16 - width)) | ((1 << (16 - width)) >> 1))) >> 16
-        # A square root divides by moment 1: above zero it never becomes zero.
+        # The square root of moment 1 is a divisor: positive values stay positive.
         if MOMENT == 1:
             rounded = tl.where((rounded == 0) & (bits != 0), 1, rounded)
         _store(section + at, rounded.to(tl.int16), mask, WHOLE)
