@@ -41,10 +41,11 @@ from infinity.aio import IoSettings
 
 @dataclasses.dataclass(frozen=True)
 class KeyMeaning:
-    """One key of a configuration as it was written, its value, its fate, and what became of it.
+    """One key of a configuration as written, its value, its status, and its meaning here
+    (`became`).
 
-    fate: "mapped", "no meaning", "refused" (its value asks for nothing), or "left out": its default
-    is another one here.
+    fate: its status: "mapped", "no meaning", "refused" (with a value that requests nothing), or
+    "left out" (its default differs here).
     """
 
     key: str
@@ -54,7 +55,7 @@ class KeyMeaning:
 
 
 def load(config: Any) -> tuple[str, Mapping[str, Any]]:
-    """Return the name of a configuration for messages, and its object."""
+    """Load a configuration. Returns its name for messages, and its object."""
     if isinstance(config, Mapping):
         return "DeepSpeed configuration", config
     if not isinstance(config, (str, os.PathLike)):
@@ -87,7 +88,7 @@ def _text_of(config: str | os.PathLike[str]) -> tuple[str, str]:
     except UnicodeDecodeError:
         raise ValueError(f"{path}: it is no text in UTF-8; write it as JSON") from None
     except (OSError, ValueError) as error:
-        # Launchers hand configurations over as base64.
+        # Launchers pass configurations as base64.
         if (text := _decoded(os.fspath(config))) is not None:
             return "DeepSpeed configuration", text
         reason = getattr(error, "strerror", None) or str(error)
@@ -115,7 +116,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Entry:
-    """One key that was given: its row, its name as written, its value."""
+    """One given key: its row in the table, its name as written, its value."""
 
     key: ConfigKey
     written: str
@@ -123,7 +124,7 @@ class _Entry:
 
 
 def collected(config: Mapping[str, Any]) -> Given:
-    """Collect the keys of a configuration with their rows. null counts as left out."""
+    """Collect the keys of a configuration with their rows. null counts as missing."""
     entries: dict[str, _Entry] = {}
     config = _moved(config)
     torch_section = _torch_schedule(config)
@@ -138,9 +139,10 @@ def collected(config: Mapping[str, Any]) -> Given:
 
 
 def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with what old versions and Hugging Face's pages write elsewhere in its
-    place, and without comments."""
-    # DeepSpeed does not look at them either.
+    """Return a configuration without comments, with the keys of old versions and of Hugging Face's
+    pages moved to their current places.
+    """
+    # Comments: DeepSpeed ignores these names, too.
     found = {
         name: value
         for name, value in config.items()
@@ -163,8 +165,9 @@ def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _torch_schedule(config: Mapping[str, Any]) -> str | None:
-    """Return the section that is taken as it is, the arguments of a schedule of torch; None without
-    one."""
+    """Return the section with the arguments of a torch schedule, which is not checked; None without
+    one.
+    """
     scheduler = config.get("scheduler")
     if not isinstance(scheduler, Mapping):
         return None
@@ -186,7 +189,7 @@ def _walk(
             raise ValueError(f"{section}{shown(name)}: names of keys are texts")
         written = section + name
         if value is None or written == untouched:
-            # Checked all the same: null under an unknown name is a mistake, too.
+            # The name is checked, too: null under an unknown name is a mistake.
             if written not in SPELLINGS and written not in SECTIONS:
                 raise ValueError(_unknown(written, value))
         elif written in SPELLINGS:
@@ -200,8 +203,9 @@ def _walk(
 
 
 def _unknown(written: str, value: Any) -> str:
-    """Say that a key is not known, with the nearest that is: in another section under the same
-    name, in its section, anywhere."""
+    """Return the message for an unknown key, with the nearest known one: of the same name in
+    another section, in its section, anywhere.
+    """
     known = sorted({*SPELLINGS, *SECTIONS})
     section, _, last = written[:200].rpartition(".")
     elsewhere = [name for name in known if name.rpartition(".")[2] == last]
@@ -232,8 +236,10 @@ class Given:
         self._differs: dict[str, str] = {}
 
     def fill(self, auto: Mapping[str, Any], *, keep_auto: bool) -> None:
-        """Put the values of `auto` in place of "auto". Others are left out where nothing depends
-        on them, or with keep_auto; else they are an error."""
+        """Replace "auto" by the values of `auto`. An "auto" without a value counts as missing if
+        the engine does not use the key, or with keep_auto if no field of the policy depends on it;
+        otherwise it is an error.
+        """
         for name in auto:
             if name not in SPELLINGS:
                 raise ValueError(f"auto: {_unknown(str(name), auto[name])}")
@@ -261,7 +267,7 @@ class Given:
             )
 
     def check(self) -> None:
-        """Check all values, and read them as the engine takes them."""
+        """Check all values, and convert them for the engine."""
         for name, entry in self._entries.items():
             key = entry.key
             if self._is_auto(name):
@@ -279,19 +285,18 @@ class Given:
         return name in self._open
 
     def has(self, name: str) -> bool:
-        """Tell whether a key was given a value."""
+        """Return whether a key has a value."""
         return name in self._entries and not self._is_auto(name)
 
     def was_written(self, name: str) -> bool:
-        """Tell whether a key is there, be it "auto"."""
+        """Return whether a key is present, also as "auto"."""
         return name in self._entries
 
     def __getitem__(self, name: str) -> Any:
         return self._entries[name].value if self.has(name) else KEYS[name].default
 
     def below(self, section: str) -> dict[str, Any]:
-        """Return the mapped values that were given in a section, by the last parts of their
-        names."""
+        """Return the given mapped values of a section, by the last parts of their names."""
         return {
             name.removeprefix(section): entry.value
             for name, entry in self._entries.items()
@@ -299,24 +304,25 @@ class Given:
         }
 
     def show(self, name: str) -> str:
-        """Write a key as it was given, with its value; its default where it was not."""
+        """Format a key as written, with its value; a missing one with its default."""
         if name not in self._entries:
             return f"{name}={shown(KEYS[name].default)} (left out)"
         entry = self._entries[name]
         return f"{entry.written}={shown(entry.value)}"
 
     def became(self, name: str, text: str) -> None:
-        """Note what a key became, unless its value is still open."""
+        """Record a key's meaning here, unless its value is an open "auto"."""
         if name in self._entries and not self._is_auto(name):
             self._became[name] = text
 
     def differs(self, name: str, text: str) -> None:
-        """Note that a key, or its default, means something else here."""
+        """Record that a key, or its default, has another meaning here."""
         self._differs[name] = text
 
     def meanings(self) -> tuple[KeyMeaning, ...]:
-        """Return all keys in the order of the configuration, then those that were left out and
-        whose default is not the same here."""
+        """Return all keys in the order of the configuration, then missing keys whose defaults
+        differ here.
+        """
         given = [
             KeyMeaning(entry.written, entry.value, entry.key.fate, self._text(entry))
             for entry in self._entries.values()
@@ -337,7 +343,7 @@ class Given:
         return self._became.get(name, entry.key.to)
 
     def notes(self) -> tuple[str, ...]:
-        """Return a line for each key that means nothing here, or something else."""
+        """Return a line for each key without a meaning, or with another meaning, here."""
         return tuple(
             f"{self.show(SPELLINGS[found.key].name)}: {found.became}"
             for found in self.meanings()
