@@ -41,7 +41,7 @@ from infinity.aio._cuda_driver import DeviceDriver
 from infinity.aio._executor import Executor
 from infinity.aio._extents import ExtentAllocator
 from infinity.aio._handles import Gate, Ticket
-from infinity.aio._open import BACKENDS, open_executor
+from infinity.aio._open_executor import BACKENDS, open_executor
 from infinity.aio._settings import IoSettings
 from infinity.aio._slab import Slab
 from infinity.aio._stats import DriveStats, ExecutorStats

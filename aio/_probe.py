@@ -19,7 +19,7 @@ from infinity._src.cabi import native
 from infinity._src.cabi.records import PoolSpec
 from infinity.aio._file_system import DriveLimits, direct_alignments, file_system_type, limits_of
 from infinity.aio._handles import load_uring
-from infinity.aio._open import open_executor
+from infinity.aio._open_executor import open_executor
 from infinity.aio._slab import HUGE_PAGE_BYTES, Slab
 from infinity.aio._swap_file import SwapFile
 from infinity.errors import AioError

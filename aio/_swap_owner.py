@@ -21,7 +21,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from infinity._src.base.new_file import replaced
+from infinity._src.base.atomic_file import replaced
 from infinity.aio._file_system import file_system_type
 
 log = logging.getLogger("infinity.aio")

@@ -37,7 +37,7 @@ import torch.multiprocessing as mp
 
 import infinity as inf
 from infinity._src.base.sizes import GIB, format_size
-from infinity._src.memory.layout import aligned_section_bytes
+from infinity._src.memory.flat_layout import aligned_section_bytes
 from infinity._src.plan.machine import describe_machine
 from infinity._src.plan.memory import BESIDE_BUDGET, TierBytes
 from infinity._src.plan.ranks import bytes_of_rank, exchanges

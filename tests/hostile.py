@@ -59,8 +59,8 @@ from infinity._src.checkpoint.durable.initialization_journal import (
 )
 from infinity._src.checkpoint.formats.dcp import DCPFiles
 from infinity._src.checkpoint.formats.safe_pickle import extra_bytes, read_extra
-from infinity._src.checkpoint.formats.safetensors import ExportJob
-from infinity._src.checkpoint.formats.safetensors_files import SafetensorsFiles
+from infinity._src.checkpoint.formats.safetensors_reader import SafetensorsFiles
+from infinity._src.checkpoint.formats.safetensors_writer import ExportJob
 from infinity._src.checkpoint.formats.torch_files import Descriptors, TorchFile
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.verify import VerifyJob

@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.base import dtypes
-from infinity._src.checkpoint.formats.safetensors_files import decode_tensors, encode_tensors
+from infinity._src.checkpoint.formats.safetensors_reader import decode_tensors, encode_tensors
 from infinity._src.cli.main import main
 
 pytestmark = [

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
-from infinity._src.checkpoint.formats.safetensors import ExportJob
+from infinity._src.checkpoint.formats.safetensors_writer import ExportJob
 from infinity._src.checkpoint.manifest import FlatEntry, ParamEntry
 from infinity._src.checkpoint.reader import Checkpoint, SavedParam, weights_by_name
 from infinity._src.kernels.tiling import tiled_experts

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity as inf
-from infinity._src.checkpoint.formats.safetensors import write_file
+from infinity._src.checkpoint.formats.safetensors_writer import write_file
 from infinity._src.memory.heap import Heap
 from tests import models
 from tests.harness import assert_same, policy, states_of, train
@@ -353,7 +353,8 @@ def test_an_export_that_fails_half_way_leaves_the_one_before(
             write_file(*given, **options)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr("infinity._src.checkpoint.formats.safetensors.write_file", second_fails)
+            writer = "infinity._src.checkpoint.formats.safetensors_writer"
+            patch.setattr(f"{writer}.write_file", second_fails)
             with pytest.raises(OSError, match="No space"):
                 inf.export_safetensors(model, out, shard_bytes_max=1)
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.base.atomic_file import open_new
 from infinity._src.base.metrics_file import MetricsFile
-from infinity._src.base.new_file import open_new
 from infinity._src.base.step_timeline import StepTimeline
 from infinity._src.base.telemetry import Timeline
 from infinity._src.checkpoint import manifest as manifests
 from infinity._src.checkpoint.durable.files import RunFiles
 from infinity._src.checkpoint.formats import dcp, deepspeed_export
-from infinity._src.checkpoint.formats.safetensors import WeightFiles, write_file
+from infinity._src.checkpoint.formats.safetensors_writer import WeightFiles, write_file
 from infinity._src.measure.report import write_record
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import PrivateDirectory

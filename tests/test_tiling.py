@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
-from infinity._src.checkpoint.formats.safetensors import ExportJob
+from infinity._src.checkpoint.formats.safetensors_writer import ExportJob
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.kernels.tiling.tiled_module import TiledModule

@@ -16,7 +16,7 @@ import torch
 import infinity as inf
 from infinity._src.base.sizes import format_size
 from infinity._src.cli.report import Steady, drive_rows
-from infinity._src.engine.stats import DriveFigures, drive_figures
+from infinity._src.engine.engine_stats import DriveFigures, drive_figures
 from infinity._src.hooks.activation_offload import HELD_CALLS
 from infinity._src.memory.roofline import Moved
 from infinity.aio._endurance import Endurance

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from infinity._src.base.new_file import open_new
+from infinity._src.base.atomic_file import open_new
 
 FILE_NAME: Final = "metrics.jsonl"
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from infinity._src.base.new_file import write_new
+from infinity._src.base.atomic_file import write_new
 from infinity._src.base.telemetry import Span
 
 FILE_NAME: Final = "timeline.json"

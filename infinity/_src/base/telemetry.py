@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from infinity._src.base.new_file import write_new
+from infinity._src.base.atomic_file import write_new
 from infinity._src.base.paths import absolute
 
 logger: Final = logging.getLogger("infinity")

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import xxhash
 
-from infinity._src.base.new_file import fsync_directory, open_new, write_all
+from infinity._src.base.atomic_file import fsync_directory, open_new, write_all
 from infinity._src.base.paths import check_link
 from infinity._src.checkpoint.manifest import (
     FileEntry,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity._src.base.wording import listed
-from infinity._src.checkpoint.formats.safetensors_files import (
+from infinity._src.checkpoint.formats.safetensors_reader import (
     SafetensorsFiles,
     StoredTensor,
     StoredTensors,

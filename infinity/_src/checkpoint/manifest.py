@@ -50,7 +50,7 @@ import xxhash
 from infinity._src.base.dtypes import bytes_of, dtype_name, dtype_of, from_bytes
 from infinity._src.cabi import native
 from infinity._src.cabi.records import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Section
-from infinity._src.memory.layout import sections_of
+from infinity._src.memory.flat_layout import sections_of
 from infinity.aio import Format
 from infinity.errors import AioError, ChecksumError
 

@@ -12,7 +12,7 @@ import torch
 from infinity._src.base.dtypes import check_kept, converts, copied, copy_, dtype_name
 from infinity._src.base.wording import listed
 from infinity._src.cabi.records import GradSection
-from infinity._src.checkpoint.formats.safetensors_files import decode_tensors, encode_tensors
+from infinity._src.checkpoint.formats.safetensors_reader import decode_tensors, encode_tensors
 from infinity._src.checkpoint.manifest import (
     FlatEntry,
     Layout,

@@ -51,7 +51,7 @@ from infinity._src.checkpoint.writer import (
     write_part,
 )
 from infinity._src.kernels.state_codec import clear_signs, decode_sections, encode_sections
-from infinity._src.memory.layout import FlatLayout, chunk_numel_of, plan_flat, state_format
+from infinity._src.memory.flat_layout import FlatLayout, chunk_numel_of, plan_flat, state_format
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio import Format
 from infinity.errors import AioError, SwapFullError

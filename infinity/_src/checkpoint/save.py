@@ -49,7 +49,7 @@ from infinity._src.checkpoint.writer import (
 )
 from infinity._src.config.policy import Policy
 from infinity._src.distributed.communicator import Comm, digest_of_text
-from infinity._src.memory.drives import Drives
+from infinity._src.memory.drive_health import Drives
 from infinity._src.optim.state_access import States
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.chunk_pipeline import (

@@ -33,7 +33,7 @@ from infinity._src.base.standard_streams import write_to_stdout
 from infinity._src.base.wording import listed
 from infinity._src.checkpoint.durable.copies import run_directory
 from infinity._src.checkpoint.formats.deepspeed_export import UniversalExport
-from infinity._src.checkpoint.formats.safetensors import ExportJob
+from infinity._src.checkpoint.formats.safetensors_writer import ExportJob
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.reshard import ReshardJob
 from infinity._src.checkpoint.verify import (

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console
 from rich.markup import escape
 
+from infinity._src.base.atomic_file import write_named
 from infinity._src.base.console import say, say_error
-from infinity._src.base.new_file import write_named
 from infinity._src.base.sizes import format_size
 from infinity._src.base.step_timeline import Bar, StepTimeline
 from infinity._src.cli.run_history import Point, RunHistory, read_run, runs_of

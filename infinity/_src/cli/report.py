@@ -32,7 +32,7 @@ from rich.table import Table
 
 from infinity._src.base.console import say
 from infinity._src.base.sizes import format_size
-from infinity._src.engine.step_report import micro_batches_text
+from infinity._src.engine.step_stats import micro_batches_text
 from infinity._src.memory.roofline import (
     EXAMPLE_TBW,
     Compute,

@@ -75,10 +75,10 @@ from infinity._src.cli.stop_signals import Stopped, name_of, status_of
 from infinity._src.cli.torchrun import Joined, joined
 from infinity._src.config.choices import given_fields
 from infinity._src.engine.step_log import StepMeter
-from infinity._src.engine.step_report import micro_batches_text
+from infinity._src.engine.step_stats import micro_batches_text
 from infinity._src.measure import hardware
 from infinity._src.measure.swap import SwapTask, measure_swap
-from infinity._src.memory.layout import state_format
+from infinity._src.memory.flat_layout import state_format
 from infinity._src.memory.roofline import AtRest, Drives
 from infinity._src.microbatch.random_streams import RandomStreams
 from infinity._src.params.discover import find_parameters

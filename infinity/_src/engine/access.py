@@ -9,7 +9,7 @@ from typing import NamedTuple
 from infinity._src.base.alarm import Alarm
 from infinity._src.checkpoint.save import Saver
 from infinity._src.distributed.communicator import Comm
-from infinity._src.engine.optimizer_registry import OptimizerRegistry
+from infinity._src.engine.optimizer_owners import OptimizerRegistry
 from infinity._src.engine.storage import Storage
 from infinity._src.hooks.whole_params import WholeParams
 from infinity._src.optim.step import StepPipeline

@@ -45,7 +45,7 @@ from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.transport import Transport
 from infinity._src.engine.access import Background, EngineAccess
 from infinity._src.engine.node_resources import NodeResources, open_node_resources
-from infinity._src.engine.optimizer_registry import OptimizerRegistry
+from infinity._src.engine.optimizer_owners import OptimizerRegistry
 from infinity._src.engine.ram_planner import PlacementPlanner
 from infinity._src.engine.rank_setup import RankSetup
 from infinity._src.engine.storage import Storage, check_activations
@@ -55,8 +55,8 @@ from infinity._src.memory import host_overhead
 from infinity._src.memory.constants import OFFLOAD_UNITS
 from infinity._src.memory.device import Device, GradOffload, check_current, open_device
 from infinity._src.memory.device_capacity import Passes, overlap_bytes
+from infinity._src.memory.flat_layout import chunk_numel_of
 from infinity._src.memory.heap import Heap
-from infinity._src.memory.layout import chunk_numel_of
 from infinity._src.memory.ram_budget import PlacementPlan
 from infinity._src.memory.swap_space import NoRoomError
 from infinity._src.microbatch.microbatched import is_microbatched, slice_grads

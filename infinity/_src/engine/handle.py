@@ -34,7 +34,7 @@ from infinity._src.config.policy import Policy
 from infinity._src.distributed.topology import check_launched
 from infinity._src.distributed.transport import Transport
 from infinity._src.engine.build import build_engine, sum_slices_as_they_wait
-from infinity._src.engine.stats import Stats
+from infinity._src.engine.engine_stats import Stats
 from infinity._src.hooks.gather_window import chosen_params, gather
 from infinity._src.hooks.joint_backward import JointBackward
 from infinity._src.hooks.module_params import check_copies, detach_params
@@ -419,7 +419,7 @@ class Handle:
         return self.unsharder.read(param)
 
     def stats(self) -> Stats:
-        """Return counters since `offload`; `infinity._src.engine.stats.Stats` says what each means.
+        """Return counters since `offload`; `engine.engine_stats.Stats` documents each.
         Raises: EngineClosed.
         """
         # Not `check_open`: numbers can be read after a fault too.

@@ -46,7 +46,7 @@ from infinity._src.checkpoint.formats.load import (
     take_in,
     take_in_states,
 )
-from infinity._src.checkpoint.formats.safetensors import (
+from infinity._src.checkpoint.formats.safetensors_writer import (
     module_parts,
     read_value,
     wholes_of,
@@ -58,7 +58,7 @@ from infinity._src.checkpoint.restore import Damaged, Restored, RestoreJob
 from infinity._src.checkpoint.save import Save
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.engine.handle import Handle, handle
-from infinity._src.memory.layout import state_format
+from infinity._src.memory.flat_layout import state_format
 from infinity._src.optim.base import Optimizer
 
 log = logging.getLogger("infinity")

@@ -23,7 +23,7 @@ import torch
 from infinity._src.cabi.records import GradSection
 from infinity._src.config.policy import Policy
 from infinity._src.hooks.activation_store import CHUNK_BYTES
-from infinity._src.memory.layout import state_format
+from infinity._src.memory.flat_layout import state_format
 from infinity._src.memory.ledger import LEDGER, budget_bytes, describe_budget, describe_others
 from infinity._src.memory.ram_budget import FlatNeed, PlacementPlan, StepLoad, plan_placement
 from infinity._src.params.accumulator import NORM_PIECE_NUMEL

@@ -237,7 +237,7 @@ class RankSetup:
         return found
 
     def figures(self) -> dict[str, int]:
-        """Return the fields of `infinity._src.engine.stats.Stats` that only several ranks fill."""
+        """Return the fields of `engine_stats.Stats` that only several ranks fill."""
         gather, reduce = self.comm.volume("gather"), self.comm.volume("reduce")
         return {
             "comm_gather_inside_bytes": gather.inside,

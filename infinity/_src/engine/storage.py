@@ -25,7 +25,7 @@ from infinity._src.hooks.activation_store import HostActivationStore, NvmeActiva
 from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory import numa
 from infinity._src.memory.device import Device
-from infinity._src.memory.drives import Drives
+from infinity._src.memory.drive_health import Drives
 from infinity._src.memory.ram_budget import PlacementPlan
 from infinity._src.memory.roofline import update_threads
 from infinity._src.memory.swap_space import SwapSpace, choose_shares

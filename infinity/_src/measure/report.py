@@ -44,8 +44,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from infinity._src.base.atomic_file import write_named
 from infinity._src.base.console import say
-from infinity._src.base.new_file import write_named
 from infinity._src.base.sizes import format_size
 from infinity._src.base.standard_streams import write_to_stdout
 from infinity._src.base.version import __version__

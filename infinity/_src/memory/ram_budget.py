@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from infinity._src.base.sizes import format_size, round_size, round_up
 from infinity._src.cabi.records import piece_count
 from infinity._src.memory.device_capacity import overlap_bytes
-from infinity._src.memory.layout import FlatLayout, Section, aligned_section_bytes, sections_of
+from infinity._src.memory.flat_layout import FlatLayout, Section, aligned_section_bytes, sections_of
 from infinity._src.memory.roofline import move_counts
 from infinity.aio import Format
 from infinity.errors import BudgetError

@@ -18,7 +18,7 @@ import torch
 
 from infinity._src.memory.device import Device, GradOffload
 from infinity._src.params.cleanup import cancel_and_wait
-from infinity._src.params.flat_buffers import FlatBuffers, flat_bytes
+from infinity._src.params.ram_buffers import FlatBuffers, flat_bytes
 from infinity._src.params.spill import SpilledGradients
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit

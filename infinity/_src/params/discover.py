@@ -57,7 +57,7 @@ from infinity._src.memory.device_capacity import (
     fresh_capacity,
     gathered_capacity,
 )
-from infinity._src.memory.layout import plan_flat
+from infinity._src.memory.flat_layout import plan_flat
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat

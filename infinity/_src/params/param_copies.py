@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 
 from infinity._src.memory.device import Device
-from infinity._src.params.flat_buffers import FlatBuffers, flat_bytes
+from infinity._src.params.ram_buffers import FlatBuffers, flat_bytes
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity.aio import Priority, Ticket

@@ -45,7 +45,7 @@ from infinity._src.memory.device_capacity import overlap_bytes
 from infinity._src.params.accumulator import GradAccumulator, GradRegistry
 from infinity._src.params.buffers import DevicePrefetch, GradBuffers, UnreducedGrads
 from infinity._src.params.cleanup import cancel_and_wait
-from infinity._src.params.flat_buffers import ALIGN_BYTES, FlatBuffers
+from infinity._src.params.ram_buffers import ALIGN_BYTES, FlatBuffers
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.update_hooks import UpdateHooks
 from infinity.aio import Slab, Ticket

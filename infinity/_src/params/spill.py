@@ -25,7 +25,7 @@ import torch
 from infinity._src.cabi.records import ALIGNMENT_BYTES
 from infinity._src.memory.device import Device
 from infinity._src.params.accumulator import AccumulatorState, GradAccumulator
-from infinity._src.params.flat_buffers import flat_bytes
+from infinity._src.params.ram_buffers import flat_bytes
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Priority, Slab, Ticket

@@ -25,8 +25,8 @@ from infinity._src.cabi.records import PIECE_NUMEL, GradSection, Master, NumelT,
 from infinity._src.kernels.state_codec import clear_signs
 from infinity._src.memory import constants
 from infinity._src.memory.device import Device, make_slabs, split_by_size
+from infinity._src.memory.flat_layout import Section, aligned_section_bytes, sections_of
 from infinity._src.memory.heap import give_back
-from infinity._src.memory.layout import Section, aligned_section_bytes, sections_of
 from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.reserved_extents import ReservedExtents
 from infinity._src.params.unit import Flat

@@ -18,7 +18,7 @@ import torch
 
 from infinity._src.kernels.tiling.tiled_module import Tile, TilePlace, whole_name
 from infinity._src.memory.device_capacity import UnitBytes
-from infinity._src.memory.layout import FlatLayout
+from infinity._src.memory.flat_layout import FlatLayout
 
 if TYPE_CHECKING:
     from infinity._src.params.accumulator import GradAccumulator

@@ -29,7 +29,7 @@ from infinity._src.base.torch_compat import (
     storage_size,
 )
 from infinity._src.memory.device import Device
-from infinity._src.memory.layout import FlatLayout
+from infinity._src.memory.flat_layout import FlatLayout
 from infinity._src.params.unit import SHARDED, STALE, Flat, Param, Unit
 from infinity.errors import WeightWritten
 

@@ -76,8 +76,8 @@ from infinity._src.memory.device_capacity import (
     slice_grad_bytes,
     sums_capacity,
 )
+from infinity._src.memory.flat_layout import FlatLayout, plan_flat, state_format
 from infinity._src.memory.host_overhead import fill_bytes, held_bytes, passing_bytes
-from infinity._src.memory.layout import FlatLayout, plan_flat, state_format
 from infinity._src.memory.ram_budget import (
     FlatNeed,
     PlacementPlan,

@@ -41,7 +41,7 @@ from typing import Any
 
 from infinity._src.distributed.collectives import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
 from infinity._src.kernels.quantized import wire_bytes
-from infinity._src.memory.layout import FlatLayout, aligned_section_bytes, plan_flat
+from infinity._src.memory.flat_layout import FlatLayout, aligned_section_bytes, plan_flat
 from infinity._src.memory.pcie import Copied, Copies
 from infinity._src.memory.ram_budget import FlatNeed, PlacementPlan
 from infinity._src.plan.machine import Machine

@@ -33,7 +33,7 @@ import torch
 from infinity._src.config.policy import Policy
 from infinity._src.kernels.tiling.tiled_module import STACK_WEIGHTS
 from infinity._src.memory.device_capacity import UnitBytes
-from infinity._src.memory.layout import plan_flat
+from infinity._src.memory.flat_layout import plan_flat
 from infinity._src.params.discover import UnitSpec, find_units
 
 # -- The model -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
-from infinity._src.base.new_file import replaced, write_new
+from infinity._src.base.atomic_file import replaced, write_new
 from infinity._src.base.paths import absolute
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from infinity._src.base.new_file import replaced
+from infinity._src.base.atomic_file import replaced
 from infinity._src.base.paths import absolute
 from infinity._src.base.progress import ProgressLine
 from infinity._src.base.sizes import parse_size
-from infinity._src.checkpoint.formats.safetensors import ExportJob, group_units
+from infinity._src.checkpoint.formats.safetensors_writer import ExportJob, group_units
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.checkpoints import LATEST, newest_tag, save_new

@@ -10,7 +10,7 @@ import pytest
 
 from infinity import aio
 from infinity._src.cabi import native
-from infinity.aio import _open
+from infinity.aio import _open_executor
 from infinity.aio import _probe as probe
 from tests.unit.aio.child import run_python
 from tests.unit.aio.rig import BACKENDS
@@ -68,7 +68,7 @@ def test_without_io_uring_auto_steps_down_says_so_once_and_a_forced_one_fails(
         raise OSError("no wheel for this machine")
 
     monkeypatch.setattr("infinity.aio._executor.load_uring", missing)
-    monkeypatch.setattr(_open, "_logged", set())
+    monkeypatch.setattr(_open_executor, "_logged", set())
     with caplog.at_level(logging.WARNING, "infinity.aio"):
         for _ in range(2):
             executor = aio.open_executor([file], **POOLS)
@@ -175,7 +175,7 @@ def test_where_no_backend_can_be_had_the_error_names_the_reason_of_each(file, mo
     def refuses(*arguments, backend, **options):
         raise OSError(f"{backend} is out")
 
-    monkeypatch.setattr(_open, "Executor", refuses)
+    monkeypatch.setattr(_open_executor, "Executor", refuses)
     with pytest.raises(
         OSError, match="no io_uring backend: io_uring is out; no threads backend: threads is out"
     ):

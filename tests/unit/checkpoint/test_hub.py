@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity as inf
-from infinity._src.checkpoint.formats import hub_files, safetensors, safetensors_files
+from infinity._src.checkpoint.formats import hub_files, safetensors_reader, safetensors_writer
 from infinity._src.checkpoint.formats.hub_files import HubTensors
 from infinity._src.memory import ledger
 from infinity.aio._memory_limits import CgroupLimit
@@ -305,7 +305,7 @@ def test_some_elements_are_those_of_the_whole(data: st.DataObject, mixtral: Path
     out = torch.empty(data.draw(st.integers(0, whole.numel() - first)), dtype=whole.dtype)
     piece = data.draw(st.sampled_from([1000, 10_000, 1 << 20]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_files, "PIECE_BYTES", piece)
+        patch.setattr(safetensors_reader, "PIECE_BYTES", piece)
         patch.setattr(hub_files, "CONVERTED_BYTES", piece)
         tensors.read_into(name, first, out)
     assert torch.equal(out, whole[first : first + out.numel()])
@@ -316,7 +316,7 @@ def test_a_large_tensor_is_read_in_pieces_and_experts_some_at_a_time(
 ) -> None:
     from transformers import MixtralForCausalLM
 
-    monkeypatch.setattr(safetensors_files, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(safetensors_reader, "PIECE_BYTES", 1000)
     monkeypatch.setattr(hub_files, "CONVERTED_BYTES", 1000)
     longest = 0
 
@@ -380,7 +380,7 @@ def test_an_export_that_memory_cannot_hold_is_refused_before_anything_is_read(
     # A stack is there twice where its experts are written apart.
     for names, need in (("modules", whole), ("hub", whole + stack)):
         left = iter((need - 1, need))
-        monkeypatch.setattr(safetensors, "memory_left_bytes", lambda left=left: next(left))
+        monkeypatch.setattr(safetensors_writer, "memory_left_bytes", lambda left=left: next(left))
         with pytest.raises(MemoryError, match="give a smaller shard_bytes_max"):
             inf.export_safetensors(meta_mixtral, tmp_path / names, names=names)
         assert not (tmp_path / names).exists()
@@ -395,7 +395,7 @@ import torch
 torch.set_num_threads(1)
 import infinity as inf
 from infinity._src.engine import build
-from infinity._src.checkpoint.formats import hub_files, safetensors
+from infinity._src.checkpoint.formats import hub_files, safetensors_writer
 from infinity._src.checkpoint.formats.hub_files import HubTensors
 from infinity._src.memory import heap
 from tests import hub_models
@@ -433,11 +433,11 @@ unit = max(unit.size_bytes for unit in inf.handle(model).units)
 print(peaks[0], 2 * unit + heap.STREAM_SPARE_BYTES, largest, converting)
 for size in map(int, sys.argv[5:]):
     parts = hub_files.hub_parts(model, inf.handle(model), masters=False)
-    groups = safetensors.group_units([part.size_bytes for part in parts], size)
+    groups = safetensors_writer.group_units([part.size_bytes for part in parts], size)
     out = Path(sys.argv[2]) / "out"
     print(
         most(lambda: inf.export_safetensors(model, out, shard_bytes_max=size)),
-        safetensors.held_bytes([parts[index] for index in group] for group in groups),
+        safetensors_writer.held_bytes([parts[index] for index in group] for group in groups),
     )
 """
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import infinity as inf
-from infinity._src.checkpoint.formats.safetensors_files import SafetensorsFiles
+from infinity._src.checkpoint.formats.safetensors_reader import SafetensorsFiles
 from infinity.errors import AioError, WeightsError
 from tests import hub_models
 from tests.hub_models import assert_alike, on_meta

@@ -43,7 +43,7 @@ from infinity._src.checkpoint.reader import (
     pieces,
 )
 from infinity._src.checkpoint.writer import DataWriter
-from infinity._src.memory.layout import plan_flat
+from infinity._src.memory.flat_layout import plan_flat
 from infinity.aio import CHUNK, JOB, Format, JobKind, PoolSpec, Priority, SwapFile, open_executor
 from infinity.errors import AioError, ChecksumError
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from infinity._src.base.dtypes import SAFETENSORS, in_safetensors
-from infinity._src.checkpoint.formats.safetensors import write_file
-from infinity._src.checkpoint.formats.safetensors_files import FileTensor, check_dtypes, file_order
+from infinity._src.checkpoint.formats.safetensors_reader import FileTensor, check_dtypes, file_order
+from infinity._src.checkpoint.formats.safetensors_writer import write_file
 
 
 def described(tensors: dict[str, torch.Tensor]) -> list[FileTensor]:

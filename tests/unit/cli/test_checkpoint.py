@@ -16,11 +16,11 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint.directory import DirectoryLock, read_generation, read_manifest
-from infinity._src.checkpoint.formats.safetensors import INDEX
+from infinity._src.checkpoint.formats.safetensors_writer import INDEX
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef
 from infinity._src.checkpoint.reshard import ReshardJob, slice_of
 from infinity._src.engine.handle import offload
-from infinity._src.memory.layout import plan_flat
+from infinity._src.memory.flat_layout import plan_flat
 from infinity.compat.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from infinity.errors import SwapFullError
 from tests import models

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity._src.hooks.forward import Lifecycle
-from infinity._src.memory.layout import plan_flat
+from infinity._src.memory.flat_layout import plan_flat
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.prefetch_schedule import PassTracker
 from infinity._src.params.sharded_param import ShardedParameter

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.cabi.records import GradSection, Master, Moments
-from infinity._src.memory.layout import plan_flat
+from infinity._src.memory.flat_layout import plan_flat
 from infinity._src.memory.ram_budget import (
     WINDOW_COUNT,
     FlatNeed,

@@ -15,7 +15,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.checkpoint import save
 from infinity._src.engine.access import EngineAccess
-from infinity._src.memory import drives
+from infinity._src.memory import drive_health
 from infinity._src.params import unshard
 from infinity.errors import DeviceFailedError, DriveLostError, EngineClosed, StateInvalid
 
@@ -63,7 +63,7 @@ def fail_an_update(model: nn.Module, _optimizer: Any, _patch: pytest.MonkeyPatch
 
 def lose_a_drive(model: nn.Module, _optimizer: Any, patch: pytest.MonkeyPatch) -> None:
     found = inf.handle(model).parts.tiers.storage.drives
-    patch.setattr(drives, "_ask", lambda *_: "it is gone")
+    patch.setattr(drive_health, "_ask", lambda *_: "it is gone")
     error = DeviceFailedError("no", path=str(found._directories[0] / "file"))
     assert isinstance(found.examine(error), DriveLostError)
 

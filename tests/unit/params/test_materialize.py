@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from infinity import tile_linears
-from infinity._src.checkpoint.formats import safetensors_files
+from infinity._src.checkpoint.formats import safetensors_reader
 from infinity._src.checkpoint.formats.hub_files import open_weights
-from infinity._src.checkpoint.formats.safetensors_files import SafetensorsFiles
+from infinity._src.checkpoint.formats.safetensors_reader import SafetensorsFiles
 from infinity._src.params import materialize
 from infinity._src.params.discover import build, find_units
 from infinity._src.params.materialize import (
@@ -100,7 +100,7 @@ def test_a_directory_saved_by_transformers_loads_through_its_index(tmp_path: Pat
     truth = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert_equal(filled(on_meta(models.llama), tmp_path), truth)
     first = sorted(tmp_path.glob("*.safetensors"))[0]
-    lost = sorted(safetensors_files.read_header(first))
+    lost = sorted(safetensors_reader.read_header(first))
     first.unlink()
     with pytest.raises(FileNotFoundError, match="names files that are not there") as raised:
         filled(on_meta(models.llama), tmp_path)
@@ -312,7 +312,7 @@ def test_parts_of_any_shape_tile_and_rank_are_the_whole(
     rows, columns = tiles
     tile_linears(model, tiles=(min(rows, *map(min, sizes)), min(columns, *map(min, sizes))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_files, "PIECE_BYTES", 1000)
+        patch.setattr(safetensors_reader, "PIECE_BYTES", 1000)
         patch.setattr(materialize, "BAND_BYTES", 500)
         assert_parts_are_whole(model, place, world)
 

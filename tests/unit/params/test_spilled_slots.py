@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.memory.layout import plan_flat
+from infinity._src.memory.flat_layout import plan_flat
 from infinity._src.params.accumulator import (
     AccumulatorState,
     GradAccumulator,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.cabi.records import GradSection, Master, Moments
-from infinity._src.memory.layout import CHUNK_NUMEL, plan_flat
+from infinity._src.memory.flat_layout import CHUNK_NUMEL, plan_flat
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from infinity._src.base.sizes import GIB
 from infinity._src.kernels.quantized import wire_bytes
-from infinity._src.memory.layout import plan_flat
+from infinity._src.memory.flat_layout import plan_flat
 from infinity._src.plan.changes import one_change
 from infinity._src.plan.machine import Machine, describe_machine
 from infinity._src.plan.memory import TierBytes

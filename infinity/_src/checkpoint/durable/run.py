@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from infinity._src.base.new_file import write_durably
+from infinity._src.base.atomic_file import write_durably
 from infinity._src.base.torch_compat import dynamo_disable
 from infinity._src.cabi.records import PIECE_NUMEL
 from infinity._src.checkpoint import metadata

@@ -30,13 +30,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from infinity._src.base.atomic_file import fsync_directory, open_new, publish, write_durably
 from infinity._src.base.dtypes import BY_NAME, kind_of
-from infinity._src.base.new_file import fsync_directory, open_new, publish, write_durably
 from infinity._src.base.paths import check_link
 from infinity._src.base.torch_compat import dcp_storage_info
 from infinity._src.checkpoint.formats.load import MASTER, Held
 from infinity._src.checkpoint.formats.safe_pickle import InertUnpickler, Record, load_tensors
-from infinity._src.checkpoint.formats.safetensors import Whole
+from infinity._src.checkpoint.formats.safetensors_writer import Whole
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.materialize import NamedTensors
 from infinity._src.params.unit import Param

@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 
-from infinity._src.base.dtypes import check_torch_saves, dtype_of, kind_of
-from infinity._src.base.new_file import (
+from infinity._src.base.atomic_file import (
     fsync_directory,
     fsync_file,
     open_new,
     write_durably,
 )
+from infinity._src.base.dtypes import check_torch_saves, dtype_of, kind_of
 from infinity._src.base.wording import listed
 from infinity._src.cabi.records import Master
 from infinity._src.checkpoint.formats.deepspeed import GLOBAL_STATE, MASTERS, WHOLE_MODEL, ZERO

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from infinity._src.checkpoint.formats.hub_conversion import conversions_of, transformers_loading
-from infinity._src.checkpoint.formats.safetensors_files import (
+from infinity._src.checkpoint.formats.safetensors_reader import (
     StoredTensor,
     StoredTensors,
     check_whole,

@@ -29,7 +29,7 @@ import xxhash
 
 from infinity._src.base.dtypes import copied
 from infinity._src.base.torch_compat import set_data
-from infinity._src.checkpoint.formats import safetensors_files
+from infinity._src.checkpoint.formats import safetensors_reader
 from infinity._src.checkpoint.formats.gguf_files import UnpackedGguf, open_gguf
 from infinity._src.checkpoint.formats.hub_conversion import (
     ForwardGroup,
@@ -50,7 +50,8 @@ from infinity._src.checkpoint.formats.hub_conversion import (
     transformers_loading,
 )
 from infinity._src.checkpoint.formats.load import Engine
-from infinity._src.checkpoint.formats.safetensors import (
+from infinity._src.checkpoint.formats.safetensors_reader import SafetensorsFiles, StoredTensors
+from infinity._src.checkpoint.formats.safetensors_writer import (
     ExportPart,
     Whole,
     check_written,
@@ -59,7 +60,6 @@ from infinity._src.checkpoint.formats.safetensors import (
     whole_bytes,
     wholes_of,
 )
-from infinity._src.checkpoint.formats.safetensors_files import SafetensorsFiles, StoredTensors
 from infinity._src.checkpoint.hub_resolution import open_safetensors, read_config
 from infinity._src.checkpoint.metadata import persistent_buffers
 from infinity._src.params.discover import find_parameters
@@ -302,7 +302,7 @@ class HubTensors(FileTensors):
         is_stored = not isinstance(files, UnpackedGguf) and all(
             groups[name].renamed is not None for name in (first, other)
         )
-        step = max(1, safetensors_files.PIECE_BYTES // dtype.itemsize if is_stored else numel)
+        step = max(1, safetensors_reader.PIECE_BYTES // dtype.itemsize if is_stored else numel)
         for start in range(0, numel, step):
             parts = []
             for name in (first, other):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.cabi.records import QUANT_GROUP
-from infinity._src.memory.layout import ALIGN_BYTES, CHUNK_NUMEL, GROUP_NUMEL, plan_flat
+from infinity._src.memory.flat_layout import ALIGN_BYTES, CHUNK_NUMEL, GROUP_NUMEL, plan_flat
 
 NUMELS = st.lists(st.integers(0, 3 * CHUNK_NUMEL), min_size=1, max_size=12).map(tuple)
 

@@ -10,7 +10,7 @@ import torch
 
 from infinity._src.memory import constants
 from infinity._src.memory import device as memory_device
-from infinity._src.params.flat_buffers import ALIGN_BYTES, FlatBuffers, flat_bytes
+from infinity._src.params.ram_buffers import ALIGN_BYTES, FlatBuffers, flat_bytes
 from infinity.aio import Slab
 
 

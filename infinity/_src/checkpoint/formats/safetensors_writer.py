@@ -24,19 +24,19 @@ from typing import IO
 
 import torch
 
-from infinity._src.base.dtypes import bytes_of, check_kept, dtype_of, kind_of
-from infinity._src.base.new_file import (
+from infinity._src.base.atomic_file import (
     fsync_directory,
     fsync_file,
     write_durably,
     write_new,
 )
+from infinity._src.base.dtypes import bytes_of, check_kept, dtype_of, kind_of
 from infinity._src.base.paths import check_link
 from infinity._src.base.progress import ProgressLine
 from infinity._src.base.sizes import format_size, parse_size
 from infinity._src.cabi.records import Master
 from infinity._src.checkpoint.formats.load import Engine, has_master
-from infinity._src.checkpoint.formats.safetensors_files import (
+from infinity._src.checkpoint.formats.safetensors_reader import (
     FileTensor,
     check_dtypes,
     encode_header,
