@@ -119,13 +119,14 @@ class Struck:
         return Ended(*ended, again, open_in(drive), ours(), index, closing, trace)
 
     def take(self, model: Any, optimizer: Any, index: int, rank: int) -> None:
-        """Take a step; once more where a fault has undone it. A drive that is gone then fails a
-        gather, which nothing undoes."""
-        try:
-            step(model, optimizer, index, rank)
-        except StepUndone:
-            optimizer.zero_grad()
-            step(model, optimizer, index, rank)
+        """Take a step, and repeat it while a fault undoes it. With two generations a drive that is
+        gone undoes the step at each read; a chunk's states are lost at the third in a row."""
+        for _ in range(9):
+            try:
+                return step(model, optimizer, index, rank)
+            except StepUndone:
+                optimizer.zero_grad()
+        raise AssertionError("each repetition was undone")
 
     def strike(self) -> None:
         if self.how == "kill":
@@ -222,7 +223,10 @@ def test_an_error_in_the_loop_of_one_rank_ends_the_others_with_its_text(
             assert "out of luck" in ended.text
 
 
-@pytest.mark.parametrize("values", mostly_ranks([STAGE3, STAGE2, SPECULATING], STAGE3))
+# The parts of two of the units are padding alone on one rank: its states are lost with no name.
+@pytest.mark.parametrize(
+    "values", mostly_ranks([STAGE3, STAGE2, SPECULATING], STAGE3, SPECULATING)
+)
 def test_a_drive_that_fails_on_one_rank_ends_the_others_with_its_name(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:

@@ -148,10 +148,12 @@ class ChunkRepair:
             if not self._take_older(at, error, ranges[at.id]):
                 lost += ranges[at.id]
                 cause = cause or error
-        if lost:
+        # Not `if lost`: a rank's part of a small unit may be padding alone, which has no ranges,
+        # and every gather of the unit reads it all the same.
+        if cause is not None:
             raise StatesLost(
                 f"the drive can no longer give back the states of {_listed(lost)}, and nothing "
-                f"else has them ({lost[0].reason}). The step was undone, and all other states are "
+                f"else has them ({cause}). The step was undone, and all other states are "
                 f"those before it. {self._advice}",
                 damaged=tuple(lost),
             ) from cause
@@ -238,6 +240,5 @@ class ChunkRepair:
 
 
 def _listed(ranges: Sequence[DamagedRange]) -> str:
-    return listed(
-        (f"{each.name} (elements {each.start} to {each.stop})" for each in ranges), most=3
-    )
+    found = [f"{each.name} (elements {each.start} to {each.stop})" for each in ranges]
+    return listed(found, most=3) if found else "padding between parameters"

@@ -1,10 +1,10 @@
 """The kernels compile for GPUs that are not there: to arithmetic that rounds as the references do,
 and the matmuls to one kind of matrix instruction in all configurations.
 
-In the quick run every bitwise kernel is compiled for every target of `compiled.TARGETS` in one
-form, and the matmuls in the configurations of `compiled.SOME`.
-The slow tests (`make compile-kernels`, with the oldest and the newest Triton, too) compile every
-configuration, fp16, and the other forms: constants, strides, addresses, sizes.
+In the quick run every kernel is compiled in one form for the targets of QUICK: a GPU of each maker,
+and the matmuls in the configurations of `compiled.SOME`. The slow tests (`make compile-kernels`,
+with the oldest and the newest Triton, too) do so for every target, and compile every configuration,
+fp16, and the other forms: constants, strides, addresses, sizes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.marks import mostly_slow
 from tests.unit.kernels.compiled import BITWISE, MATMULS, TARGETS, Launch, of_gcn, of_ptx
 
 ROOT = Path(__file__).resolve().parents[3]
 KIB = 1 << 10
+QUICK = ("cuda:100", "hip:gfx942")
 SHARED_MAX = {"cuda:80": 163, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227, "cuda:120": 99}
 """KiB of shared memory that a block may ask for, by target (CUDA's programming guide)."""
 
@@ -106,17 +108,18 @@ def launched_kernels() -> set[str]:
     return {name for pair in itertools.chain.from_iterable(found) for name in pair if name}
 
 
-def test_every_kernel_keeps_its_promises_on_every_target(tmp_path: Path) -> None:
-    launches = compiled(tmp_path, *TARGETS)
+@pytest.mark.parametrize("targets", mostly_slow([QUICK, TARGETS], QUICK))
+def test_every_kernel_keeps_its_promises(tmp_path: Path, targets: tuple[str, ...]) -> None:
+    launches = compiled(tmp_path, *targets)
     assert not complaints(launches)
     assert {launch.kernel for launch in launches} == launched_kernels() == {*BITWISE, *MATMULS}
     there = {(launch.target, launch.kernel) for launch in launches}
     assert there == {
         (target, kernel)
-        for target in TARGETS
+        for target in targets
         for kernel in (*BITWISE, *(MATMULS if target.startswith("cuda") else ()))
     }
-    for target in TARGETS[:-1]:
+    for target in targets[:-1]:
         products = {
             (launch.operands, launch.index > 0)
             for launch in launches
