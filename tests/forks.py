@@ -16,7 +16,10 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+
+from typing_extensions import Self
 
 LLAMA = "transformers.models.llama.modeling_llama"
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -41,6 +44,73 @@ def run_code(code: str, *arguments: object, **environment: str) -> subprocess.Co
     """Run `python -c code arguments`; torch is imported then, and `infinity` is not yet. The exit
     runs no `atexit`."""
     return _run(_run_code, textwrap.dedent(code), arguments, environment)
+
+
+class Child:
+    """A process that runs code as `run_code` does, while the test talks with it. Leaving the `with`
+    block kills it."""
+
+    def __init__(self, code: str, *arguments: object) -> None:
+        self._output, said = FORKSERVER.Pipe(duplex=False)
+        heard, self._input = FORKSERVER.Pipe(duplex=False)
+        given = [textwrap.dedent(code), *map(str, arguments)]
+        self._process = FORKSERVER.Process(
+            target=_talk, args=(given, dict(os.environ), heard, said)
+        )
+        self._process.start()
+        said.close()
+        heard.close()
+        self._lines = open(self._output.fileno(), closefd=False)  # noqa: SIM115
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def says(self) -> str:
+        """Return the next line that it prints; "" when it has ended."""
+        return self._lines.readline().strip()
+
+    def hears(self, line: str) -> None:
+        """Give it a line on its standard input."""
+        os.write(self._input.fileno(), f"{line}\n".encode())
+
+    @property
+    def alive(self) -> bool:
+        """True until it has ended."""
+        return self._process.is_alive()
+
+    def kill(self) -> None:
+        """Kill it, and wait for its end."""
+        self._process.kill()
+        self._process.join()
+
+    def exit_code(self) -> int | None:
+        """Close its standard input and wait for its end."""
+        self._input.close()
+        self._process.join(60)
+        return self._process.exitcode
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._lines.close()
+        self._output.close()
+        self._input.close()
+
+
+def _talk(
+    given: list[str], environment: dict[str, str], heard: Connection, said: Connection
+) -> None:
+    os.dup2(heard.fileno(), 0)
+    os.dup2(said.fileno(), 1)
+    heard.close()
+    said.close()
+    # multiprocessing has closed it
+    sys.stdin = open(0)  # noqa: SIM115
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = given
+    _run_code(given[0])
 
 
 def _run(

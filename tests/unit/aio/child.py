@@ -1,4 +1,4 @@
-"""Fresh interpreters: what must hold of a whole process is tried in one."""
+"""Processes of their own: what must hold of a whole process is tried in one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,23 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests import forks
+
 ROOT = Path(__file__).parents[3]
 
 
 def run_python(
-    code: str, *, timeout: float = 60, environment: dict[str, str] | None = None
+    code: str, *, fresh: bool = False, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter at the root of the project."""
+    """Run code in a process of its own. fresh: in a new interpreter, which is slower: for what one
+    does at its end, or has not imported. One with an environment is fresh, too."""
+    if not (fresh or environment):
+        return forks.run_code(code)
     return subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=120,
         check=False,
         cwd=ROOT,
         env={**os.environ, **(environment or {})},

@@ -85,14 +85,14 @@ def odd(library, tmp_path):
     swap.mkdir()
 
     def run(
-        code: str, *, options: str = "", timeout: float = 60, **settings: int
+        code: str, *, options: str = "", **settings: int
     ) -> tuple[str, str, list[str]]:
         environment = {f"ODD_{name.upper()}": str(value) for name, value in settings.items()}
         environment |= {"ODD_REAL": carrier.__file__, "ODD_LOG": str(log)}
         text = SETUP.format(library=str(library), directory=str(swap)) + code.format(
             options=options
         )
-        done = run_python(text, environment=environment, timeout=timeout)
+        done = run_python(text, environment=environment)
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr, log.read_text().splitlines() if log.exists() else []
 

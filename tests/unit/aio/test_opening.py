@@ -287,5 +287,5 @@ def test_aio_imports_without_torch():
         "import sys, infinity.aio, infinity.aio._probe; assert 'torch' not in sys.modules; assert "
         "'aio' not in sys.modules"
     )
-    done = run_python(code)
+    done = run_python(code, fresh=True)
     assert done.returncode == 0, done.stderr

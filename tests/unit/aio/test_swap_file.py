@@ -7,10 +7,7 @@ import fcntl
 import mmap
 import os
 import stat
-import subprocess
-import sys
 import tempfile
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,7 @@ from infinity.aio import _swap_file as swap_file
 from infinity.aio._probe import probe_directory
 from infinity.aio._swap_file import file_system_type
 from infinity.errors import AioError, DeviceFailedError, SwapFullError
+from tests.unit.aio.child import run_python
 from tests.unit.aio.disks import loop_ext4, overlay_without_direct, tmpfs
 
 MIB = 1 << 20
@@ -205,14 +203,7 @@ def test_a_directory_that_may_not_be_written_is_a_typed_error():
             except AioError as error:
                 print(error.errno, error.op)
         """
-        done = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=Path(__file__).parents[3],
-        )
+        done = run_python(code)
     assert done.stdout.split() == ["13", "open"], done.stderr
 
 
@@ -266,14 +257,7 @@ def test_the_limit_on_a_file_s_size_is_named(tmp_path):
             except SwapFullError as error:
                 print(error.errno, file.size_bytes, error)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=Path(__file__).parents[3],
-    )
+    done = run_python(code)
     assert done.stdout.startswith(f"{errno.EFBIG} 0 "), done.stderr
     assert f"RLIMIT_FSIZE): {2 << 20} are missing" in done.stdout
 

@@ -7,12 +7,7 @@ import dataclasses
 import errno
 import json
 import os
-import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,10 +15,9 @@ import pytest
 from infinity.aio import SwapFile
 from infinity.aio import _swap_owner as swap_owner
 from infinity.aio._swap_owner import PREFIX, Life, Owner, PrivateDirectory, clear_dead
+from tests.forks import Child
 from tests.unit.aio.disks import loop_ext4
 from tests.unit.aio.rig import BACKENDS
-
-ROOT = Path(__file__).parents[3]
 
 # In a child: a file system without O_TMPFILE, as NFS and older overlayfs are.
 WITHOUT_TMPFILE = """
@@ -45,29 +39,6 @@ from infinity.aio import SwapFile
 SwapFile.create(sys.argv[1])
 """
 )
-
-
-@contextmanager
-def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs code; killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def line_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
 
 
 def private(parent: Path) -> set[str]:
@@ -165,13 +136,12 @@ def test_a_file_whose_directory_had_to_stay_takes_it_along_when_it_is_closed(tmp
 def test_what_a_killed_process_left_is_cleared_at_the_next_start_and_its_living_neighbour_s_is_not(
     tmp_path,
 ):
-    with child(LINGERING, str(tmp_path)) as doomed, child(LINGERING, str(tmp_path)) as neighbour:
-        assert line_of(doomed) == line_of(neighbour) == "named"
+    with Child(LINGERING, tmp_path) as doomed, Child(LINGERING, tmp_path) as neighbour:
+        assert doomed.says() == neighbour.says() == "named"
         both = private(tmp_path)
         assert len(both) == 2
         assert clear_dead(str(tmp_path)) == []
         doomed.kill()
-        doomed.wait()
         with SwapFile.create(tmp_path):
             (left,) = private(tmp_path)
         owner = Owner.read(tmp_path / left / "owner.json")
@@ -179,7 +149,6 @@ def test_what_a_killed_process_left_is_cleared_at_the_next_start_and_its_living_
         assert owner.pid == neighbour.pid
         assert (tmp_path / left / "swap").exists()
         neighbour.kill()
-        neighbour.wait()
         assert clear_dead(str(tmp_path)) == [left]
     assert list(tmp_path.iterdir()) == []
 
@@ -267,12 +236,12 @@ print("sound")
 """
     )
     with (
-        child(code, str(tmp_path)) as a,
-        child(code, str(tmp_path)) as b,
-        child(code, str(tmp_path)) as c,
+        Child(code, tmp_path) as a,
+        Child(code, tmp_path) as b,
+        Child(code, tmp_path) as c,
     ):
-        assert [line_of(process) for process in (a, b, c)] == ["sound"] * 3
-        assert [process.wait(30) for process in (a, b, c)] == [0, 0, 0]
+        assert [process.says() for process in (a, b, c)] == ["sound"] * 3
+        assert [process.exit_code() for process in (a, b, c)] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,29 +271,18 @@ rig.close()
 @pytest.mark.parametrize("tmpfile", [True, False])
 def test_a_job_killed_in_mid_write_leaves_nothing_and_its_neighbour_s_data_right(tmp_path, tmpfile):
     start = "" if tmpfile else WITHOUT_TMPFILE
-    command = [sys.executable, "-c", start + VERIFIES, str(tmp_path), BACKENDS[0], "1"]
-    neighbour = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    try:
-        assert line_of(neighbour) == "stored"
-        for seed in ("2", "3"):
-            with child(start + WRITES_FOR_EVER, str(tmp_path), BACKENDS[0], seed) as doomed:
-                assert line_of(doomed) == "stored"
+    with Child(start + VERIFIES, tmp_path, BACKENDS[0], 1) as neighbour:
+        assert neighbour.says() == "stored"
+        for seed in (2, 3):
+            with Child(start + WRITES_FOR_EVER, tmp_path, BACKENDS[0], seed) as doomed:
+                assert doomed.says() == "stored"
                 time.sleep(0.2)
-                assert doomed.poll() is None
+                assert doomed.alive
                 doomed.kill()
-                doomed.wait()
             assert list(tmp_path.iterdir()) == []
-            assert neighbour.stdin is not None
-            neighbour.stdin.write("?\n")
-            neighbour.stdin.flush()
-            assert line_of(neighbour) == "right"
-        neighbour.communicate(timeout=30)
-        assert neighbour.returncode == 0
-    finally:
-        neighbour.kill()
-        neighbour.communicate()
+            neighbour.hears("?")
+            assert neighbour.says() == "right"
+        assert neighbour.exit_code() == 0
 
 
 @pytest.mark.privileged
@@ -337,9 +295,8 @@ def test_the_space_of_a_killed_job_is_free_at_once(tmp_path, tmpfile):
     )
     with loop_ext4(tmp_path / "drive", 64 << 20) as place:
         before = os.statvfs(place).f_bfree
-        with child(code, str(place)) as job:
-            assert line_of(job) == "grown"
+        with Child(code, place) as job:
+            assert job.says() == "grown"
             assert os.statvfs(place).f_bfree <= before - (16 << 20) // os.statvfs(place).f_frsize
             job.kill()
-            job.wait()
         assert os.statvfs(place).f_bfree == before
