@@ -128,7 +128,8 @@ for _ in range(2):
     engine.backward(loss)
     engine.step()
 assert __name__ == "__main__" and sys.path[0] == PLACE
-print(f"rank {engine.global_rank} of {engine.world_size}: {loss.item():.6f}")
+# One write: torchrun leaves stdout unbuffered, and ranks share the pipe.
+sys.stdout.write(f"rank {engine.global_rank} of {engine.world_size}: {loss.item():.6f}\\n")
 engine.destroy()
 """
 
