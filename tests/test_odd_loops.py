@@ -16,7 +16,7 @@ from infinity.aio import Seam
 from infinity.errors import SecondOrderUnsupported, StateInvalid
 from tests import models
 from tests.harness import assert_same, policy, train, values_of
-from tests.reference import ReferenceAdamW
+from tests.reference import Delayed, ReferenceAdamW
 
 BATCHES = models.token_batches(12)
 
@@ -90,6 +90,26 @@ def test_gradients_that_the_loop_assigns_are_stepped_with(update: str, tmp_path:
         optimizer.zero_grad()
         reference_optimizer.zero_grad()
     assert_same(model, reference)
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("update", ["deferred", "delayed"])
+def test_a_loop_that_zeroes_no_gradient_adds_to_those_of_the_steps_before(
+    update: str, tmp_path: Path
+) -> None:
+    """With a delayed update the sum continues in other memory than the update reads."""
+    model, (reference, reference_optimizer) = make(tmp_path, update, delayed_warmup=1), plain()
+    delayed = Delayed(reference_optimizer, reference, 1 if update == "delayed" else 4)
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    for index in range(4):
+        losses = [loss_of(module, index) for module in (model, reference)]
+        for loss in losses:
+            loss.backward()
+        assert losses[0].item() == losses[1].item()
+        optimizer.step()
+        delayed.step()
+    delayed.catch_up()
+    assert_same(values_of(model), values_of(reference))
     inf.handle(model).close()
 
 
