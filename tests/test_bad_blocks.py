@@ -216,11 +216,12 @@ def test_a_list_of_bad_ranges_that_is_cut_short_counts_as_far_as_it_goes(tmp_pat
         remember_bad(states, offset, 4096)
     with list_of_bad(states).open("ab") as file:
         file.write(b'{"offset": 0, "size')
-    assert bad_ranges(states) == [(4096, 12288), (40960, 45056)]
+    remember_bad(states, 57344, 4096)
+    assert bad_ranges(states) == [(4096, 12288), (40960, 45056), (57344, 61440)]
     assert retire_states(states)
     assert not states.exists()
     data = (tmp_path / "bad-0123456789abcdef-1.rank0").read_bytes()
-    assert [at for at in range(0, 65536, 4096) if data[at]] == [4096, 8192, 40960]
+    assert [at for at in range(0, 65536, 4096) if data[at]] == [4096, 8192, 40960, 57344]
 
 
 def test_a_list_in_the_way_of_a_link_is_refused(tmp_path: Path) -> None:

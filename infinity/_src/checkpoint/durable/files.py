@@ -659,14 +659,14 @@ def _link(home: Path, target: Path) -> str:
 
 
 # -- bad ranges ------------------------------------------------------------------------------------
-# Ranges of states files that refused a write, remembered after the process.
+# Lists of the byte ranges of states files where a write failed. A list outlives its process.
 #
-#     .states-<id>-<n>.rank<r>.bad     one line of JSON for each bad range, beside the file
-#     bad-<id>-<n>.rank<r>             that file when its run has left it: all but those ranges is
-#                                      given back to the file system
+#     .states-<id>-<n>.rank<r>.bad     a line of JSON for each bad range; lies beside the states file
+#     bad-<id>-<n>.rank<r>             a states file that no run uses any more: all but its bad
+#                                      ranges has been punched out
 #
-# The blocks below a bad range stay those of that file, so that no other file gets them. Users
-# remove `bad-*` after they have replaced the drive.
+# The device blocks under a bad range stay allocated to that file, so the file system cannot give
+# them to another. Users remove `bad-*` after they have replaced the drive.
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -682,7 +682,8 @@ def list_of_bad(states: Path) -> Path:
 def remember_bad(states: Path, offset: int, size_bytes: int) -> None:
     """Add a range to the list of a states file. Blocks for the drive. Raises: AioError."""
     path = list_of_bad(states)
-    line = json.dumps({"offset": offset, "size_bytes": size_bytes}).encode() + b"\n"
+    # The newline comes first, too: the last line may be torn by a kill.
+    line = b"\n" + json.dumps({"offset": offset, "size_bytes": size_bytes}).encode() + b"\n"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with typed_errors(path, "write", offset):
         fd = os.open(path, flags, 0o600)
@@ -709,7 +710,7 @@ def _ranges(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
             found = json.loads(line)
             start, stop = int(found["offset"]), int(found["offset"]) + int(found["size_bytes"])
         except (ValueError, KeyError, TypeError):
-            # The last line of a process that was killed. The range is tried once more, no worse.
+            # Empty, or torn by a kill: then a write to that range fails once more.
             continue
         if 0 <= start < stop:
             yield start, stop
@@ -728,9 +729,9 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def retire_states(states: Path) -> bool:
-    """Give all of a states file back to the file system but its bad ranges, under a name of its
-    own. Returns False if it has none, the file system cannot, or a checkpoint has a link to the
-    file and keeps all of it: this name may be removed then.
+    """Punch out a states file except for its bad ranges, and rename it from states-… to bad-….
+    Returns False, with the name unchanged, if it has no bad ranges, if fallocate fails, or if a
+    checkpoint has a hard link to it. The caller may then unlink it.
     """
     bad = bad_ranges(states)
     if not bad:
@@ -743,7 +744,7 @@ def retire_states(states: Path) -> bool:
     try:
         status = os.fstat(fd)
         if status.st_nlink > 1:
-            # What would be given back here is the checkpoint's.
+            # Punching holes would destroy the checkpoint's data.
             return False
         end = status.st_size
         for start, stop in zip([0, *stops], [*starts, end], strict=True):
@@ -753,6 +754,6 @@ def retire_states(states: Path) -> bool:
                 return False
     finally:
         os.close(fd)
-    # The name last: one that is killed before finds the file, and its list, again.
+    # Rename last: if this process is killed before, the next one finds the file and its list.
     states.rename(states.with_name(f"bad-{states.name.removeprefix('states-')}"))
     return True
