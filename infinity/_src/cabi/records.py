@@ -168,19 +168,19 @@ class Format(int):
     def code(self) -> int:
         return int(self)
 
-    @property
+    @functools.cached_property
     def master(self) -> Master:
         return Master(self & 255)
 
-    @property
+    @functools.cached_property
     def moments(self) -> Moments:
         return Moments(self >> 8 & 255)
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         return self >> 16 & 255
 
-    @property
+    @functools.cached_property
     def grad(self) -> GradSection:
         return GradSection(self >> 24)
 
@@ -188,19 +188,19 @@ class Format(int):
         """Return the same states with another section of spilled gradients (a GradSection)."""
         return Format(self.master, self.moments, self.count, grad)
 
-    @property
+    @functools.cached_property
     def sections(self) -> tuple[Section, ...]:
         """Sections in order. RAW's single section has itemsize 0: the parameter's is unknown
         here.
         """
         return _sections(self)
 
-    @property
+    @functools.cached_property
     def master_count(self) -> int:
         """Number of sections of the parameter and its master; the moments follow."""
         return 1 if self.master in (Master.RAW, Master.FP32) else 2
 
-    @property
+    @functools.cached_property
     def sign_section(self) -> int | None:
         """Index of the second moment's section, if its sign bits belong to the masters, else None.
 
@@ -211,13 +211,13 @@ class Format(int):
         signed = self.master is Master.SPLIT and self.moments is Moments.FP32 and self.count > 1
         return self.master_count + 1 if signed else None
 
-    @property
+    @functools.cached_property
     def master_sections(self) -> tuple[int, ...]:
         """Indices of the sections from which a master is decoded."""
         own = tuple(range(self.master_count))
         return own if self.sign_section is None else (*own, self.sign_section)
 
-    @property
+    @functools.cached_property
     def written_count(self) -> int:
         """Number of sections that an UPDATE writes: all except `grad`, which is the last."""
         return len(self.sections) - (self.grad is not GradSection.NONE)

@@ -40,6 +40,7 @@ as memory allows: `movable_bytes`. η is a limit over what was measured.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterable
 
@@ -134,6 +135,8 @@ class MoveCounts:
     frozen_read: int
 
 
+# A plan asks for every section of every flat.
+@functools.lru_cache(maxsize=64)
 def move_counts(update: str, micro_batches: int) -> MoveCounts:
     """Look up the table of the module's docstring. Raises: ValueError for an unknown mode or less
     than one micro-batch.
