@@ -588,7 +588,7 @@ def test_the_loader_gives_micro_batches_of_all_samples() -> None:
     assert len(loader) == 3
     assert [*loader] == [4, 4, 2]
     assert next(loader.__iter__()) == 4
-    repeated = deepspeed.data.RepeatingLoader(loader)
+    repeated = deepspeed.utilities.RepeatingLoader(loader)
     assert [next(repeated) for _ in range(4)] == [4, 4, 2, 4]
     engine.destroy()
 

@@ -104,7 +104,7 @@ TESTS = {
 
 def cells() -> dict[str, list[str]]:
     """The rows of the table by their first cell, without the column of new lines."""
-    section = PAGE.read_text().split("\n## Trainers that have it\n")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("\n## Existing integrations\n")[1].split("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in section.splitlines()

@@ -661,7 +661,7 @@ def _link(home: Path, target: Path) -> str:
 # -- bad ranges ------------------------------------------------------------------------------------
 # Lists of the byte ranges of states files where a write failed. A list outlives its process.
 #
-#     .states-<id>-<n>.rank<r>.bad     a line of JSON for each bad range; lies beside the states file
+#     .states-<id>-<n>.rank<r>.bad     a line of JSON for each bad range, beside the states file
 #     bad-<id>-<n>.rank<r>             a states file that no run uses any more: all but its bad
 #                                      ranges has been punched out
 #
