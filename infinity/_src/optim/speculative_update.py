@@ -215,7 +215,7 @@ class SpeculativeUpdate(UpdateMode):
         )
         for param in params:
             assert param.grad is not None
-            param.grad.guard(_WithdrawOnWrite(self, unit))
+            param.grad.guard(_UndoOnWrite(self, unit))
         self._parts.unsharder.updated(unit, ahead.ticket, in_place=in_place)
 
     # -- back --------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class SpeculativeUpdate(UpdateMode):
 
 
 @dataclasses.dataclass(frozen=True)
-class _WithdrawOnWrite:
+class _UndoOnWrite:
     """Reader of an accumulator's storage. When the loop changes the gradient, the update was of
     another one, and is undone.
     """

@@ -50,6 +50,7 @@ states to read; and all that is no fault of an update.
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn, Protocol
@@ -96,21 +97,21 @@ PENDING_MIN = 16
 Gradients = Mapping[Param, torch.Tensor]
 
 
-class StepHooks(UpdateHooks):
-    """The update mode as the pipeline sees it. By default a call does nothing."""
+class StepHooks(UpdateHooks, abc.ABC):
+    """The update mode as the pipeline sees it. By default a call does nothing, but for `submit`."""
 
     def before_step(self) -> None:
         """Check the step before `opt.step()` touches anything. Raises: RuntimeError where no step
         can be taken.
         """
 
+    @abc.abstractmethod
     def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
         """Submit the updates of `opt.step()`. Updates of the step before have ended. Does not block
         on I/O.
 
         optimizer: takes this step. Called also without any update.
         """
-        raise NotImplementedError
 
     def undo_ahead(self) -> None:
         """Undo all updates that ran ahead of their step: the states are those of the step before.
