@@ -10,11 +10,15 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from infinity._src.base.sizes import GIB, format_size
 from infinity._src.memory.roofline import EXAMPLE_TBW, Drives
 from infinity.aio import IoSettings
+
+if TYPE_CHECKING:
+    # typing has it from Python 3.11 on.
+    from typing_extensions import Unpack
 
 # -- Kinds of GPU ----------------------------------------------------------------------------------
 
@@ -255,6 +259,24 @@ class Machine:
         return dataclasses.asdict(self)
 
 
+class Figures(TypedDict, total=False):
+    """Fields of `Machine` that may be given, of all drives together or of one GPU as there; None:
+    not given."""
+
+    gpu_mem_bytes: float | None
+    read_bytes_per_s: float | None
+    write_bytes_per_s: float | None
+    flops_per_gpu: float | None
+    flops_peak_per_gpu: float | None
+    pcie_per_gpu: float | None
+    pcie_host: float | None
+    peers_per_gpu: float | None
+    dram_bytes_per_s: float | None
+    tbw_per_drive: float | None
+    link_bytes_per_s: float | None
+    cores: float | None
+
+
 def describe_machine(
     *,
     gpus: int = 1,
@@ -269,22 +291,17 @@ def describe_machine(
     nodes: int = 1,
     updates_per_core: Mapping[str, float] | None = None,
     updates_name: str = "",
-    **given: float | None,
+    **figures_given: Unpack[Figures],
 ) -> Machine:
     """Describe a machine. Figures that are not given are those of the kind of GPU (`gpu`), measured
     (`bench`) or assumed; `Machine.sources` says which.
 
-    ranks: of a node, where the CPU computes (GPUs have one each). given: other fields of `Machine`
-    that are numbers; None: not given. read_bytes_per_s, write_bytes_per_s: of all drives together.
-    Raises: ValueError naming the figure and a fix.
+    ranks: of a node, where the CPU computes (GPUs have one each). Raises: ValueError naming the
+    figure and a fix.
     """
+    given: dict[str, Any] = {**figures_given}
     _check_ranks(gpus, ranks, nodes, given.get("link_bytes_per_s"))
-    if gpu is not None and gpu not in KINDS:
-        raise ValueError(
-            f"--gpu {gpu} is not known; use {', '.join(KINDS)}, or --gpu-mem, --flops, "
-            "--flops-peak and --pcie"
-        )
-    kind = KINDS[gpu] if gpu is not None else guess_kind(given.get("gpu_mem_bytes"))
+    kind = _known_kind(gpu) if gpu is not None else guess_kind(given.get("gpu_mem_bytes"))
     whence = f"of {kind.name} ({kind.title})" if gpu is not None else f"assumed: {kind.title}"
     sources: dict[str, str] = {}
     figures: dict[str, Any] = {}
@@ -326,6 +343,15 @@ def describe_machine(
     )
     _check(machine)
     return machine
+
+
+def _known_kind(gpu: str) -> GpuKind:
+    if gpu not in KINDS:
+        raise ValueError(
+            f"--gpu {gpu} is not known; use {', '.join(KINDS)}, or --gpu-mem, --flops, "
+            "--flops-peak and --pcie"
+        )
+    return KINDS[gpu]
 
 
 def _check_ranks(gpus: int, ranks: int | None, nodes: int, link_bytes_per_s: float | None) -> None:
