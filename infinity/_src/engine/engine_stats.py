@@ -122,7 +122,9 @@ _OF_EXECUTOR = (
     "huge_bytes", "registered", "registered_reason", "backend", "kept_chunks", "moved_writes",
     "jobs_cancelled",
 )  # fmt: skip
-"""Executor counters that `Stats` shows as they are."""
+"""Counters of the executor that `Stats` shows as they are."""
+_OF_UNSHARDER = ("gathered_bytes_peak", "demands", "demand_reads")
+_OF_PIPELINE = ("updates_ahead", "updates_withdrawn", "steps_undone", "older_chunks")
 
 _OF_PLACEMENT = (
     "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "resident_bytes", "sums_bytes",
@@ -368,20 +370,15 @@ class Stats:
             **{name: getattr(placement, name) for name in _OF_PLACEMENT},
             **{public: getattr(placement, name) for name, public in _PUBLIC_NAMES.items()},
             frozen_bytes=frozen_bytes,
-            gathered_bytes_peak=unsharder.gathered_bytes_peak,
+            **{name: getattr(unsharder, name) for name in _OF_UNSHARDER},
             fresh_grad_bytes_peak=fresh_grad_bytes_peak,
             heap_spare_bytes=heap_spare_bytes,
-            demands=unsharder.demands,
-            demand_reads=unsharder.demand_reads,
             deviations=progress.schedule.deviations,
             **{name: getattr(executor, name) for name in _OF_EXECUTOR},
             backend_reason=backend_reason,
             written_per_step_bytes=_sum([drive.written_per_step_bytes for drive in drives]),
             written_tb_per_day=_sum([drive.written_tb_per_day for drive in drives]),
-            updates_ahead=pipeline.updates_ahead,
-            updates_withdrawn=pipeline.updates_withdrawn,
-            steps_undone=pipeline.steps_undone,
-            older_chunks=pipeline.older_chunks,
+            **{name: getattr(pipeline, name) for name in _OF_PIPELINE},
             commit_s=pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
             **(dict.fromkeys(_OF_RANKS, 0) if ranks is None else ranks),
             comm_wait_s=gradients.wait_s,

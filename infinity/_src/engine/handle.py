@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -121,18 +121,23 @@ def offload(
         # All ranks of a node have the same environment: one tells.
         if device.type == "cpu" and handle_.rank == 0:
             openmp.warn_if_active(torch.get_num_threads())
-        if strided:
-            # A filter may make it an error: then the model is not offloaded.
-            warnings.warn(
-                f"{listed(strided, 3)}: dimensions are in another order in memory "
-                "(channels_last, transposed); offloaded "
-                "they are contiguous, with the same values, and kernels that choose by the order "
-                "may round otherwise",
-                stacklevel=2,
-            )
+        # A filter may make it an error: then the model is not offloaded.
+        _warn_of_order(strided)
         # With `rollback` go the values that the model had.
         undo.pop_all()
     return model
+
+
+def _warn_of_order(strided: Sequence[str]) -> None:
+    """Warn of the parameters whose dimensions are in another order in memory."""
+    if strided:
+        warnings.warn(
+            f"{listed(strided, 3)}: dimensions are in another order in memory (channels_last, "
+            "transposed); offloaded they are contiguous, with the same values, and kernels that "
+            "choose by the order may round otherwise",
+            # The caller of `offload`.
+            stacklevel=3,
+        )
 
 
 def _check_not_offloaded(model: torch.nn.Module) -> None:

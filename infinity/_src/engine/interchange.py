@@ -14,6 +14,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -461,21 +462,9 @@ def restore(
     of = handle(model)
     of.flush()
     run = of.durable
-    # Other runs may have copies there, too.
-    mine = run is not None and run.must_restore(several)
-    source = run.files.source if run is not None and mine else run_among(several)
-    own = run is not None and source.resolve() in (
-        run.files.home.resolve(),
-        run.files.source.resolve(),
-    )
-    if run is not None and own:
-        _check_own(of, run, opt, run.files.home.parent)
-        if run.before is None:
-            return Restored(0, None, "", ())
-        # Where the home has lost its manifests, a copy has them.
-        source = run.files.source
-    elif run is not None and run.waits:
-        run.check()
+    source = run_among(several) if run is None else _source_of_run(of, run, opt, several)
+    if source is None:
+        return Restored(0, None, "", ())
     restored = RestoreJob(
         of.saving, of.gradients, of.pipeline, of.saving.comm, of.policy,
         strict=strict, damaged=damaged,
@@ -484,6 +473,21 @@ def restore(
         _warn_of_damage(source, restored, damaged)
     _stay(of, run, restored.extra)
     return restored
+
+
+def _source_of_run(
+    of: Handle, run: DurableRun, opt: Any, several: Sequence[str | os.PathLike[str]]
+) -> Path | None:
+    """Return the directory that a durable run restores; None: it is its own, without a commit."""
+    # Other runs may have copies there, too.
+    source = run.files.source if run.must_restore(several) else run_among(several)
+    if source.resolve() in (run.files.home.resolve(), run.files.source.resolve()):
+        _check_own(of, run, opt, run.files.home.parent)
+        # Where the home has lost its manifests, a copy has them.
+        return None if run.before is None else run.files.source
+    if run.waits:
+        run.check()
+    return source
 
 
 def _stay(of: Handle, run: DurableRun | None, extra: object) -> None:

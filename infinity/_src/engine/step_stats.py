@@ -135,22 +135,15 @@ class StepTerms:
         # what each gathers again is counted where it moves, and its compute where it passes.
         count = max(round((found["first forward"].count + found["forward"].count) / steps), 1)
         total = sum(training, PhaseFigures())
-        moved = Moved(total.bytes_read, total.bytes_written)
-        traffic = measured_traffic(
-            moved,
-            total.params_read_bytes,
-            update,
-            count,
-            grads=Moved(total.grads_read_bytes, total.grads_written_bytes),
-            activations=Moved(total.activations_read_bytes, total.activations_written_bytes),
-            frozen=frozen_bytes,
-        )
+        traffic = _traffic(total, update, count, frozen_bytes)
         loop = _compute(phases, phases["first forward"].compute_s)
         quiet = clock.quiet_forward
         alone = _compute(phases, quiet.compute_s / quiet.count) if quiet.count else None
         # The drives are no term of the limits where nothing moved, known or not.
         measured = (
-            bandwidths_of(executor.drives, bandwidths) if moved.read + moved.written else None
+            bandwidths_of(executor.drives, bandwidths)
+            if total.bytes_read + total.bytes_written
+            else None
         )
         drives = measured.drives if measured else None
         copied = measured_copies(
@@ -274,6 +267,18 @@ def _sizes(kinds: Mapping[str, float]) -> str:
     parts = [f"{format_size(size)} of {kind}" for kind, size in kinds.items() if round(size)]
     *most, last = parts or ["nothing"]
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def _traffic(total: PhaseFigures, update: str, passes: int, frozen_bytes: float) -> Traffic:
+    return measured_traffic(
+        Moved(total.bytes_read, total.bytes_written),
+        total.params_read_bytes,
+        update,
+        passes,
+        grads=Moved(total.grads_read_bytes, total.grads_written_bytes),
+        activations=Moved(total.activations_read_bytes, total.activations_written_bytes),
+        frozen=frozen_bytes,
+    )
 
 
 def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Compute:

@@ -13,7 +13,6 @@ on a core of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from infinity._src.base.sizes import format_size, round_size
 from infinity._src.config.choices import SCHEDULES
@@ -26,7 +25,6 @@ from infinity._src.memory.pcie import (
     copies,
     dram_s,
 )
-from infinity._src.memory.ram_budget import PlacementPlan
 from infinity._src.memory.roofline import (
     AtRest,
     Compute,
@@ -43,6 +41,7 @@ from infinity._src.plan.machine import CHECKSUMS_PER_CORE, Machine
 from infinity._src.plan.memory import (
     BESIDE_BUDGET,
     Need,
+    Placed,
     RamBeside,
     again_share,
     bytes_at_rest,
@@ -181,12 +180,8 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
         others=busy.values(),
         apart=policy.update_on == "device",
     )
-    beside = {name: size.cpu for name, size in placed.beside.items()}
-    of_node = {"activations": placed.waiting, BESIDE_BUDGET: placed.outside.peak}
-    ram = _ram(plan, machine, beside, of_node)
-    # Each rank has files of its own on all drives.
-    spares = ranks * machine.drives * spare_bytes(placed.needs, plan.nvme_masks, plan.formats)
-    gpu, nvme = gpu_need(shape, machine, job), _nvme(on_nvme, machine, job, spilled, spares)
+    gpu, ram = gpu_need(shape, machine, job), _ram(placed, machine)
+    nvme = _nvme(on_nvme, placed, machine, job)
     return Prediction(
         job=job,
         machine=machine,
@@ -522,26 +517,25 @@ def _busy_beside(
 # -- Needs -----------------------------------------------------------------------------------------
 
 
-def _ram(
-    plan: PlacementPlan,
-    machine: Machine,
-    beside: Mapping[str, float],
-    of_node: Mapping[str, float],
-) -> Need:
-    # Other parts are those of one rank, and the memory is the node's.
-    ranks = machine.ranks
-    found = {
-        name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size
+def _ram(placed: Placed, machine: Machine) -> Need:
+    """Count a node's RAM."""
+    of_rank = {name: size.cpu for name, size in placed.beside.items()}
+    parts = {
+        name: float(machine.ranks * size)
+        for name, size in {**placed.plan.ram_parts, **of_rank}.items()
     }
-    found |= {name: float(size) for name, size in of_node.items() if size}
+    parts |= {"activations": placed.waiting, BESIDE_BUDGET: float(placed.outside.peak)}
+    found = {name: size for name, size in parts.items() if size}
     return Need(sum(found.values()), machine.ram_bytes, found)
 
 
-def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float, spares: int) -> Need:
+def _nvme(on_nvme: AtRest, placed: Placed, machine: Machine, job: Job) -> Need:
     """Count the room on the drives. Two generations need it twice, a durable run's older commits
     once more for each; a step moves one.
     """
-    trained = on_nvme.params + on_nvme.optim
+    plan, trained = placed.plan, on_nvme.params + on_nvme.optim
+    # Each rank has files of its own on all drives.
+    files = machine.ranks * machine.drives
     other = trained + (on_nvme.frozen if job.policy.durable else 0.0)
     parts = {
         "parameters": on_nvme.params + on_nvme.frozen,
@@ -550,8 +544,8 @@ def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float, spares: i
         # Less will do: where there is no such room, fewer are kept.
         "older commits": job.policy.older_commits * trained,
         "spilled gradients": on_nvme.grads,
-        "activations": waiting,
-        "spare ranges": float(spares),
+        "activations": placed.spilled,
+        "spare ranges": float(files * spare_bytes(placed.needs, plan.nvme_masks, plan.formats)),
     }
     found = {name: size for name, size in parts.items() if size}
     # None would say that the room is not known; without drives there is none.
