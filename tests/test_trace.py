@@ -16,6 +16,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.params.unit import UnitState
+from infinity._src.params.unshard import PendingUnshards
 from tests import harness, models
 from tests.harness import policy
 
@@ -42,6 +43,12 @@ class Stack(nn.Module):
             x = x + self.blocks[index](x)
         self.calls += 1
         return {"loss": models.next_token_loss(self.head(x), labels)}
+
+
+@pytest.fixture(autouse=True)
+def evicts_what_is_being_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank evicts no unit that is being filled: what it reads ahead would depend on the drive."""
+    monkeypatch.setattr(PendingUnshards, "filled", lambda self, unit: True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -484,8 +484,7 @@ class Watchdog:
             self._wake = -1
 
     def _watch_new_ranks(self, poll: select.poll) -> None:
-        """Start to watch each rank whose first record has arrived: its process, its beats, or both.
-        """
+        """Start to watch each rank whose first record has arrived: its process, its beats, or both."""
         for rank, record in self._others().items():
             if rank in self._processes or rank in self._remote:
                 continue
@@ -522,13 +521,14 @@ class Watchdog:
             # blame the wrong rank.
             self._heartbeat.refresh(_DYING_S)
         records = self._others()
+        # False also while no record of rank 0 has been read: it may die before that.
+        zero_closed = 0 in records and records[0].left == "closed"
         for rank in reversed(dead):
             # Each dead rank is processed once.
             self._dead.add(rank)
             record = records[rank]
             if record.left != "closed" and record.failed is None:
-                first = records.get(0)
-                if rank and self._heartbeat.lost and first and first.left != "closed":
+                if rank and self._heartbeat.lost and not zero_closed:
                     # It ended because of rank 0, whose store is lost: a dying process closes its
                     # connections before its end is visible. Reported below.
                     break
@@ -543,7 +543,7 @@ class Watchdog:
                 self._set_failure(death_error(rank, record, "without closing its engine"))
                 return
         # After rank 0 has closed, a lost store is no failure.
-        if 0 in records and records[0].left == "closed":
+        if zero_closed:
             if not self._acknowledged:
                 self._acknowledged = True
                 self._heartbeat.publish(read=True)

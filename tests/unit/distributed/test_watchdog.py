@@ -215,25 +215,31 @@ class Store:
 
 
 @pytest.mark.parametrize(
-    ("lost", "after_s", "left", "culprit"),
+    ("lost", "after_s", "first", "culprit"),
     [
-        ("", 0.0, None, 2),
-        ("Broken pipe", 0.0, None, 0),
-        ("Broken pipe", 5.0, None, 0),  # on a busy machine
-        ("Broken pipe", 0.0, "closed", 2),
+        ("", 0.0, RankRecord(host=HERE.host), 2),
+        ("Broken pipe", 0.0, RankRecord(host=HERE.host), 0),
+        ("Broken pipe", 5.0, RankRecord(host=HERE.host), 0),  # on a busy machine
+        ("Broken pipe", 0.0, None, 0),  # it died before its first record was read
+        ("Broken pipe", 0.0, RankRecord(left="closed", host=HERE.host), 2),
     ],
 )
 def test_a_rank_that_ends_with_the_store_is_not_blamed_for_rank_0(
-    lost: str, after_s: float, left: str | None, culprit: int, monkeypatch: pytest.MonkeyPatch
+    lost: str,
+    after_s: float,
+    first: RankRecord | None,
+    culprit: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 0 has died, and so rank 2, which found its store gone. The kernel shows the end of rank
     2 first: it closes the connections of rank 0 before it calls that ended."""
     watchdog = Watchdog(Topology.alone(), None, timeout_s=1.0, name="judge")
-    peers = [RankRecord(left=left, host=HERE.host), None, RankRecord(host=HERE.host)]
+    peers = [first, None, RankRecord(host=HERE.host)]
     monkeypatch.setattr(watchdog, "topology", Topology.of(1, 3, 3))
     monkeypatch.setattr(watchdog, "_heartbeat", Store(peers, lost, after_s))
     monkeypatch.setattr(watchdog, "_wake_thread", lambda: None)
-    monkeypatch.setattr(watchdog, "_processes", {0: Process(False), 2: Process(True)})
+    known = {0: Process(False)} if first else {}
+    monkeypatch.setattr(watchdog, "_processes", {**known, 2: Process(True)})
     watchdog._check_ranks(True, 0.1)
     assert watchdog.failure is not None
     assert watchdog.failure.rank == culprit
