@@ -45,7 +45,6 @@ FAMILIES: dict[str, str] = {
 }
 CASES = [f"{task} {name}" for task, names in FAMILIES.items() for name in names.split()]
 QUICK = [
-    "CAUSAL_LM falcon_h1",
     "CAUSAL_LM gpt_oss",
     "MASKED_LM deberta-v2",
     "SEQ_TO_SEQ_CAUSAL_LM mt5",

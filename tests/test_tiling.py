@@ -484,10 +484,10 @@ def test_a_tile_too_large_for_the_device_is_told_to_be_cut_smaller() -> None:
 
 
 @given(
-    rows=st.integers(1, 3000),
+    rows=st.integers(1, 300),
     columns=st.integers(1, 100),
-    memory=st.integers(2000, 1 << 20),
-    unit_max=st.integers(1000, 1 << 20),
+    memory=st.integers(2000, 1 << 17),
+    unit_max=st.integers(1000, 1 << 17),
 )
 @settings(max_examples=60, deadline=None)
 def test_the_number_of_tiles_that_is_told_works(
