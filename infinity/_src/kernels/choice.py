@@ -90,7 +90,7 @@ _passed: set[tuple[str, torch.device, tuple[Hashable, ...]]] = set()
 _failed: dict[tuple[str, torch.device], str] = {}
 """(operation, device) -> fault found by its first failed trial."""
 _warned: set[tuple[str, torch.device]] = set()
-"""(operation, device) pairs with a warning that torch runs them."""
+"""(operation, device) pairs whose fault a warning has reported."""
 _trying = threading.Lock()
 
 # A stack: the innermost `forced` block decides.
@@ -101,9 +101,7 @@ _forced: list[dict[str, str]] = []
 def forced(**choices: str) -> Iterator[None]:
     """Force implementations inside the block, in all threads: `forced(group_quantize="triton")`.
 
-    For tests and benchmarks.
-
-    Raises: ValueError for an operation or implementation that is not known.
+    For tests and benchmarks. Raises: ValueError for an unknown operation or implementation.
     """
     _check(choices, "forced()")
     _forced.append(dict(choices))
@@ -116,9 +114,11 @@ def forced(**choices: str) -> Iterator[None]:
 def implementation(name: str, device: torch.device, trial: Trial | None = None) -> str:
     """Choose "torch" or "triton" for this operation on this device.
 
-    trial: of a bitwise operation, in the form about to run; None: use the results of earlier
-    trials. The first call with a form on a GPU blocks until the trial has ended.
-    Raises: ValueError if Triton is forced but cannot run, or gives other bits than torch.
+    trial: the trial of a bitwise operation, in the form about to run; None: use the results of
+    earlier trials. The first call with a form on a GPU blocks until the trial has ended.
+
+    Raises, both only if Triton is forced: ValueError if Triton cannot run or gives other bits than
+    torch; torch.OutOfMemoryError if the device lacks memory for the trial.
     """
     return _choose(name, device, trial)[0]
 
@@ -129,7 +129,9 @@ def why(name: str, device: torch.device) -> str:
 
 
 def may_be_triton(name: str) -> bool:
-    """Return whether Triton may compute this operation on some GPU, for plans of other machines."""
+    """Return whether Triton may compute this operation on some GPU. Plans for other machines ask
+    this, since they cannot run a trial.
+    """
     chosen = _chosen(name)
     if chosen is not None:
         return chosen == "triton"
@@ -147,7 +149,8 @@ def _choose(name: str, device: torch.device, trial: Trial | None) -> tuple[str, 
     if not compiles(device):
         interpreter = "TRITON_INTERPRET is set: Triton would interpret its kernels"
         return "torch", interpreter if device.type == "cuda" else "the CPU computes"
-    # A recorded ratio, so that runs with operations that round differently are reproducible.
+    # A ratio from the table, not from a measurement at run time: implementations that round
+    # differently must be chosen alike in every run.
     ratio = MEASURED.get((name, torch.cuda.get_device_capability(device))) if MEASURED else None
     if ratio is not None:
         better, reason = ratio > 1.0, f"measured: torch's time is {ratio:.2f} of Triton's"
@@ -183,10 +186,10 @@ def _check_forced(name: str, device: torch.device, trial: Trial | None) -> None:
 def _fault(name: str, device: torch.device, trial: Trial | None, *, warn: bool) -> str:
     """Return why Triton must not compute an operation in this form, or "".
 
-    trial: None: run no trial. warn: log a fault, once per operation and device. Raises:
-    torch.OutOfMemoryError if a trial lacks memory; a later use tries again.
+    trial: None: run no trial. warn: issue a warning of the fault, once per operation and device.
+    Raises: torch.OutOfMemoryError if a trial lacks memory; a later use tries again.
     """
-    # Checked first, since each use calls this.
+    # The fast path: every use of the operation calls this function.
     if trial is not None and (name, device, trial.form) in _passed:
         return ""
     fault = _unfit(name) or _failed.get((name, device), "")
@@ -206,7 +209,7 @@ def _fault(name: str, device: torch.device, trial: Trial | None, *, warn: bool) 
 
 
 def _tried(name: str, device: torch.device, trial: Trial) -> str:
-    """Run a trial, unless its form had one or the operation has failed. Returns the fault, or
+    """Run the trial, unless its form has passed or the operation has failed. Return the fault, or
     "".
     """
     # Threads of communication streams and of backward may call this concurrently; one runs the

@@ -23,12 +23,13 @@ nearest, ties to even. So all ranks that sum the same pieces get the same bits, 
 is returned unchanged. Every NaN is written with the same bits.
 
 **Error feedback**: x = values + error is encoded; the new error is x - decoded(x), rounded to the
-error's dtype. So errors do not accumulate: over many rounds, the sums of decoded values and of
-values differ by the last error only. The error of a group with infinity or NaN is zero.
+error's dtype. So errors do not accumulate: over many rounds, the sum of the decoded values differs
+from the sum of the values by the last error and the roundings of x and of the stored errors. The
+error of a group with infinity or NaN is zero.
 
 On the CPU native/kernels/comm_codec.c computes, in one pass in the caller's thread, without the
-GIL; on a GPU torch or Triton (infinity/_src/kernels/choice.py). All give the same bits, which the
-torch code below defines.
+GIL; on a GPU torch or Triton computes (infinity/_src/kernels/choice.py). All three give the same
+bits, which the torch code below defines.
 
 All tensors are contiguous and 1-D. The CPU kernels do not allocate. GPU calls do not block, except
 for the trial at the first use of a form.
@@ -51,7 +52,7 @@ from infinity.aio import GradDtype
 
 DIVISOR_MOST = 1 << 24
 """fp32 represents all integers up to this."""
-# Not a power of two: such a division would only round denormals.
+# Not a power of two: a division by a power of two is exact except for denormals.
 _SAMPLE_RANKS = 3
 _ERROR_DTYPES = (torch.bfloat16, torch.float32)
 _CODES = {
@@ -90,7 +91,6 @@ def encode(
         raise ValueError(f"element={element}: the index of the first value is not negative")
     if key is not None and not 0 <= key < 1 << 64:
         raise ValueError(f"key={key}: use what rounding.rounding_key returns, 0 to 2^64 - 1")
-    # By a fixed rule; all implementations give the same bits.
     trial = encode_trial(
         values.dtype, bits, group_numel, key is not None, None if error is None else error.dtype
     )
@@ -297,7 +297,7 @@ def _summed_sample(
     return {"sums": out}
 
 
-# -- the reference, in torch; arguments as they were checked above ---------------------------------
+# -- the reference, in torch; the functions above have checked the arguments -----------------------
 
 
 def encode_torch(
@@ -359,7 +359,7 @@ def sum_in_order_torch(pieces: Sequence[torch.Tensor], out: torch.Tensor, diviso
     out.masked_fill_(missing, float("nan"))
 
 
-# -- refusals, and the choice of the implementation ------------------------------------------------
+# -- checks of arguments, and the choice of the implementation -------------------------------------
 
 
 def _implementation(name: str, device: torch.device, trial: Trial) -> str:

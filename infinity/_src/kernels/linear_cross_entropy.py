@@ -68,7 +68,7 @@ class Settings(NamedTuple):
             raise ValueError(f"label_smoothing={self.label_smoothing} is not between 0 and 1")
 
 
-# -- one tile of the vocabulary: what has a Triton twin --------------------------------------------
+# -- one tile of the vocabulary: operations with a Triton implementation ---------------------------
 
 
 def tile_partials(
@@ -118,8 +118,9 @@ def tile_dlogits(
          - label_smoothing / vocabulary) * scale
 
     lse: [rows] of `sum_dtype`, log-sum-exp over the whole vocabulary. scale: [rows] of `sum_dtype`,
-    the gradient that arrives at each row's loss; 0 for ignored rows, whose gradient is 0. The rest
-    as in `tile_partials`.
+    the gradient of each row's loss, 0 for ignored rows. The gradient of such a row is 0; torch
+    returns NaN instead if the row has logits that are not finite. The other arguments are those of
+    `tile_partials`.
     """
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         settings: dict[str, Any] = {"label_smoothing": label_smoothing, "vocabulary": vocabulary}
@@ -149,7 +150,7 @@ def reference_partials(
     logits = _logits(hidden, weight, bias)
     row_max = logits.amax(1)
     logit_sum = logits.sum(1)
-    # First, since the exponentials overwrite the logits.
+    # Read the target's logit before the exponentials overwrite the logits.
     inside, index = _place(target, start, weight.shape[0])
     target_logit = torch.where(inside, logits.gather(1, index[:, None])[:, 0], 0.0)
     row_sum_exp = logits.sub_(_shift(row_max)[:, None]).exp_().sum(1)
@@ -201,8 +202,8 @@ def row_losses(
     """Return each row's loss and log-sum-exp, both [rows] of `sum_dtype`, from the partials of the
     whole vocabulary.
 
-    The loss of ignored rows is 0, that of a target outside of the vocabulary NaN (raising would
-    need a wait for the GPU).
+    The loss of an ignored row is 0. The loss of a row whose target is outside of the vocabulary is
+    NaN, since raising an error would have to wait for the GPU.
     """
     smoothing = settings.label_smoothing
     lse = found.row_max + found.row_sum_exp.log()

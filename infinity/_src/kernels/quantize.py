@@ -246,7 +246,8 @@ def quantize_torch(
 def _rounded_scale(exact: torch.Tensor, *, up: bool) -> torch.Tensor:
     """Round `exact` to bf16 (to nearest, or up), at least 2^-126; returned as fp32."""
     bits = exact.view(torch.int32)
-    # To nearest, ties to even, in integers: add half of the last bit minus one, plus that bit.
+    # In integers, on the 16 bits that bf16 drops. Up: add all ones. To nearest, ties to even: add
+    # just under half, plus the last kept bit.
     bits = bits + (0xFFFF if up else 0x7FFF + (bits >> 16 & 1))
     # At least 2^-126, so that a group of zeros does not divide by zero.
     return (bits & -0x10000).clamp(min=_SCALE_LEAST_BITS).view(torch.float32)

@@ -61,9 +61,9 @@ def check_groups(bits: int, group_numel: int) -> None:
 
 
 def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
-    """Bytes of the encoding of `numel` values by `comm_codec`.
+    """Return the bytes of the encoding of `numel` values by `comm_codec`.
 
-    Raises: ValueError for unsupported bits or group sizes.
+    Raises: ValueError for unsupported bits or group sizes, or a negative `numel`.
     """
     check_groups(bits, group_numel)
     if numel < 0:
@@ -72,7 +72,7 @@ def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
 
 
 def codes_bytes(numel: int, bits: int) -> int:
-    """Bytes of the padded codes, which is the offset of the scales."""
+    """Return the bytes of the padded codes: the offset of the scales in a wire."""
     return _aligned(numel if bits == 8 else -(-numel // 2))
 
 

@@ -1,9 +1,9 @@
-"""Rounding of states and codes: random bits for stochastic rounding, and a correctly rounded square
-root.
+"""Stochastic rounding of states and codes: the random bits; and a correctly rounded square root.
 
-An element's 32 random bits depend only on a key and the element's index in its parameter. So an
-update rounds identically on every device, for every division into chunks, and in every order. The
-hash is that of native/kernels/update_codec.h.
+Stochastic rounding chooses one of a value's two neighbours, with probabilities that preserve the
+expected value. An element's 32 random bits depend only on a key and the element's index in its
+parameter. So an update rounds identically on every device, for every division into chunks, and in
+every order. native/kernels/update_codec.h computes the same hash.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def mix64(word: int) -> int:
 
 
 def random_bits(key: int, element: int, numel: int, device: torch.device) -> torch.Tensor:
-    """Return int32 [numel]: 32 random bits for each of the elements [element, element + numel), on
-    a device.
+    """Return int32 [numel] on `device`: 32 random bits for each of the elements
+    [element, element + numel).
     """
     parts = []
     while numel > 0:
@@ -71,6 +71,7 @@ def sqrt_exact(values: torch.Tensor) -> torch.Tensor:
 
 
 def _hashed(mixed: int, low: int, count: int, device: torch.device) -> torch.Tensor:
+    # The hash lowbias32 (C. Wellons, hash-prospector), with both halves of `mixed` added in.
     # int32 with wrapping products: int64 is ten times slower on a CPU.
     h = torch.arange(count, dtype=torch.int32, device=device)
     h += _signed(low + mixed)

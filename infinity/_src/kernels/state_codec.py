@@ -4,10 +4,10 @@ device.
     sections = encode_sections(format, master, moments)   # to nearest; with `key` stochastically
     master, moments = decode_sections(format, sections)
 
-Used by device updates, access to single states, and checkpoints; the bits are those of
-native/kernels/update_codec.h. Every line rounds once. Divisors are tensors, since on a GPU torch
-multiplies by a scalar's reciprocal. Integers are wrapping int32: int64 is several times slower on a
-CPU.
+Updates on a device, access to single states, and checkpoints use it. It gives the bits of
+native/kernels/update_codec.h: every line rounds once, and divisors are tensors, since on a GPU
+torch multiplies by a scalar's reciprocal. Integers are wrapping int32: int64 is several times
+slower on a CPU.
 
 **Split master** (`hi` bf16, `lo` int16): the fp32 bits are `hi` << 16 plus `lo`, where `hi` is the
 fp32 rounded to nearest, ties to even, as torch rounds. Two masters are half-way to a neighbour of
@@ -67,12 +67,12 @@ def encode_sections(
 ) -> list[torch.Tensor]:
     """Encode fp32 values [numel] as the sections of a format (without `grad`), one 1-D tensor each.
 
-    Rounds to nearest; with a `key` (see `rounding_key`) 24-bit masters, bf16 and 8-bit moments are
-    rounded stochastically, as in an update; `element`: the parameter's index of the first value,
-    which starts a group in 8-bit formats. Tensors: hi int16 (bf16 bits), lo int16 or int8, fp16,
-    bf16 moments int16, codes uint8, scales int16 [groups * count]; fp32 sections are the given
-    tensors, or a new one with the signs of split masters. Raises: ValueError for a format without
-    states, or a wrong number of moments.
+    key: None: round to nearest; else (see `rounding_key`) round 24-bit masters, bf16 and 8-bit
+    moments stochastically, as an update does. element: the parameter's index of the first value,
+    which starts a group in 8-bit formats. Returns hi int16 (bf16 bits), lo int16 or int8, fp16,
+    bf16 moments int16, codes uint8, scales int16 [groups * count]. fp32 sections are the given
+    tensors; a second moment that stores signs of split masters is a new one. Raises: ValueError for
+    a format without states, or a wrong number of moments.
     """
     _check(state_format)
     if len(moments) != state_format.count:
@@ -116,9 +116,9 @@ def decode_sections(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Decode the sections of a format (without `grad`) to (master, moments) in fp32 [numel] each.
 
-    sections: 1-D contiguous tensors of any dtype with the section's bytes. Returns fp32 sections as
-    views, except a second moment with signs of split masters; all others as new tensors. Raises:
-    ValueError for a format without states.
+    sections: 1-D contiguous tensors of any dtype with the section's bytes. fp32 sections are
+    returned as views, except a second moment that stores signs of split masters; other results are
+    new tensors. Raises: ValueError for a format without states.
     """
     _check(state_format)
     bare = [section.view(torch.uint8) for section in sections]
@@ -141,10 +141,11 @@ def decode_master(state_format: Format, sections: Sequence[torch.Tensor]) -> tor
 
 
 def clear_signs(lo: torch.Tensor, moment: torch.Tensor, where: torch.Tensor) -> bool:
-    """Clear the signs of split masters in a second moment, in place, for elements `where` new
-    masters will be written. Returns whether any sign changed.
+    """Clear, in place, the signs that a second moment stores for split masters. Return whether any
+    sign changed.
 
-    lo, moment: the old masters' second section, and `sign_section`.
+    lo, moment: the second section of the old masters, and `sign_section`. where: bool mask of the
+    elements whose masters the caller is about to overwrite.
     """
     theirs = _beyond(lo, moment) & where
     moment.view(torch.int32)[theirs] &= _MAGNITUDE
@@ -194,8 +195,8 @@ def _encode_master(
 
 
 def _unsaid(bits: torch.Tensor) -> torch.Tensor:
-    """Return int32: 1 where `lo` would be 32768 (half-way to the next bf16, `hi` is the lower
-    one).
+    """Return int32: 1 where `lo` would be 32768, since the master is half-way between two bf16
+    numbers and `hi` is the lower one.
     """
     return (bits & 0x1FFFF).eq(0x8000).to(torch.int32)
 
@@ -291,7 +292,8 @@ def _scales(groups: torch.Tensor, moment: int) -> torch.Tensor:
     most = (bits & 0x7FFFFFFF if moment == 0 else bits).amax(dim=1)
     bad = most >= _INFINITY_BITS
     if moment == 1:
-        bad |= (bits < 0).any(dim=1)  # no -0.0 in `groups`: negative or NaN
+        # `groups` has no -0.0, so a set sign bit means a negative value or NaN.
+        bad |= (bits < 0).any(dim=1)
     # Rounded up to bf16, so that no value exceeds the scale.
     up = (most.clamp(max=_INFINITY_BITS) + 0xFFFF >> 16).clamp(_SCALE_LEAST, _SCALE_MOST)
     return up.masked_fill_(most == 0, 0).masked_fill_(bad, 0x7FC0)
@@ -304,7 +306,7 @@ def _encode_q8(
     x = _grouped(values + 0.0)  # -0.0 has no code
     scale = _scales(x, moment)
     plain = (scale > 0) & (scale <= _SCALE_MOST)  # finite groups that are not zero
-    # 1.0 in place of a scale of zero or NaN, for the division below; x is 0 there.
+    # The division below needs a finite scale that is not zero: use 1.0 elsewhere, where x is 0.
     scales = (scale << 16).masked_fill_(~plain, 0x3F800000).view(torch.float32)
     x = x.masked_fill(~plain[:, None], 0.0)
     factor = (torch.full_like(scales, _LEVELS[moment]) / scales)[:, None]

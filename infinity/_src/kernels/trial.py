@@ -45,7 +45,7 @@ def sample(dtype: torch.dtype, seed: int = 0, *, finite: bool = True) -> torch.T
     one order of magnitude, a group of the largest size with denormals only, and zeros of both
     signs.
 
-    finite: False: infinities and NaN in the first group, too.
+    finite: False: infinities and NaN among the first GROUP_NUMEL_MOST values, too.
     """
     generator = torch.Generator().manual_seed(seed)
     # Each run of the least group's size has one order of magnitude.
@@ -68,8 +68,8 @@ def difference(trial: Trial, device: torch.device) -> str:
     """Run both implementations, and describe how Triton's bytes on `device` differ from torch's on
     the CPU; "" if they are equal.
 
-    Blocks until the device has finished, on a separate stream: some milliseconds, plus Triton's
-    compilation. A kernel that does not compile or run also counts as different. Raises:
+    Runs on a separate stream, and blocks until the device has finished: some milliseconds, plus
+    Triton's compilation. A kernel that does not compile or run counts as different, too. Raises:
     torch.OutOfMemoryError if the device lacks memory for the sample even after torch's cache was
     emptied.
     """
@@ -126,8 +126,8 @@ def _on_device(trial: Trial, device: torch.device) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return one stream for all trials. The current stream may wait for a collective, and so may
-    new ones, since torch reuses a few streams.
+    """Return one stream for all trials of a device. The current stream may be waiting for a
+    collective; so may a new one, since torch takes new streams from a small pool.
     """
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 

@@ -7,8 +7,8 @@
 
 native/kernels/optimizer_kernels.c does the same for a chunk in RAM. Both implementations here use
 the records of infinity/_src/cabi/records.py; infinity/_src/kernels/choice.py chooses one
-(`update`). They give the same bits, except for NaN payloads in fp32 sections. The constructor of a
-plan copies all other inputs of a step's updates to the device.
+(`update`). They give the same bits, except for NaN payloads in fp32 sections. For Triton the
+constructor of a plan copies the segments and HYPER records of a step to the device.
 
 The torch implementation decodes a segment's states to fp32, updates them and encodes them again.
 Every line rounds once: products and sums are separate operations, and divisors are tensors, since
@@ -84,7 +84,7 @@ def check_update(state_format: Format, row: Any) -> None:
     algorithm = Algorithm(int(row["algorithm"]))
     if state_format is Format.RAW or state_format.grad:
         raise ValueError(f"{state_format} has no optimizer states to update")
-    # SGD with momentum needs a section for it.
+    # SGD with momentum needs a section for the momentum.
     bare_momentum = algorithm is Algorithm.SGD and state_format.count == 0 and row["beta1"] != 0
     if state_format.count not in _MOMENT_COUNTS[algorithm] or bare_momentum:
         raise ValueError(
@@ -107,12 +107,13 @@ class UpdatePlan:
         """chunks: the SEG records of each; with 8-bit moments, `start` and `element` are multiples
         of QUANT_GROUP.
 
-        hypers: HYPER records, indexed by segs["hyper"]. grad_dtype: of the gradient passed to
+        hypers: HYPER records, indexed by segs["hyper"]. grad_dtype: dtype of the gradient passed to
         `run`; None: each segment's gradient is in the chunk's `grad` section, or at an address that
-        the device can read until the update has ended there. Copies to the device without blocking,
-        on the current stream of a GPU, which the stream of `run` must wait for. The first plan of a
-        format and algorithm on a GPU blocks for the trial of its kernel. Keep the plan until the
-        device has finished. Raises: ValueError for unsupported formats or records.
+        the device can read until the update has ended there. With Triton, copies the records to the
+        device without blocking, on the GPU's current stream; the stream of `run` must wait for that
+        stream. The first plan of a format, algorithm and gradient dtype on a GPU blocks for the
+        trial of its kernel. Keep the plan until the device has finished. Raises: ValueError for
+        unsupported formats or records.
         """
         self.format = Format.of(state_format)
         # The update only reads spilled gradients.
@@ -122,7 +123,7 @@ class UpdatePlan:
             raise ValueError(f"gradients are {grad_dtype}: use bfloat16, float16 or float32")
         _check(self.states, chunks, hypers)
         self._hypers = hypers
-        # Resolved once, so that `run` only adds the base address.
+        # Resolve once, so that `run` only adds the base address.
         self._chunks = [self._resolved(segs) for segs in chunks]
         # For a check in each `run`: a segment beyond the end would write to another section.
         self._ends = [
@@ -139,7 +140,7 @@ class UpdatePlan:
     ) -> None:
         """Update chunk `index` in place; elements outside of all segments keep their bytes.
 
-        Does not block on the device.
+        Does not wait for a GPU.
 
         sections: one contiguous 1-D uint8 tensor per section of the format, on the plan's device,
         from the chunk's first element on, 4-byte aligned. grad: of the plan's `grad_dtype`,
@@ -171,8 +172,8 @@ class UpdatePlan:
     def _resolved(self, segs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
         """Return the segments with elements, as RESOLVED records.
 
-        Their dtype is never SECTION. `grad` is an address, or with `relative` an offset in bytes in
-        the tensor or section passed to `run`.
+        `grad_dtype` of a resolved segment is never SECTION. `grad` is an address, or with
+        `relative` an offset in bytes in the tensor or section passed to `run`.
         """
         out: npt.NDArray[np.void] = np.zeros(int((segs["numel"] > 0).sum()), RESOLVED)
         for name in SEG.names or ():

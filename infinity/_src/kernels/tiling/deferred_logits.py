@@ -36,7 +36,7 @@ _TENSOR: Any = torch.Tensor
 class TiledHead(TiledLinear):
     """A tiled linear whose output is computed on first use: see the module's docstring."""
 
-    # One warning for each head: a training loop would repeat it every step.
+    # Warn once for each head: a training loop would repeat the warning every step.
     _said = False
 
     def forward(
@@ -73,7 +73,8 @@ class UncomputedLogits(torch.Tensor):
     tensor for all users (`materialize`).
     """
 
-    # Backward goes by way of these: hidden states and, once materialized, the computed logits.
+    # Tensors through which backward reaches the graph: the hidden states and, after `materialize`,
+    # the computed logits. The engine looks for a module's inputs and outputs here.
     infinity_inputs: tuple[torch.Tensor, ...]
     _head: nn.Module
     _graph: bool  # whether an ordinary head would have recorded a graph
@@ -82,8 +83,8 @@ class UncomputedLogits(torch.Tensor):
     _materialized: bool
 
     def _begin(self, head: nn.Module, hidden: torch.Tensor) -> None:
-        """Set what all kinds have. The call of the head decides whether a graph is wanted, not the
-        computing of the logits."""
+        """Initialize the state that all subclasses share. Whether the logits have a graph is
+        decided here, when the head is called, not when they are computed."""
         self._head, self.infinity_inputs = head, (hidden,)
         self._graph = torch.is_grad_enabled()
         self._computed, self._computed_version, self._materialized = None, 0, False
@@ -107,7 +108,7 @@ class UncomputedLogits(torch.Tensor):
         made = self._computed
         # Computed under no_grad before, and now needed with a graph: compute again.
         if made is None or (torch.is_grad_enabled() and self.wants_grad and not made.requires_grad):
-            # As an ordinary head would have recorded it when it was called.
+            # With a graph only if an ordinary head would have recorded one when it was called.
             with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
                 made = self._computed = self._compute_anew(what)
             self._computed_version = _version(made)
@@ -119,18 +120,20 @@ class UncomputedLogits(torch.Tensor):
         return self._materialized or written
 
     def materialize(self, what: str) -> torch.Tensor:
+        """Turn the logits into an ordinary tensor, once, and return it. what: the operation that
+        needs it."""
         if not self._materialized:
             with torch.set_grad_enabled(self._graph):
                 self._become_ordinary(what)
             self._materialized = True
             assert self._computed is not None
-            # Backward goes by way of this tensor: the engine looks for its inputs.
+            # Backward passes through the computed tensor, so the engine must find it.
             self.infinity_inputs = (self.infinity_inputs[0], self._computed)
         assert self._computed is not None
         return self._computed
 
     def _become_ordinary(self, what: str) -> None:
-        # Not if the computed logits were written to, which are valid then.
+        # If an operation has written to the computed logits, they hold the valid values.
         if not self.is_materialized():
             self.compute(what)
 
@@ -158,12 +161,13 @@ class UncomputedLogits(torch.Tensor):
 
 
 _SETTLING = {_TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.data.__get__}
-"""Accesses, beside operations in place, that change the logits or show a later change."""
+"""Accesses, besides in-place operations, that need ordinary logits: hooks, a retained gradient, and
+`.data`, through which a later write would show."""
 
 _WRITING = {"__setitem__"} | {
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 }
-"""Names of operations in place that do not end in one underscore."""
+"""Names of in-place operations that do not end in a single underscore."""
 
 OF_THE_GRAPH = {
     getattr(_TENSOR, name).__get__
@@ -182,7 +186,8 @@ OF_THE_GRAPH = {
 
 
 def of_the_graph(func: Any, logits: UncomputedLogits, args: tuple[Any, ...]) -> Any:
-    """Answer a question of `OF_THE_GRAPH`."""
+    """Return `func(logits, *args)` for a function of `OF_THE_GRAPH`. Reading `grad_fn` of logits
+    with a graph, and setting `requires_grad`, materialize the logits."""
     if not logits.is_materialized():
         if func == _TENSOR.requires_grad.__get__:
             return logits.wants_grad
@@ -199,8 +204,8 @@ def of_the_graph(func: Any, logits: UncomputedLogits, args: tuple[Any, ...]) -> 
 
 
 def settle_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Materialize logits that an operation writes to, or makes visible for later writes (a hook,
-    `.data`): from here on all must see the same memory."""
+    """Materialize logits that an operation writes to, or exposes to later writes (a hook, `.data`):
+    from then on all users must see the same memory."""
     name = getattr(func, "__name__", str(func))
     first = args[0] if args else None
     writes = (
@@ -216,14 +221,14 @@ class DeferredLogits(UncomputedLogits):
     """Logits [..., vocabulary] of a head for hidden states [..., features] (see the module's
     docstring).
 
-    An ordinary head computes logits when it is called; these are computed later. So their inputs
-    must not change in between: hidden states or weights that were written (by an optimizer's step)
-    are an error. Views of materialized logits share their memory.
+    An ordinary head computes logits when it is called; these are computed later. If hidden states
+    or weights were written in between (by an optimizer's step), a use raises RuntimeError. Views of
+    materialized logits share their memory.
     """
 
     _head: TiledHead
     _versions: tuple[int, ...]
-    # The logits that these are a view of, and the operation that makes the view.
+    # For a view: the logits whose memory it shares, and the operation that makes the view.
     _of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None
 
     @staticmethod
@@ -252,20 +257,21 @@ class DeferredLogits(UncomputedLogits):
         dtype: torch.dtype | None = None,
         view: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> DeferredLogits:
-        """Make the logits of `hidden`, which was taken from the hidden states of these.
+        """Return the logits of `hidden`, a part of this object's hidden states.
 
-        view: the operation that makes them of these, in the same memory.
+        view: the operation that makes them from this object's logits, if both share memory.
         """
         # A new object must not renew the versions of inputs that have changed.
         self.check_unchanged()
-        # Kept for views only: writes to a view are writes to the whole.
+        # Only a view refers to the whole: a write to the view is a write to the whole.
         of = (self, view) if view is not None else None
         made = DeferredLogits(self._head, hidden, dtype or self.dtype, of)
         made._graph = made._graph and self._graph
         return made
 
     def check_unchanged(self) -> None:
-        """Raises: RuntimeError where these would not be the logits of when the head was called."""
+        """Raise RuntimeError if the hidden states or the head's weights have been written since the
+        head was called, or if an autograd Function has returned these logits."""
         if _versions(self._head, self.infinity_inputs[0]) != self._versions:
             raise RuntimeError(
                 "the logits of a tiled loss are computed when they are used, and the head's "
@@ -296,7 +302,7 @@ class DeferredLogits(UncomputedLogits):
         if self._of is None:
             super()._become_ordinary(what)
             return
-        # In the memory of the logits that they are a view of, which become ordinary, too.
+        # Materialize the whole logits, too: a view lies in their memory.
         whole, view = self._of
         self._computed = view(whole.materialize(what))
 
@@ -308,20 +314,20 @@ class DeferredLogits(UncomputedLogits):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata, or do an operation that leaves rows whole to the hidden states, or
-        compute a loss in tiles; for any other operation, compute the logits.
+        """Return metadata; apply an operation that keeps rows of logits whole to the hidden states;
+        compute a cross-entropy in tiles. Any other operation computes the logits.
         """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
-        # First: these answers depend on whether the logits are materialized.
+        # Before METADATA: these results depend on whether the logits are materialized.
         if logits is not None and func in OF_THE_GRAPH:
             return of_the_graph(func, logits, args[1:])
         if func in METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if logits is not None and not logits.is_materialized():
-            # None of a handler means that it does not leave rows of logits whole.
+            # A handler returns None if the operation does not keep rows of logits whole.
             handler = _HANDLERS.get(func)
             done = handler(func, logits, args[1:], kwargs) if handler is not None else None
             if done is not None:
@@ -345,7 +351,8 @@ def _versions(head: TiledHead, hidden: torch.Tensor) -> tuple[int, ...]:
     ]
     return (
         _version(hidden),
-        # An offloaded parameter has its own counter: its storage comes and goes.
+        # An offloaded parameter counts the writes to its values itself: gathering and releasing
+        # replace its storage.
         *(getattr(param, "infinity_version", _version(param)) for param in params),
     )
 
@@ -410,7 +417,7 @@ def _index(
         simple = all(isinstance(item, (int, slice)) for item in index[:-1])
         last = index[-1]
         consumed = (
-            # A mask takes as many dimensions as it has.
+            # A bool mask consumes as many dimensions as it has.
             len(index)
             - 1
             + (last.dim() if isinstance(last, torch.Tensor) and last.dtype == torch.bool else 1)
@@ -431,7 +438,8 @@ def _index(
 
 
 def _view(func: Any, logits: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # On the meta device torch itself says which shape comes out, and refuses what does not fit.
+    # Run the operation on the meta device: torch computes the shape, and raises its own error for
+    # an impossible one.
     made = func(torch.empty(logits.shape, dtype=logits.dtype, device="meta"), *args, **kwargs)
     shape = made.shape
     if not shape or shape[-1] != logits.shape[-1] or made.dtype != logits.dtype:
@@ -494,7 +502,7 @@ _HANDLERS: dict[Any, Handler] = {
 
 
 def default_tiles(vocabulary: int, tile: int) -> int:
-    """Count the tiles that a vocabulary needs for about `tile` classes, or fewer, in each."""
+    """Return the number of tiles of at most about `tile` classes that a vocabulary needs."""
     return max(1, math.ceil(vocabulary / tile))
 
 
@@ -508,7 +516,7 @@ def as_head(linear: TiledLinear) -> TiledHead:
 
 
 def find_head(model: nn.Module) -> nn.Module | None:
-    """Find the head of a model of Hugging Face, or None."""
+    """Return the head of a Hugging Face model, by `get_output_embeddings`; else None."""
     getter = getattr(model, "get_output_embeddings", None)
     found = getter() if callable(getter) else None
     return found if isinstance(found, nn.Module) else None

@@ -47,8 +47,8 @@ def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = 
     tiles. A norm over all gradients is summed tile by tile, so that clipping differs by rounding.
     Works on the meta device and without offloading.
 
-    experts: of a tile; the last one may have fewer. names: which modules, by qualified name or the
-    end of one ("mlp.experts"); None: every stack of experts that the model has.
+    experts: number per tile; the last tile may have fewer. names: which modules, by qualified name
+    or the end of one ("mlp.experts"); None: every stack of experts of the model.
 
     Raises: ValueError for names that match nothing or no stack of experts, a stack that computes
     something that tiles do not, an implementation that is not eager
@@ -66,10 +66,10 @@ def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = 
         )
     chosen = _chosen(model, [names] if isinstance(names, str) else names)
     tried: set[tuple[Any, ...]] = set()
-    # All are checked before the first is replaced, so that an error leaves the model unchanged.
+    # Check all stacks before replacing the first, so that an error leaves the model unchanged.
     for name, module in chosen.items():
         _check(model, name, module)
-        # Layers are alike, so only one is tried.
+        # Layers of one class, repr and dtype compute alike: one trial is enough.
         like = (type(module), repr(module), next(module.parameters()).dtype)
         if like not in tried:
             _try_out(name, module)
@@ -150,7 +150,7 @@ def _check(model: nn.Module, name: str, module: nn.Module) -> None:
 def _check_adapters(model: nn.Module, name: str, module: nn.Module) -> None:
     """Raise ValueError for adapters that need a whole stack."""
     for holder in model.modules():
-        attr = getattr(holder, "parameter_name", None)  # of PEFT's
+        attr = getattr(holder, "parameter_name", None)  # an attribute of PEFT's wrappers
         if attr is None or getattr(holder, "takes_tiles", False):
             continue
         if getattr(holder, "get_base_layer", lambda: None)() is module:
@@ -162,7 +162,7 @@ def _check_adapters(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _implementation(module: nn.Module) -> str | None:
-    """Return the configured implementation, if the module has that choice."""
+    """Return the implementation that the configuration selects; None if the module has only one."""
     # transformers' decorator keeps the eager forward here.
     if not hasattr(type(module).forward, "__wrapped__"):
         return None
@@ -281,7 +281,7 @@ def _results(
     """
     with torch.enable_grad(), torch.inference_mode(False):
         hidden, weights = (arguments[at].clone().requires_grad_() for at in (0, 2))
-        # Both add to existing gradients, so that the order of sums matters.
+        # Both have a second use in the sum below, so that the order of the gradients' sums matters.
         before, gates = torch.tanh(hidden), torch.tanh(weights)
         out = call(before, arguments[1], gates)
         seed = torch.linspace(-1, 1, out.numel(), device="cpu").view(out.shape).to(out.dtype)
@@ -296,7 +296,7 @@ def _results(
             held = owner.tile_parameters(attr)
         else:
             held = [stack for stack in [owner._parameters.get(attr)] if stack is not None]
-        # If some tiles have no gradient, the shape differs from the whole one's.
+        # If some tiles have no gradient, the shape differs from the whole gradient's: not equal.
         grads = [part.grad for part in held if part.grad is not None]
         found[f"gradient of {attr}"] = torch.cat(grads) if grads else None
     return found

@@ -1,8 +1,8 @@
 """`tile_linears` and `tile_loss`: cut a model's linears into tiles, and compute its loss without
 logits, both in place.
 
-A weight that several modules share stays shared: all of them get modules on the same tiles
-(TiledLinear, TiledEmbedding).
+A weight that several modules share stays shared: each of them is replaced by a module on the same
+tiles (TiledLinear, TiledEmbedding).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
     """Cut linears of `model` into tiles, in place, and return it: before the optimizer is made and
     before `inf.offload`.
 
-    Each tile is gathered, computed and released alone, so the memory that such a linear takes is
-    that of a few tiles. Its `state_dict` has the same keys, shapes and values; `parameters()`
-    yields the tiles. Works on the meta device and without offloading. Its effect on rounding is a
-    part of the numerics, decided by `tiles` alone (`infinity._src.kernels.tiling.tiled_linear`).
+    Each tile is gathered, computed and released alone, so such a linear takes the memory of a few
+    tiles. The model's `state_dict` has the same keys, shapes and values; `parameters()` yields the
+    tiles. Works on the meta device and without offloading. Tiles may change rounding; `tiles` alone
+    determines how (`infinity._src.kernels.tiling.tiled_linear`).
 
     tiles: how many along the output features, or (along outputs, along inputs); a load from files
     reads a weight about once for each tile along the inputs. names: which linears, by qualified
@@ -52,7 +52,6 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
     a model that is offloaded or has gradients or hooks there, and for a weight shared with a module
     that cannot be tiled. On an error the model is as it was.
     """
-    # Checked first: a wrong argument leaves the model unchanged.
     parse_tiles(tiles)
     refuse_microbatched(model, "inf.tile_linears(model, ...)")
     if "_infinity_handle" in model.__dict__:
@@ -66,7 +65,7 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
             "inf.ops.TiledLinear"
         )
     chosen = _chosen(model, tiles, [names] if isinstance(names, str) else names)
-    # The whole plan first, so that an error leaves the model unchanged.
+    # Make the whole plan first, so that an error leaves the model unchanged.
     plan = list(_plan(model, tiles, chosen))
     for group in plan:
         _replace(model, group)
@@ -77,19 +76,19 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
     """Have `model` compute its loss without the logits, in place, and return it: before the
     optimizer and before `inf.offload`.
 
-    The head becomes a tiled linear whose output is computed only when it is needed. The model, or
-    the training loop, may pass it to `cross_entropy` (casts, shifts and views on the way included).
-    Then the loss is computed a tile of the vocabulary at a time, forward and backward:
+    The head becomes a tiled linear whose output is computed only when it is needed. If the model,
+    or the training loop, passes that output to `cross_entropy` (casts, shifts and views on the way
+    included), the loss is computed a tile of the vocabulary at a time, forward and backward:
     `infinity._src.kernels.tiling.tiled_loss` has the numerics. Any other use computes the logits in
-    full, as before (`generate`, metrics); in a training pass that is logged once. Works with the
-    causal LMs of Hugging Face as they are.
+    full, as before (`generate`, metrics); the first such use in a training pass logs a warning.
+    Works with the causal LMs of Hugging Face without changes.
 
     tiles: along the vocabulary; None: as many as make a tile 8,192 classes or less. head: the name
     of the head; None: `model.get_output_embeddings()`. A head that is tiled already keeps its
     tiles.
 
-    Raises: ValueError for a head that is not found or cannot be tiled (see `tile_linears`), or has
-    tiles along its inputs.
+    Raises: ValueError for a head that is not found or cannot be tiled (see `tile_linears`), has
+    tiles along its inputs, or has another number of tiles already; and for an offloaded model.
     """
     refuse_microbatched(model, "inf.tile_loss(model)")
     if "_infinity_handle" in model.__dict__:
@@ -139,7 +138,7 @@ class _Group:
 
 def _chosen(model: nn.Module, tiles: Tiles, names: Iterable[str] | None) -> dict[str, nn.Linear]:
     modules = dict(model.named_modules())
-    # Exactly torch's own: subclasses are left out.
+    # torch's class alone: a subclass may compute something else.
     linears = {name: module for name, module in modules.items() if type(module) is nn.Linear}
     if names is None:
         rows, columns = parse_tiles(tiles)
@@ -161,10 +160,10 @@ def choose_by_name(
     names: Iterable[str],
     hint: str,
 ) -> dict[str, M]:
-    """Choose those of the offered modules that have one of these names, or end in it.
+    """Return the offered modules whose qualified name is, or ends in, one of `names`.
 
-    modules: all of the model. Raises: ValueError naming a name that no offered module has, what has
-    it, and the hint.
+    modules: all modules of the model. Raises: ValueError for a name that no offered module has; the
+    message tells which modules have it, and ends in `hint`.
     """
 
     def matches(name: str, wanted: str) -> bool:
@@ -186,7 +185,7 @@ def choose_by_name(
 
 
 def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Iterator[_Group]:
-    """Plan the replacements, checked; nothing is changed yet."""
+    """Check and yield the replacements, without changing the model."""
     # By identity: tied weights are one parameter with several holders.
     holders: dict[int, list[tuple[str, nn.Module, str]]] = {}
     for name, module in model.named_modules():
@@ -219,9 +218,9 @@ def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Itera
 
 
 def _declared_ties(model: nn.Module) -> dict[str, list[str]]:
-    """Map a parameter's name to those that a Hugging Face model declares tied to it.
+    """Map each parameter's name to the names that a Hugging Face model declares tied to it.
 
-    On the meta device they are not tied yet.
+    On the meta device tied parameters are still separate objects.
     """
     ties: dict[str, list[str]] = {}
     for prefix, module in model.named_modules():
@@ -284,7 +283,7 @@ def _replace(model: nn.Module, group: _Group) -> None:
 
 
 def put(model: nn.Module, module: nn.Module, made: nn.Module) -> None:
-    """Put `made` wherever `module` is."""
+    """Replace `module` by `made` everywhere in the model."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is module:
@@ -293,7 +292,8 @@ def put(model: nn.Module, module: nn.Module, made: nn.Module) -> None:
 
 
 def _replace_attributes(parent: nn.Module, module: nn.Module, made: nn.Module) -> None:
-    """Replace a module that is kept outside of the module tree (in `__dict__`, or in a list there).
+    """Replace a module that `parent` refers to outside of the module tree: in `__dict__`, or in a
+    list there.
     """
     for name, value in list(parent.__dict__.items()):
         if value is module:

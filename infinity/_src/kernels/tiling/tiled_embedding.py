@@ -1,12 +1,12 @@
-"""TiledEmbedding: an embedding whose weight is tiles, so that it can share those of a tiled LM head
-(tied weights).
+"""TiledEmbedding: an embedding whose weight is cut into tiles, so that it can share the tiles of a
+tiled LM head (tied weights).
 
-Each tile looks up the indices that fall into its rows and writes its columns of them. The tiles are
-links of a chain, as in [Note: the chain of tokens] (`infinity._src.kernels.tiling.tiled_linear`),
-with the gradient of the output passing through.
+Each tile looks up the indices that fall into its rows, and writes its columns of the output. The
+tiles are links of a chain, as in [Note: the chain of tokens]
+(`infinity._src.kernels.tiling.tiled_linear`); the gradient of the output passes through every link.
 
-Numerics: forward copies values, so it equals torch's embedding bit for bit; a tile's gradient is
-torch's own of its rows.
+Numerics: forward copies values, so it equals torch's embedding bit for bit. A tile's gradient has
+the bits of torch's gradient of the same rows and columns.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class TiledEmbedding(TiledMatrix):
     """A torch.nn.Embedding in tiles. indices: any shape, int32 or int64; returns [*indices.shape,
     embedding_dim].
 
-    tiles: row after row of the grid, parameters which other modules may share. padding_idx: as
-    torch has it. `state_dict()` has one `weight` [num_embeddings, embedding_dim].
+    tiles: parameters, row after row of the grid; other modules may share them. padding_idx: as in
+    torch.nn.Embedding. `state_dict()` has one `weight` [num_embeddings, embedding_dim].
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class TiledEmbedding(TiledMatrix):
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         """Look up the rows of the weight at `indices`.
 
-        Raises: RuntimeError for indices that are not int32 or int64, IndexError on the CPU for one
-        that is out of range; on a GPU that is a device-side assertion, as of torch's embedding.
+        Raises: RuntimeError for indices that are not int32 or int64; on the CPU, IndexError for an
+        index out of range. On a GPU such an index fails a device-side assertion, as in torch.
         """
         if indices.dtype not in (torch.int32, torch.int64):
             raise RuntimeError(
@@ -49,8 +49,8 @@ class TiledEmbedding(TiledMatrix):
         flat = indices.reshape(-1).long()
         message = f"index out of range: this embedding has {self.num_embeddings} rows"
         if flat.device.type != "cpu":
-            # Without blocking on the device. An index out of range would leave its row of `out`
-            # uninitialized.
+            # Check without blocking on the device. An index out of range would leave its row of
+            # `out` uninitialized.
             assert_async(((flat >= 0) & (flat < self.num_embeddings)).all(), message)
         elif flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.num_embeddings:
             raise IndexError(message)
@@ -71,7 +71,6 @@ class TiledEmbedding(TiledMatrix):
         return found.view(*indices.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
-        """Sizes, for people."""
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         tiles = f"tiles=({self.grid.rows}, {self.grid.columns})"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {tiles}"
@@ -127,7 +126,7 @@ class _Step(torch.autograd.Function):
         ctx.save_for_backward(indices)
         ctx.place, ctx.padding, ctx.shape = place, padding, weight.shape
         columns = out[:, place.columns[0] : place.columns[1]]
-        # One row of tiles has all indices, so no mask is needed.
+        # A tile with all rows of the weight has all indices, so no mask is needed.
         if weight.shape[0] == place.whole_shape[0]:
             columns.copy_(torch.embedding(weight, indices))
         else:
@@ -143,7 +142,7 @@ class _Step(torch.autograd.Function):
             (indices,) = ctx.saved_tensors
             place = ctx.place
             inside, index = _inside(indices, place)
-            # As torch has it: the padding row has no gradient.
+            # The padding row has no gradient, as in torch.
             if ctx.padding is not None:
                 inside = inside & (indices != ctx.padding)
             # Indices of other tiles are mapped to an extra row, which is dropped. So no shape
@@ -174,6 +173,8 @@ class _Leave(torch.autograd.Function):
 
 
 def _inside(indices: torch.Tensor, place: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a mask of the indices in the tile's rows, and their rows of the tile (any, if not)."""
+    """Return a mask of the indices in the tile's rows, and the row of the tile for each index,
+    clamped for indices of other tiles.
+    """
     first, last = place.rows
     return (indices >= first) & (indices < last), (indices - first).clamp(0, last - first - 1)

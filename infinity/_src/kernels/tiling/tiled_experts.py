@@ -13,17 +13,17 @@ same autograd nodes, created in the same order, with the same edges to the hidde
 routing weights; so their gradients are added in the same order, too. A tile's gradient has the rows
 of the whole stack's gradient.
 
-Backward needs a tile from the sum that the tile returned to the sum that was its input: in between
-are all nodes of its experts.
+Backward needs a tile from the gradient of the sum that the tile returned to the gradient of the sum
+that it was given: all nodes of its experts lie in between.
 
-A tile of which no token chose an expert is not gathered. The uncut stack has one gradient, with
-zeros for unused experts (so weights and moments decay); so the tile gets a gradient of zeros, by an
-empty expert call: a link in the chain of sums that does not read its parameters (`Tile`, `idle`).
-On several ranks all gather a tile if one of them needs it (`ChosenTiles`).
+If no token chose an expert of a tile, the tile is not gathered. The uncut stack has one gradient,
+with zeros for unused experts (so weights and moments decay). So the tile gets a gradient of zeros,
+by an empty expert call: a link in the chain of sums that does not read its parameters (`Tile`,
+`idle`). On several ranks all ranks gather a tile if one of them needs it (`ChosenTiles`).
 
 Low-rank changes (LoRA): `TiledExperts.changed` adds them to stacks inside a block. Each expert's
 changed weight is computed for its product, and again for the product's backward, so one of them is
-in memory at a time, except under autocast, which caches its casts. The bits are those of `baddbmm`
+in memory at a time, except under autocast, which caches casts. The bits are those of `baddbmm`
 over the whole stack, or for several changes of W + (D1 + D2); the gradients of several changes of
 rank 1 may differ by rounding.
 """
@@ -55,7 +55,7 @@ class ExpertFunction:
 
     activate: from the first product [tokens, 2 I] (or [tokens, I]) to [tokens, I]. transposed: the
     weights are [in, out], for `x @ weight`. implementation: returns the implementation that the
-    model's configuration selects; None: it has no such choice.
+    model's configuration selects, or None if the module has only one.
     """
 
     activate: Callable[[torch.Tensor], torch.Tensor]
@@ -69,7 +69,8 @@ class ExpertFunction:
         bias: torch.Tensor | None,
         changes: Sequence[LowRank] = (),
     ) -> torch.Tensor:
-        """Compute a product with one expert's weight, changed, and add its bias."""
+        """Return the product of `x` with one expert's weight, plus its changes, and add its bias.
+        """
         if not changes:
             y = x @ weight if self.transposed else nn.functional.linear(x, weight)
         elif torch.is_autocast_enabled(x.device.type):
@@ -85,8 +86,8 @@ class ExpertFunction:
 
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """A change of a stack: scaling * lhs [experts, rows, rank] @ rhs [experts, rank, columns]; of
-    one expert without the first dimension."""
+    """A change of a stack: scaling * lhs [experts, rows, rank] @ rhs [experts, rank, columns]. A
+    change of one expert's weight lacks the first dimension."""
 
     lhs: torch.Tensor
     rhs: torch.Tensor
@@ -99,8 +100,10 @@ class LowRank:
 
 
 class Changes:
-    """Changes of each expert, by stack. Not a container: hooks would treat its tensors as arguments
-    of a tile, but they get their gradients before the tile's backward has ended.
+    """Changes of each expert, by stack.
+
+    Not a tuple, list or dict, in which the engine's hooks look for arguments of a tile: the
+    gradients of these tensors are complete before the tile's backward has ended.
     """
 
     def __init__(self, by_stack: Mapping[str, Sequence[LowRank]]) -> None:
@@ -114,8 +117,8 @@ class Changes:
 class TiledExperts(TiledModule):
     """A stack of experts in tiles of a few experts each.
 
-    stacks: each parameter [experts, ...] of the uncut module; the tiles are copies of it. ends:
-    first expert of each tile, and the number of experts last.
+    stacks: each parameter [experts, ...] of the uncut module; the tiles are copies of its parts.
+    ends: the first expert of each tile, then the number of experts.
 
     Called as the uncut module: `(hidden_states [tokens, hidden], top_k_index [tokens, k],
     top_k_weights [tokens, k])` returns [tokens, hidden]. An index equal to the number of experts
@@ -152,8 +155,8 @@ class TiledExperts(TiledModule):
             self._changes = before
 
     def stack(self, name: str) -> torch.Tensor:
-        """Return a tensor with the shape, dtype, device and `requires_grad` of a whole stack, whose
-        values are in the tiles."""
+        """Return a placeholder with the shape, dtype, device and `requires_grad` of a whole stack.
+        It reads as zeros: the values are in the tiles."""
         first = self.tile_parameters(name)[0]
         with torch.no_grad():
             found = torch.zeros((), dtype=first.dtype, device=first.device)
@@ -173,7 +176,8 @@ class TiledExperts(TiledModule):
         used: list[bool] = self.chosen([routed.any(tile.first, tile.last) for tile in tiles])
         total = torch.zeros_like(hidden_states)
         changes = Changes(self._changes)
-        # Nothing was computed, so the stack has no gradient, instead of zeros.
+        # No expert was chosen: the stack gets no gradient, rather than zeros, as in the uncut
+        # module.
         if not any(used):
             return total
         for tile, is_used in zip(tiles, used, strict=True):
@@ -191,10 +195,10 @@ class TiledExperts(TiledModule):
 
 
 class ChosenTiles(nn.Module):
-    """Agreement on the tiles that a forward computes: a flag for each, whether a token chose one of
-    its experts.
+    """Agreement of the ranks on the tiles that a forward computes. A call gets and returns a flag
+    for each tile: whether a token chose one of its experts.
 
-    An engine on several ranks hooks its calls, and returns the tiles that tokens of any rank chose.
+    On several ranks the engine hooks the call, and returns the tiles that tokens of any rank chose.
     """
 
     def forward(self, used: list[bool]) -> list[bool]:
@@ -230,18 +234,20 @@ class ExpertsTile(Tile):
         *,
         idle: bool = False,
     ) -> torch.Tensor:
-        """Add what its experts compute to `total` [tokens, hidden], in place, and return that.
+        """Add the outputs of the tile's experts to `total` [tokens, hidden] in place; return it.
 
         hidden [tokens, hidden] and weights [tokens, k] are the uncut module's arguments. changes:
         of the whole stacks. idle: see `Tile`.
         """
         if idle or not routed.any(self.first, self.last):
-            # Leaves for gradients: in an empty call they may have no memory, and are not read.
+            # The parameters are leaves that get gradients. In an empty expert call they may have no
+            # memory, and are not read.
             if torch.is_grad_enabled():
                 leaves = [self._parameters[name] for name in self.places]
-                # Tokens of another rank chose it: that rank saves tensors here, and a checkpoint
-                # around the experts computes them again when the first one is asked for. On all
-                # ranks that has to be in the backward of the same tile.
+                # Not idle: only tokens of other ranks chose this tile. Those ranks save tensors
+                # here, and a checkpoint around the experts recomputes its forward when the first
+                # saved tensor is unpacked. Save one here, too, so that all ranks recompute in the
+                # backward of the same tile.
                 saved = None if idle else routed.tokens
                 total = _Untouched.apply(total, hidden, weights, saved, *leaves)
             return total
@@ -254,8 +260,8 @@ class ExpertsTile(Tile):
             if not len(tokens):
                 continue
             index = expert - self.first
-            # The uncut module's operations, in its order: autograd adds gradients in the order of
-            # their creation.
+            # The uncut module's operations, in the same order: autograd adds gradients in the
+            # order in which nodes were created.
             state = hidden[tokens]
             bias = up_bias[index] if up_bias else None
             state = product(state, up[index], bias, changes.of(up_name, expert))
@@ -271,10 +277,11 @@ class ExpertsTile(Tile):
         if name not in self.places:
             return ()
         stack: torch.Tensor = getattr(self, name)
-        # One node for all experts: a selection per expert would create a gradient of the whole tile
-        # for each. A view for one: the gradient of `unbind` is a copy. It keeps a -0.0, of which
-        # the sum of selections in the uncut module makes 0.0: AdamW has the same bits of both, and
-        # plain SGD may leave another sign on a weight that is -0.0.
+        # `unbind` is one node for all experts: a selection per expert would create a gradient of
+        # the whole tile for each. With one expert a view, since the gradient of `unbind` is a copy.
+        # Both keep a -0.0 in a gradient, where the uncut module's sum of selections gives 0.0.
+        # AdamW computes the same bits from both; plain SGD may leave another sign on a weight that
+        # is -0.0.
         return (stack.squeeze(0),) if stack.shape[0] == 1 else stack.unbind(0)
 
 
@@ -292,7 +299,7 @@ def _changed(weight: torch.Tensor, changes: Sequence[LowRank]) -> torch.Tensor:
 
 
 class _ChangedProduct(torch.autograd.Function):
-    """Product with a changed weight, which is not saved, but computed again in backward."""
+    """Product with a changed weight. The changed weight is not saved: backward recomputes it."""
 
     @staticmethod
     def forward(
@@ -325,7 +332,7 @@ class _ChangedProduct(torch.autograd.Function):
             dx = dy @ (values.t() if ctx.transposed else values)
         grads: list[torch.Tensor | None] = [None] * len(leaves)
         if any(wanted):
-            # The operations of autograd for the uncut module's product.
+            # The operations that autograd runs for the uncut module's product.
             dw = x.t() @ dy if ctx.transposed else dy.t() @ x
             found = iter(
                 torch.autograd.grad(changed, [one for one in leaves if one.requires_grad], dw)
@@ -353,18 +360,20 @@ class _Untouched(torch.autograd.Function):
     ) -> torch.Tensor:
         if saved is not None:
             ctx.save_for_backward(saved)
-        # `_hidden` and `_weights`: this link needs a gradient wherever a tile that computes does.
+        # `_hidden` and `_weights` are arguments so that this link requires a gradient wherever a
+        # tile that computes does.
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(total)
-        # Not the parameters, which may have no memory.
+        # Save shapes, not the parameters, which may have no memory.
         ctx.like = [(tuple(each.shape), each.dtype, each.device) for each in parameters]
         return total
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # Asked for, not read: a checkpoint computes again now, if it has not. Not inside of the
-        # assert, which python -O leaves out: ranks would gather in another order.
+        # Unpack the saved tensor without reading it: a checkpoint recomputes here, if it has not
+        # yet. Not inside the assert, which python -O removes: ranks would then gather in different
+        # orders.
         saved = ctx.saved_tensors
         assert len(saved) < 2
         zeros = [
@@ -401,7 +410,8 @@ class Routed:
 def route(top_k_index: torch.Tensor, experts: int) -> Routed:
     """Sort the choices [tokens, k] by expert. Blocks on the device.
 
-    Raises: RuntimeError for an index that is no expert's; `experts` itself is one elsewhere.
+    Raises: RuntimeError for an index below 0 or above `experts`. The index `experts` itself means
+    an expert on another device.
     """
     with torch.no_grad():
         count = top_k_index.shape[0]
@@ -411,7 +421,7 @@ def route(top_k_index: torch.Tensor, experts: int) -> Routed:
         bounds = torch.arange(experts + 2, device=chosen.device, dtype=chosen.dtype)
         ends: list[int] = torch.searchsorted(chosen, bounds).tolist()
         if ends[0] or ends[-1] < len(choices):
-            # Sorted, so check the first and the last.
+            # The choices are sorted: the first or the last is the wrong one.
             wrong = int(chosen[0 if ends[0] else -1])
             raise RuntimeError(
                 f"top_k_index has {wrong}, an index of no expert: there are {experts} (and "

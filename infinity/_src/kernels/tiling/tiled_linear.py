@@ -50,8 +50,8 @@ class TiledLinear(TiledMatrix):
 
     tiles: how many, along the output features, or (along outputs, along inputs). `parameters()` are
     the tiles and the bias; `state_dict()` has `weight` and `bias` as the untiled module. Works
-    without offloading, too. Under autocast it computes in autocast's dtype, as torch's does. Double
-    backward is not supported (torch says so when it is tried).
+    without offloading, too. Under autocast it computes in autocast's dtype, as torch's linear does.
+    A backward with create_graph=True raises SecondOrderUnsupported.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class TiledLinear(TiledMatrix):
         *,
         tiles: Tiles,
     ) -> None:
-        """Initialised as torch.nn.Linear is (uniform, bound 1 / sqrt(in_features)), with other
-        random numbers.
+        """Initialize like torch.nn.Linear (uniform, bound 1 / sqrt(in_features)), with other random
+        numbers.
 
         Raises: ValueError for more tiles than features.
         """
@@ -92,7 +92,7 @@ class TiledLinear(TiledMatrix):
     def of_tiles(
         cls, weights: list[nn.Parameter], grid: Grid, bias: nn.Parameter | None
     ) -> TiledLinear:
-        """Create a tiled linear with these parameters, not copies; other modules may share them.
+        """Create a tiled linear on these parameters, without copies; other modules may share them.
 
         weights: row after row of the grid.
         """
@@ -102,9 +102,9 @@ class TiledLinear(TiledMatrix):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, tiles: Tiles) -> TiledLinear:
-        """Make the same linear in tiles: copies of the weight's values, the bias itself.
+        """Return `linear` in tiles. The tiles are copies of its weight; the bias is shared.
 
-        Raises: ValueError for too many tiles.
+        Raises: ValueError for more tiles than features.
         """
         grid = Grid.of(linear.out_features, linear.in_features, tiles)
         return cls.of_tiles(copy_tiles(linear.weight, grid), grid, linear.bias).train(
@@ -112,7 +112,7 @@ class TiledLinear(TiledMatrix):
         )
 
     def reset_parameters(self) -> None:
-        """Fill weight and bias with fresh random values, as torch.nn.Linear does."""
+        """Draw new values for weight and bias, from the distribution of torch.nn.Linear."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
@@ -139,7 +139,7 @@ class TiledLinear(TiledMatrix):
             found.append(compute())
             return found[0]
 
-        # By a call of the module, around which the engine's hooks gather.
+        # Call the module, since the engine's hooks gather around its calls.
         self(x, instead=instead)
         return found[0]
 
@@ -159,17 +159,18 @@ class TiledLinear(TiledMatrix):
             rows.requires_grad,
         )
         sums, outs = _Enter.apply(rows, self.anchor(rows), call)
-        # In the order of the grid: each token is made from the link before it.
+        # In the order of the grid: each link takes the tokens of the one before.
         for tile, row, column in self.tiles():
             sums, outs = tile(_LinearTileStep(call, row, column), sums, outs)
         y: torch.Tensor = _Leave.apply(sums, outs, out, bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def _total(self, out: torch.Tensor) -> torch.Tensor | None:
-        """Return the memory that sums a row of tiles, if that is not the output itself."""
+        """Return a buffer for the sum of a row of tiles; None if the output itself holds the sum.
+        """
         wide = sum_dtype(out.dtype)
         if self.grid.columns == 1 or out.dtype == wide:
-            # The output has the sum's dtype, so no second buffer is needed.
+            # One tile per row has nothing to sum; an output of the sum's dtype holds the sum.
             return None
         # One buffer for all rows of tiles, of the size of the widest.
         widest = max(last - first for first, last in itertools.pairwise(self.grid.row_ends))
@@ -197,14 +198,14 @@ class TiledLinear(TiledMatrix):
         return x
 
     def anchor(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Create a leaf that puts the chain into the graph, also if only weights need gradients."""
+        """Create a leaf that puts the chain into the graph, also if only weights need gradients.
+        None if nothing needs a gradient."""
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or any(param.requires_grad for param in self.parameters())
         )
         return torch.empty(0, device=x.device, requires_grad=True) if wanted else None
 
     def extra_repr(self) -> str:
-        """Sizes, for people."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, tiles=({self.grid.rows}, {self.grid.columns})"
@@ -268,11 +269,11 @@ class _Enter(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, _anchor: torch.Tensor | None, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Keep None: a link without a gradient adds nothing.
+        # A missing gradient stays None, not zeros: a link without a gradient adds nothing.
         ctx.set_materialize_grads(False)
         ctx.dtype = x.dtype
-        # One row of tiles contributes once to each gradient: nothing is summed, and torch's matmul
-        # rounds.
+        # With one row of tiles each element of the input's gradient is one tile's product: nothing
+        # is summed, and torch's matmul rounds.
         dtype = sum_dtype(x.dtype) if call.grid.rows > 1 else x.dtype
         return token(tuple(x.shape), dtype, x.device), token(
             tuple(call.out.shape), x.dtype, x.device
@@ -323,12 +324,12 @@ class _Step(torch.autograd.Function):
         place, dweight = ctx.place, None
         dy_rows = dy[:, place.rows[0] : place.rows[1]]
         if ctx.needs_input_grad[2]:
-            # Computed in the dtype of the gradient, rounded to the weight's afterwards: autocast.
+            # Under autocast the weight has another dtype: compute in the gradient's, then convert.
             dweight = torch.empty(weight.shape, dtype=dy.dtype, device=weight.device)
             tile_matmul(dy_rows.t(), x[:, place.columns[0] : place.columns[1]], dweight)
             dweight = dweight.to(weight.dtype)
         if ctx.input_grad:
-            # The last row of tiles is the first of backward, so it writes and the others add.
+            # Backward begins with the last row of tiles, which writes; the others add.
             first = place.rows[1] == ctx.grid.row_ends[-1]
             # The first link of backward gets no gradient through its token: the sum begins here.
             if dx is None:
@@ -354,7 +355,7 @@ class _Leave(torch.autograd.Function):
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        # The tiles have written into it: autograd takes it as an output of this function.
+        # The tiles have written into `out`: autograd takes it as an output of this function.
         ctx.mark_dirty(out)
         ctx.bias_dtype = bias.dtype if bias is not None else None
         return out

@@ -46,22 +46,24 @@ def linear_cross_entropy(
     reduction: str = "mean",
     vocabulary_tile: int = VOCABULARY_TILE,
 ) -> torch.Tensor:
-    """`cross_entropy(hidden @ weight.t() + bias, target)` without the logits: [rows,
-    vocabulary_tile] of them at a time.
+    """Return `cross_entropy(hidden @ weight.t() + bias, target)` without the full logits: at most
+    [rows, vocabulary_tile] of them exist at a time.
 
     hidden: [..., features]; weight: [vocabulary, features]; bias: [vocabulary]; target: int64
-    [...], class indices. The other arguments are torch's; a mean over ignored rows alone is NaN, as
-    there. vocabulary_tile is part of the numerics. Returns fp32 (fp64 for fp64 hidden states): a
-    number, or with reduction="none" [...]. Computes in the dtype of `hidden`, or autocast's.
+    [...], class indices. The other arguments are those of torch's cross_entropy; a mean over
+    ignored rows alone is NaN, as in torch. vocabulary_tile affects rounding. Returns fp32 (fp64 for
+    fp64 hidden states): a scalar, or with reduction="none" [...]. Computes in the dtype of
+    `hidden`, or autocast's.
 
     Raises: ValueError for shapes, dtypes or settings that do not fit; IndexError, on the CPU, for a
-    target that is no class (on a GPU its loss is NaN). Double backward is not supported.
+    target that is no class (on a GPU its loss is NaN); SecondOrderUnsupported in a backward with
+    create_graph=True.
     """
     settings = Settings(weight.shape[0], ignore_index, label_smoothing, reduction)
     if vocabulary_tile < 1:
         raise ValueError(f"vocabulary_tile={vocabulary_tile} is not a positive number of classes")
     rows, targets = check_call(hidden, target, weight.shape[-1], settings)
-    # One node of autograd for all tiles: the weight is one tensor, so nothing is gathered between.
+    # One node of autograd for all tiles: the weight is one tensor, gathered as a whole.
     loss: torch.Tensor = _Loss.apply(rows, weight, bias, targets, settings, vocabulary_tile)
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -74,7 +76,7 @@ def check_call(
     *,
     cast: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check a call; return hidden [rows, features] in the dtype that computes, and target [rows].
+    """Check a call; return hidden [rows, features] in the compute dtype, and target int64 [rows].
 
     Raises: as `linear_cross_entropy`.
     """
@@ -108,9 +110,9 @@ class LinearCrossEntropy(nn.Module):
 
     head: a TiledLinear with one tile along its inputs, whose tiles are then gathered one at a time,
     in an offloaded model or not; or a torch.nn.Linear, whose weight is used as it is (in an
-    offloaded model inside its forward, or within `gather`). The head stays where it is: this module
-    has no parameters of its own. The other arguments, and what it returns: as
-    `linear_cross_entropy`; a TiledLinear's tiles take the place of vocabulary_tile.
+    offloaded model inside its forward, or within `gather`). The head stays where it is in the
+    model: this module has no parameters. The other arguments and the result are those of
+    `linear_cross_entropy`; a TiledLinear's tiles replace vocabulary_tile.
 
     Raises: ValueError for another kind of head, or one with several tiles along its inputs.
     """
@@ -128,7 +130,8 @@ class LinearCrossEntropy(nn.Module):
         self.settings = Settings(head_rows(head), ignore_index, label_smoothing, reduction)
         self.settings.check()
         self.vocabulary_tile = vocabulary_tile
-        # In a tuple, so that it is no submodule, and its parameters have one name in the model.
+        # In a tuple, so that the head is no submodule, and its parameters have one name in the
+        # model.
         self._head = (head,)
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -145,8 +148,8 @@ class LinearCrossEntropy(nn.Module):
 
 
 def head_rows(head: nn.Module) -> int:
-    """Count the classes of a head. Raises: ValueError for a module that is no head for the loss."""
-    # exp of a part of a logit is of no use, so a tile must have all input features.
+    """Return the number of classes of a head. Raises: ValueError for an unsuitable module."""
+    # The softmax needs whole logits, so a tile must have all input features.
     if isinstance(head, TiledLinear) and head.grid.columns > 1:
         raise ValueError(
             f"this head has {head.grid.columns} tiles along its inputs, and a tile's logits need "
@@ -171,7 +174,7 @@ def head_loss(
 ) -> torch.Tensor:
     """Compute the loss of a tiled head inside a call of the head, so that hooks on it see one call.
 
-    cast: False where the hidden states have the dtype that computes already.
+    cast: False if the hidden states already have the compute dtype.
     """
     return head.call(hidden, lambda: _chain(head, hidden, target, settings, cast=cast))
 
@@ -182,13 +185,13 @@ def _chain(
     rows, targets = check_call(
         head.entering(hidden) if cast else hidden, target, head.in_features, settings, cast=cast
     )
-    # Detached: the hidden states' gradient goes by way of the tokens, in one fixed order.
+    # Detached: the tokens carry the hidden states' gradient, in one fixed order.
     running = _Running(rows.detach(), targets, settings)
     sums, lines = _Enter.apply(rows, head.anchor(rows))
     input_grad = rows.requires_grad
     for tile, row, _ in head.tiles():
         first, last = head.grid.row_ends[row], head.grid.row_ends[row + 1]
-        # A slice within the graph: autograd puts the tiles' gradients together.
+        # A slice within the graph: autograd assembles the bias's gradient from the tiles'.
         bias = head.bias[first:last] if head.bias is not None else None
         sums, lines = tile(
             _LossTileStep(running, bias, first, row == head.grid.rows - 1, input_grad), sums, lines
@@ -205,8 +208,7 @@ class _Running:
         self._found: Partials | None = None
 
     def add(self, weight: torch.Tensor, bias: torch.Tensor | None, start: int) -> None:
-        """Merge one tile in, in order."""
-        # Merged at once, so that only one tile's partials are stored.
+        # Merge at once, so that only one tile's partials are stored.
         found = tile_partials(self.hidden, weight, bias, self.target, start=start)
         self._found = found if self._found is None else merge(self._found, found)
 
@@ -220,8 +222,8 @@ class _Running:
             return losses, lse, share
         if settings.reduction == "mean":
             count = share.sum()
-            # Without valid rows the loss is NaN, and its gradient 0, as torch has it: the clamp is
-            # in the share alone.
+            # Without valid rows the loss is NaN and its gradient 0, as in torch: so only the share
+            # has a clamp.
             return losses.sum() / count, lse, share.div_(count.clamp(min=1.0))
         return losses.sum(), lse, share
 
@@ -261,7 +263,7 @@ class _Loss(torch.autograd.Function):
         if wants_bias:
             dbias = torch.empty_like(bias)
         scale = grad.to(lse.dtype) * share
-        # From the last tile to the first, the order of sums of a tiled head's chain.
+        # From the last tile to the first: the order in which a tiled head's chain sums.
         for start in reversed(range(0, weight.shape[0], ctx.tile)):
             part = weight[start : start + ctx.tile].to(hidden.dtype)
             dlogits = _dlogits(
@@ -289,7 +291,7 @@ class _LossTileStep(NamedTuple):
     running: _Running
     bias: torch.Tensor | None
     start: int
-    # The last tile of forward is the first of backward: its part begins the sum.
+    # Whether this is the last tile of forward. Backward begins with it: its part begins the sum.
     last: bool
     input_grad: bool
 
@@ -309,7 +311,7 @@ class _Enter(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, _anchor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # None stays None: zeros for a token would have the shape of the whole.
+        # A missing gradient stays None: zeros for a token would take the memory of its full shape.
         ctx.set_materialize_grads(False)
         ctx.dtype = hidden.dtype
         wide = sum_dtype(hidden.dtype)
@@ -346,7 +348,7 @@ class _Step(torch.autograd.Function):
         input_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
-        # The weight is a view of gathered storage, which is filled again for backward.
+        # The weight is a view of gathered storage, which is gathered again for backward.
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.settings, ctx.start, ctx.last, ctx.input_grad = settings, start, last, input_grad
         add(weight.to(hidden.dtype), bias, start)
@@ -391,7 +393,7 @@ class _Leave(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         lse, share = ctx.saved_tensors
-        # The log-sum-exp travels as a gradient: it is known only after the last tile's forward.
+        # The log-sum-exp is passed as a gradient: it is known only after the last tile's forward.
         return None, torch.stack((lse, grad.to(lse.dtype) * share)), None
 
 
@@ -416,7 +418,7 @@ def _weight_grad(dlogits: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor)
     """Write the gradient of a tile's weight, rounded to its dtype, into `out` [tile, features]."""
     if out.dtype == hidden.dtype:
         tile_matmul(dlogits.t(), hidden, out)
-    # Autocast: rounded to the dtype that computes first, as torch's own linear does.
+    # Under autocast round to the compute dtype first, as torch's linear does.
     else:
         rounded = torch.empty(out.shape, dtype=hidden.dtype, device=out.device)
         tile_matmul(dlogits.t(), hidden, rounded)
@@ -428,7 +430,7 @@ def _add_input_grad(
 ) -> torch.Tensor:
     """Add a tile's part of the hidden states' gradient to the sum [rows, features].
 
-    The first tile of backward makes the sum.
+    total: None for the first tile of backward, which allocates the sum.
     """
     shape = (dlogits.shape[0], weight.shape[1])
     out = (

@@ -38,20 +38,20 @@ Tiles = int | tuple[int, int]
 """
 
 ALIGNED_FEATURES = 64
-"""Tiles begin at multiples of this where the size of the weight is a multiple, too: matmuls are
-fastest on aligned slices.
+"""Tiles begin at multiples of this if the size of the weight is a multiple and large enough:
+matmuls are fastest on aligned slices.
 """
 
 _TENSOR: Any = torch.Tensor
 
 STACK_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-"""Names of the weights [experts, rows, columns] of fused experts, as transformers >= 5 has them: of
-the first two one, and the last."""
+"""Names of the weights [experts, rows, columns] of fused experts in transformers >= 5. A stack has
+one of the first two, and the last."""
 
 EXPERT_STACKS = tuple(f"{name}{end}" for name in STACK_WEIGHTS for end in ("", "_bias"))
 """Names of the parameters [experts, ...] that fused experts may have."""
 
-# Tiles are known by the names of their parameters: names are all that exports and loads have.
+# Parameters of tiles are recognized by name, since exports and loads have only names.
 _TILE_NAME = re.compile(
     r"(?P<module>(?:.*\.)?)tile_(?P<row>\d+)_(?P<column>\d+)"
     rf"\.(?P<weight>weight|{'|'.join(EXPERT_STACKS)})"
@@ -80,7 +80,7 @@ class TilePlace:
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Cuts of a weight.
+    """Division of a weight into tiles.
 
     row_ends, column_ends: bounds of the tiles, 0 first and the whole size last.
     """
@@ -95,7 +95,7 @@ class Grid:
         Raises: ValueError for an impossible number of tiles.
         """
         row_count, column_count = parse_tiles(tiles)
-        # More tiles than features would make empty ones.
+        # More tiles than features would make empty tiles.
         for count, size, what in ((row_count, rows, "output"), (column_count, columns, "input")):
             if count > size:
                 raise ValueError(
@@ -136,7 +136,7 @@ class Grid:
 def parse_tiles(tiles: Tiles) -> tuple[int, int]:
     """Parse `tiles` to (along rows, along columns).
 
-    Raises: ValueError for what is not one or two positive whole numbers.
+    Raises: ValueError for anything but one or two positive whole numbers.
     """
     # Rows by default: a tile of whole rows gives whole outputs, and nothing is summed over tiles.
     pair = (tiles, 1) if isinstance(tiles, int) else tiles
@@ -155,8 +155,8 @@ def parse_tiles(tiles: Tiles) -> tuple[int, int]:
 
 
 def _ends(size: int, count: int) -> tuple[int, ...]:
-    # Aligned only where every tile gets a multiple: a size that is none would leave a ragged end,
-    # and too many tiles would leave some empty.
+    # Align only if the size is a multiple and every tile gets at least one step. Otherwise the last
+    # tile would have a ragged end, or some tiles would be empty.
     step = (
         ALIGNED_FEATURES
         if size % ALIGNED_FEATURES == 0 and size // ALIGNED_FEATURES >= count
@@ -193,8 +193,8 @@ class Tile(nn.Module):
     """Parameters that are gathered and released together: a tile of one weight, or of several.
 
     The engine gathers parameters around calls of modules, so it gathers each tile alone. A call
-    with `idle=True` does not read them: they are not gathered for it, and its backward may give
-    them gradients all the same.
+    with `idle=True` (an empty expert call) does not read the parameters: the engine does not gather
+    them for it. Its backward may still give them gradients.
     """
 
     def __init__(self, weights: Mapping[str, tuple[nn.Parameter, TilePlace]]) -> None:
@@ -206,7 +206,6 @@ class Tile(nn.Module):
             self.register_parameter(name, weight)
 
     def extra_repr(self) -> str:
-        """Format its places."""
         return ", ".join(
             f"{name}: rows={place.rows}, columns={place.columns}"
             for name, place in self.places.items()
@@ -232,7 +231,8 @@ class MatrixTile(Tile):
     def forward(self, compute: Callable[..., Any], *tokens: torch.Tensor) -> Any:
         """Return `compute(weight, *tokens)`.
 
-        tokens: tie the call into the graph. They are arguments, since hooks look for tensors there.
+        tokens: connect the call to the graph. They are arguments because hooks look for tensors
+        among the arguments.
         """
         return compute(self.weight, *tokens)
 
@@ -254,18 +254,19 @@ class TiledWeight(torch.Tensor):
     ) -> Any:
         """Answer metadata, pass `requires_grad` on to the tiles, and refuse the rest.
 
-        There is no storage, and an operation that reached for it would crash in C.
+        The wrapper has no storage: an operation that read it would crash in C.
         """
         weight = args[0] if args and isinstance(args[0], TiledWeight) else None
-        # A user who freezes `layer.weight` means the tiles, which are what learns.
+        # A user who freezes `layer.weight` means the tiles, which are the trained parameters.
         if weight is not None and func in (_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__):
             flag = bool((kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True))
             for tile in weight._tiles:
                 tile.requires_grad_(flag)
-            # On the wrapper, too: it answers `requires_grad` itself.
+            # Set it on the wrapper, too, which answers reads of `requires_grad`.
             with DisableTorchFunctionSubclass():
                 return func(weight, flag)
-        # None is right while no tile has a gradient. A whole one does not exist: refused below.
+        # `.grad` is None while no tile has a gradient. A whole gradient does not exist: reading it
+        # is refused below.
         if (
             weight is not None
             and func == _TENSOR.grad.__get__
@@ -313,7 +314,8 @@ class TiledModule(nn.Module):
             weight: place.whole_shape for weight, place in first.places.items()
         }
         """Shapes of the whole weights, by name."""
-        # Weights of a load that is under way, so that one mistake is named once (`_name_whole`).
+        # Weights whose shape the current load has refused: `_name_whole` does not report them
+        # again as missing.
         self._wrong_shapes: set[str] = set()
         for name, tile in tiles.items():
             self.add_module(name, tile)
@@ -332,8 +334,8 @@ class TiledModule(nn.Module):
             yield name, tile
 
     def tile_parameters(self, weight: str | None = None) -> list[nn.Parameter]:
-        """List the tiles' parameters, tile after tile, as `parameters()` yields them (sharded ones
-        in an offloaded model). weight: those of one weight only.
+        """List the tiles' parameters, tile after tile, as `parameters()` yields them (sharded
+        parameters in an offloaded model). weight: the name of one weight; None: all weights.
         """
         return [
             parameter
@@ -343,9 +345,9 @@ class TiledModule(nn.Module):
         ]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Set an attribute.
+        """Register a parameter, such as the bias.
 
-        Raises: ValueError for a weight, which cannot be replaced or tied once it is tiled.
+        Raises: ValueError for a tiled weight, which cannot be replaced or tied.
         """
         if name in self.whole_shapes:
             raise ValueError(
@@ -366,7 +368,7 @@ class TiledModule(nn.Module):
         # With keep_vars the caller needs the parameters, which are the tiles.
         if kwargs.get("keep_vars", len(args) > 2 and args[2]):
             return destination
-        # torch still takes these by position.
+        # torch still accepts these arguments by position.
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         merged: dict[str, torch.Tensor] = {}
         for weight in self.whole_shapes:
@@ -378,8 +380,7 @@ class TiledModule(nn.Module):
                 parts = [(destination.pop(key), place) for key, place in found.items()]
                 merged[f"{prefix}{weight}"] = self._merged(weight, destination, parts)
         if merged:
-            # The module's own entries go behind the weights: the order of keys is the untiled
-            # one's.
+            # The module's other entries go behind the weights, as in the untiled module.
             others = {
                 key: destination.pop(key) for key in list(destination) if _is_own(key, prefix)
             }
@@ -397,11 +398,11 @@ class TiledModule(nn.Module):
 
         Modules that share the tiles (tied weights) get the same tensor.
         """
-        # By state dict and tiles: tied weights are one tensor within a state dict, and two state
-        # dicts have copies of their own.
+        # By state dict and tiles: tied weights are one tensor within a state dict, but two state
+        # dicts have separate copies.
         key = (id(destination), *map(id, self.tile_parameters(weight)))
         known = _merged_tensors.get(key)
-        # Looked for in the dict, too: an id is used again once its object is gone.
+        # The tensor must be in the dict, too: Python reuses the ids of freed objects.
         if known is not None and any(value is known for value in destination.values()):
             return known
         first = parts[0][0]
@@ -422,7 +423,7 @@ class TiledModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Cut weights into the tiles that submodules load; torch calls this before them."""
+        """Cut whole weights into tiles. torch calls this before it loads the submodules."""
         for weight, shape in self.whole_shapes.items():
             whole = state_dict.pop(f"{prefix}{weight}", None)
             if whole is not None and tuple(whole.shape) != shape:
@@ -431,7 +432,7 @@ class TiledModule(nn.Module):
                     f"{tuple(whole.shape)} from checkpoint, the shape "
                     f"in current model is {shape}."
                 )
-                # Named once: `_name_whole` leaves out that the tiles are missing, too.
+                # So that `_name_whole` does not report the weight as missing, too.
                 self._wrong_shapes.add(f"{prefix}{weight}")
             elif whole is not None:
                 for name, tile in self.named_tiles():
@@ -459,7 +460,7 @@ class TiledMatrix(TiledModule):
 
     def tiles(self) -> Iterator[tuple[MatrixTile, int, int]]:
         """Yield (tile, row, column), row after row."""
-        # In the order of the grid, in which tiles are summed: it is part of the numerics.
+        # Tiles are summed in the order of the grid, which affects rounding.
         for name, row, column in self.grid.names():
             tile = self._modules[name]
             assert isinstance(tile, MatrixTile)
@@ -486,22 +487,22 @@ class TiledMatrix(TiledModule):
 
 
 def at_rest_parameters(tile: Tile) -> dict[str, nn.Parameter]:
-    """Return the parameters of a tile by name, as `parameters()` yields them: sharded ones in an
-    offloaded model.
+    """Return the parameters of a tile by name, as `parameters()` yields them: sharded parameters in
+    an offloaded model.
     """
-    # From `_parameters.values()`: an attribute would gather an offloaded parameter.
+    # Read `_parameters.values()`: reading an attribute would gather an offloaded parameter.
     held = zip(tile._parameters, tile._parameters.values(), strict=True)
     return {name: parameter for name, parameter in held if parameter is not None}
 
 
-# Weak: a state dict that its caller drops takes its whole weights with it.
+# Weak references: whole weights are freed with the caller's state dict.
 _merged_tensors: weakref.WeakValueDictionary[tuple[int, ...], torch.Tensor] = (
     weakref.WeakValueDictionary()
 )
 
 
 def _is_own(key: str, prefix: str) -> bool:
-    """Check whether a key is of the module of this prefix itself (its bias)."""
+    """Return whether a key is an entry of the module with this prefix itself, such as its bias."""
     return (
         key.startswith(prefix) and "." not in key[len(prefix) :] and key != f"{prefix}_extra_state"
     )
@@ -510,7 +511,7 @@ def _is_own(key: str, prefix: str) -> bool:
 def _name_whole(module: nn.Module, incompatible: Any) -> None:
     """List the missing tiles of a loaded module as missing whole weights.
 
-    Tiles of a weight of a wrong shape are left out: their error has been listed.
+    Tiles of a weight of a wrong shape are left out: the load has reported the shape.
     """
     assert isinstance(module, TiledModule)
     missing: list[str] = incompatible.missing_keys
@@ -528,12 +529,12 @@ def tile_modules(model: nn.Module) -> Iterator[Tile]:
 def exclude_from_compile(model: nn.Module) -> None:
     """Keep torch.compile out of the model's tiled modules. Code before and after them is compiled.
 
-    Each tile is gathered by hooks that cannot be compiled, so there is nothing to gain inside. Not
-    done where tiled modules are made: it imports torch's compiler, which takes long.
+    Hooks that cannot be compiled gather each tile, so compilation would gain nothing inside. The
+    modules' constructors do not call this, since it imports torch's compiler, which takes long.
     """
     for kind in {type(module) for module in model.modules() if isinstance(module, TiledModule)}:
         forward: Any = kind.forward
-        # Once for each class: a second model would wrap the wrapper.
+        # Once for each class: for a second model this would wrap the wrapper.
         if not getattr(forward, "_infinity_uncompiled", False):
             disabled: Any = dynamo_disable(forward)
             disabled._infinity_uncompiled = True
@@ -541,9 +542,9 @@ def exclude_from_compile(model: nn.Module) -> None:
 
 
 def refuse_microbatched(model: nn.Module, call: str) -> None:
-    """Raise ValueError for a model whose modules run in slices already: those that are replaced
-    would not."""
-    # Not the root alone: others may wrap it (get_peft_model).
+    """Raise ValueError for a model whose modules already run in slices of a batch (micro-batches):
+    a module that replaces one of them would not."""
+    # Search all modules: a wrapper may be the root (get_peft_model).
     if any(hasattr(type(module), "_infinity_slicing") for module in model.modules()):
         raise ValueError(
             f"this model, or a part of it, is microbatched already; call {call} before "
@@ -559,7 +560,7 @@ def copy_tile(weight: torch.Tensor, place: TilePlace) -> nn.Parameter:
         # A clone: a view would keep the whole weight alive as long as one tile lives.
         values = place.of(weight.detach()).clone(memory_format=torch.contiguous_format)
     tile = nn.Parameter(values, requires_grad=weight.requires_grad)
-    # Attributes that other code has set on the weight.
+    # Keep attributes that other code has set on the weight.
     tile.__dict__.update(weight.__dict__)
     return tile
 

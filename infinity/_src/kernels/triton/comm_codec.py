@@ -2,8 +2,8 @@
 pass.
 
 A program processes BLOCK_NUMEL elements, a multiple of every group and of the codes' padding. The
-pieces of a sum are at any addresses, passed as a small table. FMA contraction is off
-(`enable_fp_fusion=False`), and divisions are IEEE divisions.
+pieces of a sum may lie at any addresses; the kernel reads these from a small table on the device.
+FMA contraction is off (`enable_fp_fusion=False`), and divisions are IEEE divisions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from infinity._src.kernels.triton.random import (
 BF16, FP16, FP32 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _ALIGN_BYTES = 16
-"""Addresses that are all multiples of this are read in vectors."""
+"""If all addresses are multiples of this, the kernels read in vectors."""
 SCALES_PADDED = tl.constexpr(32)
 """Scales are padded to a multiple of this many."""
 
@@ -106,9 +106,8 @@ def sum_in_order_triton(pieces: Sequence[torch.Tensor], out: torch.Tensor, divis
 
 
 def _table(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, bool]:
-    """Addresses on the device, and whether all are multiples of _ALIGN_BYTES.
-
-    A copy to the device, without waiting.
+    """Copy the tensors' addresses to the device, without waiting. Return them, int64 [tensors], and
+    whether all are multiples of _ALIGN_BYTES.
     """
     addresses = [tensor.data_ptr() for tensor in tensors]
     # On the current stream, like the kernel that reads it.
@@ -117,7 +116,7 @@ def _table(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch
 
 
 def _words(out: torch.Tensor) -> torch.Tensor:
-    """View floats as integers of their bits, which are stored so that every NaN has the same."""
+    """View floats as integers with the same bits: the kernels store one bit pattern for NaN."""
     return out.view(torch.int32 if out.dtype is torch.float32 else torch.int16)
 
 
@@ -138,9 +137,9 @@ def _encode(
     x = load_float(x_ptr + index, mask, FROM_BF16)
     if ERROR:
         x = x + load_float(error_ptr + index, mask, ERROR_BF16)
-    # On bits, as integers: NaN is above infinity there, and the comparison is exact.
+    # Compare magnitudes as integers: exact, and NaN is above infinity.
     most = tl.max((bits_of(x) & 0x7FFFFFFF).to(tl.int32), axis=1)
-    # The group becomes NaN by its scale; until then it is computed as zeros.
+    # A group with infinity or NaN is computed as zeros, and becomes NaN by its scale.
     finite = most < INFINITY_BITS
     x = tl.where(finite[:, None], x, 0.0)
     levels = tl.full((GROUPS,), LEVELS, tl.float32)
@@ -149,7 +148,7 @@ def _encode(
         tl.int32, bitcast=True
     )
     if RANDOM:
-        # Up, so that nothing is clipped, or the mean would be wrong.
+        # Round up: clipping would bias the mean.
         scale_bits += 0xFFFF
     else:
         # To nearest, ties to even, on the bits of bf16.
@@ -166,7 +165,7 @@ def _encode(
         code = round_even(y).to(tl.int32)
     code = tl.minimum(tl.maximum(code, -LEVELS), LEVELS)
     if ERROR:
-        # The error of the round trip: added to the values of the next call.
+        # The error of the round trip, which the next call adds to its values.
         left = tl.where(finite[:, None], x - _clamped(code.to(tl.float32) * scale), 0.0)
         store_float(error_ptr + index, left, mask, ERROR_BF16)
     # Padding is zero, so that equal values have equal bytes.
@@ -175,14 +174,14 @@ def _encode(
         tl.store(codes_ptr + index, code.to(tl.uint8), mask=index < codes_bytes)
     else:
         nibble = code & 15
-        # The element with the even number is the low half.
+        # An even element is the low half of its byte.
         low, high = tl.split(tl.reshape(nibble, (GROUPS * GROUP // 2, 2)))
         byte = first // 2 + tl.arange(0, GROUPS * GROUP // 2)
         tl.store(codes_ptr + byte, (low | (high << 4)).to(tl.uint8), mask=byte < codes_bytes)
     # NaN by its bits, as in the reference.
     stored = (tl.where(finite, scale_bits, NAN_BITS) >> 16).to(tl.int16)
     tl.store(scales_ptr + group, stored, mask=group * GROUP < numel)
-    # Only the last program: its scales beyond the last group are padding, and zero, too.
+    # The last program also writes the padding of the scales, zeros.
     if first + GROUPS * GROUP >= numel:
         pad = (numel + GROUP - 1) // GROUP + tl.arange(0, SCALES_PADDED)
         tl.store(scales_ptr + pad, tl.zeros((SCALES_PADDED,), tl.int16), mask=pad < scales_numel)
@@ -216,7 +215,7 @@ def _decoded(
         at = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
         byte = tl.load(packed + at, mask=at < codes_bytes, other=0).to(tl.int32)
         code = tl.reshape(tl.join(byte & 15, byte >> 4), (GROUPS, GROUP))
-        # The sign of a four-bit code.
+        # Sign-extend the four-bit code.
         code = code - ((code >> 3) << 4)
     scales = (address + codes_bytes).to(tl.pointer_type(tl.int16))
     scale = float_of_bf16(tl.load(scales + group, mask=group * GROUP < numel, other=0))
@@ -257,7 +256,8 @@ def _decode_sum(
 ) -> None:  # fmt: skip
     first_group = tl.program_id(0).to(tl.int64) * GROUPS
     index = (first_group + tl.arange(0, GROUPS))[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    # From the first piece on, in the order of ranks: -0.0 and the bits of one piece are kept.
+    # Start with the first piece, not with zero, and add in the order of ranks: a single piece keeps
+    # its bits, -0.0 included.
     total = _decoded(
         tl.load(table_ptr), codes_bytes, first_group, numel, BITS, GROUP, GROUPS, ALIGNED
     )
@@ -275,7 +275,7 @@ def _piece(
     address: tl.tensor, index: tl.tensor, mask: tl.tensor, FROM: tl.constexpr, ALIGNED: tl.constexpr
 ) -> tl.tensor:
     """fp32: elements of a piece."""
-    # bf16 as integers: the kernels widen it on bits, everywhere alike.
+    # Load bf16 as integers: `load_float` widens it by its bits, alike on every device.
     if FROM == BF16:
         pointer = address.to(tl.pointer_type(tl.int16))
     elif FROM == FP16:

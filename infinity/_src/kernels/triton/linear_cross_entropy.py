@@ -1,4 +1,4 @@
-"""A tile of the LM head with its loss, in Triton: logits only exist in registers.
+"""A tile of the LM head with its loss, in Triton: logits exist only in registers.
 
     tile_partials    hidden @ weight^T + bias -> per row: max, sum of exp, target's logit, sum
     tile_dlogits     the same logits again    -> their gradient, in the dtype of `hidden`
@@ -68,8 +68,8 @@ def _logits(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tl.tensor:
-    """fp32 [BLOCK_M, BLOCK_N] logits of int64 rows and columns; the bias alone, or 0, where they
-    are outside.
+    """fp32 [BLOCK_M, BLOCK_N] logits of int64 rows and columns. Rows outside have the bias alone,
+    columns outside 0.
     """
     inner = tl.arange(0, BLOCK_K).to(tl.int64)
     hidden_ptrs = hidden_ptr + rows[:, None] * stride_hm + inner[None, :] * stride_hk
@@ -120,12 +120,12 @@ def _partials(
     LOG2_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> None:
-    """found[span, 0..2, row] = max, sum of exp and sum of the logits of a span; target_logit[row]
-    where the target is in it.
+    """found[span, 0..2, row] = max, sum of exp and sum of the logits of a span; target_logit[row],
+    only if the span contains the row's target.
     """
     BLOCK_N: tl.constexpr = 1 << LOG2_BLOCK
-    # Row blocks run fastest: programs that are side by side read the same rows of the weight, from
-    # L2.
+    # Consecutive programs take the row blocks of one span: they read the same rows of the weight,
+    # from L2.
     block, span = (
         tl.program_id(0) % tl.cdiv(row_count, BLOCK_M),
         tl.program_id(0) // tl.cdiv(row_count, BLOCK_M),
@@ -145,7 +145,7 @@ def _partials(
             stride_hm, stride_hk, stride_wn, stride_wk, stride_bias,
             BIAS, PRECISION, INTERPRETED, BLOCK_K, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        # Columns outside have only the bias; all uses mask them.
+        # Columns outside of the tile have no logits; every use below masks them.
         inside = (columns < column_count)[None, :]
         target_logit += tl.sum(
             tl.where(inside & (columns[None, :] == target[:, None]), logits, 0.0), axis=1
@@ -217,7 +217,7 @@ def _dlogits(
     scale = tl.load(scale_ptr + rows, mask=there, other=0.0)[:, None]
     hit = tl.where(columns[None, :] == target[:, None], taken, 0.0)
     found = (tl.exp(logits - lse[:, None]) - hit - smooth) * scale
-    # An ignored row with an infinite logit would leave NaN behind.
+    # An ignored row with an infinite logit would give NaN * 0.
     found = tl.where(scale == 0.0, 0.0, found)
     out_ptrs = out_ptr + rows[:, None] * column_count + columns[None, :]
     inside = there[:, None] & (columns < column_count)[None, :]
@@ -259,13 +259,13 @@ def tile_partials(
     `linear_cross_entropy.tile_partials`.
 
     hidden [rows, features] and weight [tile, features], of one dtype (bf16, fp16, fp32), bias
-    [tile], target int64 [rows], any strides. Beside the result it holds 12 bytes per row and 1,024
+    [tile], target int64 [rows], any strides. The overhead is 12 bytes per row and span of 1,024
     columns.
     """
     (rows, features), columns = hidden.shape, weight.shape[0]
     _check(hidden, weight, bias, target)
     spans = triton.cdiv(columns, _SPAN)
-    # A separate slice per span, so that no two programs write the same element.
+    # A separate slice for each span, so that no two programs write the same element.
     found = torch.empty((spans, 3, rows), dtype=torch.float32, device=hidden.device)
     # Zeros, since no program writes where the target is in another tile.
     target_logit = torch.zeros(rows, dtype=torch.float32, device=hidden.device)
@@ -332,7 +332,7 @@ def tile_dlogits(
 
     tuned = _dlogits_wide if hidden.dtype == torch.float32 else _dlogits_narrow
     operands, strides, settings = _common(hidden, weight, bias, target)
-    # The kernel reads rows by stride 1; autograd hands over any strides.
+    # The kernel reads both with stride 1; autograd may pass any strides.
     per_row = [values.to(torch.float32).contiguous() for values in (lse, scale)]
     sizes = (rows, columns, features, start, 1.0 - label_smoothing, label_smoothing / vocabulary)
     tuned(

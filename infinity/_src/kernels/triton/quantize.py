@@ -1,6 +1,6 @@
 """Group quantization in Triton, bitwise equal to infinity/_src/kernels/quantize.py, in one pass.
 
-A program processes whole groups, BLOCK elements or one group. FMA contraction is off
+A program processes BLOCK_NUMEL elements, which are whole groups. FMA contraction is off
 (`enable_fp_fusion=False`), since an FMA would round once where the reference rounds twice, and
 divisions are IEEE divisions.
 """
@@ -40,7 +40,7 @@ def quantize_triton(
     key: int | None,
     element: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return codes, scales, zeros; arguments as `quantize.quantize` has checked them."""
+    """Return codes, scales, zeros. `quantize.quantize` has checked the arguments."""
     flat, columns, stride_row, stride_column = addressed(values)
     numel, device = flat.numel(), flat.device
     groups = -(-numel // group_numel)
@@ -48,7 +48,7 @@ def quantize_triton(
     codes = torch.empty(numel if bits == 8 else -(-numel // 2), dtype=code_dtype, device=device)
     scales = torch.empty(groups, dtype=torch.bfloat16, device=device)
     zeros = None if symmetric else torch.empty(groups, dtype=torch.uint8, device=device)
-    # Whole groups: no two programs share a scale.
+    # Whole groups, so that no two programs share a scale.
     per_program = max(1, BLOCK_NUMEL // group_numel)
     if numel:
         with on_device(device):
@@ -67,7 +67,7 @@ def quantize_triton(
 
 
 def dequantize_triton(quantized: Quantized, out: torch.Tensor) -> None:
-    """Write the values into `out`, which has their shape."""
+    """Write the values into `out`, which has the shape of the quantized values."""
     flat, columns, stride_row, stride_column = addressed(out)
     numel = flat.numel()
     groups, per_program = (
@@ -85,16 +85,17 @@ def dequantize_triton(quantized: Quantized, out: torch.Tensor) -> None:
                 GROUP=quantized.group_numel, GROUPS=per_program,
                 num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
-    # `addressed` made a copy: the values go back to the strides of `out`.
+    # If `addressed` made a copy, copy the values back to `out`.
     if flat.data_ptr() != out.data_ptr():
         out.copy_(flat.view(out.shape))
 
 
 def addressed(values: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
-    """A tensor that a kernel can address, with columns, stride of a row and of a column; columns 0:
-    it is contiguous.
+    """Return a tensor that a kernel can address, with its columns, row stride and column stride;
+    columns 0: the tensor is contiguous.
 
-    Two-dimensional values are taken as they lie, others that are not contiguous through a copy.
+    A two-dimensional tensor is addressed by its strides; any other that is not contiguous is
+    copied.
     """
     if values.is_contiguous():
         return values, 0, 0, 0
@@ -104,7 +105,7 @@ def addressed(values: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """View bf16 as int16 with its bits: the kernels round by integer arithmetic, everywhere."""
+    """View bf16 as int16 with the same bits, since the kernels round by integer arithmetic."""
     return tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
 
 
@@ -194,7 +195,7 @@ def _quantize(
         exact = tl.div_rn(tl.maximum(tl.max(x, axis=1), 0.0), levels) - tl.div_rn(lowest, levels)
     scale_bits = exact.to(tl.int32, bitcast=True)
     if SYMMETRIC and not RANDOM:
-        # To nearest where the codes span the range anyhow; else up, so that nothing is clipped.
+        # Round to nearest if no value can be clipped by that; otherwise round up.
         scale_bits += 0x7FFF + ((scale_bits >> 16) & 1)
     else:
         scale_bits += 0xFFFF
@@ -250,7 +251,7 @@ def _dequantize(
         byte = tl.load(codes_ptr + at, mask=at < code_numel, other=0).to(tl.int32)
         code = tl.reshape(tl.join(byte & 15, byte >> 4), (GROUPS, GROUP))
         if SYMMETRIC:
-            # The sign of a four-bit code.
+            # Sign-extend the four-bit code.
             code = code - ((code >> 3) << 4)
     if not SYMMETRIC:
         code = code - tl.load(zeros_ptr + group, mask=in_range, other=0).to(tl.int32)[:, None]

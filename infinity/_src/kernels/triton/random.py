@@ -28,14 +28,13 @@ def mix64(word: tl.tensor) -> tl.tensor:
 def random_bits(key: tl.tensor, first: tl.tensor, index: tl.tensor) -> tl.tensor:
     """uint32 like `index`: the bits of the elements first + index.
 
-    key: uint64 scalar; first: int64 scalar, not negative; index: int32, 0 to 2^31. The upper half
-    of an element's number enters the key, and changes at most once within a block: both keys are
-    computed, and each element takes its own.
+    key: uint64 scalar; first: int64 scalar, not negative; index: int32, 0 to 2^31.
     """
     high = (first >> 32).to(tl.uint64)
     golden = tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     mixed = mix64(key ^ (high * golden))
-    # Both keys: within one block the upper half of the number changes at most once.
+    # The upper half of an element's number is mixed into the key. It changes at most once within a
+    # block, so each element uses one of two keys.
     mixed_next = mix64(key ^ ((high + 1) * golden))
     low = first.to(tl.uint32) + index.to(tl.uint32)
     over = low < first.to(tl.uint32)  # it wrapped: the element is past the multiple of 2^32
@@ -72,7 +71,7 @@ def canonical_bits(value: tl.tensor) -> tl.tensor:
 def bf16_bits(value: tl.tensor) -> tl.tensor:
     """int16 with the bits of fp32 rounded to bf16, to nearest, ties to even; NaN is 0x7FC0."""
     bits = canonical_bits(value)
-    # Half of the last kept bit less one, plus that bit: to nearest, ties to even.
+    # Add just under half of the last kept bit, plus that bit: to nearest, ties to even.
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
 
 

@@ -84,7 +84,7 @@ def _product(
             mask=inside,
             other=0.0,
         )
-        # The interpreter's bf16 casts truncate: widened by bits there.
+        # The interpreter's bf16 casts truncate: `widened` works on bits there.
         total = widened(total, INTERPRETED)
     else:
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -102,7 +102,7 @@ def _product(
         )
         a_ptrs += a_step
         b_ptrs += b_step
-    # Once, in the last tile, in registers.
+    # Only the last tile adds the bias, in registers.
     if BIAS:
         bias = tl.load(bias_ptr + columns * stride_bias, mask=columns < n, other=0.0)
         total += widened(bias, INTERPRETED)[None, :]
@@ -111,7 +111,7 @@ def _product(
     tl.store(out_ptrs, rounded(total, out_ptr.dtype.element_ty, INTERPRETED), mask=inside)
 
 
-# `out` is restored between measurements, since the kernel adds to it.
+# Measurements restore `out` between runs, since the kernel may add to it.
 _wide = Tuned(_product, partial(configs, torch.float32), restore=("out_ptr",))
 _narrow = Tuned(_product, partial(configs, torch.bfloat16), restore=("out_ptr",))
 
@@ -128,9 +128,9 @@ def tile_matmul(
     infinity/_src/kernels/tile_matmul.py's contract.
 
     Shapes: a [M, K], b [K, N], out and accumulator [M, N], bias [N], any strides (transposes are
-    strides). a and b are of one dtype, bf16, fp16 or fp32; the others of any of these. accumulator
-    may be `out` itself; None: zero. Raises: ValueError for shapes, dtypes or devices that do not go
-    together.
+    strides). a and b have one dtype, bf16, fp16 or fp32; the others may have any of these.
+    accumulator may be `out` itself; None: zero. Raises: ValueError for shapes, dtypes or devices
+    that do not agree.
     """
     _check(a, b, out, accumulator, bias)
     (m, k), n = a.shape, b.shape[1]

@@ -18,16 +18,16 @@ No configuration spills more than 128 bytes per thread where 16 divides sizes an
 leaves out what does on a unit. Elsewhere elements are loaded one by one, each by an address, and
 large blocks spill more.
 
-Measured once per kind of device, dtypes, transposes and shape (dimensions rounded up to powers of
-two), kept on disk in Triton's cache directory (`TRITON_CACHE_DIR`) where this Triton can
-(`cache_results`, looked up in its signature), else for the life of the process. A measurement runs
-the kernel several times: it restores the output that the kernel adds to (`restore`) from a copy,
-and Triton's benchmark allocates 256 MiB (a plan counts both). If the device lacks the memory, the
-first configuration runs, with a warning, so that a measurement never fails a step. Nothing can be
-measured while a CUDA graph is captured: run such a step once before.
+A kernel is measured once per kind of device, dtypes, transposes and shape (dimensions rounded up to
+powers of two). Triton keeps the result on disk, in its cache directory (`TRITON_CACHE_DIR`), if
+this version can (`cache_results`, looked up in its signature), else for the life of the process. A
+measurement runs the kernel several times: it restores the output that the kernel adds to
+(`restore`) from a copy, and Triton's benchmark allocates 256 MiB (a plan counts both). If the
+device lacks the memory, the first configuration runs, with a warning, so that a measurement never
+fails a step. Triton cannot measure while a CUDA graph is captured: run such a step once before.
 
-In the interpreter the first configuration runs. Its bf16 casts truncate and its dot takes bf16 for
-integers; `widened` and `rounded` do there by bits what the hardware does.
+In the interpreter the first configuration runs. The interpreter's bf16 casts truncate, and its dot
+takes bf16 for integers; `widened` and `rounded` do by bits there what the hardware does.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def architecture() -> int:
 @triton.jit
 def widened(values: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
     """Values of any float dtype as fp32, exactly."""
-    # The interpreter's casts of bf16 truncate: by bits there.
+    # The interpreter's casts of bf16 truncate: widen by bits there.
     if INTERPRETED and values.dtype == tl.bfloat16:
         return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return values.to(tl.float32)
@@ -135,7 +135,6 @@ def row_sums(values: tl.tensor, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) 
     `tl.sum` over a whole row adds in an order that depends on how the row lies over lanes and
     warps; two numbers have one sum only.
     """
-    # Pairs of neighbours: two numbers have one sum only, whatever the layout over lanes.
     for step in tl.static_range(LOG2_COLUMNS):
         values = tl.sum(tl.reshape(values, [ROWS, 1 << (LOG2_COLUMNS - 1 - step), 2]), axis=2)
     return tl.reshape(values, [ROWS])
@@ -150,13 +149,13 @@ def block_of(
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ) -> tl.tensor:
-    """(row block, column block) of a program: GROUP_M row blocks beside each other share what they
-    read of the columns in L2.
+    """(row block, column block) of a program. GROUP_M adjacent row blocks run close in time, so
+    that they share reads of the columns in L2.
     """
     row_blocks = tl.cdiv(rows, BLOCK_M)
     in_group = GROUP_M * tl.cdiv(columns, BLOCK_N)
     first = pid // in_group * GROUP_M
-    # The last group may be lower.
+    # The last group may have fewer row blocks.
     height = tl.minimum(row_blocks - first, GROUP_M)
     return first + pid % in_group % height, pid % in_group // height
 
@@ -170,12 +169,12 @@ def block_k(dtype: torch.dtype) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Precision of products of fp32 operands, as `torch.set_float32_matmul_precision` says; of no
-    effect for 16-bit ones.
+    """Precision of products of fp32 operands, as `torch.set_float32_matmul_precision` selects it;
+    without effect on 16-bit operands.
     """
     return (
         "tf32"
-        # The user's switch for torch's own matmuls holds here, too.
+        # The user's setting for torch's matmuls applies here, too.
         if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
         else "ieee"
     )
@@ -185,8 +184,8 @@ def configs(dtype: torch.dtype, unit: MatrixUnit) -> list[Any]:
     """`triton.Config`s of a product with operands of this dtype on this unit; the first takes no
     more than 48 KiB of shared memory.
 
-    fp32 has the small ones only: its products run without matrix units when they are exact, and
-    large blocks would spill.
+    fp32 has only small blocks: exact fp32 products run without matrix units, and large blocks would
+    spill.
     """
     if unit is MatrixUnit.TENSOR_MEMORY:
         # 128 rows in all: blocks of 64 take another mode, which may add in another order.
@@ -280,9 +279,9 @@ class Tuned:
                 index = (_using[-1] if _using else 0) % len(configurations)
                 self._kernel[grid](*args, **kwargs, **_constants(configurations[index]))
                 return
-            # Triton's tuner keeps the arguments on itself, and backward runs in threads of its own.
+            # Triton's tuner stores the arguments of a call, and backward runs in other threads.
             with _lock:
-                # Not tried again in this process: each attempt empties torch's cache and blocks.
+                # Do not try again in this process: each attempt empties torch's cache and blocks.
                 place = device, args[self._key_index]
                 if place not in self._no_room:
                     tuner = self._tuner()
@@ -297,7 +296,8 @@ class Tuned:
                 self._kernel[grid](*args, **kwargs, **_constants(self.configurations[0]))
 
     def _without_room(self, error: RuntimeError, device: torch.device) -> None:
-        """Warn that there is no memory for a measurement. Raises: the error, if it is another."""
+        """Warn that there is no memory for a measurement. Raises: `error`, if it has another cause.
+        """
         # torch.OutOfMemoryError, or Triton's own error when the driver cannot load a kernel.
         if "out of memory" not in str(error):
             raise error
@@ -313,7 +313,7 @@ class Tuned:
         if kind not in self._autotuners:
             cached = (
                 {"cache_results": True}
-                # Kept on disk where this Triton can, so that a new process does not measure again.
+                # On disk if this Triton can, so that a new process does not measure again.
                 if "cache_results" in inspect.signature(triton.autotune).parameters
                 else {}
             )

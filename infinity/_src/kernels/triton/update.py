@@ -3,10 +3,10 @@ infinity/_src/kernels/update.py, in one pass over a chunk.
 
     sections, gradient -> fp32 in registers -> the algorithm -> the format's encoding -> sections
 
-One launch updates all segments of a chunk, whatever their hypers (one per algorithm and gradient
-dtype, if these differ): a program takes BLOCK_NUMEL elements of one segment and reads from tables
-on the device which, and by which HYPER record. Its elements are [groups, QUANT_GROUP], so that the
-scales of 8-bit moments are reductions of rows.
+One launch updates all segments of a chunk, whatever their HYPER records (one launch per algorithm
+and gradient dtype, if these differ). A program updates BLOCK_NUMEL elements of one segment; tables
+on the device give it the segment and the HYPER record. It views the elements as [groups,
+QUANT_GROUP], so that the scales of 8-bit moments are reductions of rows.
 
 Every operation rounds once to fp32, in the order of native/kernels/optimizer_kernels.h. On a GPU
 this relies on three things: launches say `enable_fp_fusion=False` (else a product and the sum that
@@ -47,7 +47,7 @@ from infinity._src.kernels.triton.random import (
     random_bits,
 )
 
-# Whole groups, so that no two programs share the scale of one.
+# Whole groups, so that no two programs share a scale.
 BLOCK_NUMEL = 1024
 
 GROUP = tl.constexpr(QUANT_GROUP)
@@ -79,16 +79,16 @@ FLAGS, LOG_COUNT, LOG_KIND, LOG_VALUE = map(_word, ("flags", "log_count", "log_k
 LOG_MUL, LOG_DIV, LOG_CLAMP_MIN = (
     tl.constexpr(int(k)) for k in (LogKind.MUL, LogKind.DIV, LogKind.CLAMP_MIN)
 )
-# Read as two words by `_block`.
+# `_block` reads the key as words 0 and 1.
 assert _word("key").value == 0
 
 SQUARE_LEVELS, FOURTH_LEVELS = tl.constexpr(16129.0), tl.constexpr(4228250625.0)
-# Rounded to fp32 as the other implementations hold them: decoding multiplies, and never divides.
+# Rounded to fp32, as in the other implementations: decoding multiplies instead of dividing.
 SQUARE_STEP = tl.constexpr(float(np.float32(1) / np.float32(16129.0)))
 FOURTH_STEP = tl.constexpr(float(np.float32(1) / np.float32(4228250625.0)))
 SCALE_LEAST, SCALE_MOST = tl.constexpr(0x1080), tl.constexpr(0x7F7F)
 
-# bf16 and fp16 as integers: the kernels widen and round by bits, everywhere alike.
+# bf16 and fp16 as integers: the kernels widen and round by bits, alike on every device.
 _MASTER_DTYPES = {
     Master.SPLIT: (torch.int16, torch.int16),
     Master.SPLIT8: (torch.int16, torch.int8),
@@ -103,9 +103,8 @@ _MOMENT_DTYPES = {
 
 
 class Launches:
-    """Launches of a step: per chunk one for each pair of algorithm and gradient dtype.
-
-    Their tables lie on the device.
+    """Launches of a step: for each chunk one per pair of algorithm and gradient dtype. Their tables
+    are on the device.
     """
 
     def __init__(
@@ -115,9 +114,9 @@ class Launches:
         hypers: npt.NDArray[np.void],
         device: torch.device,
     ) -> None:
-        """Arguments as `update.UpdatePlan` has checked and resolved them.
+        """`update.UpdatePlan` has checked the arguments, and resolved the segments.
 
-        Two copies to the device, without waiting.
+        Makes two copies to the device, without waiting.
         """
         self._format = state_format
         self._launches: list[list[_Launch]] = []
@@ -159,10 +158,9 @@ class Launches:
                     MASTER=int(kind.master), MOMENTS=int(kind.moments), COUNT=kind.count,
                     ALGORITHM=launch.algorithm, GRAD=launch.grad_dtype,
                     GROUPS=BLOCK_NUMEL // QUANT_GROUP,
-                    # Also the base: a relative address is aligned only where what it counts from
-                    # is.
+                    # A relative address is aligned only if its base is.
                     ALIGNED=launch.aligned and base % 16 == 0,
-                    # No FMA: a product and the sum that follows would round once in place of twice.
+                    # No FMA: a product contracted with a sum would round once instead of twice.
                     num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
 
@@ -171,11 +169,12 @@ class _Launch(NamedTuple):
     algorithm: int
     grad_dtype: int
     table: int
-    """Start of its table in the words on the device, and its programs' rows."""
+    """Index of the table's first word among the words on the device."""
     rows: int
+    """Index of the first of the words that map each program to a row of the table."""
     programs: int
     aligned: bool
-    """Every segment and gradient begins at a multiple of 16 elements, 16 bytes."""
+    """Every segment begins at a multiple of 16 elements, and every gradient of 16 bytes."""
 
 
 def _table(segs: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], bool]:
@@ -184,16 +183,16 @@ def _table(segs: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArr
     table = np.empty((len(segs), COLUMNS.value), np.int64)
     for column, name in enumerate(("start", "numel", "element", "grad", "hyper", "relative")):
         table[:, column] = segs[name].astype(np.int64)
-    # So that a program knows which of the segment's blocks is its own.
-    table[:, 6] = np.cumsum(counts) - counts  # its first program
+    # The segment's first program: a program subtracts it from its number to find its block.
+    table[:, 6] = np.cumsum(counts) - counts
     rows = np.repeat(np.arange(len(segs), dtype=np.int64), counts)
     return table, rows, bool((segs["start"] % 16 == 0).all() and (segs["grad"] % 16 == 0).all())
 
 
 def _typed(state_format: Format, sections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """View sections as their items: two of the master, two moments, scales.
+    """View sections as tensors of their items: two of the master, two moments, scales.
 
-    The first section stands for those that the format lacks.
+    The first section replaces each one that the format lacks.
     """
     master = _MASTER_DTYPES[state_format.master]
     moments = _MOMENT_DTYPES[state_format.moments][: state_format.count]
@@ -214,7 +213,8 @@ def _typed(state_format: Format, sections: Sequence[torch.Tensor]) -> list[torch
     ]
 
 
-# Not specialized on alignment: tables begin anywhere in one tensor, and each would be a compile.
+# Not specialized on alignment: tables begin anywhere in one tensor, and the kernel would be
+# compiled again for each alignment.
 @triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["table_ptr", "rows_ptr"])
 def _update(
     s0: tl.tensor, s1: tl.tensor, s2: tl.tensor, s3: tl.tensor, scales: tl.tensor,
@@ -229,7 +229,7 @@ def _update(
     hyper = hypers_ptr + tl.load(table + 4) * WORDS
     address = tl.load(table + 3) + tl.load(table + 5) * base.to(tl.int64)
     done = (program - tl.load(table + 6)) * (GROUPS * GROUP)
-    # Said again: a number that was loaded has lost its alignment.
+    # A hint: the compiler does not know the alignment of a loaded number.
     if ALIGNED:
         start = tl.multiple_of(start, 16)
     left = numel - done
@@ -251,7 +251,9 @@ def _block(
     GRAD: tl.constexpr,
     ALIGNED: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Update elements [at, at + left) of the chunk, or one block; [done, ...) of the segment."""
+    """Update the chunk's elements from `at` on, which are the segment's from `done` on: one block,
+    or the `left` elements that remain.
+    """
     within = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     mask = within < left
     groups = at // GROUP + tl.arange(0, GROUPS)
@@ -261,7 +263,7 @@ def _block(
     if COUNT > 0:
         m = _load_moment(s2, scales, at + within, groups, mask, in_groups, 0, MOMENTS, COUNT, WHOLE)
     else:
-        # A value for the branches that are compiled; without a moment none reads it.
+        # The compiled branches need a value; without moments they do not use it.
         m = p
     if COUNT > 1:
         v = _load_moment(s3, scales, at + within, groups, mask, in_groups, 1, MOMENTS, COUNT, WHOLE)
@@ -270,7 +272,7 @@ def _block(
     # `Format.sign_section`; a launch has two moments at most.
     SIGNS: tl.constexpr = MASTER == SPLIT and MOMENTS == MOMENTS_FP32 and COUNT > 1
     if SIGNS:
-        # Read again, from the cache: `p` is hi and lo together by now.
+        # Load `lo` again, from the cache: `p` has combined it with `hi`.
         lo = _load(s1 + at + within, mask, WHOLE)
         beyond = tl.where(lo == -32768, bits_of(v) & 0x80000000, 0).to(tl.uint32)
         p = float_of(bits_of(p) + (beyond >> 15))
@@ -281,7 +283,7 @@ def _block(
         p, m = _sgd(p, m, g, hyper, COUNT)
     else:
         p, m = _lion(p, m, g, hyper)
-    # Without anything to round no bits are hashed.
+    # Hash random bits only if a section is rounded stochastically.
     if MASTER == SPLIT8 or (COUNT > 0 and MOMENTS != MOMENTS_FP32):
         low, high = (
             tl.load(hyper).to(tl.uint32, bitcast=True),
@@ -335,7 +337,7 @@ def _gradient(
         if kind == LOG_MUL:
             g = g * value
         elif kind == LOG_DIV:
-            # IEEE division, as the reference divides: by a tensor.
+            # IEEE division, as in the reference: the default one is approximate.
             g = tl.div_rn(g, tl.zeros_like(g) + value)
         elif kind == LOG_CLAMP_MIN:
             # Keeps NaN, since comparisons with it are false.
@@ -349,7 +351,7 @@ def _gradient(
 @triton.jit
 def _adamw(p: tl.tensor, m: tl.tensor, v: tl.tensor, g: tl.tensor, hyper: tl.tensor) -> tl.tensor:
     m = m * _scalar(hyper, BETA1) + g * _scalar(hyper, ONE_MINUS_BETA1)
-    # Products and sums apart, in the order of native/kernels/optimizer_kernels.h.
+    # Products and sums are separate, in the order of native/kernels/optimizer_kernels.h.
     v = v * _scalar(hyper, BETA2) + (g * g) * _scalar(hyper, ONE_MINUS_BETA2)
     denom = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + _scalar(hyper, BC2_SQRT)) + _scalar(
         hyper, EPS
@@ -443,14 +445,14 @@ def _store_master(
         _store(s0 + at, p, mask, WHOLE)
     elif MASTER == MASTER_FP16:
         half = p.to(tl.float16).to(tl.int16, bitcast=True)
-        # NaN by its bits: fp16 has other payloads on other devices.
+        # NaN by its bits: the payload of an fp16 NaN depends on the device.
         _store(s0 + at, tl.where(p != p, 0x7E00, half).to(tl.int16), mask, WHOLE)
         _store(s1 + at, p, mask, WHOLE)
     else:
-        # NaN is 0x7FC00000: 0x7FFFFFFF would round up into the sign and come back as -0.0.
+        # NaN is canonical, 0x7FC00000: 0x7FFFFFFF would round up into the sign and decode as -0.0.
         bits = canonical_bits(p)
         if MASTER == SPLIT8:
-            # The upper 8 random bits; the moments take the others.
+            # The upper 8 random bits; the moments use the others.
             bits = bits + (random >> 24)
             _store(s1 + at, (bits >> 8).to(tl.int8), mask, WHOLE)
             # `hi` rounds ties away from zero; `lo` is the signed rest.
@@ -499,7 +501,7 @@ def _store_moment(
     GROUPS: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
-    # Beside a 24-bit master, which takes 8 of the 32 bits, 12 are left for each moment.
+    # A 24-bit master uses 8 of the 32 random bits: 12 remain for each moment.
     width: tl.constexpr = 12 if MASTER == SPLIT8 else 16
     drawn = (random >> (width if MOMENT == 0 else 0)) & ((1 << width) - 1)
     if MOMENTS == MOMENTS_FP32:
@@ -536,7 +538,7 @@ def _q8(x: tl.tensor, u: tl.tensor, MOMENT: tl.constexpr, GROUPS: tl.constexpr) 
     scale = tl.where(most == 0, 0, scale)
     scale = tl.where(most >= INFINITY_BITS, 0x7FC0, scale).to(tl.uint32)
     plain = (scale > 0) & (scale <= SCALE_MOST)
-    # 1.0 where a scale is zero or NaN: x is 0 there, and the division stays quiet.
+    # The division below needs a finite scale that is not zero: use 1.0 elsewhere, where x is 0.
     divisor = float_of(tl.where(plain, scale << 16, 0x3F800000).to(tl.uint32))
     levels = tl.full((GROUPS,), SQUARE_LEVELS if MOMENT == 0 else FOURTH_LEVELS, tl.float32)
     factor = tl.div_rn(levels, divisor)
@@ -553,13 +555,13 @@ def _q8(x: tl.tensor, u: tl.tensor, MOMENT: tl.constexpr, GROUPS: tl.constexpr) 
         below, above = c * c, (c + 1.0) * (c + 1.0)
         base = below * below
         step = above * above - base
-    # Up with the probability that keeps the expected value: u is in [1, 2).
+    # Round up with the probability that preserves the expected value: u is in [1, 2).
     number = low + tl.where(u * step < (y - base) + step, 1, 0)
     if MOMENT == 0:
         number = tl.minimum(number, 127)
         number = tl.where(x < 0.0, -number, number)
     else:
         number = tl.minimum(number, 255)
-        # As above: never zero where the value is not.
+        # The square root of moment 1 is a divisor: positive values get at least code 1.
         number = tl.where((number == 0) & (x > 0.0), 1, number)
     return number, scale
