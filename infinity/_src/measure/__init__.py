@@ -1,1 +1,1 @@
-"""Measuring what a drive gives as swap: `python -m infinity.bench`."""
+"""Benchmarks of drives as swap, of the update kernels and of device copies: `infinity bench`."""

@@ -1,12 +1,12 @@
 """Speed of the update kernels: per instruction set and state format, from cache and from
 memory.
 
-Arms run in turns, a round of each; figures are medians over the rounds. "cache": two pieces,
-updated again and again. "memory": states far larger than any cache, beside the memory's bandwidth
-in the same round. Additions in place measure that bandwidth, the faster of `a += 1` and `a += b`: a
-copy would be no limit, since it also reads the lines that it overwrites.
-`torch.optim.AdamW(fused=True)` on fp32 stands beside them from memory only: in cache it is mostly
-the overhead of `step()`.
+Each round runs all arms in turn; figures are medians over the rounds. "cache": the kernel updates
+two pieces again and again. "memory": it updates states far larger than the caches, and each round
+also measures the memory's bandwidth. In-place additions measure the bandwidth, the faster of
+`a += 1` and `a += b`; a copy would measure less, since it also reads the lines that it overwrites.
+`torch.optim.AdamW(fused=True)` on fp32 is measured from memory only: in cache it is mostly the
+overhead of `step()`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _LR, _BETAS, _EPS, _DECAY, _STEP = 1e-4, (0.9, 0.999), 1e-8, 0.1, 10
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """Something that is timed: each of `parts` runs on a thread of its own; together they update
-    `numel` parameters.
+    """One thing to time. Each of `parts` runs on a separate thread; together they update `numel`
+    parameters.
     """
 
     name: str
@@ -56,12 +56,13 @@ class Arm:
     """Bytes read and written per parameter."""
     parts: Sequence[Callable[[], object]]
     keep: object = None
-    """Memory that `parts` know only by address."""
+    """Owners of memory that `parts` refer to by address only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One arm's figures. `of_memory`: its traffic over the memory's bandwidth; None from cache."""
+    """One arm's figures. of_memory: the arm's traffic over the memory's bandwidth; None from cache.
+    """
 
     name: str
     isa: str
@@ -101,24 +102,23 @@ def _upper(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def _codes(noise: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
-    """Return 8-bit codes of a moment, none of them zero. They suit both moments, whose second one
-    has no sign.
-    """
+    """Return 8-bit codes from 1 to 127. They suit both moments: the second one has no sign."""
     codes: npt.NDArray[np.int8] = np.clip(np.abs(noise) * 40, 1, 127).astype(np.int8)
     return codes
 
 
 class _States:
-    """States and a gradient of one format, plausible numbers, as the kernels take them."""
+    """States and a gradient of one format, with plausible values, as the kernels take them."""
 
     def __init__(self, state: Format, numel: int) -> None:
         self.state = state
         self.numel = numel
         self._kept: list[tuple[npt.NDArray[Any], ...]] = []
-        # A part is made and repeated: random numbers take a core for a GB/s (bench.streams).
+        # Repeat a generated part: one core generates about 1 GB of random numbers a second.
         noise = np.random.default_rng(0).standard_normal(min(numel, 1 << 20)).astype(np.float32)
         master = np.resize(noise, numel)
-        # Far from denormals, which cost a kernel about 17 times a normal element (bench/README.md).
+        # Moments far from denormals, which cost the kernel about 17 times a normal element
+        # (bench/README.md).
         moments = [master * np.float32(0.01), np.square(master) * np.float32(1e-4)]
         grad = np.resize(noise[::-1], numel).astype(np.float32)
         self.grad: npt.NDArray[Any]
@@ -192,14 +192,14 @@ class _States:
         addresses = ffi.new(
             "uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections]
         )
-        # The pass compares checksums before it updates, so the first ones must be there.
+        # The pass compares checksums before it updates, so store the first ones.
         for number in range(len(sections)):
             lib.inf_section_store(chunk, number, addresses[number], addresses[number])
         arguments = (
             chunk, addresses, _at(seg, "inf_seg *"), 1, _at(hypers, "inf_hyper *"), 1,
             ffi.NULL, 1, 0, _at(scratch, "uint32_t *"),
         )  # fmt: skip
-        # The kernel knows them only by address.
+        # The kernel refers to these arrays by address only.
         self._kept.append((sums, scratch, record, seg, hypers))
 
         def run() -> None:
@@ -236,9 +236,9 @@ def measure_adam(
     progress: Progress | None = None,
 ) -> AdamFigures:
     """Measure every kernel on `threads` threads. Blocks for about 15 s; takes about 120 bytes of
-    memory per `numel`.
+    memory per parameter of `numel`. Sets torch's number of threads.
 
-    Raises: ValueError without native kernels.
+    Raises: ValueError without native kernels, or for arguments out of range.
     """
     if not native.available():
         raise ValueError(
@@ -250,7 +250,7 @@ def measure_adam(
     if numel < threads * PIECE_NUMEL:
         raise ValueError(f"numel={numel} is too small; use at least {threads * PIECE_NUMEL}")
     say = progress or (lambda _phase, _share: None)
-    # The instruction set is a choice of the process, not of this measurement.
+    # The instruction set is a setting of the process: restore it at the end.
     before = native.isa()
     torch_arm, version = _torch_arm(numel, threads)
     with ThreadPoolExecutor(threads) as pool:
@@ -266,13 +266,11 @@ def measure_adam(
 
 
 def _arms(numel: int, threads: int) -> list[Arm]:
-    """Make an arm of every kernel of every instruction set, with `numel` parameters for each
-    thread.
-    """
+    """Make an arm for each kernel and instruction set, with `numel` parameters per thread."""
     found = []
     for name, state in STATES.items():
-        # The pass compares the checksums that it stored last: the update alone must have states of
-        # its own.
+        # Separate states: the pass verifies the checksums that it stored last, and the update alone
+        # would change the states without them.
         plain = [_States(state, numel) for _ in range(threads)]
         summed = [_States(state, numel) for _ in range(threads)]
         updates, passes = [one.update() for one in plain], [one.fused_pass() for one in summed]
@@ -295,20 +293,21 @@ def _arms(numel: int, threads: int) -> list[Arm]:
 
 
 def _torch_arm(numel: int, threads: int) -> tuple[list[Arm], str]:
-    """Return ([torch's own optimizer], torch's version), or nothing where torch cannot be imported.
+    """Return ([the arm of torch's optimizer], torch's version); ([], "") if torch cannot be
+    imported.
     """
     try:
         import torch
     except ImportError:
         return [], ""
     torch.set_num_threads(threads)
-    # Torch splits the work itself; a parameter per thread would only make its loop longer.
+    # torch divides the work itself; a parameter per thread would only lengthen its loop.
     parameter = torch.randn(numel, requires_grad=True)
     parameter.grad = torch.randn(numel)
     optimizer = torch.optim.AdamW(
         [parameter], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True
     )
-    # The first step makes the states, and is not timed.
+    # The first step allocates the states, untimed.
     optimizer.step()
     return [
         # fp32: a parameter and two moments, read and written, and the gradient.
@@ -317,8 +316,8 @@ def _torch_arm(numel: int, threads: int) -> tuple[list[Arm], str]:
 
 
 def _additions(numel: int, threads: int) -> list[Arm]:
-    """Make the arms of the memory's bandwidth: additions in place, of a number and of an array. The
-    faster one is the limit.
+    """Make the arms that measure the memory's bandwidth: in-place additions of a number and of an
+    array.
     """
     one = np.float32(1.0)
 
@@ -349,7 +348,7 @@ def _measure(
     repeats = [1 if limit else _repeats(pool, arm) for arm in arms]
     for number in range(rounds):
         if limit:
-            # In every round, since the share of an arm is of the bandwidth beside it.
+            # In every round, since an arm's share refers to the bandwidth of the same round.
             limits.append(max(one.numel * one.traffic / _seconds(pool, one, 1) for one in limit))
         for index, arm in enumerate(arms):
             say(f"{where} {number + 1}/{rounds}", index / len(arms))
@@ -381,7 +380,7 @@ def _repeats(pool: ThreadPoolExecutor, arm: Arm) -> int:
 
 
 def _seconds(pool: ThreadPoolExecutor, arm: Arm, repeats: int) -> float:
-    # In every run: the arm before had another instruction set.
+    # Select in every run: the previous arm may have used another instruction set.
     if arm.isa:
         native.select_isa(arm.isa)
 
@@ -390,7 +389,7 @@ def _seconds(pool: ThreadPoolExecutor, arm: Arm, repeats: int) -> float:
             part()
 
     start_s = time.perf_counter()
-    # A single part runs here, without the hand-over to a thread.
+    # A single part runs in this thread, without the delay of the pool.
     if len(arm.parts) == 1:
         loop(arm.parts[0])
     else:

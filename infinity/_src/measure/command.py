@@ -1,4 +1,4 @@
-"""The command `infinity bench`: asks the benchmarks, shows tables, writes JSON and pictures."""
+"""The command `infinity bench`: runs a benchmark, shows its table, writes JSON and a picture."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _size(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
-        # argparse shows the text of this type only.
+        # argparse shows the text of this exception type only.
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
     wait_passively()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Without a name the arguments are those of swap. Help is of the whole command.
+    # Without a name the arguments are those of swap; --help is for the whole command.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, "swap")
     options = build_parser().parse_args(arguments)
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
     # With JSON on standard output the tables go to standard error.
     console = Console(stderr=options.json is not None and str(options.json) == "-")
     try:
-        # Before minutes of measuring, whose figures would then be lost.
+        # Check the targets before minutes of measuring, whose figures would be lost.
         check_target(options.json, "--json")
         check_target(options.plot, "--plot")
         check_plot(options.plot)
@@ -156,7 +156,8 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print("interrupted; nothing is left on the drive")
         return 130
-    # Before OSError, which it is: a fault of a drive is no mistake on the command line.
+    # AioError is an OSError, so it comes first: a fault of a drive is no mistake on the command
+    # line.
     except AioError as error:
         say_error(console, error)
         return 1
@@ -169,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
 def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure, show, and return the record."""
     directories = options.dir or hardware.default_directories()
-    # Before anybody asks for their free space.
+    # Check first, since `_default_size` reads the free space.
     check_directories(directories)
     task = SwapTask(
         directories=tuple(directories),
@@ -212,7 +213,7 @@ def run_adam(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def run_copy(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure, show, and return the record. Without a device that is said, and is no error."""
+    """Measure, show, and return the record. A missing device is reported, and is no error."""
     with progress_bar(console) as progress:
         figures = device_copy.measure_copy(
             blocks=options.blocks, rounds=options.rounds, progress=progress
@@ -229,7 +230,7 @@ _BENCHMARKS: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] 
 
 
 def _default_size(directories: Sequence[Path]) -> int:
-    """Return 4 GiB, or an eighth of what is free on the fullest drive for each if that is less."""
+    """Return 4 GiB, or for each directory an eighth of the least free space, if that is less."""
     free = min(shutil.disk_usage(directory).free for directory in directories)
-    # Never less than `SwapTask` accepts: it then says what is missing.
+    # At least what `SwapTask` accepts, so that its error reports the missing space.
     return max(min(DEFAULT_SIZE_BYTES, free // 8 * len(directories)), 4 * CHUNK_BYTES)

@@ -1,8 +1,8 @@
 """Copies between CPU memory and a CUDA device: pinned and pageable, both ways, by block size.
 
 Blocks of one size follow one another on one stream (two for "both ways") until a fixed number of
-bytes has moved; times end when the device has. Without a device there is nothing to measure, which
-is said and is not an error.
+bytes has moved; times end when the device has finished. Without a device the result has no rows and
+gives the reason; that is not an error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MOVED_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One block size, memory and direction. `of_best`: the rate over the best pinned one in this
-    direction in this run.
+    """Figures of one memory, direction and block size. of_best: the rate over the best rate of
+    pinned memory in the same direction.
     """
 
     memory: str
@@ -40,7 +40,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class CopyFigures:
-    """Rows of one measurement. `device` is empty, and `reason` says why, where there is none."""
+    """Rows of one measurement. Without a device `device` is empty, and `reason` says why."""
 
     device: str
     reason: str
@@ -92,7 +92,7 @@ def measure_copy(
         for block in blocks
     ]
     buffers = {memory: _Buffers(memory, max(blocks)) for memory in MEMORIES}
-    # Every round has all copies, so that drift of the link meets all alike.
+    # Every round has all copies, so that drift of the link affects all of them alike.
     for number in range(rounds):
         for index, key in enumerate(keys):
             memory, direction, block = key
@@ -114,14 +114,14 @@ class _Buffers:
 
         self._torch = torch
         pinned = memory == "pinned"
-        # One pair for each direction: both ways at once must not touch the same memory. Both are
-        # written, since untouched zeros need not have pages of their own.
+        # One pair for each direction: "both ways" must not use the same memory twice. Write all of
+        # it, since the kernel may map untouched zeros to one shared page.
         self._host = [torch.zeros(size_bytes, dtype=torch.uint8).add_(7) for _ in range(2)]
         if pinned:
             self._host = [one.pin_memory() for one in self._host]
         self._device = [torch.zeros(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
         self._streams = [torch.cuda.Stream() for _ in range(2)]
-        # Untimed: the first copies also set up streams and touch the memory.
+        # Untimed: the first copies also set up the streams.
         for direction in DIRECTIONS:
             self.rate(direction, size_bytes, size_bytes)
 
@@ -130,7 +130,7 @@ class _Buffers:
         torch = self._torch
         ways = {"to the device": (0,), "from the device": (1,), "both ways": (0, 1)}[direction]
         count = max(moved_bytes // block // len(ways), 1)
-        # Copies only start here: nothing of an earlier one may be under way.
+        # Wait for earlier copies, which would share the link with the timed ones.
         torch.cuda.synchronize()
         start_s = time.perf_counter()
         for _ in range(count):

@@ -14,7 +14,7 @@ import psutil
 from infinity._src.base.paths import absolute
 from infinity.aio._file_system import file_system_type
 
-# Swap there would take the memory that it is meant to spare.
+# Swap on these would take the memory that it is meant to save.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
-        # The kernel lists all choices and has the current one in brackets.
+        # The kernel lists all choices, with the current one in brackets.
         "huge_pages": huge_pages.partition("[")[2].partition("]")[0],
     }
 
@@ -43,19 +43,19 @@ def cpu_model() -> str:
         return platform.machine()
     for line in text.splitlines():
         key, _, value = line.partition(":")
-        # x86 has the first. Some ARM boards have the second, and others neither.
+        # x86 has the first key, some ARM boards the second, others neither.
         if key.strip() in {"model name", "Model"}:
             return value.strip()
     return platform.machine()
 
 
 def drive(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Describe the file system and block device under `directory`; fields that sysfs does not tell
-    are empty or None.
+    """Describe the file system and block device under `directory`. Fields that sysfs lacks are ""
+    or None.
     """
     device = Path(directory).stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    # A partition has no queue of its own: its parent directory is the drive.
+    # A partition has no `queue` directory: its parent directory is the drive.
     folders = [block.resolve(), block.resolve().parent] if block.exists() else []
     whole = next((folder for folder in folders if (folder / "queue").is_dir()), None)
     model, rotational, scheduler = "", None, ""
@@ -95,9 +95,9 @@ def _number(path: Path) -> int | None:
 def default_directories(free_bytes_min: int = 1 << 28) -> list[Path]:
     """Choose directories when none is named: $INFINITY_NVME_DIR (several, separated by ':'), else
     the first of the user's cache directory, the current directory and /var/tmp that is on a drive,
-    writable and has room.
+    writable, and has `free_bytes_min` bytes free.
 
-    Raises: ValueError when there is none.
+    Raises: ValueError if there is none.
     """
     named = os.environ.get("INFINITY_NVME_DIR")
     if named:

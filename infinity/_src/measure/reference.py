@@ -1,9 +1,9 @@
-"""Reference bandwidth of a drive, measured in the same run: fio where it is installed and may run,
-else plain preads and pwrites.
+"""Reference bandwidth of a drive, measured in the same run: with fio if it is installed and may
+run, else with plain preads and pwrites.
 
-Both work on a swap file of their own that has been written before, with the blocks that ours used
-and the depth that was asked for, past the page cache, from memory that huge pages back; and both
-for as long as a phase of ours.
+Both use separate swap files, which are written in advance, with the block size that the executor
+used and the requested depth, past the page cache if the file system allows it, and from memory
+backed by huge pages. Both run for as long as a phase of the executor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _THREADS_MAX = 32
 
 
 class Reference(Protocol):
-    """Something that reads and writes swap files as fast as it can."""
+    """A program or loop that reads and writes swap files as fast as it can."""
 
     name: str
 
@@ -48,14 +48,14 @@ class Reference(Protocol):
 def open_reference(
     name: str, files: Sequence[aio.SwapFile], content: Content, *, block_bytes: int, depth: int
 ) -> Reference | None:
-    """Open the reference named `name` (one of REFERENCES) over `files`, which it fills first; None
-    for "off".
+    """Open the reference named `name` (one of REFERENCES) over `files`, after writing all of them.
+    Return None for "off". Blocks.
 
-    Raises ValueError when fio is asked for by name and missing.
+    If fio cannot run, this returns the probe, also for "fio": `check_reference` refuses that.
     """
     if name == "off":
         return None
-    # The probe fills the files for fio, too: reading a hole asks no drive.
+    # The probe writes the files for fio, too: a read of a hole does not reach the drive.
     probe = PlainIo(files, content, block_bytes=block_bytes, depth=depth)
     probe.fill()
     missing = why_no_fio()
@@ -67,7 +67,7 @@ def open_reference(
 
 
 def check_reference(name: str) -> None:
-    """Raises ValueError for a limit that cannot be measured here."""
+    """Raise ValueError for a limit that cannot be measured on this machine."""
     if name not in REFERENCES:
         raise ValueError(f"limit={name!r} is not known; use one of {', '.join(REFERENCES)}")
     missing = why_no_fio()
@@ -76,12 +76,12 @@ def check_reference(name: str) -> None:
 
 
 def why_no_fio() -> str:
-    """Say why fio cannot run here; empty when it can."""
+    """Return why fio cannot run on this machine; "" if it can."""
     if shutil.which("fio") is None:
         return "fio is not installed (apt-get install fio)"
     libc = ctypes.CDLL(None, use_errno=True)
-    # io_uring_setup without parameters: EFAULT where it is allowed, EPERM or ENOSYS where it is
-    # not.
+    # io_uring_setup without parameters fails with EFAULT if it is allowed, else with EPERM or
+    # ENOSYS.
     libc.syscall(_IO_URING_SETUP, 1, None)
     if ctypes.get_errno() in (errno.EPERM, errno.ENOSYS):
         return "the kernel does not let fio use io_uring here"
@@ -102,15 +102,15 @@ class Fio:
         """Return the command line. fio reaches the nameless files through the descriptors that it
         inherits.
         """
-        milliseconds = max(round(seconds * 1e3), 1)  # of seconds fio reads whole ones only
+        milliseconds = max(round(seconds * 1e3), 1)  # fio drops fractions of a second
         common = [
-            # Threads: a job that it forks has a session of its own and outlives fio when that is
-            # killed as it starts, holding the nameless file and with it the drive's space.
+            # --thread, since a forked job runs in a new session: if fio is killed as it starts, the
+            # job outlives it and holds the nameless file, with its space on the drive.
             "fio", "--thread", "--ioengine=io_uring",
             f"--direct={int(all(file.direct for file in self._files))}",
             f"--bs={self._block_bytes}", f"--iodepth={self._depth}",
             *_FIO_PATTERNS[kind], f"--runtime={milliseconds}ms",
-            # Random buffers that are not made new for every write: neither are ours.
+            # Do not change the random buffers between writes: the executor's rounds do not, either.
             "--scramble_buffers=0", "--overwrite=1", "--invalidate=1", "--allow_file_create=0",
             "--output-format=json", *self._options,
         ]  # fmt: skip
@@ -124,8 +124,8 @@ class Fio:
         return common
 
     def measure(self, kind: str, seconds: float) -> Sample:
-        """See `Reference.measure`. Without locked memory for registered buffers fio does without,
-        and `name` says so.
+        """See `Reference.measure`. If fio fails with registered buffers, which need locked memory,
+        it runs again without them, and `name` says so.
         """
         try:
             return self._sample(
@@ -144,7 +144,7 @@ class Fio:
         for job in report["jobs"]:
             moved.append(job["read"]["io_bytes"] + job["write"]["io_bytes"])
             took.append(max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3)
-            # fio gives percent of the job's time, which is in milliseconds.
+            # fio gives percent of the job's time, and that time in milliseconds.
             cpu_s += (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         return Sample(tuple(moved), tuple(took), cpu_s)
 
@@ -161,10 +161,10 @@ def _fio_version() -> str:
 
 
 def _run(command: list[str], descriptors: Sequence[int]) -> dict[str, Any]:
-    """Run fio and return its report. Ends fio whatever ends the wait."""
-    # fio's buffers come from malloc; without huge pages it reaches half of what a drive gives. fio
-    # stays in our session: a session of its own would be scheduled as a group of its own, and get
-    # more than we do of a machine that others use too.
+    """Run fio and return its report. Kills fio if the wait is interrupted."""
+    # fio allocates its buffers with malloc; without huge pages it reaches half of a drive's
+    # bandwidth. fio stays in this process's session: the kernel schedules sessions as groups, so on
+    # a busy machine a new session would get a larger share than the executor had.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     process = subprocess.Popen(
         command,
@@ -209,8 +209,8 @@ class PlainIo:
         self.name = f"pread and pwrite, {self._threads} threads per drive"
 
     def fill(self) -> None:
-        """Write everything once, so that nothing that is read later is a hole. Blocks."""
-        # Not the blocks that ours wrote: a drive might deduplicate them.
+        """Write all files once, so that later reads meet no hole. Blocks."""
+        # New content: a drive might deduplicate blocks that the executor has written.
         self._content.renew(0)
         self._content.renew(1)
         self._measure("write", None)
@@ -246,7 +246,7 @@ class PlainIo:
         before, start_s = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
         for worker in workers:
             worker.start()
-        # One deadline for all workers, whichever is waited for.
+        # All workers have one deadline.
         try:
             for worker in workers:
                 worker.join(

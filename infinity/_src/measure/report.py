@@ -11,19 +11,19 @@ The JSON of every benchmark is one envelope, versioned, written whole or not at 
                 swap the drives: path, file_system, device, model, rotational, scheduler,
                 nr_requests, max_sectors_kb, free_bytes
 
-and the figures beside them at the top level. `infinity.bench.swap/1`: read_gbps, write_gbps,
-mixed_gbps, fill_gbps (medians, 10^9 bytes per second); rounds; phases.<kind> (gbps, rounds,
-cpu_s_per_gb, cpu_rounds, of_limit, of_limit_rounds, limit, drives); limit_by; settings (what
-`Policy(io=...)` reads: block_bytes, null for what suits the backend, depth, bandwidths in bytes per
-second, backend that was measured); size_bytes, block_bytes (of the longest request), depth,
-checksums, backend, backend_reason, direct, huge_page_share, registered, verified_bytes; drives
-(counters and latencies in seconds over the whole measurement); sweep (points, best), null without
-one. `infinity.bench.adam/1`: isas, threads, torch, rows. `infinity.bench.copy/1`: device (null
-without one), rows.
+The figures are at the top level, too. `infinity.bench.swap/1`: read_gbps, write_gbps, mixed_gbps,
+fill_gbps (medians, 10^9 bytes per second); rounds; phases.<kind> (gbps, rounds, cpu_s_per_gb,
+cpu_rounds, of_limit, of_limit_rounds, limit, drives); limit_by; settings (what `Policy(io=...)`
+reads: block_bytes, null for what suits the backend, depth, bandwidths in bytes per second, backend
+that was measured); size_bytes, block_bytes (of the longest request), depth, checksums, backend,
+backend_reason, direct, huge_page_share, registered, verified_bytes; drives (counters and latencies
+in seconds over the whole measurement); sweep (points, best, close), null without one.
+`infinity.bench.adam/1`: isa, isas, threads, torch (its version or null), memory_gb_per_s, rows.
+`infinity.bench.copy/1`: device (null without one), reason, rows.
 
-Also here: tables for people; a picture of a record (bars beside their limit, a sweep as a map,
-kernels as bars, copies as lines), which needs matplotlib; one progress bar for all phases, on a
-terminal only.
+This module also prints tables; draws a picture of a record (bars next to their limit, a sweep as a
+map, kernels as bars, copies as lines), which needs matplotlib; and shows one progress bar for all
+phases, on a terminal only.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def make_record(
 
 
 def checkout() -> dict[str, Any]:
-    """Return commit and dirty of the git checkout that this package runs from; None for each where
-    it does not.
+    """Return `commit` and `dirty` of the git checkout that this package runs from; None for both if
+    there is no checkout.
     """
     root = Path(__file__).resolve().parents[3]
     unknown = {"commit": None, "dirty": None}
     if not (root / ".git").exists():
         return unknown
-    # core.fsmonitor may name a program, which a mere question must not start.
+    # core.fsmonitor may name a program, which reading the state of a checkout must not start.
     git = ["git", "-C", str(root), "-c", "core.fsmonitor=false"]
     try:
         commit = subprocess.run(
@@ -103,14 +103,13 @@ def checkout() -> dict[str, Any]:
             timeout=10,
         )
     except (OSError, subprocess.SubprocessError):
-        # No git here, or a checkout of somebody else.
+        # git is missing, or refuses a checkout that another user owns.
         return unknown
     return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
 
 
 def check_target(path: Path | None, option: str) -> None:
-    """Raises ValueError when a file could not be written there: found before the measurement, not
-    after.
+    """Raise ValueError if a file cannot be written to `path`: before the measurement, not after it.
     """
     if path is None or str(path) == "-":
         return
@@ -125,7 +124,7 @@ def check_target(path: Path | None, option: str) -> None:
 
 
 def write_record(record: Mapping[str, Any], path: Path | None) -> None:
-    """Write the record to `path`, whole or not at all; "-" is standard output, None nothing."""
+    """Write the record to `path`, whole or not at all; to standard output for "-"; not for None."""
     if path is None:
         return
     text = json.dumps(record, indent=2) + "\n"
@@ -139,7 +138,7 @@ def write_record(record: Mapping[str, Any], path: Path | None) -> None:
 
 
 def show_swap(console: Console, figures: SwapFigures, record: dict[str, Any]) -> None:
-    """Show the bandwidth of drives beside the reference."""
+    """Show the bandwidth of the drives next to the reference."""
     what = {"off": "", "full": ", copied and checksummed", "sample": ", copied, checksums sampled"}[
         figures.checksums
     ]
@@ -192,9 +191,9 @@ def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
     for drive in figures.drives:
         if not drive.direct and drive.direct_reason:
             notes.append(f"{drive.path}: {drive.direct_reason}")
-        # The drive's own block is no surprise where none was asked for.
+        # Without a requested block size the one that the drive got needs no note.
         asked = (figures.block_bytes_asked or drive.block_bytes, figures.depth)
-        # 0: the backend does not say.
+        # 0: the backend does not report it.
         if drive.block_bytes and (drive.block_bytes, drive.depth) != asked:
             block = format_size(min(drive.block_bytes, figures.block_bytes))
             notes.append(
@@ -206,7 +205,7 @@ def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
 
 
 def show_drives(console: Console, figures: SwapFigures) -> None:
-    """Show each drive's share where there are several, and latencies where they are known."""
+    """Show each drive's share if there are several, and the latencies that are known."""
     if len(figures.drives) > 1:
         table = _table("GB/s of each drive, all at work", *(f"{kind}, share" for kind in KINDS))
         for number, directory in enumerate(figures.directories):
@@ -232,7 +231,7 @@ def show_drives(console: Console, figures: SwapFigures) -> None:
 
 
 def show_sweep(console: Console, sweep: SweepFigures) -> None:
-    """Show the mixed bandwidth of every pair, and the choice."""
+    """Show the mixed bandwidth of every pair of block size and depth, and the chosen pair."""
     depths = sorted({point.depth for point in sweep.points})
     table = _table("Mixed GB/s by block size and depth", *(f"depth {depth}" for depth in depths))
     for block in sorted({point.block_bytes for point in sweep.points}):
@@ -319,7 +318,7 @@ def _columns(table: Table, *names: str) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises ValueError when a picture is wanted and cannot be drawn here."""
+    """Raise ValueError if a picture cannot be drawn to `path`; None: no picture is wanted."""
     if path is None:
         return
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -337,7 +336,7 @@ def draw(record: Mapping[str, Any], path: Path | None) -> None:
     """Draw a record of `infinity._src.measure.report` into `path`; None draws nothing."""
     if path is None:
         return
-    # Optional, so only here; and without pyplot, which would look for a display.
+    # Imported here, since matplotlib is optional; not pyplot, which would look for a display.
     from matplotlib.figure import Figure
 
     sweep = record.get("sweep")
@@ -371,7 +370,7 @@ def _swap(axes: Any, record: Mapping[str, Any]) -> None:
                 alpha=0.75,
                 label=name if place == 0 else None,
             )
-            # Every round as a dot: drives drift, which a median hides.
+            # Draw every round as a dot: drives drift, which a median hides.
             axes.plot([at] * len(figures["rounds"]), figures["rounds"], "k.", markersize=4)
     axes.set_xticks(range(len(phases)), list(phases))
     axes.set_ylabel("GB/s")
@@ -396,7 +395,7 @@ def _sweep(figure: Any, axes: Any, sweep: Mapping[str, Any]) -> None:
     image = axes.imshow(grid, aspect="auto", origin="lower")
     for row, line in enumerate(grid):
         for column, value in enumerate(line):
-            # NaN, which is not equal to itself: a pair that was not measured.
+            # A pair that was not measured is NaN, which does not equal itself.
             if value == value:
                 axes.text(
                     column, row, f"{value:.2f}", ha="center", va="center", color="w", fontsize=8
@@ -452,8 +451,8 @@ _REFRESH_S = 0.25
 
 
 def progress_bar(console: Console) -> AbstractContextManager[Callable[[str, float], None] | None]:
-    """Return the context of a progress bar. The context gives the function that phases call with
-    their name and done share; None where there is no terminal.
+    """Return the context of a progress bar. Its value is the function that phases call with their
+    name and the share that is done; None if `console` is no terminal.
     """
     return _Bar(console) if console.is_terminal else nullcontext()
 
@@ -461,8 +460,7 @@ def progress_bar(console: Console) -> AbstractContextManager[Callable[[str, floa
 class _Bar:
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
-        # Drawn from the calls, not by a thread of its own, whose CPU time would count as the
-        # benchmark's.
+        # Drawn by the calls, not by a thread, whose CPU time would count as the benchmark's.
         self._progress = Progress(*columns, console=console, transient=True, auto_refresh=False)
         self._task = self._progress.add_task("starting", total=1.0)
         self._drawn_s = 0.0

@@ -1,10 +1,10 @@
 """Chunks on drives, and one stream of jobs per drive over them.
 
-Every drive has its own stream, so that a slow drive does not hold back a fast one, and each drive's
-share is seen. With one drive the stream runs in the calling thread.
+Every drive has a separate stream, so that a slow drive does not hold back a fast one, and each
+drive's share is measured. With one drive the stream runs in the calling thread.
 
-The written data are random, so that no drive can compress them, and no block comes twice, so that
-none can deduplicate them.
+The data are random, so that no drive can compress them. `Content.renew` replaces them between
+writes, so that no drive can deduplicate them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from infinity.aio._executor import RING_BLOCK_BYTES
 
 
 CHUNK_BYTES = records.CHUNK_BYTES
-"""Bytes of a full chunk of the `exact` state (393,216 elements of 12 bytes); one slot moves as
-many.
+"""Bytes of a full chunk of the `exact` state (393,216 elements of 12 bytes), and of one staging
+buffer (slot) of the executor.
 """
 
 _PIECE_BYTES = 65_536
@@ -42,7 +42,8 @@ Step = Callable[[float], None]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One phase of one round: bytes and seconds of each drive, and the CPU time of all."""
+    """One phase of one round: bytes and seconds of each drive, and the CPU seconds of all threads.
+    """
 
     drive_bytes: tuple[int, ...]
     drive_s: tuple[float, ...]
@@ -50,7 +51,7 @@ class Sample:
 
     @property
     def drive_rates(self) -> tuple[float, ...]:
-        """Bytes per second of each drive, all at work."""
+        """Bytes per second of each drive, while all drives work."""
         return tuple(
             count / max(took, 1e-9)
             for count, took in zip(self.drive_bytes, self.drive_s, strict=True)
@@ -68,8 +69,8 @@ class Sample:
 
 
 class Chunks:
-    """`count` chunks on each drive's file, one after the other; the checksums lie here, so any
-    executor can verify them.
+    """`count` chunks on each drive's file, one after the other. This object holds their checksums,
+    so that any executor can verify them.
     """
 
     def __init__(self, drives: Sequence[aio.SwapFile], count: int) -> None:
@@ -103,16 +104,16 @@ class Chunks:
 
 @final
 class Streams:
-    """An executor over the chunks, and phases on it. Close it before the chunks' drives; not safe
-    to share among threads.
+    """An executor over the chunks, and phases on it. Close it before the chunks' files. Threads may
+    not share it.
     """
 
     def __init__(
         self, chunks: Chunks, *, block_bytes: int | None, depth: int, backend: str, verify: str
     ) -> None:
         self.chunks = chunks
-        # Without a block: as many for eight threads with a chunk each as for a ring of the usual
-        # depth.
+        # Without a block size: enough slots both for a ring with the usual blocks, and for eight
+        # threads that move a chunk each.
         in_flight = -(-depth * (block_bytes or RING_BLOCK_BYTES) // CHUNK_BYTES)
         self._slots = in_flight + max(8, in_flight // 4)
         self.executor = aio.open_executor(
@@ -129,8 +130,8 @@ class Streams:
 
     @property
     def request_bytes(self) -> int:
-        """The longest request that a job becomes: the executor's block as fitted to the drives, at
-        most a chunk.
+        """Bytes of the longest request of a job: the block size as the executor fitted it to the
+        drives, at most a chunk.
         """
         return min(max(drive.block_bytes for drive in self.executor.stats().drives), CHUNK_BYTES)
 
@@ -147,8 +148,8 @@ class Streams:
     def jobs(
         self, kind: aio.JobKind, mask: int = 1, pointers: Any = 0
     ) -> list[npt.NDArray[np.void]]:
-        """Make one job per chunk for each drive, in order. `pointers`: one address, or several that
-        are taken in turn.
+        """Make one job per chunk, for each drive, in order. pointers: one address, or several that
+        the jobs use in turn.
         """
         count = self.chunks.count
         found = []
@@ -157,14 +158,15 @@ class Streams:
             jobs["chunk"] = ids[:count]
             jobs["kind"] = kind
             jobs["mask"] = mask
-            # No gate gives the addresses: they are in the jobs.
+            # The jobs hold the addresses themselves; no gate supplies them.
             jobs["base"] = -1
             jobs["ptr"][:, 0] = np.resize(np.asarray(pointers, dtype=np.uint64), count)
             found.append(jobs)
         return found
 
     def warm(self) -> None:
-        """Fill every slot with written data, which is what a write phase writes. Blocks."""
+        """Read written data into every slot: a write phase of MASK_MOVE_ONLY writes them. Blocks.
+        """
         for jobs in self.jobs(aio.JobKind.FETCH, 1 | aio.MASK_MOVE_ONLY):
             self.executor.submit(jobs[: self._slots], priority=aio.Priority.DEMAND).wait()
 
@@ -172,7 +174,7 @@ class Streams:
         """Run each drive's jobs in order until one drive has none left or the deadline passes.
         Blocks.
 
-        Raises what a job raises, after what is in flight has ended.
+        Raises what a job raises, after the streams of the other drives have ended.
         """
         stop = threading.Event()
         ended: list[tuple[int, float] | BaseException | None] = [None] * len(jobs)
@@ -185,7 +187,7 @@ class Streams:
             except BaseException as error:  # noqa: BLE001 - raised again by the caller
                 ended[number] = error
             finally:
-                # One drive has ended, so the others would no longer be measured with all at work.
+                # Stop the other drives: rates count only while all drives work.
                 stop.set()
 
         before_s = _cpu_s()
@@ -226,9 +228,10 @@ class Streams:
         step: Step | None,
     ) -> tuple[int, float]:
         """Run the stream of one drive. Returns (jobs done, seconds)."""
-        # A wave of twice the slots: small ones cost a wake-up of this thread each, which is half of
-        # the CPU time then. Three keep every slot busy, also where this thread waits for a core,
-        # and still let a deadline mean something.
+        # A wave has twice as many jobs as there are slots: each wave wakes this thread once, which
+        # would take half of the CPU time with small waves. Three waves in flight keep every slot
+        # busy, also while this thread waits for a core, and are few enough to stop soon after a
+        # deadline.
         wave = 2 * self._slots
         flying: deque[aio.Ticket] = deque()
         start = time.monotonic()
@@ -241,7 +244,7 @@ class Streams:
                 flying.popleft().wait()
             if step is not None:
                 step(sent / len(jobs))
-        # Bytes that were sent count, so their time does.
+        # The rate counts all submitted bytes, so the time includes their completion.
         while flying:
             flying.popleft().wait()
         return sent, time.monotonic() - start
@@ -260,10 +263,10 @@ _BLOCK_WORDS = 512
 
 
 class Content:
-    """Two halves of random bytes, `half` chunks each: one is written while the other is made new.
+    """Two halves of random bytes, `half` chunks each: one is written while the other is renewed.
 
-    A half is made new by XOR of every word with a random constant: as random as before, different
-    everywhere, at the speed of memory. (Making random numbers takes a core per GB/s.)
+    `renew` XORs every word of a half with a random constant: the words stay random, all of them
+    change, and it runs at the memory's speed. (Generating random numbers takes a core per GB/s.)
     """
 
     def __init__(self, drive_count: int) -> None:
@@ -271,14 +274,13 @@ class Content:
         self._slab = aio.Slab(2 * self.half * CHUNK_BYTES)
         self._random = np.random.default_rng()
         words = self._slab.array(np.uint64)
-        # 8 MiB of generated numbers at a time, or the first measurement would wait for a second
-        # array of this size.
+        # Generate 8 MiB at a time: all at once would allocate a second array of this size.
         for start in range(0, len(words), 1 << 20):
             part = words[start : start + (1 << 20)]
             part[:] = self._random.integers(0, 2**64, size=len(part), dtype=np.uint64)
 
     def renew(self, half: int) -> None:
-        """Make half 0 or 1 new. Nothing may be reading it."""
+        """Renew half 0 or 1. No write may be reading it."""
         words = self._slab.array(
             np.uint64, offset=half * self.half * CHUNK_BYTES, count=self.half * CHUNK_BYTES // 8
         )
@@ -294,11 +296,12 @@ class Content:
         return self._slab.memory
 
     def close(self) -> None:
-        """Free the memory. Nothing may be reading it."""
+        """Free the memory. No write may be reading it."""
         self._slab.close()
 
 
 def is_hole(page: bytes | memoryview) -> bool:
-    """True for a page that reads as a hole or as unfilled memory does: every word the same."""
+    """True if the first 4 KiB of a page repeat one 8-byte word, as a hole or unwritten memory does.
+    """
     words = np.frombuffer(page, dtype=np.uint64, count=min(_BLOCK_WORDS, len(page) // 8))
     return bool((words == words[0]).all())

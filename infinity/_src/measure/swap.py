@@ -1,16 +1,17 @@
 """Swap bandwidth of one or several drives, measured through the same executor that training uses.
 
-    fill    random bytes, copied and checksummed, onto fresh extents (proves that the drive
-            takes them, too)
-    verify  a sample read back, or everything, every checksum compared
-    rounds  read | write | mixed, each beside the limit: fio on another file, written before
+    fill    write random bytes, copied and checksummed, to fresh extents (which also shows that the
+            drive stores them)
+    verify  read a sample back, or everything, and compare every checksum
+    rounds  read | write | mixed, each also by the reference (the limit): fio on other files, which
+            are written in advance
 
-Rounds alternate kinds and arms, so that a drive whose speed drifts is seen from all sides. With
-`checksums="off"` they move slots as they are (`MASK_MOVE_ONLY`): they measure the drive and the
-rings, not memcpy; they write the random data that earlier reads left in the slots, about 72 MiB
-that repeats. With "full" and "sample" every chunk is copied and its checksums are computed (write)
-or compared (read), and what is written is made new for every round. A phase ends at the data's end
-or at its deadline.
+Every round has all kinds, and the arm that goes first alternates, so that drift of a drive's speed
+affects both arms alike. With `checksums="off"` the rounds move slots as they are
+(`MASK_MOVE_ONLY`): they measure the drive and the rings, not memcpy. They write the random data
+that earlier reads left in the slots, about 72 MiB that repeat. With "full" and "sample" every chunk
+is copied and its checksums are computed (write) or compared (read; "sample": in part), and every
+round writes new data. A phase ends at the end of the data or at its deadline.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Spread:
 
     @property
     def median(self) -> float:
-        """The middle round, which is what is reported."""
+        """The median round, which reports show."""
         return statistics.median(self.rounds)
 
     @property
@@ -64,8 +65,8 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class PhaseFigures:
-    """One kind of phase: a sample per round, and the limit's samples in the same rounds (none where
-    it was not measured).
+    """One kind of phase: a sample per round, and the limit's samples in the same rounds; () without
+    a limit.
     """
 
     samples: tuple[Sample, ...]
@@ -109,7 +110,7 @@ class PhaseFigures:
         )
 
     def drive(self, number: int) -> Spread:
-        """Return one drive's bandwidths while all are at work."""
+        """Return one drive's bandwidths, while all drives work."""
         return Spread(tuple(sample.drive_rates[number] for sample in self.samples))
 
     def as_dict(self, directories: Sequence[str]) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class PhaseFigures:
 
 
 def _arm(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the figures of one arm, ours or the limit's, ready for JSON."""
+    """Return the figures of one arm, the executor's or the limit's, ready for JSON."""
     spread = Spread(tuple(sample.rate for sample in samples))
     cpu = [sample.cpu_s_per_gb for sample in samples]
     return {
@@ -142,13 +143,13 @@ def _arm(samples: Sequence[Sample]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class SwapFigures:
-    """Figures of one measurement. `size_bytes` is what was really written and read back in a round.
+    """Figures of one measurement.
 
-    `block_bytes` is the longest request that was sent; `block_bytes_asked` what was asked for, None
-    for what suits the backend.
-
-    `verified_bytes` were read back and their checksums compared, apart from what the rounds
-    themselves compare. `limit_by` names what measured the limit, empty without one.
+    size_bytes: bytes of the chunks that the fill wrote, on all drives; a phase moves fewer if its
+    deadline comes first. block_bytes: the longest request that was sent. block_bytes_asked: the
+    requested block size; None for what suits the backend. verified_bytes: bytes read back with
+    their checksums compared, not counting the rounds. limit_by: the program that measured the
+    limit; empty without a limit.
     """
 
     read: PhaseFigures
@@ -179,14 +180,14 @@ class SwapFigures:
 
     @property
     def settings(self) -> IoSettings:
-        """Settings for `Policy(io=...)`: the sizes asked for, the backend, and each drive's
-        bandwidths.
+        """Settings for `Policy(io=...)`: the requested block size and depth, the backend, and each
+        drive's bandwidths.
         """
         bandwidths = {
             directory: (self.read.drive(number).median, self.write.drive(number).median)
             for number, directory in enumerate(self.directories)
         }
-        # The block as it was asked for: every executor fits it to its own drives.
+        # The requested block size, since every executor fits it to the drives itself.
         return IoSettings(self.block_bytes_asked, self.depth, bandwidths, self.backend)
 
     def as_dict(self) -> dict[str, Any]:
@@ -219,7 +220,7 @@ _PLAIN_OF_DRIVE = (
     "bytes_read", "bytes_written", "block_bytes", "depth", "depth_mean", "in_flight_max", "retries",
     "short_transfers", "direct", "direct_reason",
 )  # fmt: skip
-"""Fields that a record has as they are."""
+"""Fields that a record copies unchanged."""
 
 
 def drive_as_dict(drive: DriveStats) -> dict[str, Any]:
@@ -238,16 +239,16 @@ def drive_as_dict(drive: DriveStats) -> dict[str, Any]:
 CHECKSUMS = ("off", "sample", "full")
 
 Progress = Callable[[str, float], None]
-"""Called with the phase's name and its done share, 0 to 1."""
+"""Called with the phase's name and the share that is done, 0 to 1."""
 
 _SAMPLE_CHUNKS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class SwapTask:
-    """Settings of a measurement. Raises ValueError naming what is wrong and the fix.
+    """Settings of a measurement. Raises: ValueError for a wrong setting; the message gives the fix.
 
-    block_bytes: None for what suits the backend, which is what training uses.
+    block_bytes: None for what suits the backend, as training uses by default.
     """
 
     directories: tuple[Path, ...]
@@ -279,21 +280,21 @@ class SwapTask:
                 f"block_bytes={self.block_bytes} is more than a chunk has; use at most "
                 f"{CHUNK_BYTES} (4.5 MiB)"
             )
-        # Checks both, as the engine does.
+        # IoSettings checks both, as for the engine.
         aio.IoSettings(block_bytes=self.block_bytes, depth=self.depth)
         check_reference(self.limit)
         check_directories(self.directories)
-        # The reference has files of its own, as large as ours.
+        # The reference needs files as large as the executor's.
         check_room(self.directories, self.size_bytes * (1 if self.limit == "off" else 2))
 
     @property
     def chunks_per_drive(self) -> int:
-        # Two at least: a mixed phase reads one half and writes the other.
+        # At least two: a mixed phase reads one half and writes the other.
         return max(self.size_bytes // CHUNK_BYTES // len(self.directories), 2)
 
 
 def check_directories(directories: Sequence[Path]) -> None:
-    """Raises ValueError for directories that are missing, not writable, or named twice."""
+    """Raise ValueError for directories that are missing, not writable, or named twice."""
     if not directories:
         raise ValueError("no directory to measure; name one with --dir")
     missing = [str(directory) for directory in directories if not directory.exists()]
@@ -313,10 +314,10 @@ def check_directories(directories: Sequence[Path]) -> None:
 
 
 def check_room(directories: Sequence[Path], size_bytes: int) -> None:
-    """Raises ValueError when `size_bytes` in all, equal parts in each directory, do not fit."""
+    """Raise ValueError if `size_bytes` in all, equal parts in each directory, do not fit."""
     wanted: dict[int, int] = {}
     free: dict[int, tuple[int, Path]] = {}
-    # Directories on one device share its room.
+    # Directories on one device share its free space.
     for directory in directories:
         device = directory.stat().st_dev
         wanted[device] = wanted.get(device, 0) + size_bytes // len(directories)
@@ -333,8 +334,8 @@ def check_room(directories: Sequence[Path], size_bytes: int) -> None:
 
 @final
 class Bench:
-    """The files, chunks and content of a measurement; sweep and swap share it. Close it (a context)
-    and nothing is left.
+    """The files, chunks and content of a measurement, for sweep and swap. A context that frees all
+    of them at its end.
     """
 
     def __init__(self, task: SwapTask, say: Progress) -> None:
@@ -353,7 +354,7 @@ class Bench:
         files = []
         for directory in self.task.directories:
             files.append(aio.SwapFile.create(directory))
-            # At once: the next file may fail.
+            # Register each file at once: the next one may fail.
             self._stack.callback(files[-1].close)
         return files
 
@@ -374,9 +375,10 @@ class Bench:
         )
 
     def fill(self, streams: Streams) -> float:
-        """Write random bytes everywhere the deadline allows; returns bytes per second.
+        """Write random bytes to all chunks, or to as many as 4 * phase_s allow. Return the bytes
+        per second. Blocks.
 
-        A slow drive gets less data: `chunks.count` shrinks to what was really written.
+        `chunks.count` shrinks to the chunks per drive that were written.
         """
         content, drives = self.content, len(self.chunks.drives)
         jobs = streams.jobs(aio.JobKind.STORE)
@@ -388,7 +390,7 @@ class Bench:
             half = done // per_drive % 2
             before = flying[half]
             if before is not None:
-                # Its bytes are in slots then, and the half is free although the writes go on.
+                # Then its bytes are in slots: the half is free, although the writes continue.
                 before.wait_filled()
                 content.renew(half)
             parts = np.concatenate([one[done : done + per_drive] for one in jobs])
@@ -404,33 +406,30 @@ class Bench:
         return self.chunks.size_bytes / took_s
 
     def verify(self, streams: Streams, phase: str, *, everything: bool) -> int:
-        """Read chunks back and compare their checksums (`streams` must verify in full); returns the
-        bytes.
+        """Read chunks back and compare their checksums; return the bytes. Blocks.
 
-        Raises ChecksumError.
+        streams: must have been opened with verify="full". Raises: ChecksumError.
         """
         with aio.Slab(4 * CHUNK_BYTES) as target:
-            # Chunks may share their target: the data read are thrown away.
+            # Chunks may share a target, since the data read are discarded.
             pointers = target.address + np.arange(4, dtype=np.uint64) * np.uint64(CHUNK_BYTES)
             jobs = streams.jobs(aio.JobKind.FETCH, 1, pointers)
             if not everything:
                 count = min(self.chunks.count, _SAMPLE_CHUNKS)
                 picked = np.linspace(0, self.chunks.count - 1, count).astype(np.int64)
                 jobs = [one[picked] for one in jobs]
-            # Drive after drive: a run over several ends with the first that is done.
+            # One drive at a time: a run over several drives ends with the first that is done.
             samples = [
                 streams.run([one], math.inf, lambda share: self.say(phase, share)) for one in jobs
             ]
         return sum(sum(sample.drive_bytes) for sample in samples)
 
     def check_no_holes(self) -> None:
-        """Look at some pages as they lie on the drives. Raises AioError where one is not random
-        data.
-        """
+        """Read some pages from the drives. Raises: AioError if a page is not random data."""
         with aio.Slab(ALIGNMENT_BYTES) as page:
             for drive in self.chunks.drives:
                 for chunk in np.linspace(0, self.chunks.count - 1, _SAMPLE_CHUNKS).astype(np.int64):
-                    # In the middle of a chunk, at a multiple of what O_DIRECT wants.
+                    # In the middle of a chunk, at the alignment of O_DIRECT.
                     offset = (
                         int(chunk) * CHUNK_BYTES
                         + CHUNK_BYTES // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
@@ -460,7 +459,7 @@ class Bench:
             reads = streams.jobs(aio.JobKind.FETCH, 1 | aio.MASK_MOVE_ONLY)
             writes = streams.jobs(aio.JobKind.STORE, 1 | aio.MASK_MOVE_ONLY)
         else:
-            # Reads go to the other half, so that what is written stays as it was made.
+            # Read into the other half, so that reads do not change the data to write.
             halves = self.content.addresses(0), self.content.addresses(1)
             reads = streams.jobs(aio.JobKind.FETCH, 1, halves[1])
             writes = streams.jobs(aio.JobKind.STORE, 1, halves[0])
@@ -479,29 +478,28 @@ def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigure
     """Measure the drives together, as `task` says.
 
     Blocks for about 3 * rounds * phase_s, twice that with a limit, and the time to write size_bytes
-    (twice). Leaves nothing behind, whatever ends it. The memory that it takes is about 300 MiB per
-    drive.
-    Raises: ValueError, SwapFullError, AioError, MemoryError.
+    (twice with a limit). Takes about 300 MiB of memory per drive. Leaves no files behind, whatever
+    ends it. Raises: ValueError, SwapFullError, AioError, MemoryError.
     """
     say = progress or (lambda _phase, _share: None)
     with Bench(task, say) as bench:
-        # Also with checksums off: the fill's checksums are compared once, and only the rounds move
-        # slots as they are.
+        # "full" also with checksums off: the fill's checksums are compared once, and only the
+        # rounds move slots as they are.
         verify = "sample" if task.checksums == "sample" else "full"
         with bench.streams(
             block_bytes=task.block_bytes, depth=task.depth, verify=verify
         ) as streams:
             fill = bench.fill(streams)
             verified = _verify(bench, streams, "verify", everything=task.verify_all)
-            # As fitted to the drives: the limit must send requests of the same length.
+            # The block size as fitted to the drives: the limit must send requests of that length.
             block_bytes = streams.request_bytes
             limit = bench.limit(task.limit, block_bytes=block_bytes, depth=task.depth)
             # Rounds without checksums write what lies in the slots.
             streams.warm()
             ours, theirs = measure_rounds(bench, streams, limit)
-            # After the rounds, which have written over what was filled.
+            # After the rounds, so that it also reads what they have written.
             bench.check_no_holes()
-            # Without checksums in the rounds the stored ones are of the fill, and compare no more.
+            # Rounds without checksums overwrite the data: the fill's checksums no longer match.
             if task.verify_all and task.checksums != "off":
                 verified += _verify(bench, streams, "verify again", everything=True)
             stats = streams.executor.stats()
@@ -526,7 +524,7 @@ def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigure
 
 def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> int:
     """Verify with an executor that compares every checksum, whatever `streams` does."""
-    # Any other setting has opened `streams` to compare everything.
+    # Only for "sample" does `streams` not compare every checksum.
     if bench.task.checksums != "sample":
         return bench.verify(streams, phase, everything=everything)
     with bench.streams(
@@ -538,8 +536,9 @@ def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> 
 def measure_rounds(
     bench: Bench, streams: Streams, limit: Reference | None
 ) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
-    """Return (our, the limit's) samples of each kind, one per round; the arm that goes first
-    alternates.
+    """Return (the executor's, the limit's) samples of each kind, one per round. Blocks.
+
+    The arm that goes first alternates.
     """
     task, say = bench.task, bench.say
     phases = bench.phases(streams, task.checksums)

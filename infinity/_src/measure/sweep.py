@@ -1,9 +1,9 @@
-"""Search for a drive's block size and depth: a coarse look at all pairs, then the best few and the
+"""Search for a drive's block size and depth: measure all pairs briefly, then the best few and the
 default in turns.
 
-Judged by mixed bandwidth, which is what a step does (14 bytes read and 12 written per parameter).
-The pair with the least bytes in flight wins among all within `CLOSE` of the best: less in flight is
-less pinned memory.
+Mixed bandwidth decides, since a step reads and writes at the same time (14 bytes read and 12
+written per parameter). Among all pairs within `CLOSE` of the best, the one with the fewest bytes in
+flight wins: they are pinned memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from infinity._src.measure.swap import KINDS, Bench, Progress, SwapTask
 BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, CHUNK_BYTES)
 DEPTHS = (4, 8, 16, 32, 64)
 IN_FLIGHT_MAX_BYTES = 128 * MIB
-"""Pairs with more in flight per drive are left out: no drive needs it, and it is all pinned memory.
+"""Pairs with more bytes in flight per drive are left out: no drive needs them, and they are pinned
+memory.
 """
 CLOSE = 0.03
 """Share of the best bandwidth that a choice may lose for fewer bytes in flight."""
@@ -33,7 +34,9 @@ _FINAL_S = 0.8
 
 @dataclasses.dataclass
 class Point:
-    """One pair and the bandwidths that it got, bytes per second by kind, one per round."""
+    """One pair of block size and depth. rates: bandwidths by kind, in bytes per second, one per
+    round. final: it was measured among the best few.
+    """
 
     block_bytes: int
     depth: int
@@ -74,7 +77,7 @@ class SweepFigures:
 
 
 def pairs(blocks: Sequence[int], depths: Sequence[int]) -> list[tuple[int, int]]:
-    """List the pairs to try. Raises ValueError when none is left."""
+    """List the pairs to try. Raises: ValueError if all have too many bytes in flight."""
     found = [
         (block, depth)
         for block in blocks
@@ -90,7 +93,7 @@ def pairs(blocks: Sequence[int], depths: Sequence[int]) -> list[tuple[int, int]]
 
 
 def choose(points: Sequence[Point]) -> Point:
-    """Choose the best of the points that were measured longest, as the module says."""
+    """Choose among the points that were measured longest, by the module's rule."""
     finalists = [point for point in points if point.final] or list(points)
     top = max(point.rate("mixed") for point in finalists)
     close = [point for point in finalists if point.rate("mixed") >= (1 - CLOSE) * top]
@@ -104,9 +107,10 @@ def measure_sweep(
     """Try every pair on the drives of `task` together. Blocks for about 2 s a pair and 60 s for the
     best few.
 
-    Leaves nothing behind. Raises as `measure_swap`.
+    Leaves no files behind. Raises: as `measure_swap`; ValueError for a wrong block size or depth,
+    or if no pair is small enough.
     """
-    # A task checks itself: a wrong block or depth is found before anything is written.
+    # A task checks its settings: find a wrong block size or depth before writing anything.
     for block in blocks:
         dataclasses.replace(task, block_bytes=block)
     for depth in depths:
@@ -122,7 +126,7 @@ def measure_sweep(
             bench.verify(streams, "verify", everything=task.verify_all)
         points = [Point(block, depth, {kind: [] for kind in KINDS}) for block, depth in wanted]
         _look(bench, points)
-        # Pairs that came out equal to another one were not measured.
+        # `_look` does not measure pairs that the executor fits to the same values as another.
         points = [point for point in points if point.rates["mixed"]]
         _final(bench, points, default)
         bench.check_no_holes()
@@ -130,8 +134,8 @@ def measure_sweep(
 
 
 def _look(bench: Bench, points: Sequence[Point]) -> None:
-    """Measure every pair for a short time, there and back again, so that drift meets both ends. One
-    of several equal pairs is measured.
+    """Measure every pair briefly, twice, the second time in reverse order, so that drift affects
+    all alike. Of pairs that the executor fits to the same values, measure the first only.
     """
     owner: dict[object, Point] = {}
     for number, point in enumerate([*points, *reversed(points)]):
@@ -139,11 +143,11 @@ def _look(bench: Bench, points: Sequence[Point]) -> None:
         with bench.streams(
             block_bytes=point.block_bytes, depth=point.depth, verify="off"
         ) as streams:
-            # Executors fit both to the device: two pairs may be one and the same.
+            # The executor fits block size and depth to the device, so two pairs may become one.
             fitted = tuple(
                 (drive.block_bytes, drive.depth) for drive in streams.executor.stats().drives
             )
-            # A backend that does not say is measured as it is.
+            # A backend that reports 0 does not tell: measure the pair.
             if all(map(all, fitted)) and owner.setdefault(fitted, point) is not point:
                 continue
             _measure(bench, streams, point, min(_LOOK_S, bench.task.phase_s))
@@ -158,7 +162,7 @@ def _final(bench: Bench, points: Sequence[Point], default: tuple[int, int]) -> N
         if (point.block_bytes, point.depth) == default and point not in ranked
     ]
     for point in ranked:
-        # Short looks must not weigh among the longer rounds.
+        # Drop the brief measurements, so that medians are of the longer rounds alone.
         point.final = True
         for rates in point.rates.values():
             rates.clear()
@@ -172,7 +176,7 @@ def _final(bench: Bench, points: Sequence[Point], default: tuple[int, int]) -> N
 
 
 def _measure(bench: Bench, streams: Streams, point: Point, seconds: float) -> None:
-    # Slots of a new executor hold nothing, and these writes send what lies in the slots.
+    # The writes send the contents of the slots, and a new executor's slots hold no data.
     streams.warm()
     phases = bench.phases(streams, "off")
     for kind in KINDS:

@@ -1,2 +1,2 @@
-"""Slices of a batch: one forward and one backward run all micro-batches through a module before the
-next module."""
+"""Slices of a batch, the micro-batches: one forward and one backward run all of them through a
+module before the next module."""

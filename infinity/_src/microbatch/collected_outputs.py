@@ -1,9 +1,9 @@
 """Outputs that models of transformers collect from inside of their blocks (`output_attentions`,
-`output_router_logits`), told apart by slice.
+`output_router_logits`), separated by slice.
 
-A hook on each module appends what it returned to a list of the model's call. A block in slices
-calls the module once for each slice: here these become one tensor with all rows, and router logits,
-which have none, one `PerSlice`.
+A hook on each module appends the module's output to a list of the model's call. A block in slices
+calls the module once for each slice. This file joins these outputs: to one tensor with all rows;
+router logits, which have no rows of the batch, to one `PerSlice`.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ FLAG = "output_router_logits"
 """Argument of a forward, and setting of a configuration."""
 
 ATTENTIONS = "output_attentions"
-"""Another one."""
+"""Likewise: argument of a forward, and setting of a configuration."""
 
 _ROUTER_LOGITS = "router_logits"
-"""Name of their list, and of the output."""
+"""Name of the list of router logits, and of the output."""
 
 
 def asks_for(flag: str, config: Any, kwargs: dict[str, Any]) -> bool:
-    """True for a call whose model returns what a flag stands for."""
+    """Return whether a call asks for the outputs of a flag, by its arguments or the configuration.
+    """
     given = kwargs.get(flag)
     if given is not None:
         return bool(given)
-    # A model of text and images has a configuration for each.
+    # A model of text and images has a separate configuration for text.
     both = (config, getattr(config, "text_config", None))
     return any(getattr(each, flag, False) for each in both)
 
 
 def can_be_told_apart() -> bool:
-    """True unless the installed transformers collects in a way that is not known here."""
+    """Return False if the installed transformers collects outputs in a way unknown to this file."""
     return "transformers" not in sys.modules or _collector() is not None
 
 
 def _collector() -> Any:
-    # Private, and loaded with the first model that collects outputs.
+    # A private module of transformers, which the first model that collects outputs imports.
     module = sys.modules.get("transformers.utils.output_capturing")
     return getattr(module, "_active_collector", None)
 
@@ -62,7 +63,7 @@ class CollectedOutputs:
         if not self._all:
             yield
             return
-        # With what is there: hooks look at how many hidden states there are.
+        # A slice's lists begin with the outputs so far: hooks count the hidden states in them.
         own = {key: list(self._all[key]) for key in self._lists}
         self._found[index] = {**self._all, **own}
         token = self._collector.set(self._found[index])
@@ -72,10 +73,10 @@ class CollectedOutputs:
             self._collector.reset(token)
 
     def join(self, owner: str, joined: Callable[[Sequence[Any]], Any]) -> None:
-        """Hand on to the model what the slices have collected. joined: puts together what each
-        slice has of one output.
+        """Append the outputs of the slices, joined, to the lists of the model's call. joined: joins
+        the parts of one output.
 
-        Raises: SlicesError where slices differ in the number of outputs.
+        Raises: SlicesError if slices have different numbers of outputs.
         """
         for key in self._lists:
             of_slices = [found[key][self._before[key] :] for found in self._found]

@@ -41,36 +41,39 @@ def microbatched(
     return it: before the optimizer and before `inf.offload`.
 
     The caller passes the whole batch, takes one loss and calls one `backward()`. Blocks, embedding,
-    final norm, head and loss run in n slices of the batch, one after the other. So an offloaded
-    model reads and reduces each unit as often as with one micro-batch. Parameters get the bits that
-    a loop over `batch.tensor_split(n)` with `(loss / n).backward()` gives, where a micro-batch uses
-    them once. Gradients of a parameter that is used several times are added up use by use, the last
-    of forward first, and of each use slice by slice.
+    final norm, head and loss run in n slices of the batch (micro-batches), one after the other. So
+    an offloaded model reads and reduces each unit as often as with one micro-batch. A parameter
+    that a micro-batch uses once gets the bits that a loop over `batch.tensor_split(n)` with
+    `(loss / n).backward()` gives. The gradients of a parameter with several uses are summed use by
+    use, the last use of forward first, and within a use slice by slice.
 
-    n: slices of a batch of n rows or more; a smaller batch has one for each row. Rows are the first
+    n: number of slices; a batch with fewer rows has one slice for each row. Rows are the first
     dimension of tensors. blocks: as `Policy.units`; None: those of `_no_split_modules`, else the
     children of ModuleLists. shared: names of arguments of blocks, and of the loss, that all slices
-    get whole: tensors as long as the batch that have no rows, and objects. checkpoint: each slice
-    of a block, and of head and loss. False keeps the activations of all slices until backward,
-    which then computes nothing again: the memory of the whole batch's activations and logits, and
-    the same bits. `gradient_checkpointing_enable()` changes nothing about that.
+    get whole: tensors without rows that are as long as the batch, and objects. checkpoint: True:
+    backward recomputes each slice of a block, and of head and loss. False: the activations of all
+    slices live until backward, which recomputes nothing: this takes the memory of the whole batch's
+    activations and logits, and gives the same bits. `gradient_checkpointing_enable()` has no
+    influence on this.
 
-    The loss of a model of transformers (`labels=`) is the mean over the slices of their losses, or
-    with `num_items_in_batch` the sum. Its logits are computed when they are used. Dropout draws
-    from a stream for each slice, seeded as `infinity._src.microbatch.random_streams` says. Without
-    gradients the model runs as ever. See docs/guide.md for what a model must be like.
+    The loss of a model of transformers (`labels=`) is the mean of the slices' losses, or with
+    `num_items_in_batch` their sum. Its logits are computed when they are used. Each slice draws
+    dropout from a separate stream, seeded as `infinity._src.microbatch.random_streams` says.
+    Without gradients the model runs unchanged. docs/guide.md lists the requirements on a model.
 
     A module that gets no tensor with rows (an embedding of positions [places]) runs once, so the
-    gradient of its parameters is one sum over the batch: that is said once, by name.
+    gradient of its parameters is one sum over the batch. A warning names such a module once.
 
     Raises: ValueError for n that is no positive whole number, checkpoint that is no bool, a model
-    that is offloaded or sliced already; SlicesError (a ValueError) for one without blocks, for one
-    that is compiled as a whole, and for TorchScript. On an error the model is as it was. In
-    forward: SlicesError for a cache, for arguments and outputs of blocks of which it is not clear
-    how they are cut and joined, for blocks that write to buffers, arguments or tensors in
-    attributes, draw from generators of their own, or leave a loss in an attribute, for modules that
-    were put in since, and for losses of routers that are of anything else, too. In backward:
-    SlicesError for random numbers inside of a checkpoint of the caller's around a block.
+    that is offloaded or sliced already; SlicesError (a ValueError) for a model without blocks, for
+    one that is compiled as a whole, and for TorchScript. On an error the model is as it was.
+
+    In forward: SlicesError for a cache; for arguments and outputs of blocks if it is unclear how to
+    cut or join them; for blocks that write to buffers, arguments or tensors in attributes, draw
+    from generators in their attributes, or leave a loss in an attribute; for modules that were
+    added after this call; and for router losses that depend on more than router logits. In
+    backward: SlicesError for random numbers inside a checkpoint that the caller has put around a
+    block.
     """
     _check(model, n, shared, checkpoint)
     names = {module: name for name, module in model.named_modules()}
@@ -116,7 +119,7 @@ def _check(model: nn.Module, n: int, shared: Sequence[str], checkpoint: bool) ->
 
 
 def is_microbatched(model: nn.Module) -> bool:
-    """True for a model with modules that run in slices."""
+    """Return whether a model has modules that run in slices."""
     return _slicing_of(model) is not None
 
 
@@ -127,13 +130,13 @@ def _slicing_of(model: nn.Module) -> Slicing | None:
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """Slices of a model's batches, as a trainer counts with them.
+    """Slices of a model's batches, for trainers that accumulate gradients.
 
-    count: of a batch of as many rows or more; a smaller batch has one slice for each row.
-    loss_reduction: "mean": the loss that the model returns is the mean over the slices of their
-        losses, and the sum where the call has `num_items_in_batch`: no code divides it by `count`
-        again. None: the model calls no `loss_function`; a loss, its own or the loop's, is computed
-        of the logits of all rows, and has the reduction of whoever computes it.
+    count: number of slices; a batch with fewer rows has one slice for each row.
+    loss_reduction: "mean": the model returns the mean of the slices' losses, or their sum if the
+        call has `num_items_in_batch`; the trainer must not divide it by `count` again. None: the
+        model calls no `loss_function`; the model's code or the training loop computes the loss of
+        the logits of all rows, with a reduction that it chooses.
     """
 
     count: int
@@ -152,17 +155,18 @@ def slices_of(model: nn.Module) -> Slices | None:
 
 
 def slices_in_mean(model: nn.Module) -> float | None:
-    """Return the mean number of slices of the batches that the model has had; None for a model that
-    has had none, or does not run in slices.
+    """Return the mean number of slices of the model's batches so far; None before the first batch,
+    and for a model that does not run in slices.
     """
     slicing = _slicing_of(model)
     return None if slicing is None else slicing.slices_in_mean
 
 
 def slice_grads(model: nn.Module, grad_dtype: torch.dtype | None) -> SliceGrads | None:
-    """Return the gradients that slices add up; None for a model that has fewer than two.
+    """Return the sizes of the gradients that slices accumulate; None for a model with fewer than
+    two slices.
 
-    grad_dtype: the dtype in which they wait; None: the parameters' own.
+    grad_dtype: dtype of the accumulated gradients; None: that of each parameter.
     """
     slicing = _slicing_of(model)
     if slicing is None or slicing.count == 1:
@@ -172,7 +176,7 @@ def slice_grads(model: nn.Module, grad_dtype: torch.dtype | None) -> SliceGrads 
     for module in model.modules():
         if not isinstance(module, SlicedModule) or module._infinity_role is Role.AROUND:
             continue
-        # Tied weights count where they come first.
+        # A tied weight counts once, for the first module that has it.
         trained = [
             param for param in module.parameters() if param.requires_grad and param not in seen
         ]
@@ -203,7 +207,7 @@ def _roles(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, Rol
         if module in roles:
             return
         if module in chosen:
-            # Blocks inside of a block run with it.
+            # Blocks inside of a block run as a part of the outer one.
             roles[module] = Role.BLOCK
             return
         around = has_block(module)

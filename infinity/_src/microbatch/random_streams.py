@@ -3,12 +3,12 @@
     base = torch.randint(2**62, ())            the number that torch's generator would give next
     slice i draws as after torch.manual_seed(base + i), through all modules of the forward
 
-A plain loop that seeds so before micro-batch i draws the same masks. The generator of the caller
-moves on by that one number if a slice has drawn any, and stays if none has. Numbers that the
-model's own code draws between its modules are of the whole batch, and from the caller's generator:
-a loop has others there, and other masks after them.
+A plain loop that seeds like this before micro-batch i draws the same masks. If only slices have
+drawn, the caller's generator advances by that one number after the forward; if nothing has drawn,
+it stays. Code of the model between its sliced modules draws numbers for the whole batch from the
+caller's generator: a loop draws other numbers there, and other masks after them.
 
-The generators of Python and NumPy are not divided so (`HostState`).
+The generators of Python and NumPy have no streams for slices (`HostState`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RandomStreams:
 
     def __init__(self) -> None:
         self._before = torch.get_rng_state()
-        # A copy draws: a forward without randomness leaves the caller's numbers as they are.
+        # Draw from a copy: a forward without randomness leaves the caller's generator as it is.
         ahead = torch.Generator()
         ahead.set_state(self._before)
         self._base = int(torch.randint(SEEDS, (), generator=ahead))
@@ -64,7 +64,7 @@ class RandomStreams:
 
     @contextlib.contextmanager
     def of(self, index: int, device: torch.device) -> Iterator[None]:
-        """Draw from the stream of a slice inside, on the CPU and on `device`."""
+        """Draw from the stream of slice `index` inside the context, on the CPU and on `device`."""
         devices = [_CPU] if device.type == "cpu" else [_CPU, device]
         outside = [_state(each) for each in devices]
         begun = [self._begun(index, each) for each in devices]
@@ -86,17 +86,17 @@ class RandomStreams:
         return torch.Generator(device=device).manual_seed(self._base + index).get_state()
 
     def end(self) -> None:
-        """Let the caller's generator move on if slices alone have drawn."""
+        """Advance the caller's generator by one number if slices alone have drawn."""
         if self.drawn and torch.equal(torch.get_rng_state(), self._before):
             torch.set_rng_state(self._after)
 
 
 @dataclasses.dataclass(frozen=True)
 class HostState:
-    """State of the generators of Python and NumPy. They have no stream for each slice and go on
-    from call to call. torch's checkpoints do not restore them, so backward would draw others.
+    """State of the generators of Python and NumPy.
 
-    python, numpy: the states.
+    These have no stream for each slice: each call continues after the last one. torch's checkpoints
+    do not restore them, so without `again` backward would draw other numbers.
     """
 
     python: Any

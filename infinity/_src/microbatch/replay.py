@@ -1,12 +1,12 @@
-"""Replay of a forward for one slice: the model's own code runs once more, and the modules and the
-loss that it calls are not computed but answered from a record of the forward of the whole batch.
+"""Replay of a forward for one slice: the model's code runs again, but calls of modules and of the
+loss compute nothing; they return recorded results of the forward of the whole batch.
 
     Record     outputs of the modules inside, and losses of the slices
-    Replay     one slice: of each `PerSlice` the slice's part, of each loss the slice's
-    Unneeded   everything else: whatever is computed of it is unneeded, too
+    Replay     one slice: the slice's part of each `PerSlice`, and the slice's losses
+    Unneeded   all other tensors: every result that is computed from one is an Unneeded, too
 
-So what the model makes of values that each slice has for itself comes out as a micro-batch would
-have it, and what depends on anything else can be told by its type.
+So a result that depends on values of the slice alone is that of a micro-batch, and a result that
+depends on anything else is recognized by its type.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from infinity._src.microbatch.rows import PerSlice, mapped
 
 
 class Unneeded:
-    """Stand-in for a tensor that no result of a replay may depend on: of every operation it is the
-    result itself."""
+    """Placeholder for a tensor that no result of a replay may depend on. Every operation on it
+    returns a placeholder."""
 
     def _itself(self, *_args: Any, **_kwargs: Any) -> Unneeded:
         return self
 
     def _refuse(self, *_args: Any) -> NoReturn:
-        # As for every other operation that a stand-in lacks.
+        # TypeError, as Python raises for every other operation that this class lacks.
         raise TypeError("an unneeded tensor has no value")
 
     def __getattr__(self, name: str) -> Unneeded:
-        # Copying asks for these, and takes no for an answer.
+        # `copy` looks up optional methods, and does without them after AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         return self
@@ -46,7 +46,7 @@ class Unneeded:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Unneeded:
-        """Return a stand-in for the result."""
+        """Return a placeholder for the result."""
         return cls()
 
     __call__ = __getitem__ = __setitem__ = _itself
@@ -62,8 +62,8 @@ UNNEEDED = Unneeded()
 class Record:
     """Outputs and losses of a forward of the whole batch.
 
-    outputs: of modules with sliced modules inside, call by call. losses: of each call of the
-    model's loss, those of the slices, or stand-ins for one of the whole batch.
+    outputs: of modules with sliced modules inside, call by call. losses: for each call of the
+    model's loss the losses of the slices, or placeholders if the loss was of the whole batch.
     """
 
     outputs: dict[nn.Module, list[Any]] = dataclasses.field(default_factory=dict)
@@ -74,7 +74,7 @@ class Record:
 
 
 class Replay:
-    """Answers for one slice, in the order in which the record has them."""
+    """Recorded results for one slice, in the order of the record."""
 
     def __init__(self, record: Record, index: int) -> None:
         self._outputs = {module: iter(calls) for module, calls in record.outputs.items()}
@@ -82,7 +82,8 @@ class Replay:
         self._index = index
 
     def output(self, module: nn.Module) -> Any:
-        """Return what a module gave this slice, with stand-ins for all that has rows."""
+        """Return a module's next recorded output for this slice: its part of each `PerSlice`, and
+        placeholders for tensors."""
         return mapped(next(self._outputs.get(module, iter(())), UNNEEDED), self._of_slice)
 
     def loss(self, *_args: Any, **_kwargs: Any) -> Any:

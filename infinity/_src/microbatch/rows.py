@@ -1,10 +1,11 @@
-"""Rows of a batch: a tensor is cut into the rows of each slice, and the slices are joined again.
+"""Rows of a batch: cut a tensor into the rows of each slice, and join the slices again.
 
-    Cut    whole [rows, ...]          -> one copy [rows of the slice, ...] for each slice
+    Cut    whole [rows, ...]          -> one part [rows of the slice, ...] for each slice
     Join   [rows of the slice, ...]   -> whole [rows, ...]
 
-Parts are copies with memory of their own: they are freed, or put away, one by one, and a kernel
-finds them aligned and laid out as a batch of their own would be. Both move values and never round.
+A kernel finds a part aligned and laid out like a separate batch. A part with a gradient is a copy,
+so that it can be freed or offloaded alone; a part without one is a view if a copy would have the
+same alignment and strides. Cut and join move values and never round.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from infinity._src.kernels.tiling.deferred_logits import UncomputedLogits
 from infinity.errors import SlicesError
 
 ALIGNED_BYTES = 256
-"""Kernels may sum in another order where a tensor begins elsewhere than an allocation would."""
+"""Parts begin at multiples of this, like allocations: at other addresses kernels may sum in another
+order."""
 
 Bounds = Sequence[tuple[int, int]]
 
 DICTS = (dict, UserDict)
-"""Types of dicts. Transformers has blocks share keys and values in a UserDict."""
+"""Types of dicts. In transformers blocks share keys and values through a UserDict."""
 
 
 class PerSlice:
-    """Value that each slice has for itself, and that has no rows of the batch: a bias that all rows
-    share, a loss.
+    """Value without rows of the batch, separate for each slice: a bias that all rows share, a loss.
 
-    A model may hand it to modules that run in slices. Anything else with it is a SlicesError.
+    A model may pass it to modules that run in slices. Any other use raises SlicesError.
 
     parts: one value for each slice. owner: the name of the module that returned it.
     """
@@ -59,7 +60,7 @@ class PerSlice:
     __bool__ = __float__ = __int__ = __iter__ = __len__ = __getitem__ = __contains__ = _operation
 
     def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask for these, and take no for an answer.
+        # `copy` and `pickle` look up optional methods, and do without them after AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse(name)
@@ -81,8 +82,8 @@ class PerSlice:
 
 
 def per_slice(values: Sequence[Any], owner: str) -> Any:
-    """Put together the values of slices, the items of tuples and lists one by one: a `PerSlice`,
-    or the value that all slices have in common."""
+    """Combine the values of slices, the items of tuples and lists one by one: to the value that all
+    slices have in common, or to a `PerSlice`."""
     first = values[0]
     alike = all(type(value) is type(first) for value in values)
     if alike and isinstance(first, (tuple, list)) and len({len(value) for value in values}) == 1:
@@ -109,7 +110,7 @@ def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
 def like_dict(dictionary: dict[str, Any] | UserDict[str, Any], items: dict[str, Any]) -> Any:
     """Return a dict of the type of `dictionary` with these items."""
     kind: Any = type(dictionary)
-    # Outputs of transformers are dicts and dataclasses in one.
+    # Outputs of transformers are both dicts and dataclasses.
     if dataclasses.is_dataclass(dictionary):
         return kind(**items)
     # Not `kind(items)`: a defaultdict takes its factory first.
@@ -132,13 +133,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def settled(value: Any) -> Any:
-    """Return `value`; of logits that are computed when they are used, the computed ones."""
+    """Return `value`; for UncomputedLogits, the computed logits."""
     return value.compute() if isinstance(value, UncomputedLogits) else value
 
 
 def cut_rows(whole: torch.Tensor, bounds: Bounds) -> tuple[torch.Tensor, ...]:
-    """Return the rows [first, last) of each slice. Parts of a tensor without gradient are
-    views where they begin as an allocation would."""
+    """Return the rows [first, last) of each slice. A part of a tensor without gradient is a view if
+    a copy would have the same alignment and strides."""
     if whole.requires_grad:
         parts: tuple[torch.Tensor, ...] = _Cut.apply(whole, bounds)
         return parts
@@ -152,7 +153,8 @@ def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _aligned(whole: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return rows of a tensor without gradient: a view where that is what a copy would be like."""
+    """Return rows of a tensor without gradient: a view if a copy would have the same alignment and
+    strides, else a copy."""
     part = whole[first:last]
     begins = first * whole.stride(0) * whole.element_size()
     strides = _strides_with(whole, last - first)
@@ -183,10 +185,10 @@ def _empty(like: torch.Tensor, rows: int, strides: tuple[int, ...]) -> torch.Ten
 
 
 def _strides_with(tensor: torch.Tensor, rows: int) -> tuple[int, ...] | None:
-    """Return the strides that a tensor made in the same way has with `rows` rows; None for one that
-    is expanded, or has elements that share memory. Kernels choose, and sum, by strides.
+    """Return the strides that a tensor of the same layout has with `rows` rows; None for a tensor
+    that is expanded, or whose elements share memory. Kernels are chosen, and sum, by strides.
 
-    Dimensions that are further apart than rows are so by as many rows as there are.
+    A dimension with a larger stride than a row's steps over all rows: its stride grows with them.
     """
     size, row = tensor.shape[0], tensor.stride(0)
     found = list(tensor.stride())
@@ -206,7 +208,7 @@ def _strides_with(tensor: torch.Tensor, rows: int) -> tuple[int, ...] | None:
 
 
 class _Cut(torch.autograd.Function):
-    """Copies of the rows of each slice. Gradients of slices without one are zeros."""
+    """Copies of the rows of each slice. In backward a slice without a gradient counts as zeros."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, bounds: Bounds) -> tuple[torch.Tensor, ...]:
@@ -248,10 +250,10 @@ class _Join(torch.autograd.Function):
 
 
 # -- which arguments have rows ---------------------------------------------------------------------
-# Rules by names and shapes alone. A tensor has rows where its first dimension is as long as the
-# batch. By chance it may be that long and have none: a bias for each head, a table of places,
-# weights of classes. A tensor that may be one of these is refused, unless its name says that it has
-# rows.
+# The rules use names and shapes alone. A tensor has rows if its first dimension is as long as the
+# batch. By chance a tensor without rows may be as long: a bias for each head, a table of positions
+# (places), weights of classes. A tensor that may be one of these is refused, unless its name says
+# that it has rows.
 
 
 BY_ROW: Mapping[str, int] = {
@@ -267,11 +269,11 @@ BY_ROW: Mapping[str, int] = {
         ),
         1,
     ),
-    # With two dimensions it is a table of places.
+    # With two dimensions it is a table of positions.
     "position_embeddings": 3,
 }
-"""Arguments that have rows, whatever else is as long as the batch: the fewest dimensions of one
-that has."""
+"""Arguments that have rows, even if other sizes equal the batch: name -> least number of
+dimensions."""
 
 _COUNTED = ("head", "expert")
 
@@ -281,10 +283,10 @@ _WIDTHS = ("_features", "hidden_size", "_dim", "d_model")
 
 @dataclasses.dataclass(frozen=True)
 class Numbers:
-    """Numbers of a model that tensors without rows are as long as.
+    """Sizes of a model that may be the first dimension of a tensor without rows.
 
-    counts: of heads, experts or classes. flat: of tensors with one dimension or two: widths, and
-    numbers of layers and buckets, too.
+    counts: numbers of heads, experts or classes. flat: sizes for tensors of one or two dimensions
+    only: widths, and numbers of layers and buckets, too.
     """
 
     counts: frozenset[int] = frozenset()
@@ -293,10 +295,10 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Numbers that tensors are compared with.
+    """Sizes with which `rows_each` compares a tensor.
 
-    rows: of the batch. places: the second dimension of its first tensor, if it has one. numbers:
-    of the model.
+    rows: of the batch. places: positions of a sequence, which is the second dimension of the first
+    tensor, if it has one. numbers: of the model.
     """
 
     rows: int
@@ -306,7 +308,7 @@ class Batch:
     def rows_each(self, name: str, shape: Sequence[int]) -> int:
         """Return how many rows of a tensor each row of the batch has; 0: all slices share it.
 
-        Raises: Unclear where that may be chance.
+        Raises: Unclear if the first dimension may equal the number of rows by chance.
         """
         if not shape:
             return 0
@@ -317,7 +319,7 @@ class Batch:
             return int(len(shape) >= BY_ROW[name])
         if self.places == length and len(shape) < 4:
             raise Unclear(f"the batch has as many rows as a sequence has places ({length})")
-        # [batch, heads, queries, keys], or a value or a vector for each place of each row.
+        # [batch, heads, queries, keys], or a value or a vector for each position of each row.
         plain = len(shape) > 3 or (
             len(shape) > 1
             and shape[1] == self.places
@@ -336,7 +338,7 @@ class Batch:
         return 1
 
     def _rows_of_heads(self, shape: Sequence[int]) -> int:
-        """Count the rows of a tensor [rows * heads, ...], as biases of attention have them."""
+        """Return the heads of a tensor [rows * heads, ...], such as a bias of attention; else 0."""
         each, rest = divmod(shape[0], self.rows)
         if rest or each < 2 or len(shape) < 3 or each not in self.numbers.counts:
             return 0

@@ -1,16 +1,22 @@
-"""Side effects of modules that run in slices: what a call leaves behind beside its output.
+"""Side effects of modules that run in slices: changes that a call makes besides its output.
 
-    buffers      running statistics: written by the last slice first, and once more where backward
-                 computes a slice again
-    attributes   a loss in `self.aux_loss`: that of one slice is left; a tensor that is written to,
-                 and a generator that is drawn from, for each slice and again in backward
+In modules:
 
-    lists, dicts    (arguments) each slice has its own, so a write would be lost: refused
-    UserDicts       handed on from block to block: each slice has its own items (`HandedOn`)
-    tensors         backward computes a slice again, from the values after a write: refused
-    other objects   all slices share them: refused
+    buffers      running statistics: the last slice would write first, and backward again where it
+                 recomputes a slice
+    attributes   a loss in `self.aux_loss`: only one slice's would remain; a tensor that a call
+                 writes to, or a generator: each slice would use it, and backward again
 
-None of these is what a loop over micro-batches leaves. Each is refused by name.
+In arguments:
+
+    lists, dicts    each slice has a copy, so a write would be lost
+    UserDicts       blocks pass them on: each slice has separate items (`HandedOn`)
+    tensors         backward recomputes a slice, from the values after a write
+    other objects   all slices share them
+
+A loop over micro-batches would leave other values. So each of these raises a SlicesError that names
+it, with two exceptions: UserDicts work, and an attribute whose number or tensor a call replaces
+without a graph gives one warning.
 """
 
 from __future__ import annotations
@@ -39,14 +45,14 @@ _LOSSES = (type(None), torch.Tensor, int, float, list)
 
 
 class SideEffects:
-    """Watch over a module and those inside of it. Their number must not change.
+    """Watch over a module and the modules inside of it, which must stay the same ones.
 
-    first_time: tells whether something has not been said yet.
+    first_time: returns whether it gets a text for the first time.
     """
 
     @dynamo_disable
     def __init__(self, module: nn.Module, first_time: Callable[[str], bool]) -> None:
-        # Attributes, not modules: these must go with their last other reference.
+        # Refer to attributes, not to modules, which this object must not keep alive.
         self._attributes = [(name, inner.__dict__) for name, inner in module.named_modules()]
         # Reading every attribute at each call would cost more than all else here.
         self._listed = [_names(attributes) for _, attributes in self._attributes]
@@ -54,11 +60,12 @@ class SideEffects:
 
     @contextlib.contextmanager
     def refused(self, owner: str, *, several: bool, again: bool) -> Iterator[None]:
-        """Run the module inside. several: slices. again: the module's code runs more than once.
+        """Run the module inside the context. several: there are several slices. again: the module's
+        code runs more than once.
 
-        Raises: SlicesError, at the end, for buffers that were written, with several slices for
-        attributes that got a tensor with a graph, and where it runs again for tensors in attributes
-        that were written to, and generators that were drawn from.
+        Raises, at the end: SlicesError for buffers that were written. With `again` also for tensors
+        in attributes that were written to, for generators that were drawn from, and, if there are
+        several slices, for attributes that got a tensor with a graph.
         """
         buffers, before = self._buffers(), self._kept() if again else {}
         yield
@@ -85,7 +92,8 @@ class SideEffects:
                 self._changed(owner, name, value, before[name][0])
 
     def _changed(self, owner: str, name: str, value: Any, before: Any) -> None:
-        """Say, or raise, that an attribute has another value than before a call."""
+        """Raise SlicesError if a call wrote to the tensor, or drew from the generator, in an
+        attribute; warn once if it replaced the value."""
         if value is before and not isinstance(value, float):
             what = "draws from the generator" if _is_generator(value) else "writes to the tensor"
             raise SlicesError(
@@ -103,8 +111,8 @@ class SideEffects:
             )
 
     def _buffers(self) -> dict[str, tuple[torch.Tensor, int, bool]]:
-        """Return buffers, with their versions, and whether checkpoints have them: one that they
-        have not (a table of places that grows) may be replaced."""
+        """Return each buffer, its version, and whether it is persistent. A call may replace a
+        buffer that is not persistent, such as a table of positions that grows."""
         return {
             _joined(prefix, name): (
                 buffer,
@@ -118,11 +126,11 @@ class SideEffects:
 
     @dynamo_disable
     def _kept(self) -> dict[str, tuple[Any, Any]]:
-        """Find tensors, floats and generators in attributes, each with what changes when it does.
-        Of a list the last item counts."""
+        """Return tensors, floats and generators in attributes, each with its mark (`_mark`). Of a
+        list only the last item is watched."""
         found = {}
         for index, (prefix, attributes) in enumerate(self._attributes):
-            # An attribute has been added or removed, so the names are listed anew.
+            # If an attribute has been added or removed, list the names again.
             if len(attributes) != self._listed[index][0]:
                 self._listed[index] = _names(attributes)
             for name in self._listed[index][1]:
@@ -136,7 +144,7 @@ class SideEffects:
 
 
 def _mark(value: Any) -> object:
-    """Return what is another one when a value changes; None for a value that is not watched."""
+    """Return a mark that changes when a value does; None for a value that is not watched."""
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else version_of(value)
     if type(value) is float:
@@ -156,13 +164,13 @@ def _has_graph(value: Any) -> bool:
 
 
 def _names(attributes: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
-    """Return the number of a module's attributes, and the names of those that are watched."""
+    """Return the number of a module's attributes, and the names of the watched ones."""
     names = (
         name
         for name, value in attributes.items()
         if name not in _OF_MODULES
         and (isinstance(value, _LOSSES) or _is_generator(value))
-        # A weight that is computed of parameters `weight_g` and `weight_v` at each call.
+        # Not a weight that each call computes from parameters `weight_g` and `weight_v`.
         and not any(param.startswith(f"{name}_") for param in attributes["_parameters"])
     )
     return len(attributes), tuple(names)
@@ -176,7 +184,7 @@ def _joined(prefix: str, name: str) -> str:
 
 
 _DEEP = 4
-"""Objects inside of objects that are looked at: a cache has layers, which have tensors."""
+"""Depth to which objects inside of objects are searched: a cache has layers, which have tensors."""
 
 _NO_STATE = (nn.Module, type, types.FunctionType, types.ModuleType)
 
@@ -189,15 +197,15 @@ class _Place:
 
 
 class Arguments:
-    """Arguments of a slice, without the tensors that `take_out` has returned."""
+    """Arguments of a slice, from which `take_out` removes tensors."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._places: Any = (args, kwargs)
 
     def take_out(self) -> list[torch.Tensor]:
-        """Take out the first tensor and all with gradients. They go through the checkpoint: its
-        inputs may leave memory (`activations=`), and tell it the device whose random numbers it
-        keeps."""
+        """Remove and return the first tensor and all tensors with gradients, to be inputs of the
+        checkpoint. The engine may offload its inputs (`activations=`), and the checkpoint learns
+        from them the device whose random state it saves."""
         tensors: list[torch.Tensor] = []
 
         def take(leaf: Any) -> Any:
@@ -212,7 +220,7 @@ class Arguments:
     def with_tensors(
         self, tensors: Sequence[torch.Tensor]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, with `tensors` in place of those that were taken out."""
+        """Return the arguments, with `tensors` in place of the removed ones."""
         filled: tuple[tuple[Any, ...], dict[str, Any]] = mapped(
             self._places, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf
         )
@@ -220,7 +228,7 @@ class Arguments:
 
 
 class Untouched:
-    """Watch over the arguments of a call that must not write to them.
+    """Watch over the arguments of a call, which must not write to them.
 
     before: a copy of their containers.
     """
@@ -238,7 +246,7 @@ class Untouched:
                 "gives each slice one of its own: what it writes would be lost; return it with the "
                 "output"
             )
-        # Of the copy: a UserDict may have got items.
+        # Compare the copy's marks: the call may have added items to a UserDict.
         if _all_marks(self.before) != self._marks:
             raise SlicesError(
                 f"{owner} writes to a tensor or to an object among its arguments: slices share it, "
@@ -249,7 +257,8 @@ class Untouched:
 
 
 def same_items(value: Any, before: Any) -> bool:
-    """True where tuples, lists and dicts have the items that they had. UserDicts may have more."""
+    """Return whether tuples, lists and dicts have the same items as before. UserDicts may differ.
+    """
     if isinstance(value, UserDict):
         return True
     if isinstance(value, dict):
@@ -287,10 +296,11 @@ def _marks(value: Any, deep: int = _DEEP) -> Iterator[tuple[int, int]]:
 
 
 class HandedOn:
-    """UserDicts among the arguments of a module in slices: later modules get what earlier ones have
-    put in. Each slice has a copy with its parts; what it writes comes back as `PerSlice`.
+    """UserDicts among the arguments of a module in slices, through which modules pass values to
+    later modules. Each slice has a copy with its parts; `give_back` writes the slices' new items to
+    the dict of the whole batch, as `PerSlice`.
 
-    arguments: of the whole batch.
+    arguments: of the whole batch. count: number of slices.
     """
 
     def __init__(self, arguments: Any, count: int) -> None:
@@ -298,8 +308,8 @@ class HandedOn:
         self._written: list[list[dict[str, Any]]] = [[] for _ in range(count)]
 
     def note(self, index: int, now: Any, before: Any) -> None:
-        """Note what a slice has written to its dicts. Nothing is noted once it was given back:
-        backward computes the same again."""
+        """Note the items that a slice has written to its dicts. After `give_back` this does
+        nothing: backward recomputes the same items."""
         if not self._whole:
             return
         pairs = zip(_user_dicts(now), _user_dicts(before), strict=True)
@@ -315,9 +325,9 @@ class HandedOn:
         ]
 
     def give_back(self, owner: str) -> None:
-        """Write what all slices have written to the dicts of the whole batch.
+        """Write the items of all slices to the dicts of the whole batch.
 
-        Raises: SlicesError for slices that wrote other items.
+        Raises: SlicesError if slices wrote different keys.
         """
         for whole, *written in zip(self._whole, *self._written, strict=True):
             if any(each.keys() != written[0].keys() for each in written):

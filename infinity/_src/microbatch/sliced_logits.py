@@ -1,12 +1,12 @@
-"""Logits and loss of a batch in slices: those of one slice exist at a time.
+"""Logits and loss of a batch in slices: the logits of one slice exist at a time.
 
-    head(hidden)               SlicedLogits: nothing is computed
-    loss_function(logits, ..)  for each slice: head, loss; checkpointed, so that backward computes
-                               the logits of a slice again
-    any other use              the logits of all rows, in full
-    a write                    the same, and the loss is that of the written logits
+    head(hidden)               returns SlicedLogits, and computes nothing
+    loss_function(logits, ..)  for each slice: head, loss; checkpointed, so that backward recomputes
+                               the logits of a slice
+    any other use              computes the logits of all rows, in full
+    a write                    the same; the loss then reads the written logits
 
-The losses of the slices are added up (`loss_of_batch`).
+`loss_of_batch` adds up the losses of the slices.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from infinity.errors import SlicesError
 log = logging.getLogger("infinity")
 
 HEAD_CALL = "infinity_call"
-"""Keyword of a head's forward: a function that gets the plain forward, and is called instead."""
+"""Keyword of a head's forward: a function to call instead, with the plain forward as argument."""
 
 
 class SlicedLogits(UncomputedLogits):
     """Logits [rows, ..., vocabulary] of a head for hidden states [rows, ..., features], computed
-    when a use other than the loss of a model wants them.
+    when a use other than the model's loss needs them.
 
-    Until then neither the hidden states nor the head's weights may be written to: that is an error.
+    If the hidden states or the head's weights were written before that, the use raises
+    RuntimeError.
     """
 
     _run: Run
@@ -74,10 +75,10 @@ class SlicedLogits(UncomputedLogits):
         pass
 
     def in_head(self, compute: Callable[[Callable[..., Any]], Any]) -> Any:
-        """Return `compute(forward)` with the head's plain forward, inside a call of the head: so
-        its hooks see one call.
+        """Return `compute(forward)` with the head's plain forward, inside a call of the head, so
+        that its hooks see one call.
 
-        Raises: RuntimeError where these would not be the logits of when the head was called.
+        Raises: RuntimeError if hidden states or weights were written since the head was called.
         """
         if _versions(self._head, self.infinity_inputs[0]) != self._versions:
             raise RuntimeError(
@@ -107,7 +108,7 @@ class SlicedLogits(UncomputedLogits):
             )
             return run.join(outputs, "the head")
 
-        # Once for each model: a training loop would repeat it every step.
+        # Warn once for each model: a training loop would repeat the warning every step.
         if torch.is_grad_enabled() and run.slicing.first_time("logits"):
             log.warning(
                 "the logits of a microbatched model are used outside of its loss (%s): they are "
@@ -128,7 +129,7 @@ class SlicedLogits(UncomputedLogits):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata; for any other operation, compute the logits."""
+        """Return metadata; any other operation computes the logits."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         logits = args[0] if args and isinstance(args[0], SlicedLogits) else None
@@ -146,32 +147,34 @@ class SlicedLogits(UncomputedLogits):
 
 
 def _versions(head: nn.Module, hidden: torch.Tensor) -> list[int]:
-    """Return version counters that change when the logits do."""
+    """Return version counters that change when a write changes the logits."""
     found = [version_of(hidden)]
     for param in head.parameters():
-        # An offloaded parameter has a separate counter: its storage comes and goes.
+        # An offloaded parameter counts the writes to its values itself: gathering and releasing
+        # replace its storage.
         own: int | None = getattr(param, "infinity_version", None)
         found.append(version_of(param) if own is None else own)
     return found
 
 
 class _Logits:
-    """Place of a slice's logits among the arguments of a loss."""
+    """Placeholder of a slice's logits among the arguments of a loss."""
 
 
 _LOGITS = _Logits()
 
 
 def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Compute the loss of a batch slice by slice: `function(*args, **kwargs)` with the rows of each
-    slice. Returns `loss_of_batch` of them.
+    """Return the loss of a batch: `loss_of_batch` of `function(*args, **kwargs)` with the rows of
+    each slice.
 
     Raises: SlicesError for a function that returns no scalar.
     """
     deferred: list[SlicedLogits] = []
 
     def place(leaf: Any) -> Any:
-        # Written to, they are ordinary logits; of several, those of the first are deferred.
+        # Materialized logits are an ordinary tensor. Of several SlicedLogits only the first is
+        # computed slice by slice.
         if not isinstance(leaf, SlicedLogits) or leaf.is_materialized():
             return leaf
         deferred.append(leaf)
@@ -183,7 +186,7 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
     else:
         pieces = run.cut_of_loss(function, args, kwargs)
         if run.count > 1 and not _differ(pieces):
-            # Without rows there is one loss, and it is that of the batch: of masked tokens alone.
+            # No argument has rows (logits of masked tokens alone): one loss, of the whole batch.
             whole: torch.Tensor = function(*args, **kwargs)
             if run.record is not None:
                 # No slice has a loss.
@@ -210,7 +213,7 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _differ(pieces: Sequence[Any]) -> bool:
-    """True where slices get tensors of their own."""
+    """Return whether the first and the last slice get different tensors."""
     mine, others = (list(tensors_in(list(piece))) for piece in (pieces[0], pieces[-1]))
     return len(mine) != len(others) or any(map(operator.is_not, mine, others))
 

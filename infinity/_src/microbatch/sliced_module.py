@@ -1,13 +1,13 @@
-"""Modules that run in slices. A module stays the object that it is; its class becomes a subclass of
-its class, of the same name, whose forward is that of its role:
+"""Modules that run in slices. A sliced module stays the same object; its class is replaced by a
+subclass of the same name, whose forward depends on the module's role:
 
     AROUND   a module with sliced modules inside: begins the forward; its code sees the batch
-    BLOCK    runs slice by slice, each checkpointed unless none is wanted
-    PART     an embedding, a norm: as a block, checkpointed where its input has a gradient
+    BLOCK    runs slice by slice; each slice is checkpointed, unless `checkpoint=False`
+    PART     an embedding, a norm: as a block, but checkpointed only if an input has a gradient
     HEAD     a linear that makes logits: with the model's loss, one slice of both at a time
 
-Without gradients (`torch.no_grad`) a model runs as ever, caches and `generate` included. A part
-without gradients of a forward with gradients runs in slices.
+Without gradients (`torch.no_grad`) a model runs unchanged, caches and `generate` included. Inside a
+forward with gradients, a part that runs without gradients also runs in slices.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DROPOUTS: tuple[type, ...] = (
 _NEVER_CALLED = (nn.ParameterList, nn.ParameterDict)
 
 _OWN = "_infinity_forward"
-"""Attribute of a sliced module: the forward that it had instead of that of its class."""
+"""Attribute of a sliced module: the forward that the instance had in place of its class's."""
 
 
 class Role(enum.Enum):
@@ -61,24 +61,24 @@ class Role(enum.Enum):
 
 
 class SlicedModule:
-    """Base of the classes that `sliced_class` makes. All but those around sliced modules have the
-    mark `RunsInSlices`, by which the engine knows them."""
+    """Base of the classes that `sliced_class` makes. Except for the role AROUND these also derive
+    from `RunsInSlices`, by which the engine recognizes them."""
 
     _infinity_base: type[nn.Module]
     _infinity_role: Role
     _infinity_slicing: Slicing
 
     def __init_subclass__(cls, **_kwargs: Any) -> None:
-        """Stop here: classes of transformers would wrap the forward in a checkpoint of their own,
-        around all slices."""
+        """Do not call the base classes' method: classes of transformers would wrap the forward in
+        another checkpoint, around all slices."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a module of the class that sliced modules had: `type(model)(config)` is a model as
-        ever."""
+        """Return an instance of the original class: `type(model)(config)` is a plain model."""
         return cls._infinity_base(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy and pickle by the class that the module had."""
+        """Copy and pickle by the original class, the role and the slicing, since the subclass
+        cannot be imported. The copy is sliced, too."""
         kind = type(self)
         made_of = (kind._infinity_base, kind._infinity_role, kind._infinity_slicing)
         return _made, made_of, self.__dict__
@@ -89,14 +89,14 @@ def _made(base: type[nn.Module], role: Role, slicing: Slicing) -> Any:
 
 
 def is_worth_it(module: nn.Module) -> bool:
-    """True for a module that itself gets gradients, or draws random numbers."""
+    """Return whether a module itself has parameters or is a dropout: only then do slices matter."""
     held = any(param is not None for param in module._parameters.values())
     return held or isinstance(module, _DROPOUTS)
 
 
 def _refuse_new(module: nn.Module, prefix: str) -> None:
-    """Raise SlicesError for a module that was put in since: it would run once for the batch.
-    prefix: of the names of modules inside of `module`."""
+    """Raise SlicesError for a module that was added after `inf.microbatched`: it would run once for
+    the batch. prefix: of the names of modules inside of `module`."""
     for name, child in module.named_children():
         role = type(child)._infinity_role if isinstance(child, SlicedModule) else None
         if role is None and is_worth_it(child) and not isinstance(child, _NEVER_CALLED):
@@ -153,7 +153,8 @@ def _name(module: nn.Module) -> str:
 
 
 def _plain(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the module's forward for a batch that is not cut. forward: that of its class."""
+    """Return the module's plain forward, bound. forward: the forward of the module's original
+    class."""
     own: Callable[..., Any] | None = module.__dict__.get(_OWN)
     return functools.partial(forward, module) if own is None else own
 
@@ -161,8 +162,8 @@ def _plain(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]
 def _names(
     module: nn.Module, forward: Callable[..., Any], names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the names of the positional arguments of `forward`, as `_plain` returned it. names:
-    those of the forward of the module's class."""
+    """Return the names of the positional arguments of `forward`, a result of `_plain`. names: the
+    names for the forward of the module's original class."""
     return argument_names(forward, bound=True) if _OWN in module.__dict__ else names
 
 
@@ -173,12 +174,12 @@ def _forward_inside(base: type[nn.Module], role: Role) -> Callable[..., Any]:
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound, slicing = _plain(self, plain), _slicing(self)
-        # Only `SlicedLogits.in_head` gives it, to a head.
+        # Only `SlicedLogits.in_head` passes it, to a head.
         instead = kwargs.pop(HEAD_CALL, None)
         if instead is not None:
             with slicing.effects_of(self).refused(_name(self), several=False, again=False):
                 return instead(bound)
-        # A tiled loss computes "instead" of a linear, and has its own way with rows.
+        # A tiled loss passes `instead=` to its head, and handles all rows itself.
         if slicing.is_plain or kwargs.get("instead") is not None:
             return bound(*args, **kwargs)
         with slicing.forward(_name(self), args, kwargs) as run:
@@ -190,7 +191,7 @@ def _forward_inside(base: type[nn.Module], role: Role) -> Callable[..., Any]:
                 owner=_name(self),
                 names=_names(self, bound, names),
                 is_block=role is Role.BLOCK,
-                # A linear keeps its input alone.
+                # A linear saves only its input, so a checkpoint would save no memory.
                 checkpointed=role is not Role.HEAD,
             )
 
@@ -205,7 +206,7 @@ def _call(base: type[nn.Module], role: Role) -> Callable[..., Any]:
         if role is Role.AROUND and torch.compiler.is_compiling():
             return _compiled(self, functools.partial(plain, self), args, kwargs)
         slicing = _slicing(self)
-        # Before the hooks: nothing is computed, and what they gather is not needed.
+        # Return before hooks run: a replay computes nothing, so hooks need not gather.
         if slicing.replay is not None:
             return slicing.replay.output(self) if role is Role.AROUND else UNNEEDED
         run = slicing.run
@@ -220,8 +221,8 @@ def _call(base: type[nn.Module], role: Role) -> Callable[..., Any]:
 
 
 def _defers(run: Run, head: nn.Module, args: tuple[Any, ...]) -> bool:
-    """True where a head returns logits that are computed when they are used. Hooks of users want
-    the logits, or change what the head gets."""
+    """Return whether a head returns logits that are computed when they are used. Not with hooks of
+    users, which read the logits or change the head's input."""
     if not run.defers or not torch.is_grad_enabled() or len(args) != 1 or _is_hooked(head):
         return False
     hidden = args[0]
@@ -229,7 +230,7 @@ def _defers(run: Run, head: nn.Module, args: tuple[Any, ...]) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """True for hooks of others than the engine."""
+    """Return whether a module has hooks that are not the engine's."""
     return any(not isinstance(hook, EngineHook) for hook in hooks_of(module))
 
 
@@ -246,7 +247,7 @@ def _forward_around(base: type[nn.Module]) -> Callable[..., Any]:
         if slicing.is_plain:
             return bound(*args, **kwargs)
         if _cache_asked(kwargs) and not torch.is_grad_enabled():
-            # It generates inside of a forward with gradients.
+            # The model generates, without gradients, inside of a forward with gradients.
             with slicing.slice():
                 return bound(*args, **kwargs)
         if slicing.run is None:
@@ -255,7 +256,8 @@ def _forward_around(base: type[nn.Module]) -> Callable[..., Any]:
         kwargs = _without_cache(self, names, args, kwargs, inside=slicing.run is not None)
         with slicing.forward(_name(self), args, kwargs) as run:
             if run.record is not None and FLAG in kwargs:
-                # The model around has it off, and computes the losses of its routers in a replay.
+                # The outer model has turned the flag off, and computes router losses in replays.
+                # They need the router logits that this model collects.
                 kwargs = {**kwargs, FLAG: True}
             collects = _check_outputs(self, kwargs)
             before = run.defers
@@ -285,7 +287,8 @@ def _compiled(
 
 @dynamo_disable
 def _refuse_to_compile(owner: str) -> None:
-    """Raise when what was compiled runs: an error of tracing would have it run as it is."""
+    """Raise when the compiled code runs: after an error in tracing torch would run the forward
+    uncompiled."""
     raise refusal_to_compile(owner)
 
 
@@ -298,7 +301,8 @@ def refusal_to_compile(owner: str) -> SlicesError:
 
 
 def calls_loss_function(kind: type[nn.Module]) -> bool:
-    """Tell whether the forward of a class calls its `loss_function`, which runs slice by slice."""
+    """Return whether the forward of a class calls its `loss_function`, which runs slice by slice.
+    """
     if not isinstance(inspect.getattr_static(kind, "loss_function", None), property):
         return False
     for base in kind.__mro__:
@@ -327,9 +331,9 @@ def _loss_property(loss: property) -> property:
 
 
 def _check_outputs(module: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Return whether the logits of routers are wanted.
+    """Return whether the call asks for the logits of routers.
 
-    Raises: SlicesError for outputs that a model would put together wrongly.
+    Raises: SlicesError for collected outputs that cannot be separated by slice.
     """
     config = getattr(module, "config", None)
     wanted = [flag for flag in (FLAG, ATTENTIONS) if asks_for(flag, config, kwargs)]
@@ -357,10 +361,11 @@ def _without_cache(
     *,
     inside: bool,
 ) -> dict[str, Any]:
-    """Return the arguments with `use_cache=False`, where the forward has it: a cache would mix the
-    rows of slices. inside: of a forward in slices, so that the model asks, and not the caller.
+    """Return the keyword arguments, with `use_cache=False` if the forward has it: a cache would mix
+    the rows of slices. inside: the call is inside a forward in slices, so that the outer model sets
+    `use_cache`, not the caller.
 
-    Raises: SlicesError for a cache that the caller asks for, or that there is.
+    Raises: SlicesError for a cache that the caller asks for or passes.
     """
     name = _cache_asked(kwargs)
     if name and not (inside and name == "use_cache" and kwargs.get("past_key_values") is None):
@@ -374,10 +379,10 @@ def _without_cache(
 
 
 # -- losses of routers -----------------------------------------------------------------------------
-# `output_router_logits` of transformers: each slice has its losses, as a micro-batch has. The
-# model's forward runs once for the whole batch, without them. Then it is replayed for each slice:
-# the model's code computes the losses of routers, and adds them to the loss of the slice, from the
-# logits of the slice's routers and the slice's arguments.
+# `output_router_logits` of transformers: each slice has router losses, as a micro-batch has. The
+# model's forward runs once for the whole batch, without them. Then a replay runs for each slice:
+# the model's code computes the router losses from the slice's router logits and arguments, and adds
+# them to the loss of the slice.
 
 
 def with_router_losses(
@@ -389,12 +394,11 @@ def with_router_losses(
     owner: str,
     names: Sequence[str],
 ) -> Any:
-    """Call a model's forward, which has `FLAG` among its arguments, with that on. Returns its
-    output: `loss` and the losses of routers are those of the slices, put together as
-    `loss_of_batch` says.
+    """Return the output of a model's forward, which has `FLAG` among its arguments, with that flag
+    on. `loss` and the router losses are `loss_of_batch` of the slices' losses.
 
-    names: of the positional arguments. Raises: SlicesError for a model whose losses are of anything
-    but the logits of routers and its `loss_function`.
+    names: of the positional arguments. Raises: SlicesError for a model whose losses depend on more
+    than router logits and its `loss_function`.
     """
     record, before = Record(), run.record
     run.record = record
@@ -426,7 +430,7 @@ def with_router_losses(
             with run.slicing.replay_of(Replay(record, index)):
                 found.append(forward(*slice_args, **slice_kwargs))
         except TypeError as error:
-            # Of a stand-in: with tensors the same code has run for the whole batch.
+            # A placeholder raised it: with tensors the same code has run for the whole batch.
             raise _refusal(owner, "its loss", "computed of more than that") from error
     totals = {}
     for name in ("loss", *losses_of_routers):

@@ -1,12 +1,13 @@
-"""Running a forward in slices: the slices of a batch go through a module in sequence.
+"""Running a forward in slices: the slices of a batch (micro-batches) go through a module in
+sequence.
 
-    Slicing   shared by the modules of one model: the number of slices, and the forward that runs
+    Slicing   shared by the modules of one model: the number of slices, and the current forward
     Run       one forward: its rows, and the bounds and random streams of their slices
 
-Slices run in reverse order. Autograd runs what was made last first, so backward takes slice 0, then
+Slices run in reverse order. Autograd runs the newest nodes first, so backward takes slice 0, then
 1, and so on, module by module. It adds up a parameter's gradients in that order, as a loop over
-micro-batches does. Each slice of a block is checkpointed, unless the caller wants none: one slice's
-activations live at a time.
+micro-batches does. Each slice of a block is checkpointed, so that one slice's activations live at a
+time, unless the caller passes `checkpoint=False`.
 """
 
 from __future__ import annotations
@@ -63,22 +64,23 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 """Types of values that all slices share."""
 
 _ITEMS = (bool, int, float, complex, str, bytes, dict)
-"""Types of the items that a list may have, one for each row."""
+"""Types of list items that may be values of single rows."""
 
 BATCHES = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 """Arguments whose rows are those of the batch; else the first tensor has them."""
 
 
 _RUNS: ContextVar[Mapping[int, Run | Replay | None]] = ContextVar("forwards in slices")
-"""Forwards that run in this thread, by the id() of their Slicing; None inside of a slice."""
+"""The forward or replay that runs in this context, by the id() of its Slicing; None inside of a
+slice."""
 
 
 class Slicing:
-    """Number of slices, and the forward that runs.
+    """Number of slices, and the current forward.
 
-    shared: names of arguments that all slices get whole. checkpointed: slices that backward wants
-    are. numbers: of the model (`rows.Numbers`). classes: those of its modules, by the class and the
-    role that a module has.
+    shared: names of arguments that all slices get whole. checkpointed: checkpoint slices that
+    backward needs. numbers: of the model (`rows.Numbers`). classes: the classes of sliced modules,
+    by original class and role.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class Slicing:
         self.numbers = numbers or Numbers()
         self.classes: dict[tuple[type, object], type] = {}
         self._forwards = self._slices = 0
-        # Modules in whose calls a forward in slices has begun.
+        # Names of modules whose calls have begun a forward in slices.
         self._outermost: set[str] = set()
         self._said: set[str] = set()
         self._watched: weakref.WeakKeyDictionary[nn.Module, SideEffects] = (
@@ -108,7 +110,8 @@ class Slicing:
         return made, (self.count, self.shared)
 
     def first_time(self, what: str) -> bool:
-        """True at the first call with `what`: a training loop would repeat a warning every step."""
+        """Return whether this is the first call with `what`: a training loop would repeat a warning
+        every step."""
         said = what in self._said
         self._said.add(what)
         return not said
@@ -120,7 +123,7 @@ class Slicing:
 
     @property
     def slices_in_mean(self) -> float | None:
-        """Slices of a forward, in the mean of all that there were; None before the first."""
+        """Mean number of slices of the forwards so far; None before the first."""
         return self._slices / self._forwards if self._forwards else None
 
     @property
@@ -135,19 +138,19 @@ class Slicing:
 
     @property
     def inside(self) -> bool:
-        """True inside of a slice, in forward and where backward computes it again."""
+        """True inside of a slice, in forward and where backward recomputes it."""
         return _RUNS.get({}).get(id(self), self) is None
 
     @property
     def is_plain(self) -> bool:
-        """True where modules run as ever: inside of a slice, and in a forward without gradients."""
+        """True if modules run unchanged: inside of a slice, and in a forward without gradients."""
         return self.inside or not (torch.is_grad_enabled() or self.run is not None)
 
     @contextlib.contextmanager
     def forward(
         self, owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[Run]:
-        """Begin a forward with these arguments, unless one runs.
+        """Begin a forward with these arguments, or return the one that runs.
 
         Raises: SlicesError for arguments without a batch.
         """
@@ -158,7 +161,8 @@ class Slicing:
         recomputed = graph_task_id() != NO_TASK
         if not recomputed:
             self._outermost.add(owner)
-        # A checkpoint around the whole model computes all of it again, with the same numbers.
+        # A checkpoint around the whole model recomputes the whole forward, so slices draw the same
+        # numbers; one around a part of the model begins a forward with that part.
         is_part = recomputed and owner not in self._outermost
         run = Run(self, batch_of(owner, args, kwargs), is_part=is_part)
         if not recomputed:
@@ -171,11 +175,11 @@ class Slicing:
             run.end()
 
     def slice(self) -> contextlib.AbstractContextManager[None]:
-        """Compute a slice inside: modules that are called there run as ever."""
+        """Compute a slice inside the context: modules that are called there run unchanged."""
         return self._in(None)
 
     def replay_of(self, replay: Replay) -> contextlib.AbstractContextManager[None]:
-        """Answer calls of modules inside."""
+        """Answer the calls of modules inside the context from `replay`."""
         return self._in(replay)
 
     @contextlib.contextmanager
@@ -188,7 +192,10 @@ class Slicing:
 
 
 def batch_of(owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Find a tensor with the rows of the batch in the arguments of a forward."""
+    """Return a tensor with the rows of the batch from the arguments of a forward.
+
+    Raises: SlicesError if there is none.
+    """
     named = (kwargs[name] for name in BATCHES if isinstance(kwargs.get(name), torch.Tensor))
     tensor: torch.Tensor
     for tensor in (*named, *tensors_in([args, dict(kwargs)])):
@@ -204,15 +211,15 @@ class Run:
     """One forward of a model in slices.
 
     batch: a tensor with its rows. defers: the head returns logits that are computed when they are
-    used (`SlicedLogits`). record: of what a replay answers with, if one comes. is_part: backward
-    computes a part of a forward again.
+    used (`SlicedLogits`). record: results for a replay; None if there will be none. is_part:
+    backward recomputes a part of a forward.
     """
 
     def __init__(self, slicing: Slicing, batch: torch.Tensor, *, is_part: bool) -> None:
         self.slicing = slicing
         self.rows = rows = len(batch)
         self.count = min(slicing.count, rows)
-        # As torch.tensor_split: the first slices take one row more where rows are left over.
+        # As torch.tensor_split: the first slices have one row more if the division has a remainder.
         size, more = divmod(rows, self.count)
         self.sizes = [size + (index < more) for index in range(self.count)]
         ends = list(itertools.accumulate(self.sizes))
@@ -221,9 +228,9 @@ class Run:
         self.record: Record | None = None
         self._is_part = is_part
         self._streams = RandomStreams()
-        # Parts of tensors that several modules get, so that a mask is cut once.
+        # Parts by tensor: several modules get the same mask, which is cut once.
         self._cuts: dict[int, _Parts] = {}
-        # Tensors that have rows for sure: the batch, and what was joined here.
+        # Tensors that certainly have rows: the batch, and results of `join`.
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._with_rows(batch)
 
@@ -248,10 +255,10 @@ class Run:
     ) -> Any:
         """Run a module's forward slice by slice, and join the outputs.
 
-        names: of the positional arguments. checkpointed: each slice, if backward may want it. Whole
-        numbers with one row for the whole batch are looked up for each slice, too. A module without
-        a tensor, or whose first one has other dimensions, runs once; for a block that is a
-        SlicesError.
+        names: of the positional arguments. checkpointed: checkpoint each slice, if backward may
+        need it. A module runs once, for all slices, if it gets no tensor or if its first tensor has
+        another number of rows than the batch; for a block that raises SlicesError. Integers
+        [1, ...] as first tensor are an exception: each slice looks them up.
         """
         named = _named(args, kwargs, names)
         shared = self.slicing.shared
@@ -288,7 +295,7 @@ class Run:
                 checkpointed=checkpointed,
                 owner=owner,
             )
-        # Positions that a part makes for itself have one row for all, whatever it gets.
+        # A part may compute positions from its integer input, with one row for all: expand it.
         return self.join(outputs, owner, expand=not is_block and _is_whole(first))
 
     def _check_rows_first(
@@ -341,8 +348,9 @@ class Run:
         checkpointed: bool,
         owner: str,
     ) -> list[Any]:
-        """Run `forward` for the arguments of each slice, the last slice first. given: these before
-        they were cut. checkpointed: where that saves anything, and is wanted at all."""
+        """Run `forward` for the arguments of each slice, the last slice first; return the outputs
+        in the order of the slices. given: the arguments before they were cut. checkpointed:
+        checkpoint each slice, if gradients are enabled and `Slicing.checkpointed` is set."""
         checkpointed = checkpointed and self.slicing.checkpointed and torch.is_grad_enabled()
         found: list[Any] = [None] * self.count
         collected, handed = CollectedOutputs(self.count), HandedOn(given, self.count)
@@ -361,7 +369,8 @@ class Run:
                 handed.note(index, *made.arguments)
                 state = made.end(state)
         finally:
-            # Also where torch breaks off: it has all that backward needs.
+            # Also when torch ends a recomputation early, by an exception, since it has all tensors
+            # that backward needs.
             if self._is_part and self._streams.drawn:
                 raise SlicesError(
                     f"{owner} draws random numbers, and a checkpoint around it computes it again "
@@ -385,12 +394,11 @@ class Run:
         numbers: Numbers | None = None,
         any_object: bool = False,
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Cut arguments: tensors with the rows of the batch by rows, all else is shared.
+        """Return the arguments of each slice: tensors with rows are cut, all slices share the rest.
 
-        names: of the positional arguments. first: has rows. numbers: instead of
-        the model's. any_object: share objects of every type, too. Raises:
-        SlicesError else for an object that may hold rows (a cache), and for arguments of which it
-        is not clear whether they have rows.
+        names: of the positional arguments. first: a tensor that has rows. numbers: replace the
+        model's. any_object: share objects of every type. Raises: SlicesError for arguments that may
+        have rows by chance, and, without any_object, for an object that may hold rows (a cache).
         """
         places = first.shape[1] if first is not None and first.dim() > 1 else None
         batch = Batch(self.rows, places, self.slicing.numbers if numbers is None else numbers)
@@ -433,10 +441,10 @@ class Run:
         hidden: torch.Tensor | None = None,
         classes: int | None = None,
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Cut the arguments of a loss. hidden: stands before them, for logits that are not
-        computed, of so many classes.
+        """Return the arguments of a loss for each slice. hidden: hidden states, put before the
+        arguments, of logits that are not computed. classes: the number of classes of these logits.
 
-        Raises: as `cut`; a tensor as long as the classes may be their weights.
+        Raises: as `cut`, also for a tensor that may be weights of the classes.
         """
         before = () if hidden is None else (hidden,)
         tensors = list(tensors_in([*before, args, dict(kwargs)]))
@@ -455,7 +463,7 @@ class Run:
         try:
             return batch.rows_each(name, tensor.shape)
         except Unclear as why:
-            # One slice gets it whole, with rows or without.
+            # A single slice gets the whole tensor, with rows or without.
             if self.count == 1:
                 return 0
             raise SlicesError(
@@ -481,9 +489,10 @@ class Run:
             self._refuse_lists_of_rows(owner, name, item)
 
     def _parts(self, tensor: torch.Tensor, each: int) -> Sequence[torch.Tensor]:
-        """Return the parts of a tensor with rows: the same as before, unless it has changed.
+        """Return the parts of a tensor with rows. A second call returns the same parts, unless the
+        tensor or a part was written.
 
-        each: rows of the tensor for each of the batch.
+        each: rows of the tensor for each row of the batch.
         """
         if self.count == 1:
             return [tensor]
@@ -491,18 +500,19 @@ class Run:
         if known is not None and known.hold(tensor):
             return known.parts
         key = id(tensor)
-        # Weak: parts go as soon as the tensor has no other reference.
+        # Weak: the parts are dropped as soon as the tensor is freed.
         gone = weakref.ref(tensor, lambda _: self._cuts.pop(key, None))
         bounds = [(each * start, each * end) for start, end in self.bounds]
         self._cuts[key] = _Parts(gone, tensor, cut_rows(tensor, bounds))
         return self._cuts[key].parts
 
     def join(self, outputs: Sequence[Any], owner: str, *, expand: bool = False) -> Any:
-        """Join the outputs of the slices: tensors with rows by rows; of the rest a value that all
-        slices have in common, or a `PerSlice`.
+        """Join the outputs of the slices. Tensors with rows are joined by rows; any other output is
+        a value that all slices have in common, or becomes a `PerSlice`.
 
-        expand: a tensor with one row for all gets the rows of its slice. Raises: SlicesError for
-        outputs that are not tensors, tuples, lists, dicts or plain values.
+        expand: expand a tensor with one row to the rows of its slice. Raises: SlicesError for
+        outputs that are not tensors, tuples, lists, dicts or plain values, and for plain values
+        that differ.
         """
         first = outputs[0]
         if isinstance(first, (torch.Tensor, PerSlice)):
@@ -536,14 +546,14 @@ class Run:
             if rows == self.sizes:
                 return self._with_rows(join_rows(tensors))
             if expand and set(rows) == {1} and tensors[0].dim() > 1:
-                # The same values, and the gradient of each slice is the sum over the slice's rows.
+                # Expanding keeps the values; a slice's gradient is the sum over the slice's rows.
                 pairs = zip(tensors, self.sizes, strict=True)
                 parts = [part.expand(size, *part.shape[1:]) for part, size in pairs]
                 return self._with_rows(join_rows(parts))
         return PerSlice(outputs, owner)
 
     def _with_rows(self, joined: torch.Tensor) -> torch.Tensor:
-        """Remember that a tensor has rows, as long as it lives."""
+        """Note that a tensor has rows, as long as it lives, and return it."""
         key = id(joined)
         self._made[key] = weakref.ref(joined, lambda _: self._made.pop(key, None))
         return joined
@@ -556,9 +566,9 @@ class Run:
 def loss_of_batch(
     run: Run, losses: Sequence[torch.Tensor], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Add up the losses of slices in their order. Each is divided by the number of slices, as a
-    loop does with `(loss / n).backward()`; a loss that gets `num_items_in_batch` has divided by
-    that, and is not divided again.
+    """Return the sum of the losses of slices, in their order. Each is divided by the number of
+    slices, as a loop does with `(loss / n).backward()`; with `num_items_in_batch` the losses are
+    already divided by that number, and are not divided again.
 
     kwargs: arguments of the loss, or of the model.
     """
@@ -584,8 +594,8 @@ class _Parts:
         self._versions = versions_of([tensor, *parts])
 
     def hold(self, tensor: torch.Tensor) -> bool:
-        """True when they are the tensor's, it and they have not been written since, and they
-        have a graph where one is wanted."""
+        """Return whether these are parts of `tensor`, no write has changed them or it since, and
+        the parts have a graph if one is needed."""
         wants_graph = torch.is_grad_enabled() and tensor.requires_grad
         return (
             self._whole() is tensor
@@ -599,10 +609,11 @@ def _part(index: int) -> Callable[[PerSlice], Any]:
 
 
 class _OneSlice:
-    """Computation of one slice, as a function of the tensors that were taken out of its arguments:
-    once in forward, and once more where backward computes it again.
+    """Computation of one slice, as a function of the tensors that were removed from its arguments:
+    once in forward, and once more if backward recomputes it.
 
-    arguments: of the call in forward as they are now and as they were, until its end.
+    arguments: the arguments of the call in forward, as they are now and as they were before it;
+    (None, None) before the call and after `end`.
     """
 
     def __init__(
@@ -622,8 +633,7 @@ class _OneSlice:
     def __call__(self, *tensors: torch.Tensor) -> Any:
         again = contextlib.nullcontext() if self._state is None else self._state.again()
         with again, self._slicing.slice():
-            # A copy that autocast made of a weight for another slice would add up the gradients of
-            # both in 16 bits.
+            # If slices shared autocast's copy of a weight, it would sum their gradients in 16 bits.
             clear_autocast_cache(self._device.type)
             args, kwargs = self._taken.with_tensors(tensors)
             watch = Untouched((args, kwargs))
@@ -635,13 +645,13 @@ class _OneSlice:
             return mapped(output, settled)
 
     def end(self, before: HostState | None) -> HostState | None:
-        """End the forward, which began in a state of Python's and NumPy's generators, if backward
-        computes it again. Returns the state now."""
+        """End the forward. before: the state of Python's and NumPy's generators at its start; None
+        if backward will not recompute it. Return the state now, or None."""
         self.arguments = (None, None)
         if before is None:
             return None
         now = HostState.now()
-        # Most modules draw nothing there, and nothing is to be restored.
+        # Most modules do not draw from them: then there is no state to restore.
         if now != before:
             self._state = before
         return now
@@ -650,13 +660,13 @@ class _OneSlice:
 def _named(
     args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> list[tuple[str, Any]]:
-    """Return arguments with their names; those without one have their place."""
+    """Return the arguments with their names, or "argument <place>" for those without a name."""
     places = [f"argument {place}" for place in range(len(args))]
     return [*zip([*names[: len(args)], *places[len(names) :]], args, strict=True), *kwargs.items()]
 
 
 def _is_lookup(tensor: torch.Tensor) -> bool:
-    """True for whole numbers [1, ...] that are looked up for all rows."""
+    """Return whether a tensor is integers [1, ...], which a module looks up for all rows."""
     return _is_whole(tensor) and tensor.dim() > 1 and tensor.shape[0] == 1
 
 
@@ -665,8 +675,8 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def argument_names(function: Callable[..., Any], *, bound: bool) -> tuple[str, ...]:
-    """Names of the positional arguments of a function, without `self`; none where it does not say
-    them. bound: it is not given `self`."""
+    """Return the names of a function's positional arguments, without `self`; () if the signature is
+    unknown. bound: the signature does not have `self`."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         found = inspect.signature(function).parameters.values()
