@@ -1,4 +1,4 @@
-"""Stochastic rounding of states and codes: the random bits; and a correctly rounded square root.
+"""Random bits for stochastic rounding of states and codes, and a correctly rounded square root.
 
 Stochastic rounding chooses one of a value's two neighbours, with probabilities that preserve the
 expected value. An element's 32 random bits depend only on a key and the element's index in its

@@ -190,7 +190,7 @@ _NO_STATE = (nn.Module, type, types.FunctionType, types.ModuleType)
 
 
 class _Place:
-    """Place of a tensor that was taken out of the arguments."""
+    """Placeholder of a tensor that `take_out` has removed from the arguments."""
 
     def __init__(self, index: int) -> None:
         self.index = index

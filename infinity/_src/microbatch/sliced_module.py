@@ -96,7 +96,7 @@ def is_worth_it(module: nn.Module) -> bool:
 
 def _refuse_new(module: nn.Module, prefix: str) -> None:
     """Raise SlicesError for a module that was added after `inf.microbatched`: it would run once for
-    the batch. prefix: of the names of modules inside of `module`."""
+    the batch. prefix: what the names of modules inside of `module` begin with."""
     for name, child in module.named_children():
         role = type(child)._infinity_role if isinstance(child, SlicedModule) else None
         if role is None and is_worth_it(child) and not isinstance(child, _NEVER_CALLED):
