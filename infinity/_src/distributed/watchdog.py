@@ -484,7 +484,7 @@ class Watchdog:
             self._wake = -1
 
     def _watch_new_ranks(self, poll: select.poll) -> None:
-        """Start to watch each rank whose first record has arrived: its process, its beats, or both."""
+        """Watch each rank whose first record has arrived: its process, its beats, or both."""
         for rank, record in self._others().items():
             if rank in self._processes or rank in self._remote:
                 continue
