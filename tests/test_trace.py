@@ -47,7 +47,7 @@ class Stack(nn.Module):
 
 @pytest.fixture(autouse=True)
 def evicts_what_is_being_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank evicts no unit that is being filled: what it reads ahead would depend on the drive."""
+    """One rank evicts no unit that is being filled: its reads ahead would depend on the drive."""
     monkeypatch.setattr(PendingUnshards, "filled", lambda self, unit: True)
 
 
