@@ -1,4 +1,4 @@
-"""Single changes of a job or machine: the same prediction with one thing changed at a time."""
+"""Single changes of a job or machine: predictions with one thing changed at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MICRO_BATCHES_MAX = 1024
 """Most micro-batches that `fewest_micro_batches` tries."""
 
 GAIN_MIN = 1.02
-"""Gain of another update mode that is worth a word: drives drift by more than less."""
+"""Least ratio of step times at which another update mode is recommended. The bandwidth of drives
+drifts by about two percent, so a smaller gain is noise.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +31,16 @@ class Change:
 def one_change(
     shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False
 ) -> list[Change]:
-    """Predict the changes that are worth trying. Changes that fit come first, sorted by tokens per
-    second, then the others.
+    """Predict the changes that are worth trying. Changes that fit come first, then the changes that
+    do not; each group is sorted by tokens per second, fastest first.
 
-    choose_micro_batches: take with each change the fewest micro-batches whose activations fit; else
-    as many as now.
+    choose_micro_batches: with each change, take the fewest micro-batches whose activations fit;
+    else take as many as the changed job has.
     """
     machine, job = now.machine, now.job
     tried: list[tuple[str, Machine, Job]] = [
         ("twice the RAM", dataclasses.replace(machine, ram_bytes=2 * machine.ram_bytes), job),
-        # Both are doubled, so a micro-batch needs as much device memory as now.
+        # Tokens and micro-batches double, so a micro-batch needs as much device memory as now.
         (
             "twice the tokens per step (twice the micro-batches)",
             machine,
@@ -52,12 +54,12 @@ def one_change(
     if machine.nodes > 1:
         tried.append(("one more node", dataclasses.replace(machine, nodes=machine.nodes + 1), job))
     tried += [(name, machine, other) for name, other in _other_exchanges(machine, job)]
-    # Only formats with fewer bytes: they buy time and room for a coarser rounding.
+    # Only formats with fewer bytes: they save time and capacity, and round more coarsely.
     states = {"exact": ("bf16", "compact"), "bf16": ("compact",)}.get(job.policy.state, ())
     tried += [(f"state {state} (rounds)", machine, job.replace(state=state)) for state in states]
     tried += [(name, machine, other) for name, other in _other_steps(job)]
     tried += [(name, machine, other) for name, other in _other_schedules(machine, job)]
-    # Spilled gradients only add traffic, so they are a way to fit and nothing else.
+    # Spilled gradients only add traffic, so they are worth trying only where RAM does not fit.
     if job.policy.grads == "cpu" and machine.drives and not now.ram.fits:
         tried.append(("gradients spill (--grads nvme)", machine, job.replace(grads="nvme")))
     tried += [
@@ -71,7 +73,7 @@ def one_change(
         chosen = fewest_micro_batches(shape, changed, other) if choose_micro_batches else other
         if chosen.micro_batches != other.micro_batches:
             count = f"{chosen.micro_batches} micro-batch{'es' if chosen.micro_batches > 1 else ''}"
-            # The name tells a number of micro-batches that is not the chosen one.
+            # The name promises twice the micro-batches, but another count was chosen.
             name = f"{name.partition(' (twice the micro')[0]}, {count}"
         found.append(Change(name, predict(shape, changed, chosen)))
     return sorted(
@@ -80,8 +82,8 @@ def one_change(
 
 
 def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
-    """List the switches of ZeRO++ that are not set, and all of them together, where there are
-    several nodes.
+    """List the ZeRO++ switches that the job has off, and all of them together. A machine of one
+    node has none: they save bytes between nodes.
     """
     if machine.nodes == 1:
         return []
@@ -102,8 +104,8 @@ def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
 def _other_memory(
     shape: ModelShape, machine: Machine, job: Job, fits: bool
 ) -> list[tuple[str, Job]]:
-    """List the changes that make a job fit its GPUs, or, where it fits, those that leave room for
-    more tokens.
+    """List the changes that make a job fit its GPUs; where it fits already, list the changes that
+    free device memory for more tokens.
     """
     if not fits:
         return [(way.name, way.job) for way in ways_to_fit(shape, machine, job)]
@@ -111,8 +113,8 @@ def _other_memory(
     if machine.gpus and job.policy.activations == "device" and job.checkpointing:
         found.append(("activations on the CPU", job.replace(activations="cpu")))
     tiles = loss_tiles(shape)
-    # Logits and a block's activations exist at different times: fewer logits help only while they
-    # are the larger.
+    # Logits and a block's activations exist at different times: smaller logits help only while
+    # logits are the larger of the two.
     if (
         machine.gpus
         and tiles > job.loss_tiles
@@ -123,12 +125,11 @@ def _other_memory(
 
 
 def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
-    """Predict with updates on the CPU and with updates on the GPUs; empty where the CPU computes,
-    or with an update mode that GPUs do not have.
+    """Predict with updates on the CPU and with updates on the GPUs. Empty where the CPU computes,
+    and where the update mode is not "deferred", the only mode of updates on a GPU.
 
     The prediction does not decide where a run updates: `Policy.update_on` is "cpu" on every machine
-    unless its user says otherwise. The default needs no memory of a GPU, and goes with everything
-    else.
+    unless the user sets it. The default needs no GPU memory, and combines with every other setting.
     """
     if not now.machine.gpus or now.job.policy.update != "deferred":
         return []
@@ -138,8 +139,8 @@ def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
 
 def _other_steps(job: Job) -> list[tuple[str, Job]]:
     found = []
-    # Updates on the device are deferred ones (`Policy` refuses others), so any other mode is tried
-    # with updates on the CPU.
+    # Updates on the device must be deferred (`Policy` refuses other modes), so the other modes are
+    # tried with updates on the CPU.
     on = ", on the CPU" if job.policy.update_on == "device" else ""
     here = job.replace(update_on="cpu")
     if job.policy.update == "deferred" and job.policy.generations == 1:
@@ -157,8 +158,8 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
         once = job.replace(durable=False, generations=job.policy.places, resident=None)
         found.append(("not durable", once))
     elif job.policy.generations == 2:
-        # Without a second generation an update in backward cannot be taken back, so it is deferred
-        # again.
+        # Without a second generation an update in backward cannot be undone, so this change also
+        # defers the update.
         update = "update deferred, " if job.policy.speculates else ""
         found.append((f"{update}one generation", job.replace(update="deferred", generations=1)))
     if (
@@ -173,13 +174,14 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
 
 
 def _other_schedules(machine: Machine, job: Job) -> list[tuple[str, Job]]:
-    """List the job in the vertical schedule, with inputs of blocks on each tier that they may wait
-    on: of all micro-batches they are many.
+    """List the job in the vertical schedule, with the inputs of blocks on the job's tier and on
+    each tier below it. The schedule keeps these inputs for all micro-batches at once, so they may
+    need a larger tier.
     """
     if job.vertical or job.micro_batches == 1 or not job.checkpointing:
         return []
     found = [("vertical schedule", job.replace(schedule="vertical"))]
-    # Tiers below that of the job have more room.
+    # Lower tiers have more capacity.
     below = {"device": ["cpu", "nvme"], "cpu": ["nvme"], "nvme": []}[job.policy.activations]
     there = {"cpu": ("the CPU", machine.gpus), "nvme": ("the drives", machine.drives)}
     for tier in below:
@@ -191,10 +193,11 @@ def _other_schedules(machine: Machine, job: Job) -> list[tuple[str, Job]]:
 
 
 def faster_update(shape: ModelShape, now: Prediction) -> Prediction | None:
-    """Predict the job with updates in backward, which two generations can take back: the fastest
-    exact step, for twice the room on the drives.
+    """Predict the job with updates in backward and two generations, which let `opt.step()` undo
+    them: the fastest exact step, for twice the capacity on the drives.
 
-    None where that is not another job, does not fit, or is hardly faster.
+    None unless the job's updates are deferred and on the CPU, both jobs fit, and the step is at
+    least GAIN_MIN times as fast.
     """
     policy = now.job.policy
     if not now.fits or policy.update != "deferred" or policy.update_on == "device":
@@ -204,16 +207,16 @@ def faster_update(shape: ModelShape, now: Prediction) -> Prediction | None:
 
 
 def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:
-    """Return the job with the fewest micro-batches (powers of two) whose activations fit a device;
-    with the most, if none does.
+    """Return the job with the fewest micro-batches (a power of two) with which it fits a device;
+    if no number fits, with the largest number tried.
 
-    A micro-batch keeps at least one sequence, or all tokens of a device if these are fewer.
+    A micro-batch has at least one sequence, or all tokens of a device if these are fewer.
     """
     best = job
     count = 1
     while count <= MICRO_BATCHES_MAX and job.tokens >= count * machine.world:
         tried = job.replace(micro_batches=count)
-        # Never before the first: a device may have less than a sequence in all.
+        # Not at count 1: a device may have fewer tokens than one sequence in all.
         if count > 1 and tried.micro_batch_tokens(machine.world) < job.sequence:
             break
         best = tried

@@ -1,7 +1,7 @@
 """Machine of a plan: GPUs, memory and drives of a node, every figure with its source.
 
-Figures that are not given are those of a kind of GPU, as its maker states them, measured by
-`python -m infinity.bench`, or assumed.
+A figure that the user does not give is the maker's figure for the kind of GPU, or was measured by
+`python -m infinity.bench`, or is assumed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class GpuKind:
-    """One kind. mem_bytes: as the driver has it for programs; flops_peak: dense bf16 with fp32
-    sums, as stated; flops: sustained in training (assumed: 0.4 of the peak where that takes large
-    matrices to reach, 0.6 on consumer cards); pcie, peers: bytes per second of one GPU, each way,
-    to the CPU and to the other GPUs (None: these go through the CPU's memory); hbm: of its memory.
+    """One kind of GPU.
+
+    mem_bytes: memory that the driver gives to programs. flops_peak: FLOP/s of dense bf16 with fp32
+    sums, as the maker states it. flops: FLOP/s sustained in training; assumed: 0.4 of the peak on
+    H100 and H200, which reach it with large matrices only, 0.54 on A100, 0.6 on consumer cards.
+    hbm_bytes_per_s: of the GPU's memory. pcie_bytes_per_s, peers_bytes_per_s: of one GPU, each way,
+    to the CPU and to other GPUs; peers None: through the CPU's memory.
     """
 
     name: str
@@ -41,7 +44,7 @@ class GpuKind:
     peers_bytes_per_s: float | None
 
 
-# Large pinned copies reach so much of the 31.5 and 63 GB/s of x16 links.
+# What large pinned copies reach of the 31.5 and 63 GB/s of x16 links.
 PCIE4, PCIE5 = 25e9, 50e9
 
 KINDS = {
@@ -60,10 +63,10 @@ KINDS = {
 
 
 def guess_kind(mem_bytes: float | None) -> GpuKind:
-    """Guess the kind of a GPU from its memory; without that it is an H100."""
+    """Guess the kind of a GPU from its memory in bytes; None: an H100."""
     if mem_bytes is None:
         return KINDS["h100"]
-    # The limits lie between the memories of the kinds: 24, 32, 80 and 141 GB.
+    # The thresholds lie between the memory sizes of the kinds: 24, 32, 80 and 141 GB.
     if mem_bytes <= 30 * GIB:
         return KINDS["rtx4090"]
     if mem_bytes <= 40 * GIB:
@@ -72,10 +75,11 @@ def guess_kind(mem_bytes: float | None) -> GpuKind:
 
 
 def read_updates(path: Path) -> dict[str, float]:
-    """Read parameters per second and core, by `Policy.state`, from a record of `infinity bench
-    adam --json`. States that an older record lacks are scaled by its "exact".
+    """Read the parameters that one core updates per second, by `Policy.state`, from a record of
+    `infinity bench adam --json`. A state that an older record lacks gets its default from
+    `UPDATES_PER_CORE`, scaled by the record's rate of "exact".
 
-    Raises: ValueError for another file.
+    Raises: ValueError if the file cannot be read or is not such a record.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -101,8 +105,8 @@ def read_updates(path: Path) -> dict[str, float]:
 
 
 def host_links(gpus: int) -> int:
-    """Return how many links to the CPU so many GPUs are assumed to have. With more than two, every
-    two share a link behind one switch.
+    """Return how many links to the CPU are assumed for this number of GPUs: one each for up to two
+    GPUs; beyond that, each pair shares one link behind a switch.
     """
     return gpus if gpus <= 2 else -(-gpus // 2)
 
@@ -122,8 +126,8 @@ ASSUMED: dict[str, tuple[float, str]] = {
     "read": (6.8e9, "PCIe 4 drives"),
     "write": (5.0e9, "PCIe 4 drives"),
 }
-"""Assumptions where a figure is not given: (value, its source).
-`KINDS` has the assumptions on GPUs.
+"""Values of figures that are not given: (value, the text of its source). `KINDS` has the values of
+GPUs.
 """
 
 POSITIVE = (
@@ -137,32 +141,40 @@ UPDATES_PER_CORE = {"exact": 0.507e9, "bf16": 0.400e9, "compact": 0.248e9}
 AVX-512 (bench/results/kernels.jsonl)."""
 
 CHECKSUMS_PER_CORE = 12.7e9
-"""Bytes per second of checksums beside such an update: the difference of 0.507e9 to the 0.259e9
-parameters per second that the same core updates with the checksums of 24 bytes each."""
+"""Bytes that one core sums per second beside an "exact" update. The core updates 0.507e9 parameters
+per second without checksums and 0.259e9 with checksums of 24 bytes for each:
+24 / (1 / 0.259e9 - 1 / 0.507e9)."""
 
 LINK = 100e9 / 8
-"""Bytes per second that are assumed between a node and the others: 100 Gbit/s."""
+"""Bytes per second between a node and the others, each way; assumed: 100 Gbit/s."""
 
 CPU_FLOPS = 200e9
-"""FLOP/s that are assumed where the CPU computes."""
+"""Sustained FLOP/s where the CPU computes; assumed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """One node, and how many there are. `gpu_mem_bytes` is of one GPU; bandwidths are those of all
-    drives together, and `shared` says that reads and writes take each other's time. gpus 0: the CPU
-    computes, in so many `processes`, and device memory is the machine's own. nodes: alike, each
-    with all of this; link_bytes_per_s: between one of them and the others, each way.
+    """One node, and the number of such nodes. Rates are bytes per second or FLOP/s.
 
-    flops_per_gpu: sustained; flops_peak_per_gpu: the peak, for MFU. pcie_per_gpu: of its link to
-    the CPU, each way; pcie_host: of all these links together, None: two GPUs share one where there
-    are more than two. peers_per_gpu: between GPUs, each way, None: they go through the CPU's
-    memory.
-    hbm_per_gpu: of a GPU's memory. cores: physical ones of the CPUs; updates_per_core: parameters
-    per second that one of them updates, by `Policy.state`, without checksums. drives: how many
-    there are, for wear and what another one would give. busiest_share: of the data, on the drive
-    that has most of it; data follows bandwidth. None: they are equal. nvme_bytes: room for states,
-    None: not known. sources: for each figure "given", "measured (...)", or what is assumed.
+    gpus: of a node; 0: the CPU computes, in `processes` processes, and device memory is the
+        machine's RAM.
+    gpu_mem_bytes: of one GPU.
+    drives: of a node, for wear and for the prediction with another drive.
+    read_bytes_per_s, write_bytes_per_s: of all drives of a node together. shared: reads and writes
+        take each other's time.
+    flops_per_gpu: sustained. flops_peak_per_gpu: the peak, for MFU.
+    pcie_per_gpu: of one GPU's link to the CPU, each way. pcie_host: of all these links together;
+        None: beyond two GPUs each pair shares one link.
+    peers_per_gpu: of one GPU to other GPUs, each way; None: through the CPU's memory.
+    hbm_per_gpu: of one GPU's memory.
+    tbw_per_drive: bytes written that one drive is rated for.
+    nvme_bytes: capacity for states; None: not known.
+    busiest_share: share of the data that lies on the drive with most of it; data is divided by
+        bandwidth. None: all drives have the same share.
+    nodes: of the cluster, all alike. link_bytes_per_s: between one node and the others, each way.
+    cores: physical cores of a node. updates_per_core: parameters that one core updates per second,
+        by `Policy.state`, without checksums.
+    sources: for each figure "given", "measured (...)", or what is assumed.
     """
 
     gpus: int
@@ -189,12 +201,12 @@ class Machine:
     updates_per_core: Mapping[str, float] = dataclasses.field(
         default_factory=lambda: dict(UPDATES_PER_CORE)
     )
-    # No part of a comparison: equal figures predict the same, wherever they come from.
+    # Not compared: equal figures give equal predictions, whatever their sources.
     sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def ranks(self) -> int:
-        """Processes of a node that train: one for each GPU."""
+        """Processes of a node that train: one for each GPU, else `processes`."""
         return self.gpus or self.processes
 
     @property
@@ -204,23 +216,25 @@ class Machine:
 
     @property
     def flops(self) -> float:
-        """Sustained FLOP/s of a node; processes share its CPU."""
+        """Sustained FLOP/s of a node. Where the CPU computes, its processes share one
+        `flops_per_gpu`.
+        """
         return max(self.gpus, 1) * self.flops_per_gpu
 
     @property
     def pcie_bytes_per_s(self) -> float:
-        """Bytes per second between CPU and all GPUs, each way; 0.0 where the CPU computes."""
+        """Bytes per second between the CPU and all GPUs of a node, each way; 0.0 without GPUs."""
         shared = (
             self.pcie_host
             if self.pcie_host is not None
             else host_links(self.gpus) * self.pcie_per_gpu
         )
-        # The host may carry more than the links of the GPUs bring.
+        # A given `pcie_host` may exceed the sum of the GPUs' links.
         return min(self.gpus * self.pcie_per_gpu, shared)
 
     @property
     def bandwidths(self) -> Drives | None:
-        """Bandwidths of all drives together; None without drives."""
+        """Bandwidths of all drives of a node together; None without drives."""
         return (
             Drives(self.read_bytes_per_s, self.write_bytes_per_s, self.shared)
             if self.drives
@@ -229,13 +243,11 @@ class Machine:
 
     @property
     def worn_drives(self) -> float:
-        """Number of evenly worn drives that would last as long as these do. The busiest drive
-        decides.
-        """
+        """Number of evenly worn drives that would last as long as the busiest of these drives."""
         return 1 / self.busiest_share if self.busiest_share else float(max(self.drives, 1))
 
     def with_drives(self, drives: int) -> Machine:
-        """Copy the machine with so many drives, equal to those that it has."""
+        """Return a copy with this number of drives; bandwidths and capacity scale with it."""
         # A machine without drives has no figures to scale, so it gets those assumed for one drive.
         factor = drives / self.drives if self.drives else drives
         read = self.read_bytes_per_s if self.drives else ASSUMED["read"][0]
@@ -250,7 +262,7 @@ class Machine:
             drives=drives,
             read_bytes_per_s=read * factor,
             write_bytes_per_s=write * factor,
-            # The same data over more drives: the busiest one has less of it.
+            # More drives share the same data, so the busiest one has less of it.
             busiest_share=self.busiest_share / factor if self.busiest_share else None,
             nvme_bytes=room,
         )
@@ -260,8 +272,7 @@ class Machine:
 
 
 class Figures(TypedDict, total=False):
-    """Fields of `Machine` that may be given, of all drives together or of one GPU as there; None:
-    not given."""
+    """Fields of `Machine` that the caller may give, in the units of `Machine`; None: not given."""
 
     gpu_mem_bytes: float | None
     read_bytes_per_s: float | None
@@ -293,11 +304,14 @@ def describe_machine(
     updates_name: str = "",
     **figures_given: Unpack[Figures],
 ) -> Machine:
-    """Describe a machine. Figures that are not given are those of the kind of GPU (`gpu`), measured
-    (`bench`) or assumed; `Machine.sources` says which.
+    """Describe a machine. A figure that is not given comes from the kind of GPU (`gpu`), from a
+    record (`bench`, `updates_per_core`), or from assumptions; `Machine.sources` says which.
 
-    ranks: of a node, where the CPU computes (GPUs have one each). Raises: ValueError naming the
-    figure and a fix.
+    ram_bytes: of a node. nvme_bytes: of all drives of a node; None: not known. drives: of a node;
+    None: as many as `bench` measured, else one. bench_name, updates_name: names of the records, for
+    `sources`. ranks: processes of a node where the CPU computes; each GPU has one rank.
+
+    Raises: ValueError naming the figure and a fix.
     """
     given: dict[str, Any] = {**figures_given}
     _check_ranks(gpus, ranks, nodes, given.get("link_bytes_per_s"))
@@ -315,10 +329,10 @@ def describe_machine(
 
     take(_of_gpus(gpus, kind, whence, given.get("pcie_per_gpu")))
     if not gpus:
-        # Nothing depends on the others where the CPU computes.
+        # Nothing depends on these three where the CPU computes.
         for name in ("flops_peak_per_gpu", "pcie_host", "peers_per_gpu"):
             given.pop(name, None)
-        # Multiplied by 0 GPUs, but `_check` wants a positive figure.
+        # It is multiplied by 0 GPUs, but `_check` requires a positive figure.
         given["pcie_per_gpu"] = kind.pcie_bytes_per_s
     count, found = _drives(
         drives, given.pop("read_bytes_per_s", None), given.pop("write_bytes_per_s", None),
@@ -334,7 +348,7 @@ def describe_machine(
         drives=count,
         nvme_bytes=nvme_bytes,
         shared=shared,
-        # GPUs have a rank each: a number of processes counts only where the CPU computes.
+        # Each GPU has one rank, so `ranks` counts only where the CPU computes.
         processes=1 if gpus or ranks is None else ranks,
         nodes=nodes,
         updates_per_core={**UPDATES_PER_CORE, **(updates_per_core or {})},
@@ -372,8 +386,8 @@ def _check_ranks(gpus: int, ranks: int | None, nodes: int, link_bytes_per_s: flo
 
 
 class _Assumed(NamedTuple):
-    """A figure that need not be given: its name among the sources, its field, its value otherwise,
-    and the source of that value; "": nothing depends on it here.
+    """A figure that need not be given: its name in `Machine.sources`, its field, its default, and
+    the source of the default; source "": nothing depends on the figure on this machine.
     """
 
     name: str
@@ -385,7 +399,8 @@ class _Assumed(NamedTuple):
 def _of_gpus(
     gpus: int, kind: GpuKind, whence: str, pcie: float | None
 ) -> Iterator[_Assumed]:
-    """Yield the figures of the GPUs. pcie: of the link of one, as it was given."""
+    """Yield the figures of the GPUs. pcie: the given bytes per second of one GPU's link, or None.
+    """
     if not gpus:
         size = f"80 GiB of the CPU's memory, {whence}"
         yield _Assumed("gpu_mem", "gpu_mem_bytes", 80.0 * GIB, size)
@@ -393,7 +408,7 @@ def _of_gpus(
         yield _Assumed("flops", "flops_per_gpu", CPU_FLOPS, rate)
         return
     between = kind.peers_bytes_per_s
-    # Up to two GPUs have a link each, and nothing is assumed about the host.
+    # Beyond two GPUs the host's links are shared, which the source of `pcie_host` states.
     links = host_links(gpus) * (kind.pcie_bytes_per_s if pcie is None else pcie)
     for name, field, default, text, counts in (
         ("gpu_mem", "gpu_mem_bytes", kind.mem_bytes, format_size(kind.mem_bytes), True),
@@ -402,7 +417,7 @@ def _of_gpus(
          f"{kind.flops_peak / 1e12:g} TFLOP/s", True),
         ("pcie", "pcie_per_gpu", kind.pcie_bytes_per_s,
          f"{_rate(kind.pcie_bytes_per_s)} each way", True),
-        # No argument gives it: it counts for updates on the device only.
+        # No argument gives it, and it counts only for updates on the device: no source is shown.
         ("hbm", "hbm_per_gpu", kind.hbm_bytes_per_s, "", False),
         ("peers", "peers_per_gpu", between,
          f"{_rate(between)} each way" if between else "through the CPU's memory", gpus > 1),
@@ -438,17 +453,17 @@ def _drives(
     bench_name: str,
     sources: dict[str, str],
 ) -> tuple[int, dict[str, Any]]:
-    """Return the number of the drives, and their figures as fields of a `Machine`, and note the
-    source of each in `sources`.
+    """Return the number of drives, and their figures as fields of `Machine`. Record the source of
+    each figure in `sources`.
     """
     measured = list(bench.bandwidths.values()) if bench is not None else []
     label = bench_name or "bench"
-    # Assumed bandwidths in place of the record's would be a silent fall-back.
+    # To assume bandwidths in place of the record's would be a silent fall-back.
     if bench is not None and not measured:
         raise ValueError(
             f"{label} has no bandwidths; write it with: python -m infinity.bench swap --json FILE"
         )
-    # A record has a pair of bandwidths for each drive. Without one there is one drive.
+    # A record has a pair of bandwidths for each drive. Without a record, assume one drive.
     count = drives if drives is not None else max(len(measured), 1)
     if not count:
         if (read, write, bench) != (None, None, None):
@@ -460,8 +475,8 @@ def _drives(
         sources["drives"] = "1, assumed"
     found: dict[str, Any] = {}
     if measured:
-        # The engine divides data over drives by this harmonic mean (`memory.swap_space`). Drives
-        # that were not measured are taken for those that were.
+        # The engine divides data over drives by this harmonic mean (`memory.swap_space`). A drive
+        # that was not measured is assumed to be like the measured ones.
         speeds = [2 / (1 / pair[0] + 1 / pair[1]) for pair in measured]
         found["busiest_share"] = max(speeds) / sum(speeds) * len(measured) / count
     for index, (name, given) in enumerate((("read", read), ("write", write))):
@@ -470,7 +485,7 @@ def _drives(
             scaled = (
                 f", scaled from {len(measured)} drives to {count}" if count != len(measured) else ""
             )
-            # A drive more or less counts as the mean of those that were measured.
+            # Each drive more or fewer counts as the mean of the measured drives.
             value = sum(pair[index] for pair in measured) * count / len(measured)
             source = f"measured ({label}{scaled})"
         elif value is None:
@@ -487,7 +502,7 @@ def _check(machine: Machine) -> None:
         raise ValueError(
             f"--gpus {machine.gpus}, --drives {machine.drives}: give numbers of 0 or more"
         )
-    # None is a figure, too: no links between GPUs, or a host link that follows from the GPUs'.
+    # None is valid: no links between GPUs, or a host link that follows from the GPUs' links.
     figures = [name for name in POSITIVE if getattr(machine, name) is not None]
     for name in figures:
         value = getattr(machine, name)

@@ -1,50 +1,52 @@
 """Memory that a plan takes: placement of the states of each rank, and device memory, part by part.
 
-Placement is the engine's own (`memory.ram_budget`). A model of 400 billion parameters has a million
-chunks; a plan has coarser pieces, at most `PIECES_MAX` in all, which moves the border between
-resident and not by about one part in a thousand. Slots of pieces are larger than those of chunks;
-they are counted as chunks want them.
+The engine's planner places the states (`memory.ram_budget`). A model of 400 billion parameters has
+a million chunks. A plan has coarser pieces, at most about `PIECES_MAX` in all, which moves the
+border between resident and spilled states by about one part in a thousand. Staging buffers of
+pieces are larger than those of chunks; a plan counts the buffers of chunks.
 
-Device memory is that of one GPU or, where the CPU computes, of the process; the most of a step:
+Device memory is the memory of one GPU or, where the CPU computes, of the process. Its parts, each
+at its peak in a step:
 
-    gathered units       one in use and others ahead of it, within the bound that the engine keeps
-                         (`memory.device_capacity`); all, where whole parameters stay on the device
-    shards on the device of several ranks: this one's share of its node's copy (hpZ), or of
-                         parameters that stay under stage 3
-    exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
-                         that come; codes besides
-    fresh gradients      of the unit in backward, and of others that are leaving, within the
-                         engine's bound; in the vertical schedule of one micro-batch and parameter,
-                         and its copy in the dtype of the sums
-    sums of gradients    of earlier micro-batches, on a GPU that adds to them: whole ones of
-                         SUMS_UNITS, or on several ranks the parts of the units in reduction; in the
-                         vertical schedule of a whole block, and of others that are leaving
-    errors on their way  of qgZ, on a GPU: of the units in reduction
-    inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU
-                         or on drives; in the vertical schedule of all micro-batches
-    one boundary         of all micro-batches, in the vertical schedule: inputs and outputs of the
-                         block at work, and these joined; or the gradients of all that
-    one block at work,   activations of a block in backward, or the logits and their loss: the
-    or logits and loss   larger, since they come at different times; without checkpointing all
-                         blocks, and the logits
-    states in update     chunks on their way, with the update on the GPU
-    tuning of tiles      where Triton computes tiles: what it takes to measure a kernel's
-                         configurations, at the first product of a shape
-    CUDA and libraries   context, kernels and cuBLAS workspaces; NCCL's buffers where there are
-                         several GPUs (assumed)
+    gathered units       the unit in use and units gathered ahead of it, within the engine's bound
+                         (`memory.device_capacity`); all units where whole parameters stay on the
+                         device
+    shards on the device several ranks: this rank's share of the node's copy (hpZ), or of parameters
+                         that stay on the device under stage 3
+    exchange buffers     several ranks: the largest unit's gradients before reduction, the parts
+                         received from other ranks, and their codes
+    fresh gradients      gradients of the unit in backward and of units whose gradients are being
+                         copied off or reduced, within the engine's bound; vertical schedule: one
+                         parameter's gradient of one micro-batch, and its copy in the dtype of sums
+    sums of gradients    sums of earlier micro-batches, which return to a GPU to be added to: whole
+                         sums of SUMS_UNITS units or, on several ranks, this rank's parts of the
+                         units in reduction; vertical schedule: sums of the block in backward and of
+                         blocks whose sums are being copied off or reduced
+    errors on their way  qgZ on a GPU: error feedback of the units in reduction
+    inputs of blocks     retained for recomputation, one for each layer; only the last few where
+                         they wait on the CPU or on drives; vertical schedule: of all micro-batches
+    one boundary         vertical schedule: inputs and outputs of the current block for all
+                         micro-batches, and the outputs concatenated; or the gradients of these
+    one block at work,   activations of one block in backward, or the logits and their loss: the
+    or logits and loss   larger, since they exist at different times; without checkpointing all
+                         blocks and the logits
+    states in update     update on the GPU: chunks being read, updated and written
+    tuning of tiles      where Triton computes tiles: memory to measure a kernel's configurations,
+                         at the first product of a shape
+    CUDA and libraries   context, kernels and cuBLAS workspaces; with several ranks NCCL's buffers
+                         (assumed)
 
 In the vertical schedule a block stays gathered, with all its units and tiles, until the last
-micro-batch has passed it, and so do its gradients. On a device without room for all of them, as
+micro-batch has passed it, and so do its gradients. On a device without capacity for all of them, as
 many units stay as fit (`memory.device_capacity.retained_capacity`).
 
-Activations are estimates (`plan.workload`). Memory that the allocator leaves unused between
-its blocks is not counted.
+Activations are estimates (`plan.workload`). Fragmentation of the allocator is not counted.
 
 The ranks of a node take RAM in addition to their budgets, `Policy.ram`: records of chunks and
-units, and more in each phase (`memory.host_overhead`). A node needs room for whole budgets and the
-peak of this. That is conservative for a fill, which comes before gradients. Not counted: the
-interpreter, torch, CUDA's host memory, what a loop holds itself, and what a source holds that
-converts tensors. Only files tell the last, and `inf.offload` counts it.
+units, and more in each phase (`memory.host_overhead`). A node needs capacity for the whole budgets
+and the peak of this overhead. That is conservative for the fill, during which no gradients exist.
+Not counted: the interpreter, torch, CUDA's host memory, memory of the training loop, and memory of
+a source that converts tensors. The size of the last depends on the files; `inf.offload` counts it.
 """
 
 from __future__ import annotations
@@ -97,12 +99,14 @@ from infinity.errors import BudgetError
 
 
 PIECES_MAX = 2048
-"""Pieces of a plan, at most: about one part in a thousand decides what is resident."""
+"""Pieces that `_grain` aims at. A piece is about one part in a thousand of the model, which is the
+resolution of the resident share.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class TierBytes:
-    """Bytes on each tier."""
+    """Bytes on each tier: device memory, CPU memory, drives."""
 
     device: float = 0.0
     cpu: float = 0.0
@@ -116,7 +120,9 @@ class TierBytes:
 
 
 def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, TierBytes]:
-    """Bytes that each of several ranks holds besides its placement, by name; no zeros."""
+    """Return the bytes that each rank holds in addition to its placed states, by name, without
+    zeros. Empty for one rank.
+    """
     if machine.world == 1:
         return {}
     layouts = [
@@ -124,7 +130,7 @@ def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, T
     ]
     trained = [(flat, layout) for flat, layout in layouts if flat.trainable]
     found = {}
-    # Micro-batches inside `no_sync` add up whole on every rank, and are reduced once.
+    # Inside `no_sync` every rank adds up whole gradients, which are reduced once.
     if job.policy.accumulates_locally:
         whole = sum(
             round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained
@@ -132,8 +138,8 @@ def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, T
         found["whole sums of gradients"] = TierBytes(cpu=float(whole))
     shard = float(sum(layout.shard_bytes for _, layout in layouts))
     if job.policy.hpz:
-        # A rank keeps its counterparts' shards too, one of each node, so that a node has every
-        # value once.
+        # A rank also keeps the shards of its counterparts, one from each node, so each node has
+        # every value once.
         copy = machine.nodes * shard
         found["the node's copy (hpZ)"] = (
             TierBytes(device=copy) if job.policy.hpz == "device" else TierBytes(cpu=copy)
@@ -141,13 +147,13 @@ def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, T
     elif job.policy.params == "device" and not job.whole_params(machine.world):
         found["shards kept on the device"] = TierBytes(device=shard)
     if job.policy.qgz and job.policy.error_feedback:
-        # Codes are made from the whole, then again from the node's sums, which go to other nodes:
-        # each level has its own error. With one rank on each node, or one node, there is one level.
+        # Gradients are quantized twice: whole inside the node, then as the node's sums for other
+        # nodes. Each level has separate errors. One rank per node, or one node, has one level.
         turns = min(machine.nodes, machine.ranks) > 1
         numel = sum(
             layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained
         )
-        # 2 bytes each, as `Policy.error_feedback` says.
+        # Errors have 2 bytes each (`Policy.error_feedback`).
         found["errors fed back (qgZ)"] = TierBytes(cpu=2.0 * numel)
     return {name: size for name, size in found.items() if size}
 
@@ -156,8 +162,8 @@ def place_states(
     shape: JobShape, machine: Machine, job: Job, budget: int
 ) -> tuple[list[FlatNeed], PlacementPlan]:
     """Return the needs of one rank and their placement under its `budget` of bytes. If the budget
-    is too small, the placement is the smallest there is, with its `ram_bytes` above the budget.
-    Bytes of `beside_placement` are in neither.
+    is too small, return the smallest placement; its `ram_bytes` exceed the budget. Neither counts
+    the bytes of `beside_placement`.
     """
     fine = _needs(shape, machine, job, 1, least=True)
     needs = _needs(shape, machine, job, _grain(shape, machine.world, job.policy.state))
@@ -167,7 +173,7 @@ def place_states(
 
     windows = _windows_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
-    # As the engine's planner has it: gradients of a speculative update wait as those of a deferred.
+    # As in the engine's planner: gradients of a speculative update wait like deferred ones.
     load = StepLoad(
         job.policy.placement_update, job.passes, bandwidths
     )
@@ -179,7 +185,7 @@ def place_states(
             which,
             ram_bytes,
             drive_count=machine.drives,
-            # A norm is taken in pieces, each widened to fp32.
+            # The norm of a gradient is computed in pieces, each widened to fp32.
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + windows,
             resident=job.policy.resident_parts,
             load=load,
@@ -188,7 +194,7 @@ def place_states(
         )
 
     def chunked(found: PlacementPlan) -> PlacementPlan:
-        """Replace the pools by those that the engine's chunks want."""
+        """Replace the pools of coarse pieces by the pools that the engine's chunks need."""
         if not found.pool_bytes:
             return found
         spill = [need.spill_format is not None for need in fine] if any(found.spilled) else None
@@ -197,15 +203,15 @@ def place_states(
     try:
         found = plan(needs, max(budget, 0))
     except BudgetError as error:
-        # Pools of coarse pieces differ from the engine's, so either of the two may be the smaller.
+        # Pools of coarse pieces differ from the engine's, so either placement may be the smaller.
         ways = [plan(needs, error.smallest_bytes), plan(needs, None)]
         found = min(ways, key=lambda way: chunked(way).ram_bytes)
         if chunked(found).ram_bytes > budget:
             return needs, chunked(found)
     if found.pool_bytes:
-        # Slots of coarse pieces are larger than the engine's; the difference is room for states. A
-        # placement without pools has no such difference, and would exceed the budget by it. Another
-        # way to spill may want even more in coarse pieces: then the placement stays as found.
+        # Staging buffers of coarse pieces are larger than the engine's; the difference is capacity
+        # for states. A placement without pools has no such difference, and would exceed the budget.
+        # If another choice of spilled gradients needs even more, keep the placement found first.
         with contextlib.suppress(BudgetError):
             larger = plan(needs, budget + found.pool_bytes - chunked(found).pool_bytes)
             found = larger if larger.pool_bytes else found
@@ -213,7 +219,7 @@ def place_states(
 
 
 def _windows_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
-    """Return the bytes of pinned memory through which gradients leave a GPU for updates in backward
+    """Return the bytes of pinned memory through which updates in backward copy gradients from a GPU
     (`optim.grad_windows`).
     """
     sizes = (
@@ -239,7 +245,7 @@ def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
 
 
 def _grain(shape: ModelShape, ranks: int, state: str) -> int:
-    """Return the number of chunks in a piece that makes at most PIECES_MAX pieces."""
+    """Return how many chunks form one piece, so that a rank has about PIECES_MAX pieces."""
     pieces = 0
     for flat in shape.flats:
         held = state_format(state, flat.dtype) if flat.trainable else None
@@ -249,11 +255,12 @@ def _grain(shape: ModelShape, ranks: int, state: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """Placement of one rank's states in its part of a node's RAM, and what takes RAM besides.
+    """Placement of one rank's states in its part of a node's RAM, and all other uses of RAM.
 
     waiting, spilled: bytes of activations of all ranks of a node, in RAM and on drives. beside:
-    parts of `beside_placement`, with `held` bytes of RAM. outside: RAM beside the budgets. left:
-    bytes of RAM that one rank has for its placement and `held`. needs, plan: of `place_states`.
+    parts of `beside_placement`; held: the RAM in them. outside: RAM in addition to the budgets.
+    left: bytes of RAM that one rank has for its placement and `held`. needs, plan: results of
+    `place_states`.
     """
 
     waiting: float
@@ -267,12 +274,13 @@ class Placed:
 
 
 def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
-    """Place the states of one rank. The ranks of a node share its RAM evenly, after what
-    activations and other parts take."""
+    """Place the states of one rank. The ranks of a node divide its RAM evenly, after activations
+    and host overhead are subtracted.
+    """
     boundary = float(
         machine.ranks * job.pass_tokens(machine.world) * shape.boundary_bytes_per_token
     )
-    # Only inputs of checkpointed blocks wait elsewhere; other activations stay with autograd.
+    # Only inputs of checkpointed blocks leave the device; other activations stay with autograd.
     boundary = boundary if job.checkpointing else 0.0
     waiting = boundary if job.policy.activations == "cpu" else 0.0
     spilled = boundary if job.policy.activations == "nvme" else 0.0
@@ -287,8 +295,8 @@ def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
 def _needs(
     shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False
 ) -> list[FlatNeed]:
-    """Return the flats as the placement sees them. least: one chunk of each kind only, which is
-    enough for the sizes of slots.
+    """Return the FlatParameters as the placement sees them. grain: chunks in a piece. least: only
+    one chunk of each kind, which is enough to find the sizes of staging buffers.
     """
     needs: list[FlatNeed] = []
     seen: set[tuple[object, ...]] = set()
@@ -297,13 +305,13 @@ def _needs(
         held = state_format(job.policy.state, flat.dtype) if flat.trainable else None
         size = chunk_numel(held or Format.RAW) * grain
         key = (flat.numels, flat.dtype.itemsize, size)
-        # Layers repeat, and a layout depends on nothing else.
+        # Layers repeat, and a layout depends on the key alone.
         if key not in layouts:
             layouts[key] = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
         layout = layouts[key]
         if least:
-            # A slot is as large as the largest chunk. One chunk of each format and length, up to a
-            # whole one, has the same largest.
+            # A staging buffer is as large as the largest chunk. The largest of one chunk of each
+            # format, dtype and length equals the largest of all.
             kind = (held, flat.dtype, min(layout.shard_numel, size))
             if kind in seen:
                 continue
@@ -344,7 +352,9 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
 
 
 def bytes_at_rest(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest, AtRest]:
-    """Return the bytes of one flat by kind: (all of them, those on NVMe)."""
+    """Return the bytes of one FlatParameter's shard by kind: (on all tiers, on NVMe). masks: for
+    each chunk the sections on NVMe. placed: the format that the placement chose.
+    """
     # The placement may have added a section of spilled gradients to the format.
     need = dataclasses.replace(need, format=placed)
     totals = [AtRest(), AtRest()]
@@ -366,11 +376,13 @@ def bytes_at_rest(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple
 def spare_bytes(
     needs: Sequence[FlatNeed], masks: Sequence[Sequence[int]], formats: Sequence[Format]
 ) -> int:
-    """Return the bytes that a rank keeps free on each of its drives for writes that fail."""
+    """Return the bytes of the extents that a rank reserves on each of its drives for writes that
+    fail.
+    """
     largest = 0
     for need, row, placed in zip(needs, masks, formats, strict=True):
         held = dataclasses.replace(need, format=placed)
-        # Of a million chunks few differ.
+        # A million chunks have few distinct sizes and masks: measure each pair once.
         chunks = {each: chunk for chunk, each in enumerate(zip(need.numels, row, strict=True))}
         for (_, mask), chunk in chunks.items():
             largest = max(largest, aligned_chunk_bytes(held, chunk, mask))
@@ -386,28 +398,26 @@ CUDA_BYTES = 640 * MIB
 """
 
 NCCL_BYTES = 512 * MIB
-"""GPU memory of NCCL besides (assumed)."""
+"""GPU memory of NCCL, in addition (assumed)."""
 
 TUNING_BYTES = 256 * MIB
-"""GPU memory that Triton's benchmark writes to before each run, so that the L2 cache holds nothing
-of the run before.
-"""
+"""GPU memory that Triton's benchmark overwrites before each run to clear the L2 cache."""
 
 CHUNKS_IN_UPDATE = 2 * AHEAD_CHUNKS
-"""Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel,
-on their way out.
+"""Chunks of states that are on a GPU at once when it updates them: being copied in, updated, copied
+out.
 """
 
 TILES = (2, 4, 8, 16, 32, 64)
-"""Numbers of tiles of a linear that are tried."""
+"""Numbers of tiles of a linear to try."""
 WORDS = (8192, 2048)
-"""Words of the vocabulary in a tile of the loss that are tried."""
+"""Words of the vocabulary in one tile of the loss to try."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Need of one kind of memory in bytes, and its parts. there_is: bytes that the machine has,
-    None where that is not known.
+    """Bytes needed of one kind of memory, and its parts. there_is: bytes that the machine has; None
+    if not known.
     """
 
     bytes: float
@@ -416,7 +426,7 @@ class Need:
 
     @property
     def fits(self) -> bool:
-        """True if the machine has enough, or if it is not known how much it has."""
+        """True if the machine has enough, or if its capacity is not known."""
         return self.there_is is None or self.bytes <= self.there_is
 
 
@@ -424,8 +434,7 @@ class Need:
 class Way:
     """One change after which a job fits its GPU.
 
-    how: the call or the setting that makes it. job, need: the job with the change, and its need of
-    device memory.
+    how: the call or setting that makes the change. job: the changed job. need: its device memory.
     """
 
     name: str
@@ -435,12 +444,14 @@ class Way:
 
 
 def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
-    """Return the number of tiles of the loss with so many words each, at most."""
+    """Return the number of tiles of the loss, each with at most `words` words of the vocabulary."""
     return max(1, -(-shape.vocabulary // words))
 
 
 def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
-    """Count the device memory of one GPU. The parts are those of the module's table."""
+    """Count the bytes of device memory of one rank, by the parts of the module's table. model: the
+    uncut shape; the job's tiles of experts are applied here.
+    """
     shape = shape_in(job, model)
     units = _units(shape, machine, job)
     largest = float(max((unit.gathered for unit in units), default=0))
@@ -455,7 +466,7 @@ def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
     if machine.gpus:
         if job.policy.update_on == "device":
             numel = chunk_numel(Format.SPLIT)
-            # 12 B of states and 2 B of gradient.
+            # An element has 12 B of states and 2 B of gradient.
             parts["states in update"] = float(CHUNKS_IN_UPDATE * numel * 14)
         parts["tuning of tiles"] = _tuning_bytes(shape, job, machine.world)
         parts["CUDA and libraries (assumed)"] = float(
@@ -466,8 +477,8 @@ def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
 
 
 def _tuning_bytes(shape: JobShape, job: Job, world: int) -> float:
-    """Count what Triton takes while it measures the products of tiles: its buffer, and a copy of
-    the output that a product adds to.
+    """Count the bytes that Triton takes while it measures the products of tiles: its buffer, and a
+    copy of the output that a product adds to.
     """
     if not any(map(choice.may_be_triton, ("tile_matmul", "linear_cross_entropy"))):
         return 0.0
@@ -477,7 +488,7 @@ def _tuning_bytes(shape: JobShape, job: Job, world: int) -> float:
         tiles = shape.tiles_of(linear, tiles=job.tiles, loss_tiles=job.loss_tiles)
         if tiles > 1:
             rows = -(-linear.out_features // tiles)
-            # Sums in fp32: of a tile's output, of the input's gradient, and the weight's gradient.
+            # Sums are fp32: of a tile's output, of the input's gradient, of the weight's gradient.
             output = max(tokens * max(rows, linear.in_features), rows * linear.in_features)
             copies.append(4.0 * output)
     return TUNING_BYTES + max(copies) if copies else 0.0
@@ -521,7 +532,7 @@ def _gradients(
         return {"fresh gradients": float(fresh_capacity(units, passes))}
     sums = sums_capacity(_blocks(shape, machine, job), passes)
     largest = max((size for unit in units for size in unit.grads), default=0)
-    # Parameters of a model have one dtype, or nearly all have.
+    # All parameters of a model, or nearly all, have one dtype: assume each dtype for the largest.
     trained = [flat.dtype for flat in shape.flats if flat.trainable]
     widths = {dtype.itemsize: job.grad_itemsize(dtype) for dtype in trained}
     fresh = max((slice_grad_bytes(largest, *each) for each in widths.items()), default=0)
@@ -529,9 +540,10 @@ def _gradients(
 
 
 def _returning_bytes(machine: Machine, job: Job, units: Sequence[UnitBytes]) -> dict[str, float]:
-    """Count what comes back from CPU memory to a GPU in backward: sums, and error feedback."""
+    """Count the bytes that return from CPU memory to a GPU in backward: sums, and error feedback.
+    """
     found = {}
-    # One more than may be under way when the next starts.
+    # The unit in backward, and REDUCING_UNITS whose reductions may still run.
     reducing = gradients_capacity(units, REDUCING_UNITS)
     if job.passes > 1:
         if machine.world == 1 or job.policy.accumulates_locally:
@@ -539,35 +551,35 @@ def _returning_bytes(machine: Machine, job: Job, units: Sequence[UnitBytes]) -> 
         else:
             found["sums of gradients"] = reducing / machine.world
     if job.policy.qgz and job.policy.error_feedback and machine.world > 1:
-        # As in `beside_placement`: two levels where there are several nodes of several ranks.
+        # As in `beside_placement`: several nodes with several ranks each quantize at two levels.
         turns = min(machine.nodes, machine.ranks) > 1
         found["errors on their way"] = reducing * (1 + turns / machine.ranks)
     return found
 
 
 def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
-    """Count the buffers of the collectives of the largest unit: the whole to be reduced, the parts
-    that come from other ranks, and codes.
+    """Count the buffers of the largest unit's collectives in bytes: the whole gradients to reduce,
+    the parts received from other ranks, and codes. largest: its gathered bytes.
     """
     if machine.world == 1:
         return 0.0
-    # Parts of bf16 values: int4 codes of gradients that go and that come (twice 1/4), int8 codes of
-    # weights (1/2).
+    # As shares of bf16 values: int4 codes of gradients, sent and received (twice 1/4); int8 codes
+    # of weights (1/2).
     coded = (0.5 if job.policy.qgz else 0.0) + (0.5 if job.policy.qwz else 0.0)
-    # Sums of the node are fp32, twice as wide, of the parts of this rank's counterparts.
+    # The node's sums of the parts of this rank's counterparts are fp32, twice as wide.
     partial = 2.0 / machine.ranks if job.policy.qgz and machine.nodes > 1 else 0.0
-    # Under qgZ the parts come as codes, so the second whole is not needed.
+    # Under qgZ other ranks send codes, so no second whole is needed.
     return ((1.0 if job.policy.qgz else 2.0) + coded + partial) * largest
 
 
 def gathered_bytes(shape: JobShape, machine: Machine, job: Job) -> float:
-    """Count the bytes of gathered parameters on the device of a rank, at most."""
+    """Return the most bytes of gathered parameters on a rank's device."""
     return float(gathered_capacity(_units(shape, machine, job), _passes(machine, job)))
 
 
 def again_share(shape: JobShape, machine: Machine, job: Job) -> float:
-    """Return the share of the parameters that a vertical schedule gathers for each micro-batch,
-    since the device has no room for them to stay.
+    """Return the share of the parameters that the vertical schedule gathers for each micro-batch,
+    because the device has no capacity to retain them. 0.0 in the horizontal schedule.
     """
     if not job.vertical:
         return 0.0
@@ -589,7 +601,8 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
     together = job.pass_tokens(machine.world)
     inputs = float(together * shape.boundary_bytes_per_token)
     if job.policy.activations != "device":
-        # The last calls keep their inputs. Others are on the device until their copy has arrived.
+        # The last calls keep their inputs on the device; other inputs leave it once their copy has
+        # arrived.
         inputs = min(inputs, HELD_CALLS * one + max(2 * one, STORING_BYTES_MAX))
     found = {"inputs of blocks": inputs}
     if job.vertical:
@@ -602,8 +615,7 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
 
 
 def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
-    """List the single changes after which a job fits its GPU, one of each kind and as small as
-    possible, with the need of the changed job.
+    """List single changes after which a job fits its GPU: of each kind the smallest that is enough.
     """
     found = []
     for options in _options(shape, machine, job):
@@ -617,7 +629,7 @@ def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
 
 
 def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
-    """Count the device memory with the largest change of every kind together."""
+    """Count the device memory after the largest change of every kind, all applied together."""
     for options in _options(shape, machine, job):
         if options:
             job = job.replace(**options[-1].fields)
@@ -626,8 +638,8 @@ def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
 
 @dataclasses.dataclass(frozen=True)
 class _Option:
-    """A change to try. how: the call or the setting that makes it. fields: of the job, with their
-    new values.
+    """A change to try. how: the call or setting that makes it. fields: new values of the job's
+    fields.
     """
 
     name: str
@@ -669,8 +681,8 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
             ]
         )
     elif job.policy.activations == "device":
-        # Only inputs of checkpointed blocks can wait elsewhere. A CPU that computes has no other
-        # memory than the device's: waiting there saves nothing.
+        # Only inputs of checkpointed blocks can leave the device. Where the CPU computes, CPU
+        # memory is the device's memory: moving them there saves nothing.
         tiers = [("cpu", "the CPU")] if machine.gpus else []
         tiers += [("nvme", "the drives")] if machine.drives else []
         found += [
@@ -695,7 +707,7 @@ def _smaller_tiles(shape: ModelShape, job: Job) -> list[_Option]:
 
 
 def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
-    """List larger numbers of micro-batches, of fewer tokens each, down to one sequence."""
+    """List larger numbers of micro-batches, with fewer tokens each, down to one sequence."""
     found = []
     now = job.micro_batch_tokens(machine.world)
     count = 2 * job.micro_batches
@@ -713,16 +725,17 @@ def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
 
 
 BESIDE_BUDGET = "beside the budget"
-"""Name of these bytes among the parts of a node's RAM."""
+"""Name of the host overhead among the parts of a node's RAM."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RamBeside:
-    """RAM of all ranks of a node beside the budget, in bytes. chunks: of one rank.
+    """Host overhead of all ranks of a node: bytes of RAM that no budget counts. chunks: of one
+    rank.
 
-    held: from set-up on. passing: the most in each phase. peak: of these that may come together, a
-    step beside a save. fill_without_files: the most of a fill from `init=`, a callable or a
-    `TensorSource`, which give whole weights; in none of the others.
+    held: from set-up on. passing: the most that each phase adds. fill_without_files: the most of a
+    fill from `init=`, a callable or a `TensorSource`, which give whole weights; neither `passing`
+    nor `peak` counts it.
     """
 
     chunks: int
@@ -732,14 +745,14 @@ class RamBeside:
 
     @property
     def peak(self) -> int:
-        """The most at any time."""
+        """Most bytes at any time. Phases do not overlap, except that steps run during a save."""
         phases = dict(self.passing)
         together = phases.pop("step") + phases.pop("save")
         return self.held + max(together, *phases.values())
 
 
 def ram_beside(shape: JobShape, machine: Machine, job: Job) -> RamBeside:
-    """Count the bytes. Pure; does not depend on `machine.ram_bytes`."""
+    """Count the host overhead of the ranks of a node. Does not depend on `machine.ram_bytes`."""
     ranks, policy = machine.ranks, job.policy
     chunks, flats = 0, []
     for flat in shape.flats:
@@ -750,7 +763,7 @@ def ram_beside(shape: JobShape, machine: Machine, job: Job) -> RamBeside:
         flats.append((whole, shard))
     passing = passing_bytes(
         chunks,
-        # A speculative update that is withdrawn comes with the step, with all others.
+        # An undone speculative update is repeated in the step, together with all others.
         all_at_once=not policy.consumes_grads,
         durable=bool(policy.durable),
         drives=machine.drives,
@@ -765,8 +778,9 @@ def ram_beside(shape: JobShape, machine: Machine, job: Job) -> RamBeside:
 
 
 def _tiled_stacks_bytes(shape: JobShape) -> int:
-    """Count the bytes of whole stacks that stay while the tiles of one layer are filled. Linears in
-    tiles are whole among the flats, which have more than a fill then."""
+    """Count the bytes of whole stacks that stay in memory while the tiles of one layer are filled.
+    Tiled linears need no such term: the FlatParameters count them whole already.
+    """
     stacks: dict[str, int] = {}
     for unit in shape.units:
         if unit.tiles:
@@ -777,8 +791,8 @@ def _tiled_stacks_bytes(shape: JobShape) -> int:
 
 
 def reads_in_parts(machine: Machine) -> bool:
-    """Return whether each rank reads its own part of the source: all of them see the same files,
-    which the engine knows within a node alone.
+    """Return whether each rank reads only its part of the source. That needs the same files on all
+    ranks, which the engine knows for the ranks of one node only.
     """
     return machine.nodes == 1
 
@@ -787,7 +801,7 @@ def reads_in_parts(machine: Machine) -> bool:
 def _measure(
     numels: tuple[int, ...], itemsize: int, world: int, size: int
 ) -> tuple[int, int, int]:
-    """Count the chunks of a flat on one rank, the flat's bytes and those of the rank's shard."""
+    """Return for one FlatParameter: (chunks on one rank, its bytes, bytes of the rank's shard)."""
     # Layers repeat: most flats of a model are alike.
     layout = plan_flat(numels, itemsize, world, size)
     return len(layout.chunks), layout.size_bytes, layout.shard_bytes

@@ -3,11 +3,11 @@ limits alone.
 
     seconds per step = limit of the update mode (`infinity._src.memory.roofline`) / EFFICIENCY
 
-Some costs lie in no budget. The drives hold checkpoints, too, where these lie on the same drives.
-Set-up reads parameters from their source and writes them to the drives; moments that begin as zeros
-are not written. The ranks of one node each read a part; of several nodes each rank reads the whole,
-since nothing says that their files are the same. `init=` reads nothing: each rank draws all values
-on a core of its own.
+No budget counts checkpoints and set-up. Checkpoints are assumed to lie on the same drives as the
+states. Set-up reads parameters from their source and writes them to the drives; it does not write
+moments, which begin as zeros. On one node each rank reads its part of the source. On several nodes
+each rank reads the whole, since the engine does not know whether their files are the same. With
+`init=` set-up reads nothing: each rank draws all values, on one core.
 """
 
 from __future__ import annotations
@@ -56,31 +56,36 @@ from infinity._src.plan.ranks import Exchanges, exchanges
 from infinity._src.plan.workload import Job, JobShape, ModelShape, gathered_share, shape_in
 
 EFFICIENCY = 0.9
-"""Share of its limit that the engine is taken to reach: this project demands it of itself, and
-measures it.
+"""Share of the limit that the engine is assumed to reach: a goal of this project, which its
+benchmarks measure.
 """
 
 PASS_SHARE = 0.5
-"""Share of the memory's bandwidth that the engine's own passes reach where the CPU computes: they
-also compute checksums and updates, and share the cores with forward and backward. Measured on two
-cores (`bench/predict.py`)."""
+"""Share of the memory bandwidth that the engine's passes over data reach where the CPU computes:
+they also compute checksums and updates, and share the cores with forward and backward. Measured on
+two cores (`bench/predict.py`)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Needs and times of one job on one machine. Bytes over all ranks of a node, but gpu: of
-    one GPU. Seconds per step.
+    """Needs and times of one job on one machine. Bytes are of all ranks of a node, unless stated
+    otherwise; seconds are of one step.
 
-    ram: also what lies beside the budgets, `ram_beside`. policy_ram: what each rank may have as
-    `Policy.ram`; where that is too little, the least that works.
-    at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs;
-    model_flops: flops of the model's forward and backward, without recomputing, over all nodes.
-    exchanged: bytes that each rank receives from the others. touched: share of the parameters that
-    a pass gathers; less than all where tiles have experts that no token chose. again: share that a
-    vertical schedule gathers for each micro-batch, since the GPU has no room for it to stay.
-    why_not: the parts that do not fit and what would help; empty where everything fits. Else the
-    times are those of the least that would work. days: until the drives have been written as often
-    as they are rated for.
+    gpu: of one GPU. ram: includes the host overhead, `ram_beside`. policy_ram: bytes that each rank
+        can have as `Policy.ram`; if they do not suffice, the least that works.
+    at_rest: all states by kind. on_nvme: the part of them on drives. moved: traffic of the drives.
+    copied: between the CPU and all GPUs; zero where the CPU computes.
+    model_flops: floating-point operations of forward and backward, without recomputation, over all
+        nodes.
+    exchanged: bytes that one rank receives from other ranks.
+    limits, terms_s: the limits of a step, and the seconds that each resource is busy.
+    touched: share of the parameters that a pass gathers; below 1 where tokens choose no expert of
+        some tiles.
+    again: share of the parameters that the vertical schedule gathers for each micro-batch, because
+        the GPU has no capacity to retain them.
+    why_not: the parts that do not fit and what would help; empty where everything fits. If not
+        empty, the times are those of the smallest configuration that works.
+    days: until the drives have written as many bytes as they are rated for.
     """
 
     job: Job
@@ -113,12 +118,14 @@ class Prediction:
 
     @property
     def flops_per_gpu(self) -> float:
-        """FLOP/s of the model on each GPU."""
+        """FLOP/s of the model on each device."""
         return self.model_flops / self.step_s / self.machine.world
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation: the share of the GPUs' peak. None where the CPU computes."""
+        """Model FLOP/s utilization: the share of the GPU's peak, 0 to 1. None where the CPU
+        computes.
+        """
         return self.flops_per_gpu / self.machine.flops_peak_per_gpu if self.machine.gpus else None
 
     @property
@@ -132,19 +139,20 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """Name of the term that a step waits for most."""
+        """Name of the largest term of `terms_s`."""
         return max(self.terms_s, key=lambda name: self.terms_s[name])
 
 
 def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
-    """Plan and time one job. Pure; takes a fraction of a second for the largest models.
+    """Predict needs and times of one job. Pure; takes a fraction of a second for the largest
+    models. model: uncut; the job's tiles of experts are applied here.
 
-    Raises: ValueError for a job that makes no sense, naming field and fix.
+    Raises: ValueError for a job that the machine or the engine cannot run, naming field and fix.
     """
     _check(job, machine)
     shape = shape_in(job, model)
     ranks, policy = machine.ranks, job.policy
-    # A tile is gathered by all ranks as soon as one of them has a token for it.
+    # All ranks gather a tile as soon as one rank has a token for it: count the tokens of all ranks.
     touched = gathered_share(shape, job.expert_tile, -(-job.tokens // job.passes))
     placed = place_in_ram(shape, machine, job)
     plan, spilled = placed.plan, placed.spilled
@@ -169,7 +177,7 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
         **{name: each.total_s for name, each in busy.items()},
     }
-    # With GPUs the update is a part of `busy`, for the CPU's memory or the GPUs'.
+    # With GPUs `busy` contains the update, as traffic of the CPU's memory or of the GPUs' memory.
     update_s = 0.0 if machine.gpus else (2 * sizes.states + sizes.grads) / machine.dram_bytes_per_s
     found = limits(
         moved,
@@ -193,12 +201,12 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
         at_rest=at_rest,
         on_nvme=on_nvme,
         moved=moved,
-        # On the CPU these are copies inside its memory, and count there only.
+        # Where the CPU computes, these are copies inside its memory: "CPU memory" counts them.
         copied=copied.total if machine.gpus else Copied(),
         exchanged=exchanged,
         touched=touched,
         again=again,
-        # Recomputing is no work of the model: MFU does not count it.
+        # By definition MFU does not count recomputation.
         model_flops=sum(_flops(shape, job, recompute=False)),
         limits=found,
         terms_s=terms,
@@ -208,7 +216,9 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
 
 
 def _check(job: Job, machine: Machine) -> None:
-    """Check how job and machine go together. A policy has checked itself."""
+    """Check the job's numbers, and the job against the machine. The policy was checked when it was
+    made.
+    """
     policy = job.policy
     for name in ("tokens", "sequence", "micro_batches"):
         if getattr(job, name) < 1:
@@ -259,21 +269,21 @@ def _check(job: Job, machine: Machine) -> None:
 def _compute(
     shape: JobShape, machine: Machine, job: Job, states: float, on_nvme: AtRest
 ) -> Compute:
-    """Return the times of the passes. The engine's own work takes its time from them where the CPU
-    computes (`_beside`).
+    """Return the times of the passes. Where the CPU computes, they include the engine's work on the
+    same cores (`_beside`).
     """
     found = _passes(shape, machine, job)
     if machine.gpus:
         return found
     forward_s, backward_s, update_s = _beside(shape, machine, states)
-    # A gather takes the same in forward and in backward.
+    # A gather takes as long in backward as in forward.
     backward_s += again_share(shape, machine, job) * job.gathers_again * forward_s
-    # The same cores compute and move: the slower of the two is the time of both.
+    # The same cores run the kernels and move the data: the update takes the longer of the two.
     update_s = max(update_s, _kernels_s(shape, machine, job, on_nvme))
-    # Gradients of micro-batches that share a pass are added up in it: two are read, one written.
+    # Gradients of micro-batches that share a pass are added up: two reads and one write for each.
     added = (job.micro_batches - job.passes) * machine.ranks * _grad_bytes(shape)
     backward_s += 3 * added / machine.dram_bytes_per_s
-    # The update's CPU time falls on the pass that it runs beside.
+    # The update takes CPU time from the pass that it runs concurrently with.
     between_s = (job.passes - 1) * (forward_s + backward_s)
     last_s = backward_s + (update_s if job.policy.update == "backward" else 0.0)
     first_s = forward_s + (update_s if job.policy.update == "deferred" else 0.0)
@@ -284,12 +294,12 @@ def _compute(
 
 
 def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, float, float]:
-    """Return the engine's own CPU time (beside a forward, beside a backward, for the update), from
-    the bytes that it moves through the CPU's memory.
+    """Return the engine's CPU seconds (in a forward, in a backward, for the update), from the bytes
+    that it moves through the CPU's memory.
 
-    A gather verifies and copies (3 passes over the parameters). A backward also takes the gradients
-    (copy and norm: 3 passes). An update reads, verifies and writes every state once, and reads the
-    gradients.
+    A gather verifies and copies: 3 passes over the parameters. A backward also copies the gradients
+    and computes their norm: 3 passes over them. An update reads and writes every state once, and
+    reads the gradients.
     """
     params, grads = machine.ranks * _param_bytes(shape), machine.ranks * _grad_bytes(shape)
     rate = PASS_SHARE * machine.dram_bytes_per_s
@@ -297,11 +307,11 @@ def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, 
 
 
 def _kernels_s(shape: ModelShape, machine: Machine, job: Job, on_nvme: AtRest) -> float:
-    """Return the time of the update's kernels on a node's cores, beside its GPUs or beside the
-    passes of the CPU, and of the checksums of what they read and write.
+    """Return the seconds that a node's cores take for the update's kernels, and for the checksums
+    of the states that the update reads and writes.
     """
     policy = job.policy
-    # A core is counted as one processor.
+    # `update_threads` takes processors and cores; a plan knows cores alone, so each counts as one.
     threads = policy.update_threads or update_threads(
         machine.cores, machine.cores, machine.ranks, on_gpu=bool(machine.gpus)
     )
@@ -344,24 +354,28 @@ def _param_bytes(shape: ModelShape) -> float:
 
 
 def _traffic(on_nvme: AtRest, job: Job, spilled: float) -> Traffic:
-    """Count the traffic over the drives. spilled: activations of a pass that wait there."""
+    """Count the traffic of the drives. spilled: bytes of activations of one pass that wait there.
+    """
     moved = traffic(on_nvme, job.policy.update, job.passes, activations=spilled)
     moved = _from_copies(moved, on_nvme, job)
     if job.policy.update_on == "device":
-        # The update is over before the next forward, which reads what it has written.
+        # The update ends before the next forward begins, so that forward reads the parameters that
+        # the update has written.
         moved = dataclasses.replace(moved, params_read=moved.params_read + on_nvme.params)
     return moved
 
 
 def _without_untouched(moved: Traffic, on_nvme: AtRest, job: Job, touched: float) -> Traffic:
-    """Reduce the reads of gathers to what tokens touch. Updates read and write all states: experts
-    without tokens decay, too.
+    """Subtract the reads of gathers that no token needs. Updates still read and write all states:
+    weight decay also applies to experts without tokens.
     """
     backward = job.policy.update == "backward"
-    # One gather feeds that update, which reads by itself what no token touched.
+    # With update="backward" one gather also supplies the update; the update reads the parameters
+    # that no token touched, so these reads remain.
     fed = min(on_nvme.params, moved.params_read) if backward else 0.0
     left_out = (moved.params_read - fed) * (1.0 - touched)
-    # The window of update="backward" has one more of 2M gathers, that of "delayed" all of them.
+    # Of the other 2M - 1 gathers, the window of update="backward" has one and that of "delayed" has
+    # all.
     gathers = 2 * job.passes - 1
     of_window = {"backward": 1 / gathers, "delayed": 1.0}.get(job.policy.update, 0.0)
     return dataclasses.replace(
@@ -372,8 +386,8 @@ def _without_untouched(moved: Traffic, on_nvme: AtRest, job: Job, touched: float
 
 
 def _with_again(moved: Traffic, on_nvme: AtRest, job: Job, share: float) -> Traffic:
-    """Add the reads of this share of the parameters, which is gathered for each micro-batch."""
-    # hpZ takes these from the node's copy; delayed passes compute from a copy in memory.
+    """Add the reads of the share of the parameters that is gathered for each micro-batch."""
+    # Under hpZ these gathers read the node's copy; delayed passes read a copy in memory.
     params = 0.0 if job.policy.update == "delayed" else on_nvme.params
     size = 0.0 if job.policy.hpz else params + on_nvme.frozen
     read = moved.params_read + share * job.gathers_again * size
@@ -381,16 +395,16 @@ def _with_again(moved: Traffic, on_nvme: AtRest, job: Job, share: float) -> Traf
 
 
 def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
-    """Reduce the reads to those of hpZ: the first gather of a step reads the drives, and not even
-    that for what the update hands over.
+    """Reduce the reads to those under hpZ: only the first gather of a step reads the drives, and
+    only the parameters that the update does not supply from memory.
     """
     if not job.policy.hpz or job.policy.update == "delayed":
         return moved
-    # A deferred update hands trained parameters to the first gather. After one in backward that
-    # gather reads them.
+    # A deferred update supplies the first gather with trained parameters. After an update in
+    # backward that gather reads them from the drives.
     once = on_nvme.frozen + (on_nvme.params if job.policy.update == "backward" else 0.0)
-    # The window of update="backward" has two gathers. The one of the last backward takes the node's
-    # copy and reads no drive.
+    # The window of update="backward" has two gathers. The gather of the last backward reads the
+    # node's copy and no drive.
     in_window = once if job.policy.update == "backward" else 0.0
     return dataclasses.replace(
         moved, params_read=once, beside_states=moved.beside_states - Moved(in_window)
@@ -409,8 +423,9 @@ def _model_bytes(
     activations: float,
     touched: float,
 ) -> ModelBytes:
-    """Bytes that a step copies, over all ranks of a node, each its share: gathered values as they
-    compute (`touched` of them), states at rest, gradients as they wait."""
+    """Return the sizes from which copies are counted, over all ranks of a node: the `touched` share
+    of the gathered values, states at rest, gradients in the dtype in which they wait, activations.
+    """
     trained = [flat for flat in shape.flats if flat.trainable]
     params = float(sum(flat.gathered_bytes() for flat in trained))
     return ModelBytes(
@@ -423,11 +438,11 @@ def _model_bytes(
 
 
 def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies, again: float) -> Copies:
-    """Count the copies between the CPU and all GPUs. Exchanges of GPUs without links of their own
-    (`between`, of one of them) go through the CPU's memory and count, too. again: share of the
-    parameters that is gathered for each micro-batch.
+    """Count the copies between the CPU and all GPUs of a node. between: exchanges of one GPU with
+    the others of its node; they count, too, if GPUs have no direct links, since they go through
+    the CPU's memory. again: share of the parameters that is gathered for each micro-batch.
     """
-    # "device" is the CPU's own memory where the CPU computes.
+    # Where the CPU computes, params="device" is the CPU's memory, and nothing stays elsewhere.
     stay = job.policy.params == "device" and machine.gpus > 0
     found = copies(
         sizes,
@@ -435,19 +450,19 @@ def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies, agai
         job.passes,
         update_on=job.policy.update_on,
         params_stay=stay,
-        # A speculative update may be made once more, so its gradients are kept.
+        # The step may repeat a speculative update, so its gradients are retained.
         grads_wait=job.policy.speculates,
     )
     if not stay:
         more = again * job.gathers_again * (sizes.params + sizes.frozen)
         found += Copies(rest=Copied(h2d=more))
-    # Under hpZ every gather but the first takes the node's copy. From the CPU's memory a rank
-    # copies the shards of all nodes, its part of the copy; on the device the copy is there already.
+    # Under hpZ every gather but the first reads the node's copy. If the copy is in CPU memory, a
+    # rank copies its part of it, the shards of all nodes, to the GPU; a copy on the device needs no
+    # transfer.
     if job.policy.hpz and machine.gpus:
         share = sizes.params + sizes.frozen
         more = (machine.nodes - 1) * share if job.policy.hpz == "cpu" else -share
-        # One of these gathers may lie in the window: at most the bytes that the rest has are taken
-        # off.
+        # One of these gathers may lie in the window: subtract no more bytes than the rest has.
         found += Copies(rest=Copied(h2d=max((2 * job.passes - 1) * more, -found.rest.h2d)))
     if machine.gpus > 1 and machine.peers_per_gpu is None:
         found += between.scaled(machine.gpus)
@@ -455,8 +470,8 @@ def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies, agai
 
 
 def _apart(job: Job, found: Copies) -> Copies:
-    """Place the exchanges in a step: none runs beside an update on the device, which is over before
-    the next forward.
+    """Move all exchanges out of the window of an update on the device: no pass, and so no exchange,
+    runs during that update.
     """
     return Copies(rest=found.total) if job.policy.update_on == "device" else found
 
@@ -495,7 +510,7 @@ def _busy_times(
         link = LinkSpeed(machine.peers_per_gpu, machine.peers_per_gpu)
         found["links between GPUs"] = link.busy_time(between)
     if not on_cpu:
-        # Every GPU updates its share of the states, in its own memory.
+        # Each GPU updates its share of the states in its memory.
         update_s = updated / machine.gpus / machine.hbm_per_gpu
         found["update in GPU memory"] = BusyTime.sum_of(update_s)
     return found
@@ -508,7 +523,7 @@ def _busy_beside(
     if machine.gpus and job.policy.update_on == "cpu":
         found["update kernels"] = BusyTime.sum_of(_kernels_s(shape, machine, job, on_nvme))
     if machine.nodes > 1:
-        # All ranks of a node share its link to the others.
+        # All ranks of a node share the node's link.
         link = LinkSpeed(machine.link_bytes_per_s, machine.link_bytes_per_s)
         found["link between nodes"] = link.busy_time(_apart(job, exchanged.copies(nodes=True)))
     return found
@@ -518,7 +533,6 @@ def _busy_beside(
 
 
 def _ram(placed: Placed, machine: Machine) -> Need:
-    """Count a node's RAM."""
     of_rank = {name: size.cpu for name, size in placed.beside.items()}
     parts = {
         name: float(machine.ranks * size)
@@ -530,25 +544,25 @@ def _ram(placed: Placed, machine: Machine) -> Need:
 
 
 def _nvme(on_nvme: AtRest, placed: Placed, machine: Machine, job: Job) -> Need:
-    """Count the room on the drives. Two generations need it twice, a durable run's older commits
-    once more for each; a step moves one.
+    """Count the capacity needed on a node's drives. A second generation needs it twice, and each
+    older commit of a durable run once more; a step reads and writes one generation.
     """
     plan, trained = placed.plan, on_nvme.params + on_nvme.optim
-    # Each rank has files of its own on all drives.
+    # Each rank has a file on every drive.
     files = machine.ranks * machine.drives
     other = trained + (on_nvme.frozen if job.policy.durable else 0.0)
     parts = {
         "parameters": on_nvme.params + on_nvme.frozen,
         "optimizer states": on_nvme.optim,
         "the other generation": other if job.policy.generations > 1 else 0.0,
-        # Less will do: where there is no such room, fewer are kept.
+        # A run also works with less: without this capacity it retains fewer commits.
         "older commits": job.policy.older_commits * trained,
         "spilled gradients": on_nvme.grads,
         "activations": placed.spilled,
         "spare ranges": float(files * spare_bytes(placed.needs, plan.nvme_masks, plan.formats)),
     }
     found = {name: size for name, size in parts.items() if size}
-    # None would say that the room is not known; without drives there is none.
+    # None would mean that the capacity is not known; without drives it is 0.
     return Need(sum(found.values()), machine.nvme_bytes if machine.drives else 0.0, found)
 
 
@@ -561,8 +575,8 @@ def _why_not(
         found.append(f"{what}: {_lacks(gpu, ' on each')}; {_what_fits(shape, machine, job)}")
     if not ram.fits:
         less = [] if job.policy.grads == "nvme" else ["spilled gradients (--grads nvme)"]
-        # A durable run cannot do without its second generation. With one generation and one pass,
-        # gradients of update backward never wait.
+        # A durable run needs its second generation. With one generation and one pass, update
+        # backward consumes each gradient at once, so no gradients wait in RAM.
         if job.policy.generations > 1:
             less += [] if job.policy.durable else ["one generation"]
         elif job.stores_gradients:
@@ -581,13 +595,13 @@ def _why_not(
         elif job.policy.generations > 1:
             less.append("one generation")
         found.append(f"NVMe: {_lacks(nvme)}; {_join(less)}")
-    # `_join` gives no list where nothing would need less: drop the separator.
+    # `_join` returns "" if no change would need less: drop the separator.
     return tuple(text.removesuffix("; ") for text in found)
 
 
 def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
-    """Name the single changes that make the job fit, with the need then; if there is none, the
-    least need with all of them.
+    """Name the single changes that make the job fit a GPU, each with the changed need; if there is
+    none, state the need after all changes together.
     """
     ways = ways_to_fit(shape, machine, job)
     if ways:
@@ -598,7 +612,7 @@ def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
     units = ("gathered units", "fresh gradients", "sums of gradients")
     of_units = sum(size for name, size in least.parts.items() if name in units)
     enough = "enough" if least.fits else "too much still; shorter sequences need less"
-    # Shorter sequences would not help: activations are the smaller part.
+    # Where activations are the smaller part, shorter sequences would not help.
     if not least.fits and 2 * of_units > least.bytes:
         enough = f"too much still; {format_size(of_units)} of it are units and gradients"
     return (
@@ -626,23 +640,26 @@ def _join(less: list[str]) -> str:
 
 
 PIN_S_PER_BYTE = 0.1e-9
-"""Seconds in which a GPU's driver pins a byte of RAM: 0.1 s for a GB (assumed, from reports)."""
+"""Seconds that a GPU's driver takes to pin a byte of RAM: 0.1 s for a GB (assumed, from reports).
+"""
 
 CHUNK_S = 60e-6
-"""Processor seconds that set-up takes for a chunk, I/O apart: 32e-6 for the model and 29e-6 for its
+"""CPU seconds that set-up takes for a chunk, without I/O: 32e-6 for the model and 29e-6 for its
 optimizer (tests/slopes.py, states in RAM, 2 cores)."""
 
 
 DRAW_S = 22e-9
-"""Seconds in which one core draws an element's initial value, twice, as `init=` does: 8.03 billion
-of them in a set-up of 183 s (docs/performance.md)."""
+"""Seconds that one core takes to draw an element's initial value twice, as `init=` does: 8.03
+billion elements in a set-up of 183 s (docs/performance.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SetUp:
-    """Set-up of one rank, in bytes and seconds. read: of the source of parameters; written: on the
-    drives. seconds: of all ranks together, which share drives and cores. init_seconds: the same
-    where `init=` draws the values, and nothing is read.
+    """Set-up of one rank, in bytes and seconds.
+
+    read: from the source of parameters. written: to the drives. seconds: until all ranks are set
+    up; they share the drives, pin the node's budgets one after the other, and each handles its
+    chunks on one core. init_seconds: the same where `init=` draws the values and reads nothing.
     """
 
     read: float
@@ -653,7 +670,9 @@ class SetUp:
 
 @dataclasses.dataclass(frozen=True)
 class Outside:
-    """Costs of one job on one machine. disk: bytes on a node's drives at their most, by case."""
+    """Costs of one job on one machine that no budget counts. disk: the most bytes on a node's
+    drives, by case. Includes the states' own bytes.
+    """
 
     ram: RamBeside
     disk: dict[str, float]
@@ -661,7 +680,7 @@ class Outside:
 
 
 def outside(shape: ModelShape, found: Prediction) -> Outside:
-    """Count what a predicted job takes besides. Pure."""
+    """Count the costs of a predicted job that no budget counts. shape: uncut."""
     machine, job = found.machine, found.job
     return Outside(
         found.ram_beside,
@@ -673,9 +692,10 @@ def outside(shape: ModelShape, found: Prediction) -> Outside:
 def _disk_peaks(nvme: Need, at_rest: AtRest, job: Job) -> dict[str, float]:
     states = at_rest.states + at_rest.frozen
     if job.policy.durable:
-        # A linked checkpoint takes nothing, and the next step leaves its places alone. What a
-        # killed run has committed stays until the new process has, which keeps two generations;
-        # amid a commit either of both may be the one that counts.
+        # A checkpoint by links takes no bytes when it is made; the next step then writes elsewhere,
+        # so its extents remain. What a killed run has committed remains until the new process, with
+        # two generations, commits. A run killed during a commit retains both of its generations,
+        # since either may be the valid one.
         return {
             "training": nvme.bytes,
             "while a killed run is restored": nvme.bytes + states,
@@ -690,8 +710,8 @@ def _disk_peaks(nvme: Need, at_rest: AtRest, job: Job) -> dict[str, float]:
 
 
 def _set_up(shape: ModelShape, machine: Machine, found: Prediction) -> SetUp:
-    # What is found is of a node, but chunks, which are of a rank. The source is taken to be on
-    # these drives.
+    # Figures of `found` are of a node, except chunks, which are of one rank. The source is assumed
+    # to lie on the same drives.
     whole = sum(flat.numel * flat.dtype.itemsize for flat in shape.flats)
     read = whole / (machine.world if reads_in_parts(machine) else 1)
     written = (found.on_nvme.params + found.on_nvme.frozen) / machine.ranks
