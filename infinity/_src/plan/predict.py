@@ -658,8 +658,8 @@ class SetUp:
     """Set-up of one rank, in bytes and seconds.
 
     read: from the source of parameters. written: to the drives. seconds: until all ranks are set
-    up; they share the drives, pin the node's budgets one after the other, and each handles its
-    chunks on one core. init_seconds: the same where `init=` draws the values and reads nothing.
+    up; they share the drives, pin the node's RAM one after the other, and each handles its chunks
+    on one core. init_seconds: the same where `init=` draws the values and reads nothing.
     """
 
     read: float

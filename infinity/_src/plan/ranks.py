@@ -1,24 +1,26 @@
-"""Exchanges of several ranks in a step, and the bytes that each rank holds.
+"""Collectives of several ranks in a step, and the bytes that each rank holds.
 
-Exchanges are bytes that one rank receives (and sends), inside its node and from other nodes. Each
-is counted as the engine moves it: hierarchically, first among the ranks with the same place in
-their nodes, then inside the node (gathers), or the other way round (reductions), so that no byte
-comes to a node twice. A shard of a flat counts with its padding. For N ranks on K nodes of n, of
-all shards (their bytes: M in bf16):
+Counted are the bytes that one rank receives, inside its node and from other nodes; it sends as
+many. Collectives are hierarchical, as in the engine: a gather runs first among the ranks with the
+same local rank on each node, then inside the node; a reduction runs in the opposite order. So no
+byte reaches a node twice. A shard of a FlatParameter counts with its padding. Shares of M, the
+bytes of all shards in the parameters' dtype, for N ranks on K nodes of n ranks:
 
     gather     (K - 1) / N from other nodes, (n - 1) / n inside; a reduction is the same backwards
-    qwZ        the same of shards as int8 groups: 1 B and a scale for each GROUP_NUMEL elements
-    hpZ        all gathers of a step but the first are from the node's own copy, in the parameters'
-               dtype: nothing across
-    qgZ        the same of gradients as int4 groups: half a byte and a scale for each GROUP_NUMEL
+    qwZ        the same for gathers, with shards as int8 groups: 1 B for each element, and a scale
+               for each SCALE_GROUP_NUMEL elements
+    hpZ        all gathers of a step but the first read the node's copy, in the parameters' dtype:
+               nothing from other nodes
+    qgZ        the same for reductions, with gradients as int4 groups: half a byte for each element,
+               and a scale for each SCALE_GROUP_NUMEL elements
 
-All ranks of a node together take (K - 1) / K of M from other nodes with a gather. ZeRO++ counts
+In a gather all ranks of a node together receive (K - 1) / K of M from other nodes. ZeRO++ counts
 that as M (`Exchanges.volume`): a step of one micro-batch under stage 3 is 3 M (two gathers, a
-reduction) and with all three switches 0.75 M: 0.5, 0 and 0.25 (beside scales). Over the link of two
-nodes as many bytes go, both directions together.
+reduction). With all three switches it is 0.75 M in bf16: 0.5, 0 and 0.25 (without scales). The link
+between two nodes carries as many bytes, both directions together.
 
-Stages 1 and 2, whose parameters stay on every device, gather the updated values once in a step.
-With a reduction goes a byte for each parameter, which tells if it has a gradient.
+Under stages 1 and 2 parameters stay on every device, and a step gathers the updated values once.
+With each reduction ranks exchange a byte for each parameter: whether it has a gradient.
 
 A rank holds, under each ZeRO stage:
 
@@ -27,10 +29,10 @@ A rank holds, under each ZeRO stage:
     stage 2    whole on every device         split                           split over the ranks
     stage 3    split; gathered by units      split                           split over the ranks
 
-Split states rest where the engine's own placement puts them (`plan.memory`), with the padding
-of shards. With params="device", as stages 1 and 2 have it, the resting shard of the parameters is
-the upper half of their masters, beside the optimizer's states. The values that compute are on the
-device; under stage 3 a shard of them.
+Split states rest where the engine's planner places them (`plan.memory`), with the padding of
+shards. With params="device", which stages 1 and 2 require, the shard of the parameters that rests
+with the optimizer states is the upper half of the masters. The values for forward and backward are
+on the device; under stage 3 a shard of them is.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ from infinity._src.plan.workload import FlatShape, Job, JobShape, ModelShape, sh
 class PlannedCollective:
     """One kind of collective in a step.
 
-    count: how often it runs; beside_updates: how many of these while updates run. inside, across:
-    bytes that one rank receives each time, from its node and from others.
+    count: how often it runs; beside_updates: how often of these while updates run. inside, across:
+    bytes that one rank receives each time, from ranks of its node and from other nodes.
     """
 
     name: str
@@ -74,8 +76,8 @@ class PlannedCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Exchanges:
-    """Exchanges of a step. plain_bytes: M of the module's formulas, gathered values as they compute
-    with the padding of shards.
+    """Collectives of a step. plain_bytes: M of the module's formulas, the bytes of all gathered
+    values with the padding of shards.
     """
 
     each: tuple[PlannedCollective, ...]
@@ -95,20 +97,19 @@ class Exchanges:
 
     @property
     def volume(self) -> float:
-        """Bytes between nodes (on one node: between its ranks) in units of M. A gather of
-        everything, not quantized, counts 1.
+        """Bytes between nodes (on one node: between its ranks) in units of M. An unquantized gather
+        of all parameters counts 1.
         """
         parts = self.nodes if self.nodes > 1 else self.ranks_of_node
         if parts == 1 or not self.plain_bytes:
             return 0.0
         size = self.across * self.ranks_of_node if self.nodes > 1 else self.inside
-        # A gather brings (parts - 1) / parts of M; the factor lets it count as all of M, as in
-        # ZeRO++.
+        # A gather receives (parts - 1) / parts of M; the factor counts it as M, as ZeRO++ does.
         return size * parts / (parts - 1) / self.plain_bytes
 
     def copies(self, nodes: bool = False) -> Copies:
-        """Return the bytes received (h2d) and sent (d2h) by one rank inside its node. nodes: by all
-        ranks of a node, from and to other nodes.
+        """Return the bytes that one rank receives (h2d) and sends (d2h) inside its node. With
+        `nodes`, those that all ranks of a node receive from and send to other nodes.
         """
         window = rest = 0.0
         for found in self.each:
@@ -120,7 +121,7 @@ class Exchanges:
 
 
 def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
-    """List the collectives of a step; none where there is one rank."""
+    """List the collectives of a step; none for one rank."""
     flats = [
         (flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats
     ]
@@ -132,14 +133,14 @@ def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
     both = _ways(machine, flats, weights)
     flags = sum(len(flat.numels) for flat, _ in trained)
     inside, across = _ways(machine, trained, grads)
-    # Flags go level by level, a byte for each parameter: a rank must know which have a gradient.
+    # A byte for each parameter, also exchanged level by level, says whether it has a gradient.
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
     count, in_backward = job.passes, job.policy.update == "backward"
     # A delayed update has the whole next step, so every exchange runs beside it.
     late = job.policy.delays
     found = []
     if job.whole_params(machine.world):
-        # Frozen values never change, so the copies on the devices stay valid.
+        # Frozen values never change, so only trained parameters are gathered.
         if trained:
             found.append(
                 PlannedCollective(
@@ -147,14 +148,15 @@ def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
                 )
             )
     else:
-        # Under hpZ only the first gather of a step needs other nodes: until the update the node's
-        # own copy is current.
+        # Under hpZ only the first gather of a step needs other nodes: the node's copy stays current
+        # until the update.
         first, again = (1, 2 * count - 1) if job.policy.hpz else (count, count)
         copy = (_ways(machine, flats, _plain)[0], 0.0) if job.policy.hpz else both
-        # A deferred update runs beside the next forward, and so beside its gather.
+        # A deferred update runs concurrently with the next forward, and so with its gather.
         found.append(PlannedCollective("gather in forward", first, first if late else 1, *both))
         name = "gather from the node's copy" if job.policy.hpz else "gather in backward"
-        # The gather of the last backward, and below its reduction, run beside updates in backward.
+        # Updates in backward run concurrently with the gather of the last backward, and with its
+        # reduction below.
         found.append(PlannedCollective(name, again, again if late else int(in_backward), *copy))
         share = again_share(shape, machine, job)
         if share:
@@ -195,12 +197,12 @@ def _grad_bytes(job: Job) -> _OfShard:
 def _ways(
     machine: Machine, flats: Sequence[tuple[FlatShape, FlatLayout]], size: _OfShard
 ) -> tuple[float, float]:
-    """Return the bytes that one rank receives when every flat is gathered once, or reduced once:
-    (inside its node, from other nodes).
+    """Return the bytes that one rank receives when every FlatParameter is gathered once, or reduced
+    once: (inside its node, from other nodes). size: bytes of a shard on the wire.
     """
     shards = sum(size(flat, layout.shard_numel) for flat, layout in flats)
-    # From other nodes come the shards of the counterparts; then each other rank of the node shares
-    # its own column of them.
+    # A rank receives the shards of its counterparts from other nodes; then each other rank of the
+    # node sends it the shards of that rank and of its counterparts.
     return (machine.ranks - 1) * machine.nodes * shards, (machine.nodes - 1) * shards
 
 
@@ -212,8 +214,8 @@ STAGES = (1, 2, 3)
 
 @dataclasses.dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank under one stage, by the name of the state. Values of parameters are the
-    only device memory counted.
+    """Bytes of one rank under one stage, by the name of the state. Of device memory only values of
+    parameters are counted.
     """
 
     stage: int
@@ -225,7 +227,7 @@ class RankBytes:
 
 
 def bytes_of_rank(model: ModelShape, machine: Machine, job: Job) -> RankBytes:
-    """Count the bytes of each rank under the policy's stage."""
+    """Count the bytes of each rank under the policy's stage. model: uncut."""
     shape = shape_in(job, model)
     placed = place_in_ram(shape, machine, job)
     states = _states(shape, machine, job, placed.needs, placed.plan)
@@ -234,19 +236,21 @@ def bytes_of_rank(model: ModelShape, machine: Machine, job: Job) -> RankBytes:
 
 
 def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
-    """Count the bytes of the same job under each stage; stages 1 and 2 with parameters on the
-    device, and without what they do not have. Beside one of these, stage 3 is shown with parameters
-    where the optimizer's states are."""
+    """Count the bytes of the same job under each stage. Stages 1 and 2 have parameters on the
+    device, and no settings that these stages refuse. If the job has stage 1 or 2, stage 3 has
+    parameters on the tier of the optimizer states.
+    """
     found, policy = [], job.policy
     for stage in STAGES:
         fields: dict[str, Any] = {}
         if stage != policy.zero:
-            # `accumulate` is a choice for the stage that was asked for.
+            # `accumulate` was chosen for the job's stage, so other stages have their defaults.
             fields = {"zero": stage, "accumulate": None}
             if stage == 3:
                 fields["params"] = policy.optim
             else:
-                # Stages 1 and 2 have none of these; `resident` is for states on NVMe.
+                # Stages 1 and 2 refuse these. `resident` is for states on NVMe, so it loses its
+                # part for parameters.
                 resident = {k: part for k, part in policy.resident_parts.items() if k != "params"}
                 fields |= {
                     "params": "device",
@@ -267,12 +271,12 @@ def _states(
         # The placement may have added a section of spilled gradients to the format.
         need = dataclasses.replace(need, format=placed)
         for index, section in enumerate(need.sections):
-            # The section of spilled gradients comes last, and needs no second generation.
+            # Spilled gradients need no second generation.
             spilled = need.kind(index) == "grad"
             kind = "grads" if spilled else "optim" if index else "params"
             versions = 1 if spilled else need.versions
             for numel, mask in zip(need.numels, row, strict=True):
-                # A set bit says that the section rests on NVMe, padded to 4096 bytes.
+                # A set bit: the section rests on NVMe, padded to 4096 bytes.
                 if mask >> index & 1:
                     nvme[kind] += versions * aligned_section_bytes(section, numel)
                 else:

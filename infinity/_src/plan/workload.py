@@ -1,22 +1,24 @@
-"""Model and job of a plan: units and flats as the engine would make them, without a tensor, and how
-they are trained.
+"""Model and job of a plan: units and FlatParameters as the engine would make them, without tensors,
+and how they are trained.
 
-Units come from `params.discover`, layouts from `memory.layout`. Activations and floating-point
+Units come from `params.discover`, layouts from `memory.flat_layout`. Activations and floating-point
 operations are estimated from the sizes that a configuration names:
 
-    parameters that compute     all but a table that is only looked up (an untied input embedding);
-                                of experts, those routed to
+    parameters that compute     all except a table that is only looked up (an untied input
+                                embedding); of experts, those that a token is routed to
     boundary activations        layers x width x itemsize per token: inputs of checkpointed blocks
-    a block's own activations   (12 x width + 4 x MLP width x experts) x itemsize per token, with
-                                experts routed to and shared: recomputed, or kept for every layer
-    logits                      10 B per token and word: as computed, their fp32 copy, its gradient;
-                                8 B in fp32, without the copy. With the loss by tiles: of a tile's
-                                words, and 4 B x width, the hidden states' gradient in fp32
+    activations of a block      (12 x width + 4 x MLP width x experts) x itemsize per token, with
+                                the experts routed to and shared: recomputed, or retained for every
+                                layer
+    logits                      10 B per token and word: as computed in 2 B, their fp32 copy, its
+                                gradient; 8 B if computed in fp32, without the copy. With the loss
+                                in tiles: the words of one tile, and 4 B x width for the hidden
+                                states' gradient in fp32
 
 A stack of experts [experts, ...] is gathered whole, however few of its experts compute.
-`inf.tile_experts` cuts it into tiles, each a unit of its own. A tile is not gathered for a
-micro-batch whose tokens chose none of its experts. Tokens are taken to choose all experts alike,
-which touches the most tiles.
+`inf.tile_experts` cuts it into tiles, each a separate unit. A tile is not gathered for a
+micro-batch whose tokens chose none of its experts. Tokens are assumed to choose all experts equally
+often, which touches the most tiles.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ from infinity._src.params.discover import UnitSpec, find_units
 
 
 UNIT_BYTES_MAX = 512 << 20
-"""Bytes of a unit at most where nothing else finds units: the default of `Policy`."""
+"""Largest unit in bytes; a larger module is split: the default of `Policy.unit_bytes_max`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatShape:
-    """A flat as the engine would make it: elements of its parameters in order, their dtype, and
-    whether an optimizer will hold it.
+    """A FlatParameter as the engine would make it. numels: elements of its parameters, in order.
+    trainable: an optimizer will hold it.
     """
 
     numels: tuple[int, ...]
@@ -58,16 +60,16 @@ class FlatShape:
         return sum(self.numels)
 
     def gathered_bytes(self, world: int = 1) -> int:
-        """Count the bytes of the gathered values, with the padding that the layout for so many
-        ranks puts between and behind them.
+        """Count the bytes of the gathered values, with the padding between and behind them in the
+        layout for `world` ranks.
         """
         return _gathered_bytes(self.numels, self.dtype.itemsize, world)
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearShape:
-    """Weight of a linear that can be tiled, whether or not other linears and embeddings share it.
-    flat: its index among the unit's flats.
+    """Weight of a linear that can be tiled; linears and embeddings may share it. flat: index of its
+    FlatParameter in the unit.
     """
 
     name: str
@@ -78,8 +80,8 @@ class LinearShape:
 
 @dataclasses.dataclass(frozen=True)
 class StackShape:
-    """Parameter that holds all experts of a layer, [experts, ...]: `numel` elements of the flat
-    with that index.
+    """Parameter that holds all experts of a layer, [experts, ...]. flat: index of its FlatParameter
+    in the unit. numel: elements of all experts.
     """
 
     flat: int
@@ -89,9 +91,11 @@ class StackShape:
 
 @dataclasses.dataclass(frozen=True)
 class UnitShape:
-    """Flats that are gathered together. linears: the weights among them that can be tiled; stacks:
-    those of all experts of a layer. around: indices of units that are in use whenever it is. tiles:
-    it is a tile of a stack.
+    """FlatParameters that are gathered together.
+
+    linears: weights in the unit that can be tiled. stacks: parameters in the unit that hold all
+    experts of a layer. around: indices of the units that are in use whenever this unit is. tiles:
+    the unit is a tile of a stack.
     """
 
     name: str
@@ -102,14 +106,16 @@ class UnitShape:
     tiles: bool = False
 
     def gathered_bytes(self, world: int = 1) -> int:
-        """Bytes of the gathered values on each of so many ranks."""
+        """Bytes of the unit's gathered values on each of `world` ranks."""
         return sum(flat.gathered_bytes(world) for flat in self.flats)
 
     def tiled(
         self, tiles_of: Callable[[LinearShape], int], world: int = 1
     ) -> tuple[UnitBytes, list[UnitBytes]]:
-        """Return the bytes of what it is with its linears in so many tiles, and of the tiles, each
-        a unit of its own; without those around it.
+        """Return (bytes of the unit without its tiled linears, bytes of the tiles of each). Every
+        tile is a separate unit. The results have no `around` yet.
+
+        tiles_of: number of tiles of a linear; 1: whole.
         """
         rest = self.gathered_bytes(world)
         grads = [
@@ -136,9 +142,11 @@ class ModelShape:
     """A model: its units in order, and the sizes from which activations and operations are
     estimated (0: not known).
 
-    active_params: those that compute for a token. layers: of an encoder and a decoder together.
-    itemsize: bytes of an element of activations. experts: of a layer; chosen: of these, by a token;
-    shared: experts that every token has besides.
+    active_params: elements of the parameters that compute for one token. layers: of encoder and
+    decoder together. mlp_width: summed over the experts that a token computes. vocabulary: words.
+    positions: longest sequence in tokens. itemsize: bytes of an element of activations. experts:
+    routed experts of a layer; chosen: how many of them a token is routed to; shared: further
+    experts, which every token computes.
     """
 
     name: str
@@ -157,7 +165,7 @@ class ModelShape:
 
     @property
     def has_stacks(self) -> bool:
-        """Return whether experts lie in stacks, which `inf.tile_experts` cuts."""
+        """Whether the model has stacks of experts, which `inf.tile_experts` can cut."""
         return any(unit.stacks for unit in self.units)
 
     @property
@@ -170,7 +178,7 @@ class ModelShape:
 
     @property
     def trainable(self) -> int:
-        """Elements of those that an optimizer will hold."""
+        """Elements of the parameters that an optimizer will hold."""
         return sum(flat.numel for flat in self.flats if flat.trainable)
 
     @property
@@ -178,8 +186,8 @@ class ModelShape:
         return max((unit.gathered_bytes() for unit in self.units), default=0)
 
     def in_blocks(self) -> ModelShape:
-        """Return the model with the units of each block as one, tiles among them. A block has the
-        first number in the names of its units: "model.layers.3".
+        """Return the model with the units of each block, tiles included, merged into one. Names of
+        units tell their block: the part up to the first number, as "model.layers.3".
         """
         names = [_block_of(unit.name) for unit in self.units]
         place = {name: index for index, name in enumerate(dict.fromkeys(names))}
@@ -195,22 +203,22 @@ class ModelShape:
         return dataclasses.replace(self, units=tuple(units))
 
     def gathered_bytes(self, world: int = 1) -> int:
-        """Bytes of all units, gathered on each of so many ranks."""
+        """Bytes of all units, gathered on each of `world` ranks."""
         return sum(unit.gathered_bytes(world) for unit in self.units)
 
     @property
     def boundary_bytes_per_token(self) -> int:
-        """Inputs of all checkpointed blocks."""
+        """Bytes per token of the inputs of all checkpointed blocks."""
         return self.itemsize * self.layers * self.width
 
     @property
     def block_bytes_per_token(self) -> int:
-        """Activations that a block computes and keeps for its own backward."""
+        """Bytes per token of the activations that a block saves for its backward."""
         return self.itemsize * (12 * self.width + 4 * self.mlp_width)
 
     def logits_bytes_per_token(self, loss_tiles: int = 1) -> int:
-        """Bytes per token of the logits and of what the loss makes of them, with the vocabulary in
-        so many tiles; one exists at a time.
+        """Bytes per token of the logits and of the tensors that the loss makes of them, with the
+        vocabulary in `loss_tiles` tiles, one at a time.
         """
         # Logits as computed, their fp32 copy for the loss, the gradient in fp32. fp32 logits need
         # no copy.
@@ -220,15 +228,19 @@ class ModelShape:
         return per_word * -(-self.vocabulary // loss_tiles) + 4 * self.width
 
     def tiles_of(self, linear: LinearShape, *, tiles: int, loss_tiles: int) -> int:
-        """Return the number of tiles of a linear, if linears and the loss have so many."""
+        """Return the number of tiles of a linear. A linear with one output for each word is the
+        head, which `inf.tile_loss` cuts, too.
+        """
         return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
 
     def unit_bytes(
         self, tiles: int = 1, loss_tiles: int = 1, world: int = 1, *, in_slices: bool = False
     ) -> list[UnitBytes]:
-        """Bytes of the units with every linear in so many tiles (`inf.tile_linears`), and the head
-        in as many as the loss (`inf.tile_loss`); all along their outputs. world: ranks, each of
-        which gathers them. in_slices: blocks, and units outside of blocks, run in slices."""
+        """Return the bytes of the units on each of `world` ranks, with every linear in `tiles`
+        tiles (`inf.tile_linears`) and the head in at least `loss_tiles` (`inf.tile_loss`), cut
+        along their outputs. in_slices: blocks, and units outside of blocks, run their micro-batches
+        one after the other (`inf.microbatched`).
+        """
         count = functools.partial(self.tiles_of, tiles=tiles, loss_tiles=loss_tiles)
         parts = [unit.tiled(count, world) for unit in self.units]
         starts = list(itertools.accumulate((1 + len(cut) for _, cut in parts), initial=0))
@@ -238,24 +250,24 @@ class ModelShape:
             block = numbers.setdefault(_block_of(unit.name), len(numbers)) if in_slices else None
             outer = tuple(starts[each] for each in unit.around)
             found.append(dataclasses.replace(rest, around=outer, block=block))
-            # The rest of the unit stays in use while its tiles come and go.
+            # The rest of the unit stays gathered while its tiles are gathered one by one.
             inner = (*outer, starts[index])
             found += [dataclasses.replace(each, around=inner, block=block) for each in cut]
         return found
 
 
 JobShape = NewType("JobShape", ModelShape)
-"""A model as a job has it, with stacks in the job's tiles (`shape_in`). A
-function of a `ModelShape` and a job takes the model uncut."""
+"""A model with its stacks cut into the job's tiles (`shape_in`). A function that takes a
+`ModelShape` and a job takes the uncut model."""
 
 
-@functools.lru_cache(maxsize=65536)  # asked for again and again; a model has few kinds of flats
+@functools.lru_cache(maxsize=65536)  # called often, and a model has few distinct FlatParameters
 def _gathered_bytes(numels: tuple[int, ...], itemsize: int, world: int) -> int:
     return plan_flat(numels, itemsize, world).size_bytes
 
 
 def _block_of(unit: str) -> str:
-    """Return the name of the unit's block, or its own where it is in none."""
+    """Return the name of the unit's block; the name of the unit if it is in no block."""
     parts = unit.partition("[")[0].split(".")
     number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     return unit if number is None else ".".join(parts[: number + 1])
@@ -267,19 +279,19 @@ def shape_of(
     """Return the shape of a module, usually on the meta device. The module is read and never
     changed.
 
-    nested: as the engine finds units on one rank; with several, False. frozen: nothing is trained.
-    Raises: ValueError for parameters that cannot be offloaded.
+    nested: find nested units, as the engine does on one rank and not on several. frozen: no
+    parameter is trained. Raises: ValueError for parameters that cannot be offloaded.
     """
     specs = find_units(model, unit_bytes_max=UNIT_BYTES_MAX, nested=nested)
     config: Any = getattr(model, "config", None)
-    # A multimodal configuration has these sizes in its part for text.
+    # A multimodal configuration has these sizes in its text configuration.
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = _number(text, "hidden_size", "n_embd", "d_model")
     heads = _number(text, "num_attention_heads", "n_head", "num_heads")
-    # Heads divide the model's width where a configuration leaves the width of a head out.
+    # If a configuration does not name the width of a head, heads divide the model's width.
     head = _number(text, "head_dim", "d_kv") or (width // heads if heads else 0)
     experts, chosen, shared, mlp_width = _mlp(text, width)
-    # Exactly these classes, as `inf.tile_linears` takes no subclasses.
+    # Exactly these classes: `inf.tile_linears` leaves subclasses whole.
     linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     embeddings = {
         name for name, module in model.named_modules() if type(module) is torch.nn.Embedding
@@ -297,7 +309,7 @@ def shape_of(
         experts=experts,
         chosen=chosen,
         shared=shared,
-        # Activations are as wide as the parameters that compute; the first stands for all.
+        # Activations have the dtype of the parameters; the first parameter stands for all.
         itemsize=next(
             (entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2
         ),
@@ -305,24 +317,24 @@ def shape_of(
 
 
 def _mlp(config: Any, width: int) -> tuple[int, int, int, int]:
-    """Return a layer's experts, how many of them a token is routed to, how many every token has
-    besides, and the width of the MLPs that a token computes. width: the model's.
+    """Return (routed experts of a layer, how many of them a token is routed to, shared experts,
+    summed width of the MLPs that a token computes). width: the model's.
     """
-    # DBRX has these sizes in a part of their own.
+    # DBRX has these sizes in a separate part of its configuration.
     parts = (config, getattr(config, "ffn_config", None))
 
     def number(*names: str) -> int:
         return next((found for part in parts if (found := _number(part, *names))), 0)
 
-    # Experts have a width of their own or that of the MLP. GPT-2 leaves n_inner at None, and means
-    # four times the model's.
+    # Width of the MLP, which experts have, too, unless their width is named below. GPT-2 leaves
+    # n_inner at None, which means four times the model's width.
     mlp = number("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size") or 4 * width
     experts = number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     if not experts:
         return 0, 0, 0, mlp
     mlp = number("moe_intermediate_size") or mlp
     chosen = number("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
-    # The width of all shared experts together. Qwen2-MoE has one, and names its width alone.
+    # Width of all shared experts together. Qwen2-MoE has one, and names only its width.
     width_shared = number(
         "shared_expert_intermediate_size",
         "moe_shared_expert_intermediate_size",
@@ -330,12 +342,13 @@ def _mlp(config: Any, width: int) -> tuple[int, int, int, int]:
     )
     shared = number("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
     shared = shared or int(width_shared > 0)
-    # A token keeps the activations of every expert that it is routed to, and of the shared ones.
+    # Backward needs a token's activations in every expert that it is routed to, and in every shared
+    # expert.
     return experts, chosen, shared, mlp * max(chosen, 1) + (width_shared or mlp * shared)
 
 
 def _layers(config: Any) -> int:
-    # T5 counts the encoder alone in num_layers.
+    # T5's num_layers counts the encoder alone.
     if getattr(config, "is_encoder_decoder", False):
         decoder = _number(config, "num_decoder_layers", "decoder_layers")
         return _number(config, "encoder_layers", "num_layers", "num_hidden_layers") + decoder
@@ -346,7 +359,7 @@ def _unit(
     spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool, experts: int
 ) -> UnitShape:
     """Group a unit's parameters as `discover.build` does: by dtype and by whether they are trained.
-    linears, embeddings: names of such modules. experts: of a layer.
+    linears, embeddings: names of the modules of these classes. experts: of a layer.
     """
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
     found, stacks = [], []
@@ -355,7 +368,7 @@ def _unit(
         key = (parameter.dtype, parameter.requires_grad and not frozen)
         numels = groups.setdefault(key, [])
         holders = {name.removesuffix(".weight") for name in entry.names}
-        # A weight that any other kind of module shares cannot be tiled, since that module needs it
+        # A weight that a module of another class shares cannot be tiled: that module needs it
         # whole.
         if holders & linears and holders <= linears | embeddings:
             found.append(
@@ -374,7 +387,7 @@ def _unit(
 
 
 def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: float) -> int:
-    # By identity: a tied weight is one parameter.
+    # By identity: two modules with a tied weight have one parameter.
     lookups = {
         id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
     }
@@ -382,10 +395,10 @@ def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: flo
     for spec in specs:
         for entry in spec.entries:
             tied = len(entry.names) > 1
-            # A table is only looked up. A tied one is the head's matrix, too.
+            # An embedding is only looked up, unless it is tied: then it is also the head's matrix.
             if id(entry.parameter) in lookups and not tied:
                 continue
-            # A token uses the experts that it is routed to.
+            # A token computes only with the experts that it is routed to.
             routed = any(part in ("experts", "expert") for part in entry.names[0].split("."))
             total += entry.parameter.numel() * (routed_share if routed else 1.0)
     return round(total)
@@ -407,15 +420,16 @@ def _number(config: Any, *names: str) -> int:
 class Job:
     """Training of a model under a policy: tokens per step, and how its passes compute.
 
-    policy: where states may rest and how a step runs; sizes in `resident` are bytes of each
-        process, `ram` and `nvme` are not looked at: the machine has them.
-    tokens: of a step, over all devices and micro-batches. micro_batches: of each device.
-    schedule: their order, of `config.choices.SCHEDULES`. The vertical one checkpoints each block
-        for each of them.
-    compute_s: measured (forward, backward) seconds of one micro-batch, where they are better known
-        than from FLOP/s.
+    policy: where states may rest and how a step runs. Sizes in `resident` are bytes of each
+        process. A plan takes RAM and drives from the machine, and ignores `ram` and `nvme`.
+    tokens: of a step, over all devices and micro-batches. sequence: tokens of one sequence.
+    micro_batches: of each device in a step.
+    checkpointing: recompute the activations of blocks in backward.
+    schedule: order of the micro-batches, of `config.choices.SCHEDULES`. The vertical schedule
+        requires checkpointing.
+    compute_s: measured (forward, backward) seconds of one micro-batch; None: from FLOP/s.
     tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss along the
-        vocabulary (`inf.tile_loss`); 1: whole logits. expert_tile: experts of a tile of a stack
+        vocabulary (`inf.tile_loss`); 1: whole logits. expert_tile: experts in a tile of a stack
         (`inf.tile_experts`); 0: whole stacks.
     """
 
@@ -431,14 +445,14 @@ class Job:
     schedule: str = "horizontal"
 
     def replace(self, **fields: Any) -> Job:
-        """Copy the job with some fields changed, its own or its policy's.
+        """Return a copy with some fields changed; fields that a job does not have are the policy's.
 
-        Raises: ValueError for fields that a policy refuses.
+        Raises: ValueError for values that the policy refuses.
         """
         own = {name: fields.pop(name) for name in _JOB_FIELDS & fields.keys()}
         if not fields:
             return dataclasses.replace(self, **own)
-        # A policy with a tier on NVMe must name a directory. A plan opens none, so any will do.
+        # A policy with a tier on NVMe must name a directory. A plan opens none, so any name works.
         fields.setdefault("nvme", self.policy.nvme or ["."])
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **fields), **own)
 
@@ -449,43 +463,45 @@ class Job:
 
     @property
     def passes(self) -> int:
-        """Forwards of the whole model in one step, and as many backwards: each gathers every unit
-        once, and leaves one gradient of each parameter.
+        """Forwards of the whole model in one step, and as many backwards. Each pass gathers every
+        unit once; each backward produces one gradient of each parameter.
         """
         return 1 if self.vertical else self.micro_batches
 
     @property
     def gathers_again(self) -> int:
-        """Gathers in one step, beside those of `passes`, of a unit that does not stay from one
-        micro-batch to the next in the vertical schedule: one in forward, one where backward
-        computes it again, and one in backward.
+        """Gathers in one step, in addition to those of `passes`, of a unit that does not stay
+        gathered from one micro-batch to the next in the vertical schedule. Each micro-batch gathers
+        it in forward, in recomputation and in backward: 3 gathers, of which `passes` counts 2.
         """
         return 3 * self.micro_batches - 2 if self.vertical else 0
 
     @property
     def stores_gradients(self) -> bool:
         """True if gradients wait for the step."""
-        # With update="backward" the gradient of the only pass is used up where it is made.
+        # With update="backward" the update consumes the gradient of the only pass at once.
         return not self.policy.consumes_grads or self.passes > 1
 
     @property
     def reductions(self) -> int:
-        """Reductions of the gradients over several ranks in one step."""
+        """Reductions of each gradient over several ranks in one step."""
         return 1 if self.policy.accumulates_locally else self.passes
 
     def whole_params(self, world: int) -> bool:
-        """True if each of so many ranks keeps all parameters on its device."""
+        """True if each of `world` ranks keeps all parameters on its device."""
         return self.policy.whole_params(several=world > 1)
 
     def micro_batch_tokens(self, ranks: int) -> int:
         return -(-self.tokens // (self.micro_batches * ranks))
 
     def pass_tokens(self, ranks: int) -> int:
-        """Tokens of one pass on one device: so many have inputs of blocks that wait at once."""
+        """Tokens of one pass on one device. The inputs of blocks for all of them are in memory at
+        once.
+        """
         return self.micro_batch_tokens(ranks) * self.micro_batches // self.passes
 
     def grad_itemsize(self, dtype: torch.dtype) -> int:
-        """Bytes of an element of gradients that wait, of parameters of a dtype."""
+        """Bytes of an element of a gradient that waits, for a parameter of `dtype`."""
         return int((self.policy.grad_dtype or dtype).itemsize)
 
 
@@ -496,14 +512,15 @@ _JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job))
 
 
 def shape_in(job: Job, shape: ModelShape) -> JobShape:
-    """Return the model as the job has it; a shape that is cut already, as it is."""
+    """Return the model with its stacks cut into the job's tiles; a cut shape is returned as is."""
     return JobShape(cut_experts(shape, job.expert_tile))
 
 
 def cut_experts(shape: ModelShape, tile: int) -> ModelShape:
-    """Return the model with its stacks in tiles of so many experts. 0: as it is.
+    """Return the model with its stacks in tiles of `tile` experts; 0: unchanged.
 
-    Further tiles stand behind all units, so that each other unit keeps its place.
+    The first part of a cut unit takes the unit's place. The other parts follow all units, so every
+    other unit keeps its index.
     """
     if not tile or not shape.has_stacks:
         return shape
@@ -516,7 +533,7 @@ def cut_experts(shape: ModelShape, tile: int) -> ModelShape:
 
 
 def _cut_unit(unit: UnitShape, index: int, tile: int) -> list[UnitShape]:
-    """Return what stays of a unit without its stacks, if anything does, and the tiles."""
+    """Return the unit without its stacks, unless nothing remains of it, followed by the tiles."""
     if not unit.stacks:
         return [unit]
     numels = [list(flat.numels) for flat in unit.flats]
@@ -528,9 +545,9 @@ def _cut_unit(unit: UnitShape, index: int, tile: int) -> list[UnitShape]:
     )
     found, around = [], unit.around
     if any(flat.numels for flat in rest):
-        # It stays in use while its tiles come and go.
+        # The rest stays gathered while its tiles are gathered one by one.
         around = (*around, index)
-        # Empty flats keep their place, by which linears name them.
+        # Empty FlatParameters keep their place: linears refer to FlatParameters by index.
         found.append(dataclasses.replace(unit, flats=rest, stacks=()))
     experts = max(stack.experts for stack in unit.stacks)
     for start in range(0, experts, tile):
@@ -556,19 +573,20 @@ def _cut_unit(unit: UnitShape, index: int, tile: int) -> list[UnitShape]:
 
 
 def touched_share(experts: int, chosen: int, tile: int, tokens: int) -> float:
-    """Return the share of tiles with an expert that a token chose: of so many experts in all, each
-    token chooses `chosen`.
+    """Return the expected share of tiles with at least one expert that a token chose. Each of
+    `tokens` tokens chooses `chosen` of `experts` experts, all equally likely; a tile has `tile`.
     """
     left = experts - tile
     if left < chosen:
         return 1.0
-    # One token misses a tile by choosing all of its experts among the others.
+    # A token misses a tile if it chooses only experts outside the tile.
     missed = math.comb(left, chosen) / math.comb(experts, chosen)
     return 1.0 - missed**tokens
 
 
 def gathered_share(shape: JobShape, tile: int, tokens: int) -> float:
-    """Return the share of all parameters that a pass of so many tokens gathers."""
+    """Return the share of all parameters that a pass of `tokens` tokens, over all ranks, gathers.
+    """
     tiled = sum(unit.gathered_bytes() for unit in shape.units if unit.tiles)
     if not tiled:
         return 1.0
