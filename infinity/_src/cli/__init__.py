@@ -1,1 +1,1 @@
-"""The command `infinity`: bench, train, plan, checkpoint, doctor."""
+"""The command `infinity`: bench, train, report, plan, checkpoint, doctor."""

@@ -1,5 +1,6 @@
-"""The arguments of `infinity train`, `report`, `plan` and `checkpoint`, apart from the code that
-needs torch: tables of rows (`base/options.py`), and the fields of the policy (`config/choices.py`).
+"""The arguments of `infinity train`, `report`, `plan` and `checkpoint`: tables of rows
+(`base/options.py`), and the fields of the policy (`config/choices.py`). This module does not import
+torch, so `infinity --help` is fast.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _TEXT = (
         "SQL"),
     Row("holdout", 0.05, "share of the text that is held out, its last part (0.05)", "SHARE"),
 )  # fmt: skip
-# No default number: a checkpoint from before these options has none.
+# The default is None, not a number: checkpoints record None for whole layers (`resume.RULES`).
 _TILES = (
     Row("tile-linears", int, "every linear in N tiles: inf.tile_linears (whole)", "N"),
     Row("tile-experts", int, "stacks of experts in tiles of K, which compute as the model's eager "
@@ -68,7 +69,7 @@ _RESUME = (
         "in --out)", "DIR"),
     Row("resume", False, "go on from the durable run or the checkpoint in --save-dir, whichever "
         "has the later step, if they are of one run; begin where there is neither"),
-    # `inf.restore` takes "report", too, which no policy has.
+    # "report" is for `inf.restore` alone: no policy has it.
     Row("damaged", ("raise", "report", "from-older"), "where a drive cannot give states back: stop "
         "and name them; report: with --resume, go on without them; from-older: go on with those of "
         "an earlier step, also within the run, with --durable or --generations 2 (raise)",
@@ -77,7 +78,7 @@ _RESUME = (
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments to `parser`; defaults suit a small model and a short run."""
+    """Add the arguments of `infinity train`; their defaults suit a small model and a short run."""
     add_options(parser, (
         Row(" model", argument, "a Hugging Face model directory, or a GGUF file", "MODEL"),
         Row("out", argument, "where the results go", "DIR", {"required": True}),
@@ -100,22 +101,26 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_shared(parser: argparse.ArgumentParser, more: tuple[Row, ...] = ()) -> None:
-    """Add the tiles and the ranks, which `infinity train` and `infinity plan` have. more: tiles."""
+    """Add the tiles and ranks that `infinity train` and `infinity plan` share. more: further rows
+    for the group of tiles.
+    """
     tiles = parser.add_argument_group("tiles, for what does not fit whole (part of the numerics)")
     add_options(tiles, (*_TILES, *more))
     add_ranks(parser)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Add the fields of the policy that several ranks have."""
+    """Add the fields of the policy that matter for several ranks only."""
     ranks = parser.add_argument_group("several ranks (part of the numerics)")
     add_options(ranks, field_rows(*_RANKS))
 
 
 def check_tiles(options: argparse.Namespace) -> None:
-    """Raise ValueError for numbers of tiles that cut nothing: whole is what is left out."""
+    """Raise ValueError for numbers of tiles that cut nothing: to keep layers whole, a user leaves
+    the option out.
+    """
     for name, least in (("tile_linears", 2), ("tile_loss", 2), ("tile_experts", 1)):
-        # `infinity train` has no tiles of the loss.
+        # `infinity train` has no --tile-loss.
         count = getattr(options, name, None)
         if count is not None and count < least:
             raise ValueError(
@@ -165,7 +170,7 @@ _MACHINE = (
     Row("gpu", str, "rtx3090, rtx4090, rtx5090, a100, h100 or h200, for what is not given below "
         "(by --gpu-mem, else h100)", "KIND"),
     Row("gpu-mem", str, "memory of one GPU", "SIZE"),
-    # The plan may be for another machine, so there is nothing to take a share of.
+    # No default: the plan may be for another machine, so this machine's RAM says nothing.
     Row("ram", str, "CPU memory of the node: the budgets of all ranks, and what they take beside "
         "them", "SIZE", {"required": True}),
     Row("nvme-read", str, "all drives together, reading", "GB/s"),
@@ -193,7 +198,7 @@ _JOB = (
     Row("schedule", SCHEDULES, "order of micro-batches: each through the whole model, or all of "
         "them through a block before the next: inf.microbatched (horizontal)",
         more={"default": "horizontal"}),
-    # None by default, since the number that fits depends on the model.
+    # The default is None: the number that fits depends on the model.
     Row("seq", int, "tokens of a sequence (4096, or what the model has)"),
     Row("dtype", ("bfloat16", "float16", "float32"), "of the parameters that compute (bfloat16)"),
     Row("ds-config", argument, "a DeepSpeed configuration (JSON): the plan is of what it asks for, "
@@ -216,14 +221,14 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine (sizes as 80GiB, rates in GB/s)")
     add_options(machine, _MACHINE)
     job = [
-        # A plan's drives have states, and a device has none but what computes.
+        # A plan places optimizer states in CPU memory or on drives, never on the device.
         row._replace(kind=CHOICES["optim"][1:]) if row.name == "optim" else row
         for row in _JOB
     ]
     add_options(parser.add_argument_group("training"), job)
     loss = Row("tile-loss", int, "the head and its loss in N tiles: inf.tile_loss (whole)", "N")
     _add_shared(parser, (loss,))
-    # What is left out here may stand in a DeepSpeed configuration.
+    # None marks an option that was left out: a DeepSpeed configuration may set it.
     parser.set_defaults(**left_out())
 
 
@@ -237,7 +242,7 @@ CHECKPOINT = (
 _WHERE = "a checkpoint, or the (first) directory of a durable run"
 _DIRECTORY = Row(" directory", argument, _WHERE, "DIR")
 _JSON = Row("json", False, "as JSON instead, to standard output")
-# `ls` lists all generations, so there is none to choose.
+# Not for `ls`, which lists all generations.
 _GENERATION = Row("generation", int, "not the newest (whole) one, but this", "N")
 _ACTIONS: dict[str, tuple[str, str, tuple[Row, ...]]] = {
     "ls": (

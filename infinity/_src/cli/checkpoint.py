@@ -1,5 +1,5 @@
-"""`infinity checkpoint`: list, verify, export and reshard what `inf.save` and durable runs wrote.
-No model is built.
+"""`infinity checkpoint`: list, verify, export and reshard checkpoints and durable runs, without
+building the model.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ LIST_SCHEMA = "infinity.checkpoint.ls/1"
 VERIFY_SCHEMA = "infinity.checkpoint.verify/1"
 _SHARD_BYTES_MAX = "2GiB"
 _PIPED_WIDTH = 10_000
-"""Columns of a file or pipe; tables take as many as they need."""
+"""Columns of a console that writes to a file or pipe: more than any table needs."""
 
 
 def run_checkpoint(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Do as `options` say. Exit status: 0 well, 1 when `verify` found damage, 2 for a mistake or an
-    error.
+    """Run the action of `options`. Returns the exit status: 0 for success, 1 if `verify` found
+    damage, 2 for a mistake or an error.
     """
-    # With --json standard output is the record's alone; everything for people goes to stderr.
+    # With --json standard output has the record alone; all other output goes to stderr.
     to_stdout = bool(getattr(options, "json", False))
     console = console or _console(stderr=to_stdout)
     actions = {"ls": _list, "verify": _verify, "export": _export, "reshard": _reshard}
@@ -108,7 +108,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
             "damage": [dataclasses.asdict(each) for each in damage],
         })  # fmt: skip
         return 1 if damage else 0
-    # A directory's name may hold brackets, which rich would take for markup.
+    # A directory's name may contain brackets, which rich would interpret as markup.
     what = f"generation {job.generation} of {escape(str(place))}"
     if damage:
         show_damage(console, damage)
@@ -199,8 +199,8 @@ def _opened(options: argparse.Namespace) -> Checkpoint:
 
 
 def _console(*, stderr: bool) -> Console:
-    """Make a console. A terminal has its width. In a file and a pipe no name is broken, or it could
-    not be searched for.
+    """Make a console. In a file or pipe its width is unlimited, so that no name is wrapped and
+    users can search for names.
     """
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=_PIPED_WIDTH)
@@ -208,7 +208,8 @@ def _console(*, stderr: bool) -> Console:
 
 @contextmanager
 def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Show a bar on a terminal, and nothing elsewhere. The yielded function advances it by bytes.
+    """Show a progress bar on a terminal, and nothing elsewhere. The yielded function advances the
+    bar by a number of bytes.
     """
     if not console.is_terminal:
         yield lambda _size: None
@@ -230,7 +231,7 @@ def _write_json(record: dict[str, Any]) -> None:
 
 
 def _rate(verb: str, size_bytes: int, seconds: float) -> str:
-    # A small checkpoint may be read in less than the clock resolves.
+    # A small checkpoint may be read in less time than the clock resolves: do not divide by 0.
     rate = format_size(int(size_bytes / max(seconds, 1e-9)))
     return f"{format_size(size_bytes)} {verb} in {seconds:.1f} s, {rate}/s"
 
@@ -246,8 +247,8 @@ _LEFT = ("generation", "state", "optimizer", "whole", "file", "what", "why")
 
 
 def show_directory(console: Console, directory: Path, generations: Sequence[Generation]) -> None:
-    """Print a directory: a row for each generation, why one is not whole, and the files of the
-    newest.
+    """Print the generations of a directory, a row each; then why a generation is not whole, and the
+    files of the newest generation.
     """
     columns = (
         "generation", "whole", "step", "ranks", "on disk", "parameters", "state", "optimizer",
@@ -277,7 +278,6 @@ def show_directory(console: Console, directory: Path, generations: Sequence[Gene
 
 
 def show_damage(console: Console, damage: Sequence[Damage]) -> None:
-    """Print every damaged place."""
     table = make_table("Damage", "file", "offset", "bytes", "what", "why", left=_LEFT)
     for each in damage:
         table.add_row(
@@ -303,9 +303,9 @@ def _taken(file: ListedFile) -> str:
 
 
 def _state(generation: Generation) -> str:
-    """Format the policy's state, and the elements that rest in each format."""
+    """Format the policy's state, and the number of elements in each format."""
     kinds = "; ".join(f"{name} ({numel:,})" for name, numel in generation.formats.items())
-    # One format holds everything, so its number of elements says nothing new.
+    # A single format has all elements, so their number says nothing new.
     if len(generation.formats) == 1:
         kinds = next(iter(generation.formats))
     return f"{generation.state}: {kinds}" if kinds else "-"

@@ -1,13 +1,14 @@
-"""The text of `infinity train`: read, split into a training and a held-out part, cut into sequences
+"""The text of `infinity train`: read, split into a training and a held-out part, cut into windows
 of tokens.
 
     lines of text -> [ training part | held-out part (the last --holdout share of the characters) ]
                   -> tokens -> windows [seq], consecutive and disjoint -> shuffled by --seed, batch
                   after batch
 
-The held-out part is never trained on, and it is the text's end rather than a random choice, so no
-sentence next to a held-out one was seen in training. Only as much is tokenised as the run can use,
-so a large file costs no more than a small one.
+The run never trains on the held-out part. It is the end of the text rather than a random choice, so
+training sees no neighbours of held-out sentences except at the cut. Only as many lines are
+tokenized as the run can use, so a large file takes little more time than a small one: it is read,
+but not tokenized, whole.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Tokenize = Callable[[list[str]], list[list[int]]]
 """Lines to token ids, without special tokens."""
 
 _LINES_AT_ONCE = 1024
-"""Lines in one call of the tokenizer. After each call the tokens may be enough."""
+"""Lines in one call of the tokenizer. After each call `windows` checks whether there are enough
+tokens.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +41,11 @@ class Corpus:
     def batches(
         self, batch: int, seed: int, *, rank: int = 0, ranks: int = 1, start: int = 0
     ) -> Iterator[torch.Tensor]:
-        """Return training batches [batch, seq] without end: every window once per pass, each pass
-        in an order of its own. start: batches that were taken before the first.
+        """Return endless training batches, int64 [batch, seq]. A pass has every window once; each
+        pass has a different order. start: batches to skip.
 
-        On several ranks each gets its rows of a batch of `ranks * batch`: together they are what
-        one rank gets of that size.
+        On several ranks each rank gets its rows of a batch of `ranks * batch` windows: all ranks
+        together get the batch that one rank would get with that size.
         """
         every = self._every(ranks * batch, seed, start)
         return (found[rank * batch : (rank + 1) * batch] for found in every)
@@ -53,7 +56,7 @@ class Corpus:
         del order[len(order) - taken :]
         while True:
             chosen: list[int] = []
-            # A batch may take windows of two passes, so that no window is left out of a pass.
+            # A batch may take windows from two passes, so that a pass omits no window.
             while len(chosen) < batch:
                 if not order:
                     passes += 1
@@ -62,7 +65,7 @@ class Corpus:
             yield self.train[chosen]
 
     def _order(self, seed: int) -> list[int]:
-        """Return the windows of a pass, last first: the same order in every run with this seed."""
+        """Return the indices of a pass, last window first: the same in every run with this seed."""
         generator = torch.Generator().manual_seed(seed)
         found: list[int] = torch.randperm(len(self.train), generator=generator).tolist()
         return found
@@ -74,25 +77,26 @@ class Corpus:
     def held_out_rows(
         self, batch: int, *, rank: int = 0, ranks: int = 1
     ) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Yield one rank's rows of the held-out windows, and whether they count. Ranks compute
-        together, so a rank without rows of the last batch gets some that another has.
+        """Yield (rows of one rank, whether they count) for each batch of the held-out windows. A
+        rank that has no rows of the last batch gets the batch's first row, which does not count.
         """
         for found in self.held_out_batches(ranks * batch):
             rows = found[rank * batch : (rank + 1) * batch]
-            # A rank that skipped the batch would leave the others waiting in a collective.
+            # All ranks must compute: if one skipped the batch, the others would wait for it in a
+            # collective.
             yield (rows, True) if len(rows) else (found[:1], False)
 
 
 def build_corpus(options: argparse.Namespace, tokenize: Tokenize, *, ranks: int = 1) -> Corpus:
-    """Read and tokenise what `options` name, as much as so many ranks use.
+    """Read the text that `options` name, and tokenize as much as `ranks` ranks use.
 
-    Raises: ValueError when the text is missing, unreadable or too short for one held-out and one
+    Raises: ValueError if the text is missing, unreadable or too short for one held-out and one
     training window.
     """
     lines = read_lines(options)
     train_lines, held_lines = split_held_out(lines, options.holdout)
     wanted = ranks * options.steps * options.batch * options.accumulate
-    # Eight times what is needed, so that the windows are drawn from more than the text's beginning.
+    # Eight times as many windows as the run takes, so it draws from more than the text's beginning.
     train = windows(train_lines, tokenize, options.seq, max(8 * wanted, 256))
     held_out = windows(
         held_lines, tokenize, options.seq, ranks * options.eval_batches * options.batch
@@ -107,7 +111,7 @@ def build_corpus(options: argparse.Namespace, tokenize: Tokenize, *, ranks: int 
 
 
 def read_lines(options: argparse.Namespace) -> list[str]:
-    """Return the text's lines that are not blank. Raises: ValueError naming file and cause."""
+    """Return the lines of the text that are not blank. Raises: ValueError naming file and cause."""
     if options.query is not None and options.sqlite is None:
         raise ValueError("--query goes with --sqlite FILE")
     try:
@@ -134,7 +138,7 @@ def read_lines(options: argparse.Namespace) -> list[str]:
 def _read_sqlite(path: Path, query: str) -> list[str]:
     if not path.is_file():
         raise ValueError(f"--sqlite {path}: there is no such file")
-    # Read-only: a query that writes fails instead of changing somebody's data.
+    # Read-only: a query that writes fails instead of changing the user's data.
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
         rows = connection.execute(query)
@@ -164,8 +168,11 @@ def _read_jsonl(path: Path, column: str) -> list[str]:
 
 
 def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[str]]:
-    """Return (training lines, held-out lines). Held out are the last lines that make up `share` of
-    the characters, at least one line.
+    """Return (training lines, held-out lines). Held out are the last lines that make up at least
+    `share` of the characters. If that leaves no line for training, the text is cut by characters,
+    inside a line.
+
+    Raises: ValueError unless 0 < share < 1.
     """
     if not 0 < share < 1:
         raise ValueError(f"--holdout {share} must lie between 0 and 1")
@@ -176,7 +183,7 @@ def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[
         at -= 1
         held += len(lines[at])
     if at == 0:
-        # One long line is the whole text: cut inside it.
+        # No line remains for training, as with a single long line: cut the joined text.
         text = "\n".join(lines)
         cut = int(len(text) * (1 - share))
         return [text[:cut]], [text[cut:]]
@@ -184,14 +191,14 @@ def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[
 
 
 def windows(lines: Sequence[str], tokenize: Tokenize, seq: int, count_max: int) -> torch.Tensor:
-    """Return the first `count_max` windows [count, seq] of the lines' tokens; fewer when the text
-    ends.
+    """Return the first windows of the lines' tokens, int64 [count, seq]. count is at most
+    `count_max`, and less if the text ends before.
     """
     tokens: list[int] = []
     for start in range(0, len(lines), _LINES_AT_ONCE):
         if len(tokens) >= count_max * seq:
             break
-        # Line ends were split off, and are a part of the text that the model reads.
+        # The model shall read line ends, which `splitlines` removed.
         for ids in tokenize([f"{line}\n" for line in lines[start : start + _LINES_AT_ONCE]]):
             tokens.extend(ids)
     count = min(len(tokens) // seq, count_max)

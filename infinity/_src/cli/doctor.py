@@ -1,8 +1,11 @@
-"""`infinity doctor`: find out if this machine can offload, and say how to mend gaps.
+"""`infinity doctor`: find out whether this machine can offload, and say how to fix what is missing.
 
-Every capability is tried, not guessed from a version. The exit status is 0 whatever is missing;
-warnings are named below the table. Without its C extension infinity offloads nothing; without any
-other of these it works, only slower.
+The command tries every capability instead of guessing it from a version. It lists warnings below
+the table. The exit status is 0 whatever is missing.
+
+Without the C extension or torch nothing can be offloaded; without a usable directory, nothing to
+NVMe; without working copies to GPUs, no model that computes on a GPU. Most other gaps cost speed
+only.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from infinity.aio._probe import (
 from infinity.errors import DeviceCopyError
 
 _PACKAGES = ("torch", "numpy", "cffi", "liburing", "safetensors", "transformers", "triton")
-# At 12 B per parameter, the states of a model below a billion parameters.
+# At 12 B per parameter, less capacity than a model of a billion parameters needs.
 _FREE_BYTES_LOW = 10 * GIB
 # The pools of training in the `exact` state: 2 bytes per element for parameters alone, 12 for all
 # states.
@@ -52,9 +55,7 @@ _LARGE = PoolSpec(LARGE_COUNT, 12 * CHUNK_NUMEL)
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of the table; `warning` says what is wrong and what to do, and is empty when all is
-    well.
-    """
+    """One row of the table. warning: what is wrong and how to fix it; "" if nothing is."""
 
     subject: str
     value: str
@@ -67,8 +68,8 @@ def run_doctor(
     *,
     model: Path | None = None,
 ) -> int:
-    """Print the findings for this machine and for `directories` (None: the default ones), and for
-    training a `model` on them. Returns 0.
+    """Print the findings for this machine and for `directories` (None: the default ones). model:
+    also forecast training this model here. Returns 0.
     """
     console = console or Console()
     table = Table(title=f"infinity {__version__}", title_justify="left", show_header=False)
@@ -95,12 +96,15 @@ def run_doctor(
 def findings(
     directories: Sequence[str] | None = None, *, model: Path | None = None
 ) -> Iterator[Finding]:
-    """Run all checks, in the order shown."""
+    """Run all checks, and yield their findings in the order of the table. Arguments as in
+    `run_doctor`. Blocks while drives and kernels are tried.
+    """
     engine = probe_engine()
     yield _backend(engine)
     yield _kernels()
     yield _huge_pages(engine)
-    # Probed first and shown later: the executor is tried in the first directory that is usable.
+    # The executor is tried in the first usable directory, so directories are probed before the rows
+    # above them are shown.
     found = list(_directories(directories))
     usable = next((probe.path for probe, _ in found if probe is not None and probe.usable), None)
     executor = probe_executor(usable, small=_SMALL, large=_LARGE) if usable is not None else None
@@ -162,7 +166,8 @@ def _memlock(engine: EngineProbe, executor: ExecutorProbe | None) -> Finding:
     value = f"{limit}; registering the pools takes {format_size(need)}" + (
         " (root is exempt)" if os.geteuid() == 0 else ""
     )
-    # Registration itself is tried in a directory; without one the limit is all there is to go by.
+    # The executor's probe has tried to register the pools. Without a usable directory there was no
+    # probe: compare the limit.
     if executor is not None and not executor.error:
         short = not executor.registered and "memlock" in executor.registered_reason.lower()
     else:
@@ -186,7 +191,7 @@ def _pools(engine: EngineProbe, executor: ExecutorProbe) -> Finding:
     )
     warnings = []
     if executor.backend_reason and engine.io_uring:
-        # Otherwise the line on the backend has said it.
+        # Without io_uring the row of the backend gives this reason already.
         warnings.append(executor.backend_reason)
     if not executor.registered:
         value += f" ({executor.registered_reason})" if executor.registered_reason else ""
@@ -198,7 +203,7 @@ def _pools(engine: EngineProbe, executor: ExecutorProbe) -> Finding:
 
 
 def _memory() -> Finding:
-    # Training asks the same limit, so doctor and budget never disagree.
+    # The default budget comes from the same function, so doctor and training agree.
     machine = hardware.machine()["memory_bytes"]
     limit = cgroup_limit_bytes()
     left = memory_left_bytes()
@@ -217,16 +222,16 @@ def _numa() -> Finding:
     try:
         import torch
     except ImportError:
-        return Finding("NUMA", "unknown")  # the line on the GPU says why
-    # Here, and not above: it imports torch, without which doctor still says all the rest.
+        return Finding("NUMA", "unknown")  # the row of the GPU says why
+    # Imported here: the module imports torch, without which doctor still shows the other rows.
     from infinity._src.memory import numa
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cuda", index) for index in range(count)]
     found = [numa.choose_node(numa.pci_address(device), number=0, ranks=1) for device in devices]
-    # Without a GPU the CPU computes: one line for it.
+    # Without a GPU the CPU computes: show one line for it.
     found = found or [numa.choose_node(None, number=0, ranks=1)]
-    # A dictionary keeps the order of devices. Devices of one node share a line.
+    # The dictionary keeps the order of devices, and gives devices of one node a single line.
     return Finding("NUMA", "\n".join({place.reason: None for place in found}))
 
 
@@ -276,7 +281,7 @@ def _directory(probe: DirectoryProbe) -> Finding:
             "the file system cannot preallocate: a drive that fills up fails a write in the middle "
             "of training"
         )
-    # The probe fits requests to the queue of the drive; smaller ones mean a short queue.
+    # The probe fits its requests to the drive's queue: smaller requests mean a short queue.
     if (probe.block_bytes, probe.depth) != (BLOCK_BYTES, DEPTH):
         warnings.append(
             f"its queue is short: {probe.depth} requests of {format_size(probe.block_bytes)} fit "
@@ -288,7 +293,7 @@ def _directory(probe: DirectoryProbe) -> Finding:
 
 def _model(model: Path, drives: Sequence[DirectoryProbe]) -> Finding:
     try:
-        # Here, and not above: it imports torch, without which doctor still says all the rest.
+        # Imported here: the module imports torch, without which doctor still shows the other rows.
         from infinity._src.cli.plan import describe_model
 
         return Finding("model", *describe_model(model, drives))
@@ -332,13 +337,13 @@ def _gpu() -> Finding:
 
 
 def _copies_fail(device_count: int) -> str:
-    """Say why models cannot be offloaded from these GPUs; empty where they can."""
+    """Return why models cannot be offloaded from these GPUs; "" if they can."""
     from infinity.aio import DeviceDriver
 
     try:
         native.load()
         for ordinal in range(device_count):
-            # Opening the driver tries it: a version would only allow a guess.
+            # Opening the driver tries it; its version would only allow a guess.
             DeviceDriver(ordinal)
     except (ImportError, DeviceCopyError) as error:
         return f"models that compute on a GPU cannot be offloaded: {error}"
@@ -346,16 +351,18 @@ def _copies_fail(device_count: int) -> str:
 
 
 def _waiting() -> Finding:
-    """Report if torch's threads hold cores while they wait, in a loop that is started from here."""
+    """Report whether torch's threads spin while they wait, in a training loop that the user starts
+    with this environment.
+    """
     subject = "waiting threads"
     try:
         import torch
     except ImportError:
-        return Finding(subject, "unknown")  # the line on the GPU says why
+        return Finding(subject, "unknown")  # the row of the GPU says why
     reason = openmp.active_here()
     if not reason:
         return Finding(subject, "asleep")
-    # A single thread does not wait for others, and beside a GPU little is computed here.
+    # A single thread waits for no other thread, and with a GPU the CPU computes little.
     if torch.get_num_threads() < 2 or torch.cuda.is_available():
         return Finding(subject, f"active ({reason})")
     return Finding(
@@ -367,13 +374,13 @@ def _waiting() -> Finding:
 
 
 def _operations() -> Finding:
-    """List the implementation of each operation of infinity.ops on the device that computes, a line
-    each, and why. On a GPU it tries each bitwise operation.
+    """List the implementation of each operation of infinity.ops on the device that computes, with
+    the reason, one line each. On a GPU each bitwise operation is tried.
     """
     try:
         import torch
     except ImportError:
-        return Finding("operations", "unknown")  # the line on the GPU says why
+        return Finding("operations", "unknown")  # the row of the GPU says why
     from infinity._src.kernels import choice
     from infinity._src.kernels.usual_trials import trials_of_usual_forms
     from infinity._src.memory.device import rocm_lacks
@@ -387,7 +394,7 @@ def _operations() -> Finding:
     trials = trials_of_usual_forms()
     for op in choice.OPS.values():
         try:
-            # A failed trial warns; the table shows that in its own way.
+            # A failed trial emits a warning, which the table shows as a fault.
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 chosen = choice.implementation(op.name, device, trials.get(op.name))
@@ -399,7 +406,7 @@ def _operations() -> Finding:
             continue
         other = "" if chosen == "torch" or op.bitwise else ", which rounds in its own way"
         lines.append(f"{op.name}: {chosen} ({reason}){other}")
-    # The first fault stands for all operations that fail alike: the lines above name each.
+    # Operations fail alike, so the first fault stands for all; the lines above name each operation.
     return Finding("operations", "\n".join(lines), faults[0] if faults else "")
 
 

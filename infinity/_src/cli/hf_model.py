@@ -1,9 +1,8 @@
-"""Hugging Face causal language models for `infinity train`: found, filled unit by unit, continued,
-written.
+"""Hugging Face causal language models for `infinity train`: find, build, offload, generate, export.
 
 The module is built on the meta device, and `inf.offload` fills it from safetensors or a GGUF file,
-some tensors at a time. No model is ever in memory as a whole: what cannot be streamed is an error.
-Code that comes with a model is never run (`trust_remote_code` stays off).
+some tensors at a time. No model is ever in memory as a whole: files that cannot be streamed are an
+error. Code that comes with a model is never run (`trust_remote_code` stays off).
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from infinity.errors import SlicesError
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A tokenizer and the place a model comes from. `gguf`: the file's name in `directory`, or
-    None.
+    """A model on disk, and its tokenizer. gguf: name of the GGUF file in `directory`; None for a
+    Hugging Face directory.
     """
 
     directory: Path
@@ -36,15 +35,17 @@ class Pretrained:
     tokenizer: Any
 
     def tokenize(self, lines: list[str]) -> list[list[int]]:
-        """Token ids of each line, without special tokens."""
-        # Windows run over the ends of lines: a special token in between would be learned as text.
+        """Return the token ids of each line, without special tokens."""
+        # Windows cross the ends of lines: the model would learn special tokens there as text.
         found: list[list[int]] = self.tokenizer(lines, add_special_tokens=False)["input_ids"]
         return found
 
 
 def find_pretrained(path: Path) -> Pretrained:
-    """Look at `path` and load its tokenizer. Raises: ValueError for what is no model, or when
-    transformers is missing.
+    """Find the model at `path`, a directory or a GGUF file, and load its tokenizer.
+
+    Raises: ValueError if `path` is no model, if its tokenizer cannot be loaded, or if transformers
+    is missing.
     """
     transformers = quiet_transformers()
     if path.is_dir():
@@ -74,8 +75,8 @@ def find_pretrained(path: Path) -> Pretrained:
 
 @contextlib.contextmanager
 def read_by_transformers(path: Path) -> Iterator[None]:
-    """Turn what transformers raises of the files at `path`, which may be any error, into a
-    ValueError of one line that names them.
+    """Turn any error that transformers raises about the files at `path` into a ValueError of one
+    line that names `path`. Errors of exhausted memory pass unchanged.
     """
     try:
         yield
@@ -83,7 +84,7 @@ def read_by_transformers(path: Path) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # The second often says what the first announces.
+        # The first line often only announces the error; the second states it.
         raise ValueError(f"{path}: {' '.join(lines[:2]) or type(error).__name__}") from error
 
 
@@ -96,18 +97,20 @@ def model_on_meta(
     tile_experts: int | None = None,
     slices: int = 1,
 ) -> torch.nn.Module:
-    """Return the model of `source` in `dtype`, on the meta device, ready to train.
+    """Return the model of `source` in `dtype`, on the meta device, in training mode.
 
-    tile_linears: tiles of every linear. tile_experts: experts of a tile. None: whole ones. slices:
-    of a batch, which pass a block before the next; they checkpoint it. 1: whole batches.
+    tile_linears: tiles of every linear; None: whole linears. tile_experts: experts in a tile of a
+    stack; None: whole stacks. slices: micro-batches of a batch, which all pass a block before the
+    next block and imply checkpointing; 1: whole batches.
 
-    Raises: as `inf.tile_linears`, `inf.tile_experts` and `inf.microbatched`; SlicesError for a
-    model whose loss would be that of all slices together.
+    Raises: as `inf.tile_linears`, `inf.tile_experts` and `inf.microbatched`; ValueError for a model
+    that transformers cannot build; SlicesError for a model whose loss is not the mean of the losses
+    of micro-batches.
     """
     model: Any = _on_meta(source, dtype)
     _prepare(model, checkpointing and slices == 1)
     if tile_experts is not None:
-        # As tiles compute. Of a model without experts this changes nothing.
+        # Tiles compute as the eager implementation does. A model without experts does not change.
         model.set_experts_implementation("eager")
         inf.tile_experts(model, experts=tile_experts)
     if tile_linears is not None:
@@ -125,7 +128,7 @@ def model_on_meta(
 
 
 def check_tokens(model: Any, source: Pretrained, tokens: Iterable[torch.Tensor]) -> None:
-    """Raise ValueError for tokens that the model's embedding has no rows for."""
+    """Raise ValueError if the model's embedding has no row for one of the tokens."""
     rows = model.get_input_embeddings().weight.shape[0]
     highest = max((int(each.max()) for each in tokens if each.numel()), default=-1)
     if highest >= rows:
@@ -141,23 +144,23 @@ def offload_pretrained(
     model: torch.nn.Module, source: Pretrained, policy: inf.Policy, *, read: bool = True
 ) -> torch.nn.Module:
     """Offload the model of `source`, which is on the meta device, and return it. Blocks until all
-    of it is at rest.
+    states are at rest.
 
-    read: False leaves the values unread, for a restore that brings them; until then they are zeros.
+    read: False reads no values, since a restore follows; until then the values are zeros.
 
     Raises: as `inf.offload`; ValueError for files that cannot be read tensor by tensor.
     """
     path = source.directory if source.gguf is None else source.directory / source.gguf
     if read:
         return inf.offload(model, policy, load=path)
-    # Files decide more than values: the dtypes of parameters, as `from_pretrained` gives them.
+    # The files are still opened: they decide the dtypes of parameters, as in `from_pretrained`.
     with hub_checkpoint(model, path) as found:
         tensors = found if isinstance(found, FileTensors) else open_weights(model, path)
         return inf.offload(model, policy, load=_Unread(tensors))
 
 
 class _Unread(FileTensors):
-    """Tensors whose values are not read: all are zeros."""
+    """Tensors with the names, shapes and dtypes of files; all values are zeros."""
 
     def __init__(self, tensors: FileTensors) -> None:
         self._tensors = tensors
@@ -174,8 +177,9 @@ class _Unread(FileTensors):
 
     @property
     def files(self) -> SourceFiles:
-        """The files, by which ranks know that they fill alike."""
-        # No fill that broke off is taken for one of the values, nor the other way.
+        """The files, by which ranks check that they initialize from the same source."""
+        # An interrupted fill with zeros must not be resumed as a fill with the values, nor the
+        # reverse.
         return dataclasses.replace(self._tensors.files, conversion="unread")
 
     def read(self, name: str) -> torch.Tensor:
@@ -193,7 +197,7 @@ class _Unread(FileTensors):
 
 def _prepare(model: Any, checkpointing: bool) -> None:
     model.train()
-    # The cache of keys and values serves generation only.
+    # Only generation needs the cache of keys and values.
     model.config.use_cache = False
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -206,7 +210,7 @@ def _on_meta(source: Pretrained, dtype: torch.dtype) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             source.directory, trust_remote_code=False, **extra
         )
-        # No memory yet: `inf.offload` fills the module unit by unit.
+        # On the meta device the module takes no memory; `inf.offload` fills it unit by unit.
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=False
@@ -243,9 +247,7 @@ def continue_text(
 
 def save_pretrained(model: Any, tokenizer: Any, directory: Path, *, first: bool = True) -> None:
     """Write weights (streamed), config and tokenizer, so that `from_pretrained(directory)` loads
-    them.
-
-    On several ranks all call it; the first of them writes.
+    them. Collective. first: this rank writes config and tokenizer.
     """
     if first:
         _save_beside(model, tokenizer, directory)
@@ -254,7 +256,7 @@ def save_pretrained(model: Any, tokenizer: Any, directory: Path, *, first: bool 
 
 def _save_beside(model: Any, tokenizer: Any, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    # Training has switched the cache off. Whoever loads the result generates with it.
+    # Training has switched the cache off; users of the exported model generate with it.
     use_cache = model.config.use_cache
     model.config.use_cache = True
     try:
@@ -269,8 +271,10 @@ def _save_beside(model: Any, tokenizer: Any, directory: Path) -> None:
 
 
 def quiet_transformers() -> Any:
-    """Return transformers, quiet, and never on the network: models are read from disk only."""
-    # Before the import, which reads them. A user's own setting stays.
+    """Import transformers without progress bars and warnings, and offline: models are read from
+    disk only. Raises: ValueError if it is not installed.
+    """
+    # Before the import, which reads these variables. A setting of the user stays.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

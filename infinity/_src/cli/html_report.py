@@ -1,8 +1,8 @@
-"""`infinity report`: one HTML page of a training run, or of several beside each other.
+"""`infinity report`: one HTML page of one or several training runs.
 
-The page holds all that it needs, the plotting library (plotly.js) included: it opens without a
-network, and its content security policy lets the browser ask for nothing. Texts that come from
-files are shown as texts, whatever is in them.
+The page contains all that it needs, including the plotting library (plotly.js): it opens without a
+network, and its content security policy forbids all requests. Texts from files are escaped, so they
+are never interpreted as HTML.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ th { font-weight: 600; } td { font-variant-numeric: tabular-nums; }
 @media (min-width: 1000px) { .beside { grid-template-columns: repeat(2, minmax(0, 1fr)); } }
 """
 
-# Nothing from anywhere: plotly.js and its styles are in the page.
+# No requests: plotly.js and its styles are in the page.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 )
@@ -64,8 +64,8 @@ class Chart:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """Charts under one heading, with a sentence for the reader. table: rows of texts, the first of
-    headings.
+    """Charts under one heading, with a sentence for the reader. wide: charts take the whole width.
+    table: rows of texts; the first row has the headings.
     """
 
     title: str
@@ -76,7 +76,9 @@ class Section:
 
 
 def run_report(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Write the page of a directory's runs. Exit status: 0; 2 for a mistake, or no plotly."""
+    """Write the page of a directory's runs. Returns the exit status: 0; 2 for a mistake, or if
+    plotly is missing.
+    """
     console = console or Console()
     try:
         out = options.out or options.directory / PAGE_NAME
@@ -93,29 +95,28 @@ def run_report(options: argparse.Namespace, console: Console | None = None) -> i
 
 
 def has_plotly() -> bool:
-    """Return whether the plotting library is installed."""
     return importlib.util.find_spec("plotly") is not None
 
 
 def write_report(directories: Sequence[Path], out: Path, *, rated_tb: float | None = None) -> int:
-    """Read the runs of these directories and write their page to `out`. Returns its bytes.
+    """Read the runs of these directories and write their page to `out`. Returns its size in bytes.
 
-    rated_tb: terabytes that each drive is rated for; None: an example.
-    Raises: ValueError for a run without steps, and for files that are none of infinity's; OSError.
+    rated_tb: terabytes written that each drive is rated for; None: an example.
+    Raises: ValueError if no run has a step, and for files that infinity did not write; OSError.
     """
     runs = [read_run(directory) for directory in directories]
     if not any(run.series.points for run in runs):
         raise ValueError(
             f"{', '.join(map(str, directories))}: no step was recorded yet; make the page later"
         )
-    # A directory's name may hold bytes that are no letters.
+    # A directory's name may contain bytes that are not UTF-8.
     data = page(runs, rated_tb).encode(errors="replace")
     write_named(out, data)
     return len(data)
 
 
 def page(runs: Sequence[RunHistory], rated_tb: float | None = None) -> str:
-    """Return the whole page."""
+    """Return the page as HTML."""
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
@@ -125,7 +126,7 @@ def page(runs: Sequence[RunHistory], rated_tb: float | None = None) -> str:
         if section.table:
             body.append(_table(section.table))
         if section.charts:
-            # Before the charts, which take the width that they find.
+            # Set the grid before its charts: plotly draws them in the width that they find.
             beside = len(section.charts) > 1 and not section.wide
             body.append(f'<div class="charts{" beside" if beside else ""}">')
             body += [
@@ -150,7 +151,7 @@ def page(runs: Sequence[RunHistory], rated_tb: float | None = None) -> str:
 
 
 def sections(runs: Sequence[RunHistory], rated_tb: float | None = None) -> list[Section]:
-    """Return what the page shows, in order. Runs without steps have no charts."""
+    """Return the sections of the page, in order. Runs without steps have no charts."""
     shown = [run for run in runs if run.series.points]
 
     def each(kind: str, draw: Callable[[RunHistory], go.Figure | None]) -> tuple[Chart, ...]:
@@ -204,7 +205,7 @@ def sections(runs: Sequence[RunHistory], rated_tb: float | None = None) -> list[
             table=_wear(shown, EXAMPLE_TBW if rated_tb is None else rated_tb),
         ),
     ]
-    # Without drives, say, there is nothing to show of them.
+    # A section without charts, as "Drives" of a run without drives, has no text: omit it.
     return [section for section in found if section.about]
 
 
@@ -291,13 +292,13 @@ def _loss(runs: Sequence[RunHistory]) -> go.Figure:
                 go.Scatter(
                     name=f"{label}NaN or infinite",
                     x=[point.at for point in odd],
-                    # There is no place for these: at the least that there is one for.
+                    # NaN and infinity have no place on the axis: draw them at the smallest loss.
                     y=[min(lows, default=0.0)] * len(odd),
                     mode="markers",
                     marker={"color": "#cf222e", "symbol": "x", "size": 9},
                 )
             )
-    # A loss that was lost once would flatten all others.
+    # On a linear axis a single huge loss would flatten all others.
     if lows and min(lows) > 0 and max(highs) > 1e3 * min(lows):
         figure.update_yaxes(type="log")
     else:
@@ -355,7 +356,9 @@ def _rate(point: Point, field: str) -> float | None:
 
 
 def _mix_limit(point: Point, bandwidth: dict[str, float]) -> float | None:
-    """Return GB/s that the drives give to the point's mix: reads and writes share their time."""
+    """Return the GB/s that the drives reach for the point's mix of reads and writes, which share
+    the drives' time.
+    """
     read, written = point.get("bytes_read") or 0.0, point.get("bytes_written") or 0.0
     busy = read / bandwidth["read"] + written / bandwidth["write"]
     return (read + written) / busy if busy else None
@@ -440,7 +443,9 @@ def _written(run: RunHistory) -> go.Figure | None:
 
 
 def _timeline(run: RunHistory, longest_s: float) -> go.Figure | None:
-    """Draw the step in lanes; runs beside each other have one scale of time."""
+    """Draw a step, a band of rows for each kind of work. All runs of a page have the same scale:
+    `longest_s` seconds.
+    """
     timeline = run.timeline
     if timeline is None or not timeline.lanes:
         return None
@@ -474,7 +479,7 @@ def _lane(lane: str, bars: Sequence[Bar], at: int, timeline: StepTimeline) -> An
 
     labels = [_label(bar, timeline.names) for bar in bars]
     last = max(len(timeline.names) - 1, 1)
-    # A colour each, and no scale: plotly finds no contrast for texts on bars that have one.
+    # An explicit colour for each bar: with a colour scale plotly chooses text without contrast.
     colours: Any = sample_colorscale("Turbo", [bar.first / last for bar in bars])
     colours = {"waiting": "#cf222e", "phase": "#d0d7de"}.get(lane, colours)
     return go.Bar(
@@ -525,7 +530,7 @@ def _facts(runs: Sequence[RunHistory]) -> tuple[tuple[str, ...], ...]:
     ]
     table = [("", *(_short(run.name) for run in runs))]
     table += [(title, *(tell(run) for run in runs)) for title, tell in rows]
-    # A row that no run fills says nothing.
+    # Omit rows that are empty for all runs.
     return tuple(row for row in table if row is table[0] or any(row[1:]))
 
 
@@ -602,7 +607,8 @@ def _wear_text(runs: Sequence[RunHistory], rated_tb: float | None) -> str:
 
 
 def _wear(runs: Sequence[RunHistory], rated_tb: float) -> tuple[tuple[str, ...], ...]:
-    """Return a row for each drive: what training wrote, and the engine's forecast."""
+    """Return a row of texts for each drive: bytes that training wrote, and the engine's forecast.
+    """
     rows = []
     for run in runs:
         for drive in run.drives.values():
@@ -630,16 +636,16 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _short(text: str) -> str:
-    """Return a text from a file as it can be shown: printable, and not long."""
+    """Return a text from a file, shortened, with unprintable characters replaced."""
     short = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 1] + "…"
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in short)
 
 
 def _plain(text: str) -> str:
-    """Return a text from a file for a chart. plotly reads a little HTML: nothing in it is a tag."""
+    """Return a text from a file for a chart. plotly interprets some HTML, so tags are escaped."""
     return html.escape(_short(text), quote=False)
 
 
 def _finite(values: Iterable[float | None]) -> list[float | None]:
-    """Replace numbers that no axis has a place for by gaps."""
+    """Replace NaN and infinity by None, which plotly draws as a gap."""
     return [value if value is not None and math.isfinite(value) else None for value in values]

@@ -1,5 +1,5 @@
-"""The command `infinity`: bench, train, report, plan, checkpoint, doctor. Torch is imported only
-where it is needed.
+"""The command `infinity`: bench, train, report, plan, checkpoint, doctor. Only commands that need
+torch import it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # Only for the list of commands: `main` hands its arguments to the parser of bench.
+    # For the list of commands only: `_run` passes the arguments of bench to the parser of bench.
     commands.add_parser(
         "bench", help="what drives, update kernels and copies give on this machine", add_help=False
     )
@@ -70,16 +70,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status. No error of a file or a value, and none of standard
-    output, ends it without a message and a status: 2 for a mistake, 1 for a fault, 130 after
-    Ctrl-C.
+    """Run one command and return its exit status: 0, 2 for a mistake, 1 for a fault, 130 after
+    Ctrl-C; `infinity train`, `plan` and `checkpoint` define theirs. Errors of files, values, memory
+    and standard output become one line on stderr. argv: without the program's name; None:
+    `sys.argv`.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     return with_safe_streams(lambda: _told(given))
 
 
 def _told(given: Sequence[str]) -> int:
-    """Run a command, and tell in one line the errors that it leaves to its caller."""
+    """Run a command, and print in one line any foreseen error that it raises."""
     try:
         return _run(given)
     except KeyboardInterrupt:
@@ -96,7 +97,7 @@ def _told(given: Sequence[str]) -> int:
 def _is_foreseen(error: Exception) -> bool:
     if isinstance(error, (OSError, ValueError, MemoryError, InfinityError)):
         return True
-    # Torch has an error of its own where memory is short. What does without it raises none of them.
+    # Torch has a separate error for exhausted memory. Without torch imported there is none.
     if "torch" not in sys.modules:
         return False
     from infinity._src.base.torch_compat import is_out_of_memory
@@ -105,7 +106,7 @@ def _is_foreseen(error: Exception) -> bool:
 
 
 def _run(given: Sequence[str]) -> int:
-    # Before the parser, which would refuse the arguments of bench.
+    # Before the parser, which does not know the arguments of bench.
     if given[:1] == ["bench"]:
         return bench.main(given[1:])
     parser = build_parser()
@@ -120,10 +121,9 @@ def _run(given: Sequence[str]) -> int:
         from infinity._src.cli.html_report import run_report
 
         return run_report(options)
-    # Before torch, which imports tqdm, which reads this once: other libraries' bars would run
-    # through ours.
+    # tqdm reads this once, when torch imports it: bars of other libraries would garble ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
-    # After doctor, which shows what a user's own loop would have.
+    # Not for doctor, which shows the environment that a user's training loop would have.
     wait_passively()
     if options.command == "plan":
         from infinity._src.cli.plan import run_plan

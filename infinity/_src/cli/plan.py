@@ -1,10 +1,10 @@
 """`infinity plan`: does a model fit a machine, where does each state go, how long is a step, what
 would one change buy.
 
-Nothing is loaded and nothing is measured: the model is built on the meta device from its
-configuration (code that comes with a model is never run), drives are as told or as
-`python -m infinity.bench swap --json` measured them. The answer is tables for people, or one record
-for JSON. `bench/bytes_per_rank.py` shows the tables of several ranks, too.
+The command loads no weights and measures nothing. It builds the model on the meta device from its
+configuration (code that comes with a model is never run), and takes the drives' figures from its
+arguments or from a record of `python -m infinity.bench swap --json`. The answer is tables for
+people, or one JSON record. `bench/bytes_per_rank.py` shows the tables of several ranks, too.
 """
 
 from __future__ import annotations
@@ -54,20 +54,22 @@ from infinity.aio._probe import DirectoryProbe
 
 
 SEQUENCE = 4096
-"""Tokens of a sequence where neither arguments nor model nor the step have fewer."""
+"""Default tokens of a sequence; fewer if the model has fewer positions or the step fewer tokens."""
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def run_plan(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Plan as `options` say. Exit status: 0 when it fits, 1 when it does not, 2 for a mistake."""
-    # With "--json -" standard output is the record's alone; everything for people goes to stderr.
+    """Plan as `options` say. Returns the exit status: 0 if the job fits, 1 if it does not, 2 for a
+    mistake.
+    """
+    # With "--json -" standard output has the record alone; all other output goes to stderr.
     to_stdout = options.json is not None and str(options.json) == "-"
     console = console or Console(stderr=to_stdout)
     try:
         check_target(options.json, "--json")
         machine = read_machine(options)
         run = read_ds_config(options, machine)
-        # On one rank the engine also finds nested units; on several it does not.
+        # The engine finds nested units on one rank only.
         shape = read_shape(options.model, _dtype(options, run), nested=machine.world == 1)
         job = read_job(options, shape, machine, run)
         prediction = predict(shape, machine, job)
@@ -95,10 +97,10 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
 
 
 def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelShape:
-    """Read the shape of the Hugging Face model at `path`: a directory or its config.json. Nothing
-    but that file is read.
+    """Read the shape of the Hugging Face model at `path`: a directory or its config.json. Only that
+    file is read. nested: as in `plan.workload.shape_of`.
 
-    Raises: ValueError naming what is wrong with it.
+    Raises: ValueError naming what is wrong with the file.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -124,7 +126,7 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
     with hf_model.read_by_transformers(file), torch.device("meta"):
         model = found[0].from_config(config, dtype=dtype, trust_remote_code=False)
     if file.name == "config.json":
-        # Every configuration has the same file name; its directory has the model's.
+        # Every model's file has this name; its directory is named after the model.
         name = file.absolute().parent.name
     else:
         name = file.stem
@@ -132,10 +134,12 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
 
 
 def read_machine(options: argparse.Namespace) -> Machine:
-    """Describe the machine of the arguments. Raises: ValueError naming argument, value and fix."""
+    """Describe the machine that the arguments name. Raises: ValueError naming argument, value and
+    fix.
+    """
     for name in ("flops", "flops_peak", "tbw", "link_gbps"):
         value = getattr(options, name)
-        # Checked here, before units are converted: the message shows the number that was given.
+        # Checked before units are converted, so that the message shows the number as given.
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
     figures = {
@@ -160,12 +164,13 @@ def read_machine(options: argparse.Namespace) -> Machine:
 
 
 def read_ds_config(options: argparse.Namespace, machine: Machine) -> DeepSpeedRun | None:
-    """Read the DeepSpeed configuration of the arguments, for the ranks of a machine; None without
-    one. Raises: ValueError naming key, value and fix.
+    """Read the DeepSpeed configuration that the arguments name, for the ranks of `machine`; None
+    without one. Raises: ValueError naming key, value and fix.
     """
     if options.ds_config is None:
         return None
-    # A trainer fills these from its own arguments. Without --dtype the one that is there counts.
+    # A trainer replaces "auto" by its arguments. Without --dtype take whichever of bf16 and fp16
+    # the configuration enables.
     for dtype in [options.dtype] if options.dtype else ["bfloat16", "float16"]:
         run = read_deepspeed(
             options.ds_config,
@@ -186,12 +191,12 @@ def _dtype(options: argparse.Namespace, run: DeepSpeedRun | None) -> torch.dtype
 
 
 def read_policy(options: argparse.Namespace, run: DeepSpeedRun | None) -> inf.Policy:
-    """Make the policy of the arguments. Fields that they leave out are the DeepSpeed
-    configuration's, else the plan's own: states on NVMe.
+    """Make the policy of the arguments. Fields that they leave out come from the DeepSpeed
+    configuration, or without one from the plan's defaults: states on NVMe.
     """
     given = given_fields(options)
-    # `--ram` is of the machine. A tier on NVMe must name a directory; a plan opens none, so any
-    # will do.
+    # `--ram` is the machine's RAM, not the policy's budget. A tier on NVMe must name a directory; a
+    # plan opens none, so any name works.
     given |= {"ram": None, "nvme": ["."]}
     if "grad_dtype" in given:
         given["grad_dtype"] = getattr(torch, given["grad_dtype"])
@@ -205,8 +210,10 @@ def read_policy(options: argparse.Namespace, run: DeepSpeedRun | None) -> inf.Po
 def read_job(
     options: argparse.Namespace, shape: ModelShape, machine: Machine, run: DeepSpeedRun | None
 ) -> Job:
-    """Describe the job of the arguments, and of the DeepSpeed configuration where they leave it
-    open; by default with the fewest micro-batches that fit.
+    """Describe the job of the arguments. Policy and micro-batches that they leave out come from the
+    DeepSpeed configuration; without that, take the fewest micro-batches that fit.
+
+    Raises: ValueError naming argument, value and fix.
     """
     if options.tokens_per_step < 1:
         raise ValueError(f"--tokens-per-step {options.tokens_per_step} must be at least 1")
@@ -214,7 +221,7 @@ def read_job(
         raise ValueError(f"--micro-batches {options.micro_batches} must be at least 1")
     sequence = options.seq
     if sequence is None:
-        # 0 positions: the configuration does not say how many there are.
+        # positions is 0 if the configuration does not say how many there are.
         sequence = min(SEQUENCE, shape.positions or SEQUENCE, options.tokens_per_step)
     if sequence < 1:
         raise ValueError(f"--seq {sequence} must be at least 1")
@@ -239,7 +246,7 @@ def read_job(
         sequence=sequence,
         micro_batches=micro_batches or 1,
         checkpointing=not options.no_checkpointing,
-        # A job has numbers for what is whole.
+        # Options are None for whole layers; a job has 1 or 0.
         tiles=options.tile_linears or 1,
         loss_tiles=options.tile_loss or 1,
         expert_tile=options.tile_experts or 0,
@@ -287,7 +294,7 @@ def _size(text: str | None, option: str) -> float | None:
         size = float(parse_size(text))
     except ValueError as error:
         raise ValueError(f"{option} {text}: {error}") from None
-    # parse_size takes 0 for a size, and no figure of a machine may be 0.
+    # parse_size accepts 0, but no figure of a machine may be 0.
     if not size:
         raise ValueError(f"{option} {text}: give a size above 0, such as '64GiB'")
     return size
@@ -300,10 +307,10 @@ def _rate(text: str | None, option: str) -> float | None:
         value = float(text) * 1e9
     except ValueError:
         try:
-            # A size in the units of drives and links, as people copy it: 6.8GB/s.
+            # A size per second, as people copy it from data sheets: 6.8GB/s.
             value = float(parse_size(text.removesuffix("/s")))
         except ValueError:
-            # Refused below, with the text as it was given.
+            # Refused below, with the text as given.
             value = 0.0
     if not value > 0 or math.isinf(value):
         raise ValueError(
@@ -328,11 +335,11 @@ _FIGURES: dict[str, tuple[str, Callable[[Any, str], float | None]]] = {
     "peers_per_gpu": ("peers", _rate),
     "dram_bytes_per_s": ("dram", _rate),
     "tbw_per_drive": ("tbw", _times(1e12)),
-    # The only rate in bits, as networks are rated.
+    # In bits: networks are rated in Gbit/s.
     "link_bytes_per_s": ("link_gbps", _times(1e9 / 8)),
     "cores": ("cores", _times(1)),
 }
-"""Fields of `Machine` that options give: the option, and the reading of its value."""
+"""Fields of `Machine` that options set: (name of the option, conversion of its value)."""
 
 
 # -- Its tables ------------------------------------------------------------------------------------
@@ -345,9 +352,9 @@ JOB_FIELDS = (
     "update_on", "tiles", "loss_tiles", "expert_tile", "zero", "accumulate", "qwz", "hpz", "qgz",
     "error_feedback", "schedule",
 )  # fmt: skip
-"""Fields of a job and its policy in a record, in this order."""
+"""Fields of a job and its policy that a record has, in this order."""
 SAME_MAX = 0.005
-"""Relative gain or loss that counts as none: it would be shown as 1.00x."""
+"""Relative gain or loss below which a change counts as none: it would be shown as 1.00x."""
 
 
 def show_plan(
@@ -360,11 +367,11 @@ def show_plan(
     *,
     faster: Prediction | None = None,
 ) -> None:
-    """Print the answer: does it fit, where things go, how long a step is, what a change would buy,
-    what was assumed.
+    """Print the answer: does the job fit, where do states go, how long is a step, what would a
+    change buy, what was assumed.
 
-    sides: the same with updates on the CPU and on the GPUs. ranks: bytes that one of several holds
-    under each stage. faster: the same with the update mode that is recommended.
+    sides: predictions with updates on the CPU and on the GPUs. ranks: bytes of one rank under each
+    stage. faster: the prediction with the recommended update mode.
     """
     console.print(_head(shape, found), highlight=False)
     if found.fits:
@@ -375,7 +382,7 @@ def show_plan(
             "would work."
         )
         for reason in found.why_not:
-            # Reasons hold brackets of Python calls, which rich would take for markup.
+            # Reasons contain brackets of Python calls, which rich would interpret as markup.
             say(console, f"  {reason}", markup=False)
     console.print(_needs(found))
     console.print(_places(found))
@@ -402,7 +409,7 @@ def show_plan(
     if assumed:
         console.print("Not given, and so taken to be:")
         for name, source in assumed:
-            # Sources have the names of a machine's figures; people need those of the arguments.
+            # Sources have names of figures; show the names of the options that set them.
             option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))
             say(console, f"  --{option}: {source}", markup=False)
     console.print(
@@ -414,7 +421,7 @@ def show_plan(
 
 
 def deepspeed_table(run: DeepSpeedRun, path: Path) -> Table:
-    """Format what each key of a DeepSpeed configuration became."""
+    """Format the status of each key of a DeepSpeed configuration, and what it became."""
     title = f"{path}, as the engine takes it (options of the command replace it)"
     columns = ("key", "value", "fate", "became")
     table = make_table(title, *columns, left=columns)
@@ -430,7 +437,7 @@ def deepspeed_table(run: DeepSpeedRun, path: Path) -> Table:
 
 
 def deepspeed_record(run: DeepSpeedRun) -> dict[str, Any]:
-    """Make the record of what each key of a DeepSpeed configuration became; values are text."""
+    """Return the JSON record of the keys of a DeepSpeed configuration; their values are text."""
     keys = [{**dataclasses.asdict(found), "value": shown(found.value)} for found in run.keys]
     return {"keys": keys, "notes": list(run.notes), "policy": dict(run.policy)}
 
@@ -483,7 +490,7 @@ def _needs(found: Prediction) -> Table:
         "NVMe": found.nvme,
     }
     for name, need in names.items():
-        # Nothing rests there.
+        # No parts: nothing rests on drives.
         if not need.parts:
             continue
         there = format_size(need.there_is) if need.there_is is not None else "not given"
@@ -537,7 +544,7 @@ def _step(found: Prediction) -> Table:
             "copied from GPUs", f"{format_size(copied.d2h)}, {_per_param(found, copied.d2h)}"
         )
     for name, seconds in found.terms_s.items():
-        # Terms that the machine or the job does not have are 0.
+        # A term is 0 if it does not apply to the machine or job.
         if seconds:
             table.add_row(f"{name}, alone", f"{_seconds(seconds)} s")
     table.add_row("limit of any schedule", f"{_seconds(found.limits.floor_s)} s")
@@ -595,9 +602,7 @@ def _outside(shape: ModelShape, found: Prediction) -> Table:
 
 
 def _seconds(value: float) -> str:
-    """Format seconds: two decimals, none above a thousand, and three digits where two decimals
-    would say nothing.
-    """
+    """Format seconds: no decimals from 1000 on, two from 1 on, three significant digits below."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.2f}" if value >= 1 or not value else f"{value:.3g}"
@@ -632,7 +637,7 @@ def _sides(sides: Sequence[Prediction]) -> Table:
     table.add_row("s/step expected", *(_seconds(side.step_s) for side in sides))
     table.add_row("copied to GPUs", *(format_size(side.copied.h2d) for side in sides))
     table.add_row("copied from GPUs", *(format_size(side.copied.d2h) for side in sides))
-    # A dictionary keeps the order of terms, and one side may have terms that the other lacks.
+    # The union of both sides' terms, in order: each side may have terms that the other lacks.
     for name in dict.fromkeys(name for side in sides for name in side.terms_s):
         if name not in ("compute", "drives"):  # the same for both
             terms = [side.terms_s.get(name, 0.0) for side in sides]
@@ -644,13 +649,13 @@ def _sides(sides: Sequence[Prediction]) -> Table:
 
 
 def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]) -> None:
-    """Print a row for each change that changes something, and the names of the others."""
+    """Print a row for each change that fits and changes the speed, and the names of the others."""
     same, rows, never = [], [], []
     for change in changes:
         gain = _gain(found, change.prediction)
         if not change.prediction.fits:
             never.append(change.name)
-        # Every change that fits is worth its row where the plan itself does not fit.
+        # If the plan does not fit, every change that fits gets a row: its gain is None.
         elif gain is not None and abs(gain - 1) < SAME_MAX:
             same.append(change.name)
         else:
@@ -696,12 +701,14 @@ def _stays(found: Prediction) -> str:
 
 
 def recommend(found: Prediction, faster: Prediction) -> str:
-    """Recommend the update mode of `faster` in words, with its gain and the room that it takes."""
+    """Return the sentence that recommends the update mode of `faster`, with its gain and the
+    capacity that it needs on the drives.
+    """
     there, more = faster.nvme.there_is, faster.nvme.bytes - found.nvme.bytes
     room = f"; it needs {format_size(faster.nvme.bytes)} on the drives"
     if more > 0:
         room += f", {format_size(more)} more: "
-        # Without the argument it is not known what there is.
+        # Without --nvme-size the capacity is not known.
         room += f"{format_size(there)} are there" if there is not None else "see that they have it"
     return (
         "Recommended: Policy(update='backward', generations=2), exact and with clipping: "
@@ -711,7 +718,7 @@ def recommend(found: Prediction, faster: Prediction) -> str:
 
 
 def _gain(found: Prediction, other: Prediction) -> float | None:
-    """Ratio of tokens per second; None where one of the two does not fit."""
+    """Return the ratio of tokens per second of `other` to `found`; None if either does not fit."""
     return other.tokens_per_s / found.tokens_per_s if found.fits and other.fits else None
 
 
@@ -724,7 +731,7 @@ def as_record(
     *,
     faster: Prediction | None = None,
 ) -> dict[str, Any]:
-    """Make the record of a plan for JSON. Infinite figures are None. sides, ranks, faster: see
+    """Return the JSON record of a plan. Infinite figures are None. sides, ranks, faster: as in
     `show_plan`.
     """
     model = {
@@ -815,11 +822,11 @@ def _outside_record(costs: Outside) -> dict[str, Any]:
 def _job(found: Prediction) -> dict[str, Any]:
     job, policy = found.job, found.job.policy
     dtype = policy.grad_dtype
-    # Some fields are the job's own and some its policy's; a record has them side by side.
+    # A record has fields of the job and of its policy at one level.
     record = {name: getattr(job if hasattr(job, name) else policy, name) for name in JOB_FIELDS}
     return record | {
         "resident": policy.resident_parts or None,
-        # JSON has no dtypes, so it gets their names.
+        # JSON has no dtypes: write the name.
         "grad_dtype": str(dtype).removeprefix("torch.") if dtype else None,
     }
 
@@ -835,14 +842,14 @@ TIERS = ("device", "cpu", "nvme")
 
 
 def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
-    """Format the bytes of one rank: a row for each state, a column for each stage with its tiers.
-    chosen: the stage that is planned.
+    """Format the bytes of one rank: a row for each state, a column for each stage. chosen: the
+    stage of the plan.
     """
     stages = (
         f"stage {each.stage}{' (planned)' if each.stage == chosen else ''}" for each in ranks
     )
     table = make_table("What each rank holds: device + CPU memory + NVMe", "state", *stages)
-    # Stages have different states; each has a row, in the order of the first that has it.
+    # Stages have different states: rows are the union, in the order of first occurrence.
     for name in dict.fromkeys(name for each in ranks for name in each.states):
         table.add_row(name, *(describe_tiers(each.states.get(name, TierBytes())) for each in ranks))
     table.add_row("together", *(describe_tiers(each.total) for each in ranks), style="bold")
@@ -850,14 +857,14 @@ def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
 
 
 def describe_tiers(size: TierBytes) -> str:
-    """Format the bytes on each tier that has any: "1.5 GiB cpu + 8 GiB nvme"."""
+    """Format the bytes of the tiers that have any, as "1.5 GiB cpu + 8 GiB nvme"; "-" if none."""
     text = [f"{format_size(getattr(size, tier))} {tier}" for tier in TIERS if getattr(size, tier)]
     return " + ".join(text) or "-"
 
 
 def exchange_table(found: Prediction) -> Table:
-    """Format the bytes that each rank receives in a step; the last column counts as ZeRO++ does
-    (`Exchanges.volume`).
+    """Format the bytes that each rank receives in a step. The last column is the volume as ZeRO++
+    counts it (`Exchanges.volume`).
     """
     exchanged, machine = found.exchanged, found.machine
     several = machine.nodes > 1
@@ -868,7 +875,7 @@ def exchange_table(found: Prediction) -> Table:
     table = make_table("What each rank receives in a step", *columns)
     parts = [(each.name, str(each.count), (each,)) for each in exchanged.each]
     for name, times, found_ in [*parts, ("together", "", exchanged.each)]:
-        # Sums and volume are those of `Exchanges`, of one kind at a time.
+        # `Exchanges` with one kind of collective computes sums and volume of that kind.
         part = dataclasses.replace(exchanged, each=found_)
         sizes = [part.inside, *([part.across, machine.ranks * part.across] if several else [])]
         cells = [format_size(size) if size else "-" for size in sizes]
@@ -877,7 +884,7 @@ def exchange_table(found: Prediction) -> Table:
 
 
 def rank_record(ranks: Sequence[RankBytes]) -> dict[str, Any]:
-    """Make the record of bytes by stage, state and tier for JSON."""
+    """Return the JSON record of bytes by stage, state and tier."""
     return {
         str(each.stage): {name: dataclasses.asdict(size) for name, size in each.states.items()}
         | {"together": dataclasses.asdict(each.total)}
@@ -886,7 +893,7 @@ def rank_record(ranks: Sequence[RankBytes]) -> dict[str, Any]:
 
 
 def exchange_record(found: Exchanges) -> dict[str, Any]:
-    """Make the record of the bytes that one rank receives in a step for JSON."""
+    """Return the JSON record of the bytes that one rank receives in a step."""
     return {
         "plain_bytes": found.plain_bytes,
         "inside_bytes": found.inside,
@@ -900,16 +907,16 @@ def exchange_record(found: Exchanges) -> dict[str, Any]:
 
 
 def describe_model(model: Path, drives: Sequence[DirectoryProbe]) -> tuple[str, str]:
-    """Return what training a model takes here, and a warning where it does not fit. drives: usable
-    directories for swap.
+    """Return (forecast of training `model` on this machine, warning); the warning is "" if the
+    model fits. model: a directory or its config.json. drives: usable directories for swap.
 
-    Raises: ValueError for a path that is no model, or without a directory.
+    Raises: ValueError for a path that is no model, or without directories.
     """
     if not drives:
         raise ValueError("there is no directory for swap to train it with; give one with --dir")
     shape = read_shape(model, torch.bfloat16)
     sequence = min(SEQUENCE, shape.positions or SEQUENCE)
-    # A tier on NVMe must name a directory; a forecast opens none.
+    # A tier on NVMe must name a directory; the forecast does not open it.
     policy = inf.Policy(params="nvme", optim="nvme", nvme=[drives[0].path])
     now = predict(shape, _machine_here(drives), Job(policy, tokens=sequence, sequence=sequence))
     value = (
@@ -924,15 +931,15 @@ def describe_model(model: Path, drives: Sequence[DirectoryProbe]) -> tuple[str, 
 
 
 def _machine_here(drives: Sequence[DirectoryProbe]) -> Machine:
-    # Directories of one file system share its room, and are taken for one drive.
+    # Directories of one file system share its capacity, and count as one drive.
     free = {Path(probe.path).stat().st_dev: float(probe.free_bytes) for probe in drives}
     left = float(memory_left_bytes())
-    # Models cannot be offloaded from AMD's GPUs: the CPU computes.
+    # Models cannot be offloaded from AMD GPUs, so there the CPU computes.
     there = torch.cuda.is_available() and not rocm_lacks()
     gpu = torch.cuda.get_device_properties(0) if there else None
     return describe_machine(
         gpus=0 if gpu is None else 1,
-        # Where the CPU computes, device memory is the machine's own.
+        # Where the CPU computes, device memory is the machine's RAM.
         gpu_mem_bytes=left if gpu is None else float(gpu.total_memory),
         ram_bytes=left,
         drives=len(free),

@@ -1,13 +1,14 @@
 """Report of `infinity train`: figures per step, limits and η, a table, a plot.
 
 The limits are those of any schedule and of the update mode (infinity/_src/memory/roofline.py), for
-the bytes that really moved; B_r and B_w are measured in the same run. Compute times are the loop's,
-less the time it waited. In the loop the update runs beside the first forward and slows it
-where the CPU computes: taken as compute, that interference makes limits too high and η flattering,
-most at small batches. So one step begins with nothing pending (`StepRecord.alone`): its first
-forward is the compute term, and the step is left out of the means. Both figures are shown.
+the bytes that the steps moved and the bandwidths B_r and B_w measured before the run. Compute times
+are those of the loop without waits. In the loop the update runs concurrently with the first forward
+and, where the CPU computes, slows it. To count that interference as compute would make the limits
+too high and flatter η, most at small batches. So one step begins with no update pending
+(`StepRecord.alone`): its first forward is the compute term, and the means exclude the step. The
+report shows both figures.
 
-While a run goes on, its steps are shown as a bar on a terminal, as plain lines elsewhere.
+During a run a terminal shows a progress bar, any other output one line for each step.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ from infinity._src.memory.roofline import (
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Times in seconds: forward and backward over all micro-batches, io_wait
-    inside them.
+    """One optimizer step. Times in seconds, sizes in bytes.
 
-    params_read: of bytes_read, parameters alone, for a forward or a backward; grads_*,
-    activations_*: spilled gradients and activations, of bytes read and written. alone: no update
-    was pending when it began.
+    step_s: the whole step. first_forward_s, last_backward_s, compute_s: the first forward, the last
+    backward, and all passes, without waits. io_wait_s: waits for units and for updates, in the
+    passes and outside of them. bytes_read, bytes_written: of the drives. params_read: the part of
+    bytes_read that passes read as parameters. grads_*, activations_*: the parts of spilled
+    gradients and of activations. ram_bytes: by the engine's plan. rss_bytes: of the process. alone:
+    no update was pending when the step began.
     """
 
     step: int
@@ -79,7 +82,7 @@ class StepRecord:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> StepRecord:
-        """Make the record of a row of metrics.jsonl, which may have other figures, too."""
+        """Make the record of a row of metrics.jsonl; further figures of the row are ignored."""
         return cls(**{name: row[name] for name in cls.__dataclass_fields__ if name in row})
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,10 +93,10 @@ class StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Steady:
-    """Means over the steps after the first, which is slower: it traces and fills pools.
+    """Means over the steps, without the first, which is slower: it traces and fills pools.
 
-    alone_s: the first forward of the steps that began with nothing pending, which are left out too;
-    None without one.
+    steps: number of steps in the means. alone_s: mean first forward of the steps that began with no
+    update pending, which the other means exclude; None without such a step.
     """
 
     steps: int
@@ -112,15 +115,15 @@ class Steady:
 
 
 def steady(records: Sequence[StepRecord]) -> Steady:
-    """Compute means over `records` without the first (with it, if there is no other). Raises:
-    ValueError without records.
+    """Compute means over `records` without the first; with it, if there is no other record.
+    Raises: ValueError without records.
     """
     if not records:
         raise ValueError("no step was done")
     later = records[1:] or records
     # Never the first step, which traces and fills pools.
     alone = [record.first_forward_s for record in records[1:] if record.alone]
-    # A step that began with nothing pending bears no update, and would make the mean too short.
+    # A step that began with no update pending ran no update, and would make the means too small.
     used = [record for record in later if not record.alone] or later
     total_s = sum(record.step_s for record in used)
 
@@ -132,7 +135,7 @@ def steady(records: Sequence[StepRecord]) -> Steady:
     }
     return Steady(
         steps=len(used),
-        # Tokens over time: a mean of the steps' rates would weigh short steps more.
+        # Total tokens over total time: a mean of the steps' rates would overweight short steps.
         tokens_per_s=sum(record.tokens for record in used) / total_s if total_s else 0.0,
         alone_s=statistics.fmean(alone) if alone else None,
         grads=Moved(means["grads_read"], means["grads_written"]),
@@ -152,9 +155,9 @@ def step_limits(
 ) -> Limits:
     """Compute the limits of a step for the bytes that it moved.
 
-    passes: forwards of the model, each of one micro-batch or of all that share it. alone: with the
-    undisturbed first forward, where there was one. frozen_bytes: on the drives, of parameters that
-    no optimizer holds.
+    drives: measured bandwidths, bytes per second. passes: forwards of the model in a step. update:
+    the policy's. alone: take the first forward of a step that began with no update pending, if
+    there was one. frozen_bytes: on the drives, of parameters that no optimizer holds.
     """
     moved = measured_traffic(
         Moved(mean.bytes_read, mean.bytes_written),
@@ -166,7 +169,7 @@ def step_limits(
         frozen=frozen_bytes,
     )
     first_s = mean.alone_s if alone and mean.alone_s is not None else mean.first_forward_s
-    # From the loop's own first forward, which is a part of its compute_s; `first_s` is not.
+    # compute_s of the loop contains the loop's first forward, which may not be `first_s`.
     between_s = max(mean.compute_s - mean.first_forward_s - mean.last_backward_s, 0.0)
     compute = Compute(first_s, mean.last_backward_s, between_s)
     return limits(moved, compute, drives, update)
@@ -174,13 +177,15 @@ def step_limits(
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """Figures of a finished run. `drives`: figures of the swap measurement, None when nothing
-    rests on NVMe.
+    """Figures of a finished run.
 
-    limits: with the compute of a step that began with nothing pending; limits_loop: with that of
-    the loop, which flatters.
-    passes: forwards of the model in a step, which the micro-batches share. update: the policy's,
-    whose limit `limits` has. state_bytes: parameters and optimizer states at rest.
+    params: number of parameters. micro_batches: of a step. passes: forwards of the model in a step,
+    which micro-batches may share. held_out: loss before and after training. limits: with the first
+    forward of a step that began with no update pending; limits_loop: with the loop's first forward,
+    which flatters η; None if not known. drives: measured bandwidths in GB/s; None if nothing rests
+    on NVMe. engine: `Stats.as_dict()`. texts: the prompt's continuation before and after. update:
+    the policy's, to which the limit of the schedule belongs. state_bytes: parameters and optimizer
+    states at rest.
     """
 
     params: int
@@ -200,7 +205,7 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         record = dataclasses.asdict(self)
-        # Comparable between models, and with the table of `memory.roofline`.
+        # Per parameter, to compare models, and to compare with the table of `memory.roofline`.
         record["read_bytes_per_param"] = self.mean.bytes_read / self.params
         record["written_bytes_per_param"] = self.mean.bytes_written / self.params
         if self.limits is not None:
@@ -213,7 +218,7 @@ class Summary:
 
 
 def show_summary(console: Console, summary: Summary) -> None:
-    """Print the table, and the text before and after."""
+    """Print the table, and the continuation of the prompt before and after training."""
     mean, engine = summary.mean, summary.engine
     table = Table(title="What the run did", title_justify="left", show_header=False)
     table.add_column("", style="bold")
@@ -264,7 +269,7 @@ def show_summary(console: Console, summary: Summary) -> None:
     for label, text in drive_rows(mean, engine):
         table.add_row(label, text)
     console.print(table)
-    # A model writes what it likes: rich would take its brackets for markup.
+    # A model may generate brackets, which rich would interpret as markup.
     if summary.texts is not None:
         console.print("[bold]before:[/bold]", end=" ")
         console.print(summary.texts[0], markup=False, highlight=False)
@@ -273,7 +278,7 @@ def show_summary(console: Console, summary: Summary) -> None:
 
 
 def limit_rows(summary: Summary) -> list[tuple[str, str]]:
-    """Format the limits, η against them, and the compute that they contain."""
+    """Format rows (label, text): the limits, η, and the compute that the limits contain."""
     limit, mean = summary.limits, summary.mean
     if limit is None:
         return []
@@ -302,8 +307,7 @@ def limit_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Format the rows about the drives: latencies, what is wrong with one, how long they will last.
-    """
+    """Format rows (label, text) about the drives: latencies, faults, endurance."""
     rows = []
     for drive in engine.get("drives", ()):
         times = [
@@ -312,16 +316,17 @@ def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]
         ]
         text = "p50 / p99 of requests: read {} / {} ms, write {} / {} ms".format(*times)
         text += f"; {drive['depth_mean']:.0f} in flight"
-        # Empty texts where nothing is wrong: the filter drops them.
+        # These texts are empty if nothing is wrong, and the filter drops them.
         wrong = (drive["failed"], drive["direct_reason"], drive["slow"])
         rows.append((f"drive {drive['path']}", "; ".join([text, *filter(None, wrong)])))
     if not rows or not mean.step_s:
         return rows
-    # Ratings count decimal terabytes; a day has 86,400 s.
+    # Drives are rated in decimal terabytes.
     tb_per_day = mean.bytes_written / mean.step_s * 86_400 / 1e12
     written = format_size(mean.bytes_written)
     text = f"{written} written per step: {tb_per_day:.3g} TB per day at this rate"
-    # One drive wears by its share of the writes; only the user knows the rating of each drive.
+    # A drive wears by its share of the writes, so the busiest one decides. The engine does not know
+    # the drives' ratings: show an example.
     most = max(drive["bytes_written"] for drive in engine["drives"])
     every = sum(drive["bytes_written"] for drive in engine["drives"])
     if tb_per_day and every:
@@ -340,7 +345,7 @@ def plot_loss(
 ) -> bool:
     """Draw training and held-out loss over steps; False when matplotlib is not installed."""
     try:
-        # Optional, so only here; and without pyplot, which would look for a display.
+        # Imported here because it is optional; not pyplot, which would look for a display.
         from matplotlib.figure import Figure
     except ImportError:
         return False
@@ -371,20 +376,20 @@ def plot_loss(
 
 
 class StepDisplay(Protocol):
-    """Display of steps as they end."""
+    """Display of finished steps."""
 
     def show(self, record: StepRecord) -> None:
-        """Show a step that has ended."""
+        """Show a finished step."""
 
     def say(self, text: str) -> None:
-        """Print a line beside the steps."""
+        """Print a line among the steps."""
 
 
 @contextmanager
 def step_display(console: Console, steps: int) -> Iterator[StepDisplay]:
-    """Yield a display for `steps` steps that fits the place where `console` writes."""
+    """Yield a display for `steps` steps: a progress bar on a terminal, else lines."""
     if not console.is_terminal:
-        # A bar in a file or pipe would be its control sequences.
+        # A file or pipe would get the control sequences of a bar.
         yield _Lines(console, steps)
         return
     columns = (
@@ -401,7 +406,7 @@ def step_display(console: Console, steps: int) -> Iterator[StepDisplay]:
 def describe_step(record: StepRecord) -> str:
     """Format loss, tokens/s, traffic and memory of a step in one line."""
     moved = record.bytes_read + record.bytes_written
-    # A step of no time has no rate; dividing by inf gives 0.
+    # Divide by inf instead of 0 if the clock did not advance: the rates become 0.
     seconds = record.step_s or float("inf")
     parts = [f"loss {record.loss:.4f}", f"{record.tokens / seconds:.0f} tok/s"]
     if moved:
@@ -419,7 +424,7 @@ class _Bar:
         self._progress.update(self._task, completed=record.step, figures=describe_step(record))
 
     def say(self, text: str) -> None:
-        # By way of the bar's console, which prints above the bar.
+        # The console of the bar prints above the bar.
         say(self._progress.console, text)
 
 

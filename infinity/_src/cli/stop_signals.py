@@ -1,12 +1,12 @@
 """Signals that ask `infinity train` to stop: Ctrl-C, SIGTERM, SIGUSR1, SIGHUP.
 
-    while a model is set up     the command ends at once: nothing was trained
-    later                       what is under way is ended first: the step, a measurement, a save
-    a second of the same kind   the command ends at once, and closes what it has open
-    a third                     the system ends the process
+    during set-up of a model    the command ends at once: nothing was trained
+    later                       the command ends after the current step, measurement or save
+    a second of the same kind   the command ends at once, and closes its files
+    a third of the same kind    the system ends the process
 
-A checkpoint or a durable run is whole after each of them. Launchers may send a signal to a process
-group and pass it on as well, so what comes twice within moments is one signal.
+After any of these a checkpoint or a durable run is whole. A launcher may send a signal to a process
+group and also pass it on, so the same signal within moments counts once.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any, final
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 TWICE_S = 0.2
-"""A signal that comes again so soon is the same one: `timeout` sends it to the process and to its
-group.
+"""Within this time a repeated signal counts once: `timeout` sends it to the process and to the
+process group.
 """
 LAUNCHED_TWICE_S = 5.0
-"""The same below torchrun, which passes on what SLURM has sent to the ranks, too."""
+"""The same under torchrun, which passes on signals that SLURM has also sent to the ranks."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ends the command at once. number: the signal's."""
+    """A signal ends the command at once. number: of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(name_of(number))
@@ -38,26 +38,26 @@ class Stopped(KeyboardInterrupt):
 
 
 def name_of(number: int) -> str:
-    """Return a signal's name, as Ctrl-C for SIGINT."""
+    """Return the name of a signal; "Ctrl-C" for SIGINT."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def status_of(error: KeyboardInterrupt) -> int:
-    """Return the exit status of a command that a signal has ended."""
+    """Return the exit status of a command that a signal has ended: 128 + its number."""
     return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
 @final
 class StopSignals:
-    """Receiver of the signals while it is entered. Of the thread that Python gives signals to; in
-    any other it receives none. Signals that are ignored, as SIGHUP below nohup, stay so.
+    """Context manager that receives the signals while it is entered, in the main thread; in any
+    other thread it receives none. Ignored signals, as SIGHUP under nohup, stay ignored.
 
-    environment: tells whether a launcher has started this process.
+    environment: says whether torchrun has started this process.
     """
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self.number = 0
-        """The first signal that came; 0 before."""
+        """The first signal received; 0 if none was."""
         self._defers = False
         self._first_s: dict[int, float] = {}
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
@@ -79,16 +79,18 @@ class StopSignals:
         trace: TracebackType | None,
     ) -> None:
         for number, handler in self._before.items():
-            # None: a handler that was not set from Python, and cannot be set from here.
+            # None: a handler that Python has not set and cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         if self._launched and self.number and self._before:
-            # torchrun ends the ranks that are left when one has ended: the status stays 128 + n.
+            # When one rank has ended, torchrun sends SIGTERM to the remaining ranks. Ignore it, so
+            # that this rank's status stays 128 + n.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._before.clear()
 
     def defer(self) -> None:
-        """Leave signals from now on to whoever asks for `number`. Raises: Stopped where one came
-        before, which may have been raised in a place that drops errors.
+        """From now on record a first signal in `number` instead of raising `Stopped`. Raises:
+        Stopped if a signal came before: the handler's `Stopped` may have been raised in code that
+        drops errors.
         """
         self._defers = True
         if self.number:
@@ -100,14 +102,15 @@ class StopSignals:
         first_s = self._first_s.setdefault(number, now)
         self.number = self.number or number
         if self._defers and not again:
-            # Not by `print`: the signal may have come in the middle of one.
+            # Not `print`: the signal may have interrupted another `print`.
             with contextlib.suppress(OSError):
                 os.write(2, _told(number))
             return
         if again and now - first_s < self._twice_s:
             return
         if again or self._defers:
-            # What closes may wait for a drive that no longer answers.
+            # Closing files may wait for a drive that no longer answers: let the next signal kill
+            # the process.
             signal.signal(number, signal.SIG_DFL)
         raise Stopped(number)
 

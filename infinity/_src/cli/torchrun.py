@@ -1,10 +1,10 @@
-"""The ranks of one `infinity train`, as torchrun starts them: joined, told apart, ended with one
-message.
+"""The ranks of one `infinity train` under torchrun: they join a process group, and end with one
+error message.
 
-Each rank trains on its rows of every batch and stores its shards; rank 0 alone writes to the
-console and to metrics.jsonl. An error that stops one rank stops all. The first rank that says so in
-the store of the group prints its error, and ranks that only lost it are silent. torchrun ends the
-processes that are left.
+Each rank trains on its rows of every batch and stores its shards. Rank 0 alone prints progress and
+writes metrics.jsonl. An error that stops one rank stops all. The first rank that records its error
+in the group's store prints it; ranks that only lost the connection are silent. torchrun ends the
+remaining processes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli.stop_signals import Stopped, StopSignals
 from infinity.errors import AioError, RankFailed
 
-# In the group's store: the rank whose error is told, and the number of the signal that ended it.
+# Key of the group's store. Its value: the rank that prints its error, and the number of the signal
+# that ended it, or 0.
 _STOPPED = "infinity train/stopped"
 _PATIENCE_S = 3.0
-"""Wait of a rank that may only have lost another one, for that one to tell why."""
+"""Time that a rank with a lost connection waits for another rank to record the cause."""
 _JOIN_S = 300.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """Place of this process among the ranks that train together. device: the one it computes on.
-    store: the group's; None for one rank. signals: those that reach this process.
+    """Place of this process among the ranks that train together. device: where it computes. store:
+    of the process group; None for one rank. signals: received by this process.
     """
 
     rank: int = 0
@@ -43,22 +44,22 @@ class Joined:
     device: str = "cpu"
     store: Any = None
     signals: StopSignals = dataclasses.field(default_factory=StopSignals, compare=False)
-    # One number: the signal that all ranks have heard of.
+    # One number, in a list because the class is frozen: the signal that all ranks know of.
     _heard: list[int] = dataclasses.field(default_factory=lambda: [0], compare=False)
 
     @property
     def first(self) -> bool:
-        """True on the rank that prints the progress."""
+        """True on rank 0, which prints progress."""
         return self.rank == 0
 
     def sums(self, *values: float) -> list[float]:
-        """Return the sum of each value over all ranks, in double, in the order of ranks. Ranks hear
-        of each other's signals by it. Collective.
+        """Return the sum of each value over all ranks, in float64, added in the order of ranks.
+        Ranks also exchange their signals. Collective; blocks until all ranks call it.
         """
         if self.world == 1:
             return list(values)
         mine = torch.tensor([*values, self.signals.number], dtype=torch.float64)
-        # No all_reduce: the order of its sum, and so its bits, depend on the backend.
+        # Not all_reduce: the order of its additions, and so the bits, depend on the backend.
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
         total = torch.zeros_like(mine)
@@ -69,8 +70,8 @@ class Joined:
 
     @property
     def signal(self) -> int:
-        """The number of a signal that has reached a rank, alike on all that have called `sums` as
-        often; 0 without one.
+        """The number of a signal that a rank has received, 0 if none has: the same on all ranks,
+        because it changes in `sums` alone. For one rank it changes at once.
         """
         return self.signals.number if self.world == 1 else self._heard[0]
 
@@ -79,13 +80,13 @@ class Joined:
             dist.barrier()
 
     def tells(self, error: BaseException) -> bool:
-        """Decide whether this rank prints what stopped the run. Blocks for some seconds where
-        another may know better.
+        """Return whether this rank prints the error that stopped the run. Blocks for `_PATIENCE_S`
+        seconds if another rank may know the cause.
         """
         if self.world == 1:
             return True
         try:
-            # These are this rank's own. Any other error may only mean that another rank has gone.
+            # These errors began on this rank. Any other may only mean that another rank has ended.
             own = isinstance(error, (ValueError, AioError, KeyboardInterrupt))
             if not own and not is_out_of_memory(error):
                 deadline = time.monotonic() + _PATIENCE_S
@@ -93,15 +94,15 @@ class Joined:
                     time.sleep(0.05)
             number = error.number if isinstance(error, Stopped) else 0
             mine = f"{self.rank} {number}"
-            # The first that sets the key tells; the store compares and sets in one operation.
+            # The first rank that sets the key prints; the store compares and sets atomically.
             return bool(self.store.compare_set(_STOPPED, "", mine) == mine.encode())
         except (RuntimeError, OSError):
-            # The store went with its node: no other process knows.
+            # The store has ended with its process, so no other rank can record the cause.
             return True
 
     def ended_by(self) -> int:
-        """Return the signal that has ended another rank at once, and this one by that; 0 where it
-        was none.
+        """Return the number of the signal that ended the rank whose error is printed; 0 if no
+        signal did.
         """
         if self.world == 1:
             return 0
@@ -115,13 +116,13 @@ class Joined:
 
 @contextlib.contextmanager
 def joined(device: str | None, environment: Mapping[str, str] | None = None) -> Iterator[Joined]:
-    """Join the ranks that torchrun has started, and yield this process's place among them; alone
-    without torchrun. Blocks until all have come.
+    """Join the ranks that torchrun has started, and yield this process's place among them; without
+    torchrun, a single rank. Blocks until all ranks have joined.
 
-    device: as the user wrote it; None or "cuda": the GPU with this rank's number in its node, if
-    there is a GPU.
-    Raises: ValueError for an environment that is not torchrun's, and a device that all ranks of a
-    node would share; RankFailed where the ranks cannot meet.
+    device: as the user wrote it; None or "cuda": the GPU with this rank's local rank, if there is a
+    GPU.
+    Raises: ValueError for an environment that is not torchrun's, and for a GPU that all ranks of a
+    node would share; RankFailed if the ranks cannot connect.
     """
     environment = os.environ if environment is None else environment
     found = place_of(device, environment)
@@ -130,9 +131,9 @@ def joined(device: str | None, environment: Mapping[str, str] | None = None) -> 
         return
     cuda = torch.device(found.device).type == "cuda"
     if cuda:
-        # NCCL takes the current device, which would be GPU 0 on every rank.
+        # NCCL uses the current device, which would be GPU 0 on every rank.
         torch.cuda.set_device(torch.device(found.device))
-    # NCCL moves no CPU tensors, and `sums` and names of collectives are such.
+    # NCCL cannot move CPU tensors, which `sums` and the ordering agreement of collectives need.
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=_JOIN_S)
@@ -152,8 +153,8 @@ def joined(device: str | None, environment: Mapping[str, str] | None = None) -> 
 
 
 def place_of(device: str | None, environment: Mapping[str, str]) -> Joined:
-    """Find the place that the environment names, and the device that this rank computes on. Raises:
-    ValueError, as `joined`.
+    """Read this rank's place from the environment, and choose its device. Raises: ValueError, as
+    `joined`.
     """
     numbers: dict[str, int] = {}
     for name, alone in (("WORLD_SIZE", "1"), ("RANK", "0"), ("LOCAL_RANK", "0")):

@@ -42,7 +42,8 @@ from infinity._src.params.discover import UnitSpec, find_units
 
 
 UNIT_BYTES_MAX = 512 << 20
-"""Largest unit in bytes; a larger module is split: the default of `Policy.unit_bytes_max`."""
+"""Bytes above which a module is split into several units: the default of `Policy.unit_bytes_max`.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
