@@ -1,16 +1,17 @@
-"""State that a killed `infinity train` goes on from: the place in the text, random generators,
-scheduler and held-out losses, kept with the states of a step.
+"""State from which a killed `infinity train` resumes: the options that decide losses, random
+generators, scheduler and held-out losses, stored with the states of a step.
 
-    --durable        the run in the --nvme directories, committed with every step
+    --durable        the run in the --nvme directories, committed every --durable-every steps
     --save-every     checkpoints in --save-dir
-    --resume         the later step of the two, the run's where both have one step; the beginning
-                     where there is neither; the checkpoint where the run has lost a drive
+    --resume         resume from the later step of the two, or from the run if their steps are
+                     equal; from the checkpoint if the run has lost a drive; without either, begin
 
-Going on from one of the two replaces the other, so they have to be of one run: each run has an id,
-drawn when it begins. A checkpoint in --out that no option names is passed over beside a run.
+A resumed run replaces the source that it does not resume from, so both must be of the same run:
+each run has an id, drawn when it begins. Next to a durable run, a checkpoint in --out is ignored
+unless an option names it.
 
-The state that is kept is the one at `opt.step()`, as `handle.extra` is taken then: the scheduler
-moves on after it, and does so again when a run goes on.
+The engine takes `handle.extra` during `opt.step()`, before the scheduler's step. So the state is
+captured before `opt.step()`, and a resumed run repeats the scheduler's step.
 """
 
 from __future__ import annotations
@@ -39,18 +40,20 @@ RULES = (
     "steps", "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype", "state",
     "update", "delayed_warmup", "tile_linears", "tile_experts",
 )  # fmt: skip
-"""Options that decide the losses of the steps to come, and that going on must not change."""
+"""Options that decide the losses of later steps, so a resumed run must not change them."""
 
 TIED = "--schedule (with tied weights)"
-"""A rule of models with such weights; the bits of others have it not."""
+"""Name of a rule that only affects models with tied weights: the bits of other models do not depend
+on the schedule."""
 BEFORE = {TIED: "horizontal"}
-"""Rules that earlier releases did not keep, as they had them."""
+"""Values of rules that earlier releases did not store, as those releases had them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """Steps that were taken before this process: their number, held-out losses, and the prompt's
-    continuation before them. same_ranks: random generators went on, too.
+    """What earlier processes of the run did. step: number of steps. held_out: (step, loss). text:
+    the prompt's continuation before training. same_ranks: rank and number of ranks are as before,
+    so the random generators were restored.
     """
 
     step: int = 0
@@ -61,11 +64,11 @@ class Earlier:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A place to go on from: the directory that `inf.restore` shall read.
+    """A place to resume from. place: the directory for `inf.restore`.
 
-    step: of its newest whole generation. extra: rank 0's small state of that step; None where it
-    has none, as before the first step. lost: what the run that it stands in for has lost, or it
-    itself; "" where all is there.
+    step: of its newest whole generation. extra: rank 0's small state of that step; None if there is
+    none, as before the first step. lost: which file of states is missing, here or in the durable
+    run that this checkpoint replaces; "" if none is.
     """
 
     place: Path
@@ -75,24 +78,27 @@ class Source:
 
     @property
     def run(self) -> str:
-        """The id of the run that wrote it; "" where it does not say."""
+        """The id of the run that wrote this source; "" if the source does not state one."""
         return str(self.extra.get("run", "")) if isinstance(self.extra, Mapping) else ""
 
 
 def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Source | None:
-    """Return what to go on from; None for a run from the beginning. Reads, and writes nothing.
+    """Return the source to resume from; None for a run from the beginning. Writes nothing.
 
-    Only whole generations count: parts of a first commit hold nothing to go on from.
+    directories: of the durable run on this rank. Only whole generations count: an interrupted first
+    commit is no source.
 
-    Raises: ValueError where a run or a checkpoint would be replaced that `options` do not go on
-    with; AioError, ChecksumError for one that is damaged, or has lost a drive without a checkpoint.
+    Raises: ValueError if the run would replace a durable run or a checkpoint that `options` do not
+    resume; AioError, ChecksumError if the source is damaged, or if the durable run has lost a drive
+    and there is no checkpoint.
     """
     run: Source | None = None
     saved: Source | None = None
     if options.durable and directories and (found := newest_run(directories)) is not None:
         run = _look(options, "durable run", directories[0], found)
     named = options.save_every or options.save_dir is not None
-    # Beside a run only where it is named: another run, with the same --out, may have left it.
+    # Next to a durable run, only a checkpoint that an option names: another run with the same --out
+    # may have written it.
     if named or (options.resume and (run is None or run.lost)):
         place = save_directory(options)
         saved = _look(options, "checkpoint", place, _newest(place))
@@ -106,7 +112,7 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Sou
     if run is None or saved is None:
         return run or saved
     same = run.run == saved.run and run.run != ""
-    # At step 0 a run has only begun: a checkpoint may replace it.
+    # A run at step 0 has trained nothing, so a checkpoint may replace it.
     if not same and (run.step or not saved.step):
         raise ValueError(
             f"{run.place} holds a durable run at step {run.step}, and {saved.place} a checkpoint "
@@ -116,14 +122,16 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Sou
         )
     if run.lost:
         return dataclasses.replace(saved, lost=f"step {run.step} of the durable run: {run.lost}")
-    # The later: steps that go on from an older one would replace it. Of equals the run.
+    # The later one: to resume from the older one would replace it. If equal, the run.
     return run if run.step >= saved.step else saved
 
 
 def _look(
     options: argparse.Namespace, kind: str, place: Path, found: FoundRun | None
 ) -> Source | None:
-    """Return what there is to go on from. Raises: as `find_source`."""
+    """Return the source that was found in `place`, None if `found` is None. Raises: as
+    `find_source`.
+    """
     if found is None:
         return None
     if not options.resume:
@@ -132,14 +140,14 @@ def _look(
             f"{place} holds a {kind} already: go on with it by --resume; for another run name "
             f"another directory ({option}), or move {found.place} to where you keep it"
         )
-    # Of rank 0 on all ranks, which have to decide alike; the rules are the same on each.
+    # All ranks read the state of rank 0, so all decide alike; the rules are the same on each rank.
     head = found.heads[0]
     extra = read_extra(read_attachment(found.place, head.extra)) if head.extra is not None else None
     return Source(place, head.step, extra, _lost(found.place, found.heads))
 
 
 def _lost(place: Path, heads: Sequence[Head]) -> str:
-    """Say which file of states is gone; "" where all are there, in their lengths."""
+    """Return which file of states is missing or too short; "" if none is."""
     for file in (file for head in heads for file in head.files):
         try:
             check_length(place / file.name, file)
@@ -149,45 +157,46 @@ def _lost(place: Path, heads: Sequence[Head]) -> str:
 
 
 def _newest(place: Path) -> FoundRun | None:
-    """Return the newest whole checkpoint; None where there is none."""
+    """Return the newest whole checkpoint; None if there is none."""
     try:
         return FoundRun(place, newest_heads(place))
     except AioError as error:
-        # Ranks that were killed in their first save leave parts of it. Damage is no such thing.
+        # ENOENT: no checkpoint, or parts of a first save whose ranks were killed. Any other error
+        # is damage.
         if error.errno != errno.ENOENT:
             raise
         return None
 
 
 def newest_step(place: Path) -> int:
-    """Return the step of the newest whole checkpoint; -1 where there is none. Raises: AioError,
-    ChecksumError for one that is damaged.
+    """Return the step of the newest whole checkpoint; -1 if there is none. Raises: AioError,
+    ChecksumError if it is damaged.
     """
     found = _newest(place)
     return found.heads[0].step if found is not None else -1
 
 
 def save_directory(options: argparse.Namespace) -> Path:
-    """Return the place of checkpoints."""
+    """Return the directory of checkpoints: --save-dir, by default `checkpoint` in --out."""
     directory: Path = options.save_dir or options.out / "checkpoint"
     return directory
 
 
 def value_of(options: argparse.Namespace, name: str) -> Any:
-    """Return the value of an option, or that of the policy where it was left out."""
+    """Return the value of an option; if it was left out, the default of the policy's field."""
     given = getattr(options, name)
-    # Of what is no field of the policy, as tiles, None is the default.
+    # An option that is no field of the policy, as --tile-linears, has the default None.
     return getattr(Policy, name, None) if given is None else given
 
 
 class SmallState:
-    """The small state of one rank's run. device: the one it computes on. source: what the run goes
-    on from; None from the beginning. tied: the model has weights that it uses several times.
+    """The small state of one rank. device: where the rank computes. source: from which the run
+    resumes; None: it begins. tied: the model has tied weights.
 
-    Make it before the model is offloaded: once `inf.restore` has returned, the states are rounded
-    to this run's format, and a durable run's own are removed.
+    Construct it before the model is offloaded, since it checks the source: once `inf.restore` has
+    returned, states are rounded to this run's format, and the states of the durable run are gone.
 
-    Raises: ValueError for a source of something else than infinity train, or of other options.
+    Raises: ValueError if infinity train did not write the source, or wrote it with other options.
     """
 
     def __init__(
@@ -208,24 +217,24 @@ class SmallState:
         }
         if tied and options.accumulate > 1:
             self._rules[TIED] = options.schedule
-        # Ranks may be fewer or more, if together they take as many rows of a batch.
+        # The number of ranks may change if all ranks together take as many rows of a batch.
         self._rules["--batch times ranks"] = world * options.batch
         self._rules["training windows of the text"] = [
             len(corpus.train),
             zlib.crc32(corpus.train.numpy().tobytes()),
         ]
-        # They decide no step, but losses of other windows are no one curve.
+        # Held-out windows decide no step, but losses on other windows would not be one curve.
         self._rules["held-out windows of the text (--eval-batches, --holdout)"] = [
             len(corpus.held_out),
             zlib.crc32(corpus.held_out.numpy().tobytes()),
         ]
         if source is not None:
             self._check(source)
-        # Of all ranks rank 0's is read again.
+        # Each rank draws an id, but only the id of rank 0 is read again.
         self._run = (source.run if source is not None else "") or secrets.token_hex(8)
 
     def _check(self, source: Source) -> None:
-        # At step 0 nothing was trained under any rules.
+        # At step 0 no step has followed any rules.
         if source.step == 0:
             return
         extra = source.extra
@@ -237,7 +246,7 @@ class SmallState:
         changed = [
             f"{name} was {extra['train'].get(name, BEFORE.get(name))} and is {now}"
             for name, now in self._rules.items()
-            # An earlier release may have kept fewer.
+            # A rule that an earlier release did not store counts as unchanged.
             if extra["train"].get(name, BEFORE.get(name, now)) != now
         ]
         if changed:
@@ -250,7 +259,9 @@ class SmallState:
     def capture(
         self, scheduler: Any, held_out: Sequence[tuple[int, float]], text: str
     ) -> dict[str, Any]:
-        """Return the state as it is now, just before `opt.step()`."""
+        """Return the state to store with the step. Call it just before `opt.step()`. held_out:
+        (step, loss). text: the prompt's continuation before training.
+        """
         rng = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
@@ -265,13 +276,15 @@ class SmallState:
         }
 
     def take_up(self, extra: Any, step: int, scheduler: Any) -> Earlier:
-        """Go on from the state that was captured at `step`, which is 0 where no step was committed.
+        """Restore scheduler and random generators from `extra`, captured at `step`; 0: no step was
+        committed, and nothing is restored.
         """
         if step == 0:
             return Earlier()
         scheduler.load_state_dict(extra["scheduler"])
         with warnings.catch_warnings():
-            # It followed the committed step, which was taken by another process.
+            # The scheduler's step follows `opt.step()`, which another process has run: torch would
+            # warn.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             scheduler.step()
         same = extra["place"] == self._place

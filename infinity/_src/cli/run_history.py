@@ -1,10 +1,11 @@
 """Histories of training runs, read from their directories for `infinity report`.
 
-    runs_of(directory)    the directory itself, and those in it, that have a metrics.jsonl
-    read_run(directory)   what the page shows of one: means of steps, the newest figures, a timeline
+    runs_of(directory)    directories with a metrics.jsonl: `directory` and its subdirectories
+    read_run(directory)   what the page shows of a run: means of steps, newest figures, a timeline
 
-metrics.jsonl is read once, line by line. However many steps a run has, at most `POINTS_MAX` points
-stand for them: each is a mean over the same number of steps, a power of two.
+`read_run` reads metrics.jsonl once, line by line. At most `POINTS_MAX` points represent the steps
+of a run of any length. Each point is a mean over the same number of steps, a power of two; the last
+point may have fewer steps.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ BYTES: Final = ("bytes_read", "bytes_written", "rss_bytes", "ram_bytes")
 
 @dataclasses.dataclass
 class Point:
-    """Mean over the steps from `first` to `last`. means: of each figure over the steps that have
-    it. low, high: of the loss. odd: steps whose loss is NaN or infinite; no mean has them.
+    """Mean over the steps from `first` to `last`. means: of each figure, over the steps that have
+    it; counts: how many steps have it. low, high: least and largest loss. odd: number of steps
+    whose loss is NaN or infinite; the mean of the loss excludes them.
     """
 
     first: int
@@ -48,15 +50,15 @@ class Point:
         return (self.first + self.last) / 2
 
     def get(self, name: str) -> float | None:
-        """Return the mean of a figure; None where no step has it."""
+        """Return the mean of a figure; None if no step has it."""
         return self.means.get(name)
 
     def join(self, later: Point) -> None:
-        """Take in the steps that follow."""
+        """Merge the point that follows into this one."""
         for name, mean in later.means.items():
             count, more = self.counts.get(name, 0), later.counts[name]
             before = self.means.get(name, 0.0)
-            # Not by sums: those of two huge losses would be infinite.
+            # Not from sums: the sum of two huge losses would be infinite.
             self.means[name] = before + (mean - before) * (more / (count + more))
             self.counts[name] = count + more
         self.last, self.steps = later.last, self.steps + later.steps
@@ -65,14 +67,14 @@ class Point:
 
 
 class Series:
-    """Steps of a run, as `POINTS_MAX` points at most. Each `add` takes the same time on average."""
+    """Steps of a run as at most `POINTS_MAX` points. `add` takes constant time on average."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
         self.steps_each = 1
 
     def add(self, step: int, figures: Mapping[str, float], *, odd: bool = False) -> None:
-        """Append a step; odd: its loss is no finite number, and not among the figures."""
+        """Append a step. odd: its loss is not finite, and is not among `figures`."""
         loss = figures.get("loss", math.nan)
         point = Point(step, step, 1, dict(figures), dict.fromkeys(figures, 1), odd=int(odd))
         if not math.isnan(loss):
@@ -94,7 +96,9 @@ class Series:
 
 @dataclasses.dataclass
 class DriveHistory:
-    """One drive of a run: bytes written in all steps, and what the engine forecast last."""
+    """One drive of a run. written_bytes: in all steps. steps: number of steps with this drive.
+    tb_per_day: the engine's newest forecast; None: none yet.
+    """
 
     path: str
     written_bytes: float = 0.0
@@ -104,9 +108,10 @@ class DriveHistory:
 
 @dataclasses.dataclass
 class RunHistory:
-    """One run. about: its newest line of the kind "run". resumed: steps after which other processes
-    went on. memory: as its newest step has it. bandwidth: GB/s of all drives together as they were
-    measured, by "read", "write", "mixed"; empty where it was not. notes: for the reader.
+    """One run. about: its newest line of the kind "run". resumed: steps after which further
+    processes resumed. memory: bytes of the newest step, by tier and part. budget_bytes: of RAM;
+    None: not known. bandwidth: measured GB/s of all drives together, by "read", "write", "mixed";
+    empty if not measured. summary: the line of the kind "summary". notes: for the reader.
     """
 
     name: str
@@ -125,7 +130,7 @@ class RunHistory:
 
     @property
     def last_step(self) -> int:
-        """The newest step; 0 before the first."""
+        """Number of the newest step; 0 before the first step."""
         return self.series.points[-1].last if self.series.points else 0
 
     @property
@@ -133,8 +138,8 @@ class RunHistory:
         return sum(point.steps for point in self.series.points)
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a figure over all steps but the first point's, which has the step that
-        traces and fills pools (with it, if there is no other).
+        """Return the mean of a figure over all points but the first, whose first step traces and
+        fills pools; with it, if there is no other point. None if no step has the figure.
         """
         points = self.series.points[1:] or self.series.points
         known = [(point.means[name], point.counts[name]) for point in points if name in point.means]
@@ -143,8 +148,8 @@ class RunHistory:
 
 
 def runs_of(directory: Path) -> list[Path]:
-    """Return the directories of the runs: `directory` and those directly in it, by name. Raises:
-    ValueError where there is none, or are too many; OSError.
+    """Return the directories of runs: `directory` and its direct subdirectories, sorted by name.
+    Raises: ValueError if there is none, or more than `RUNS_MAX`; OSError.
     """
     if not directory.is_dir():
         raise ValueError(f"{directory} is no directory: give the --out of infinity train")
@@ -164,7 +169,7 @@ def runs_of(directory: Path) -> list[Path]:
 
 
 def read_run(directory: Path) -> RunHistory:
-    """Read one run. Raises: ValueError for a line or a file that is none of infinity's; OSError."""
+    """Read one run. Raises: ValueError for a line or file that infinity did not write; OSError."""
     run = RunHistory(directory.resolve().name)
     path = directory / FILE_NAME
     for number, row in read_rows(path):
@@ -177,14 +182,14 @@ def read_run(directory: Path) -> RunHistory:
 
 
 class _Line:
-    """One line of a metrics.jsonl. Its fields are checked as they are read."""
+    """One line of a metrics.jsonl, whose fields are checked as they are read."""
 
     def __init__(self, path: Path, number: int, row: Mapping[str, Any]) -> None:
         self._place = f"{path}, line {number}"
         self._row = row
 
     def take_into(self, run: RunHistory) -> None:
-        """Add what the line says to the run. Lines of other kinds are passed over."""
+        """Add the line to the run. Lines of unknown kinds are ignored."""
         kind = self._row["kind"]
         if kind == "run":
             self._take_run(run)
@@ -211,7 +216,7 @@ class _Line:
         after = self._number(self._row, "goes_on_after") or 0
         if after:
             run.resumed.append(int(after))
-        # Of this process: the drives may be others than before.
+        # Each process has its bandwidths: the drives may have changed.
         run.bandwidth, run.bandwidth_source = {}, ""
         given = self._row.get("bandwidth")
         if isinstance(given, Mapping):
@@ -284,8 +289,10 @@ class _Line:
         return value
 
     def _number(self, holder: Mapping[str, Any], name: str, *, finite: bool = True) -> float | None:
-        """Return a field as a float; None where it is missing or null. finite: as sizes and times
-        are; a difference of two clocks may be a little below 0. Raises: ValueError.
+        """Return a field as a float; None if it is missing or null. finite: the field is a size or
+        time, which is returned as at least 0, since a difference of two clocks may be slightly
+        negative. Raises: ValueError for anything but a number, and with `finite` for NaN and
+        infinity.
         """
         value = holder.get(name)
         if value is None:

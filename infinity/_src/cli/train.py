@@ -1,6 +1,6 @@
 """`infinity train`: an ordinary training loop over an offloaded model, with a report.
 
-The loop is what a user would write; around it are only measurements. Results in --out:
+The loop is what a user would write, with measurements and saves around it. Results in --out:
 
     metrics.jsonl   one record per line (`infinity._src.base.metrics_file`)
     timeline.json   one step, unit by unit (`infinity._src.base.step_timeline`)
@@ -8,18 +8,19 @@ The loop is what a user would write; around it are only measurements. Results in
     trace.json      the timeline, for https://ui.perfetto.dev
     loss.png        training and held-out loss (needs matplotlib)
     *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
-    checkpoint/     with --save-every; --resume goes on from it or from the durable run
+    checkpoint/     with --save-every; --resume resumes from it or from the durable run
                     (`infinity._src.cli.resume`)
 
-The micro-batches of a step share a pass (`inf.microbatched`), or with --schedule horizontal come
-one after the other: to the same bits, where a micro-batch uses each parameter once.
+With --schedule vertical the micro-batches of a step share a pass (`inf.microbatched`); with
+--schedule horizontal each has a pass. Both give the same bits if a micro-batch uses each parameter
+once.
 
-A run that goes on keeps the records of the steps that it goes on from, and drops those of steps
-that were lost and are taken again.
+A resumed run retains the records of the steps up to the one that it resumes from. It drops the
+records of later steps, which were lost and are repeated.
 
-On several ranks (torchrun; `infinity._src.cli.torchrun`) each trains on its rows of a batch that is
-as many times larger, so that N ranks with --batch 1 do what one does with --batch N. Rank 0 tells
-its own traffic, memory and times.
+On several ranks (torchrun; `infinity._src.cli.torchrun`) each rank trains on its rows of a batch
+that is as many times larger: N ranks with --batch 1 do what one rank does with --batch N. Rank 0
+records its traffic, memory and times.
 """
 
 from __future__ import annotations
@@ -98,25 +99,25 @@ from infinity.errors import (
 log = logging.getLogger("infinity")
 
 _FORESEEN = (ValueError, InfinityError, OSError)
-"""Errors that are told in one line, beside those of memory that ran out."""
+"""Errors that are printed in one line, like errors of exhausted memory."""
 _SAVE_FAULTS = (OSError, MemoryError, RuntimeError)
-"""Errors of a save after which training goes on; RuntimeError: the system gives no thread."""
+"""Errors of a save after which training continues; RuntimeError: the system refuses a thread."""
 _ENGINE_FAULTS = (StepUndone, StateInvalid, RankError, EngineClosed, ProcessGroupChanged)
-"""Errors that are of the engine, whatever call raises them."""
+"""Errors of the engine, whichever call raises them: not faults of a save."""
 _BENCH_BYTES = 512 * MIB
 _UNDONE_MAX = 20
-"""So many times a step is undone before the run ends."""
+"""Undos without progress after which the run ends."""
 _ALONE_STEP = 3
-"""The step that begins with no update pending, so that its first forward is measured alone: late
-enough to be warm.
+"""The step of a process that begins with no update pending, so that its first forward is measured
+undisturbed. Caches and pools are warm by then.
 """
 
 
 def run_train(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Train as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 128 + n after the
-    signal n (`infinity._src.cli.stop_signals`).
+    """Train as `options` say. Returns the exit status: 0 for success, 1 for a fault, 2 for a
+    mistake, 128 + n after the signal n (`infinity._src.cli.stop_signals`).
 
-    On several ranks one of them prints what stopped it, and all have a status that is not 0.
+    If an error stops one of several ranks, one rank prints it, and no rank returns 0.
     """
     configure_logging()
     console = console or Console()
@@ -125,16 +126,16 @@ def run_train(options: argparse.Namespace, console: Console | None = None) -> in
         with joined(options.device) as ranks:
             return _train(options, console, ranks)
     except ValueError as error:
-        # The same on all ranks, which have not met yet: the first prints it for all.
+        # All ranks raise the same error here, before they have joined: rank 0 prints it.
         if os.environ.get("RANK", "0") == "0":
             _say_error(console, error)
         return 2
 
 
 def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
-    # True once this rank has asked whether it prints the error: it must not print it twice.
+    # True once this rank has asked whether it prints the error: it must not ask twice.
     reported = False
-    # torch.distributed raises it where another rank has gone.
+    # torch.distributed raises RuntimeError if another rank has ended.
     lost = (RuntimeError,) if ranks.world > 1 else ()
     shown = console if ranks.first else Console(quiet=True)
     try:
@@ -143,13 +144,14 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
                 try:
                     status = _Run(options, shown, stack, ranks).run()
                 except (KeyboardInterrupt, Exception) as error:
-                    # Before anything is closed, so that those who lose this rank by that know whose
-                    # error it is.
+                    # Before anything is closed: closing disconnects other ranks, which must find
+                    # this rank's error recorded.
                     reported, tells = True, ranks.tells(error)
                     if tells:
                         _say_error(console, error, options, ranks)
                     raise
-            # Together, since torchrun ends the ranks that are left where one has ended; and alike.
+            # Wait for all ranks, since torchrun ends the remaining ranks when one has ended, and
+            # agree on a signal, so that all return the same status.
             ranks.sums()
             return 128 + ranks.signal if ranks.signal else status
     except KeyboardInterrupt as error:
@@ -169,8 +171,8 @@ def _say_error(
     options: argparse.Namespace | None = None,
     ranks: Joined | None = None,
 ) -> None:
-    """Print an error in one line, which names the rank where there are several. Unforeseen
-    errors have their traceback, too.
+    """Print an error in one line, with the rank if there are several. On several ranks print the
+    traceback of an unforeseen error, too; on one rank the caller shows it.
     """
     if isinstance(error, KeyboardInterrupt):
         assert options is not None
@@ -185,7 +187,7 @@ def _say_error(
     several = ranks is not None and ranks.world > 1
     if not _is_foreseen(error):
         if not several:
-            # The error goes on to the caller, and is shown there with its traceback.
+            # The caller raises the error, which shows its traceback.
             return
         say(console, "".join(traceback.format_exception(error)), markup=False)
     who = f"rank {ranks.rank}: " if several and ranks is not None else ""
@@ -195,7 +197,7 @@ def _say_error(
             f". With infinity train: the same command with --resume, and --nvme without "
             f"{error.directory}"
         )
-    # A MemoryLimitError names its fix, and others know of no option.
+    # Only for errors from outside of infinity: infinity's errors name a fix.
     if is_out_of_memory(error) and not isinstance(error, InfinityError):
         text = _out_of_memory(error, text, options)
     say(console, f"[red]error:[/red] {escape(who + text)}")
@@ -211,10 +213,11 @@ def _is_foreseen(error: BaseException) -> bool:
 
 
 def _out_of_memory(error: BaseException, text: str, options: argparse.Namespace | None) -> str:
-    # torch may add where in its code that was.
+    # Further lines of torch's message are a stack trace.
     text = text.partition("\n")[0].removesuffix(".")
     if isinstance(error, torch.OutOfMemoryError):
-        # Slices are checkpointed already, and the inputs of blocks wait for all of them.
+        # The vertical schedule checkpoints already, and retains inputs of blocks for all
+        # micro-batches: --checkpointing would not help there.
         sliced = options is not None and _slices(options) > 1
         less = "--activations cpu or nvme, --schedule horizontal" if sliced else "--checkpointing"
         return (
@@ -273,11 +276,12 @@ def _one_by_one(error: SlicesError) -> str:
 
 
 def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
-    """Make the policy of the arguments, for a model that computes on `device`. Raises: ValueError.
+    """Make the policy that the arguments name, for a model that computes on `device`. Raises:
+    ValueError.
     """
     return inf.Policy(
         **given_fields(options),
-        # Within a run, too, where a step is a transaction.
+        # The policy's `damaged` acts within the run, and needs steps that are transactions.
         damaged=(
             "from-older"
             if options.damaged == "from-older" and (options.durable or options.generations > 1)
@@ -293,9 +297,9 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
     tenth at the last step.
     """
     if step < warmup:
-        # Never 0: the first step trains, too.
+        # Not 0, so that the first step trains, too.
         return (step + 1) / (warmup + 1)
-    # No step is left for the decay, which would divide by 0.
+    # No step remains for the decay, which would divide by 0.
     if steps - 1 <= warmup:
         return 1.0
     return 1.0 - 0.9 * min((step - warmup) / (steps - 1 - warmup), 1.0)
@@ -303,7 +307,7 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
 
 @dataclasses.dataclass
 class _Phase:
-    """Times of one step's passes without waits, in seconds."""
+    """Times of one step's passes in seconds, without waits."""
 
     first_forward_s: float = 0.0
     last_backward_s: float = 0.0
@@ -311,7 +315,7 @@ class _Phase:
 
 
 class _Turn(NamedTuple):
-    """State of the loop when a step begins: of the scheduler, and of the random generators."""
+    """State of the loop when a step begins: scheduler and random generators."""
 
     scheduler: dict[str, Any]
     cpu: torch.Tensor
@@ -325,18 +329,20 @@ def _text_of(value: Any) -> Any:
 
 
 class _Run:
-    """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens.
+    """One run, phase after phase. `stack` closes what the run opens, in reverse order, also after
+    an error.
     """
 
-    # The save under way. Here, since `stack` asks for it wherever a run breaks off.
+    # The save in progress. A class attribute, since a callback of `stack` reads it even if
+    # `__init__` fails.
     save: inf.Save | None = None
-    # The error of the newest save, where it failed.
+    # The error of the newest save, if it failed.
     unsaved: Exception | None = None
     # True once a save of this process has begun.
     saves = False
     # The step of the newest save that was tried.
     saved_step: int | None = None
-    # The step whose save last met a bad read.
+    # The step of the newest save that could not read states.
     misread: int | None = None
 
     def __init__(
@@ -353,12 +359,13 @@ class _Run:
         self.directories = resolve_directories(
             self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank
         )
-        # Before anything is written: a run that is there is not replaced.
+        # Before anything is written: it raises if a run or checkpoint would be replaced.
         found = find_source(options, self.directories)
         self.device = torch.device(self.policy.device)
         self.passes = options.accumulate // _slices(options)
         self.model: Any = self._make_model()
-        # Before a run is given up or restored, after which its states cannot be had back.
+        # It checks the source before the model is offloaded: after a restore, or after a new
+        # durable run begins, the states of the source are lost.
         self.small = SmallState(
             options,
             self.corpus,
@@ -371,9 +378,10 @@ class _Run:
         self.source = found.place if found is not None else None
         self.lost = found.lost if found is not None else ""
         if options.durable and self.source is not None and self.source != self.directories[0]:
-            # A checkpoint of a later step: the next commit replaces the run that is there.
+            # Resume from a checkpoint of a later step: the next commit replaces the durable run.
             self.policy = dataclasses.replace(self.policy, durable="new")
-        # What is restored brings all values. A run that is new may be committed before that.
+        # A restore brings all values, so they need not be read. A new durable run may be committed
+        # before the restore, so it needs them.
         self.unread = self.source is not None and (
             not options.durable or self.source == self.directories[0]
         )
@@ -383,13 +391,13 @@ class _Run:
         stack.callback(self.metrics.close)
         # Before the model is loaded, while nothing else uses the drives.
         self.drives = self._measure_drives()
-        # As with DDP, ranks draw dropout of their own.
+        # As in DDP scripts, each rank draws different dropout masks.
         torch.manual_seed(options.seed + ranks.rank)
         self._say(f"loading {options.model}")
         hf_model.offload_pretrained(self.model, self.pretrained, self.policy, read=not self.unread)
         self.handle = inf.handle(self.model)
         self._check_run()
-        # Behind `close`, which waits for the save.
+        # The stack runs it after `close`, which waits for the save.
         stack.callback(self._tell_of_save)
         stack.callback(self.handle.close)
         self.params = self.handle.stats().params
@@ -403,12 +411,12 @@ class _Run:
         self.last = self.handle.stats()
         self.held_out: list[tuple[int, float]] = []
         self.text_before = ""
-        # Loading may need more than training, so each has a peak of its own. 0: not yet known.
+        # Loading may need more RAM than training, so their peaks are separate. 0: not yet known.
         self.peak_before = self.peak_training = 0
-        # Steps whose held-out loss the file has already, of a run that had ended.
+        # If the run had ended before: steps whose held-out loss the file has already.
         self.recorded = set[int]()
         self.earlier, self.earlier_records = self._go_on()
-        # Also of a run that is stopped, as far as it came.
+        # A stopped run gets its page, too.
         stack.callback(self._leave_page)
 
     def run(self) -> int:
@@ -430,7 +438,7 @@ class _Run:
             with step_display(self.console, options.steps) as display:
                 text_after = self._train(display)
         except BaseException:
-            # What an interrupted run keeps, too.
+            # An interrupted run leaves its files, too.
             self._leave_files()
             raise
         if text_after is None:
@@ -448,7 +456,7 @@ class _Run:
         return 0
 
     def _tell_of_stop(self) -> None:
-        """Say where a run that a signal has stopped can go on. Raises the error of its save."""
+        """Print where a run that a signal has stopped can resume. Raises the error of its save."""
         options, step = self.options, self.handle.stats().step_count
         self._check_saved(step)
         goes_on = "; the same command with --resume goes on"
@@ -481,12 +489,12 @@ class _Run:
         return model
 
     def _check_run(self) -> None:
-        """Raise ValueError where the durable run that shall be restored has gone: `inf.restore`
-        would leave the model without its values.
+        """Raise ValueError if the durable run to restore has disappeared since it was found:
+        `inf.restore` would leave all values at zero.
         """
         run = self.handle.durable
         if self.unread and run is not None and run.before is None:
-            # Here, before the first commit, and without one.
+            # End without a commit: it would store the zeros.
             self.handle.end(commit=False)
             raise ValueError(
                 f"{self.source} held a durable run a moment ago, and holds none now; without "
@@ -494,8 +502,8 @@ class _Run:
             )
 
     def _go_on(self) -> tuple[Earlier, list[StepRecord]]:
-        """Restore what there is to go on from. Returns its small state and the records of its
-        steps.
+        """Restore the source, if there is one. Returns (what earlier processes did, records of
+        their steps).
         """
         if self.source is None:
             if self.options.resume:
@@ -514,9 +522,9 @@ class _Run:
             notes.append("the ranks are others than before: dropout is drawn anew")
         for note in notes:
             self._say(f"  {note}")
-        # Of a run that had ended, the records stay as they are.
+        # If the run had ended, its records stay as they are.
         if earlier.step >= self.options.steps:
-            # No step captures it anew, and a checkpoint that is missing is written with it.
+            # No further step captures the small state, and a missing checkpoint is saved with it.
             self.handle.extra = found.extra
             if self.ranks.first:
                 self.recorded |= _recorded_losses(self.options.out)
@@ -526,7 +534,7 @@ class _Run:
 
     @property
     def ended(self) -> bool:
-        """True where all steps had been taken before this process."""
+        """True if earlier processes have taken all steps."""
         return bool(self.earlier.step >= self.options.steps)
 
     def _evaluates(self, step: int) -> bool:
@@ -535,7 +543,7 @@ class _Run:
         return bool(every) and step % every == 0 and step < self.options.steps
 
     def _keep(self, step: int) -> None:
-        """Save the step that has ended, if it is one of those to be saved. Raises: StepUndone."""
+        """Begin to save the step that has ended, if --save-every selects it. Raises: StepUndone."""
         every = self.options.save_every
         if not every or (step % every and step < self.options.steps):
             return
@@ -543,16 +551,17 @@ class _Run:
         self._begin_save(step)
 
     def _begin_save(self, step: int) -> None:
-        """Begin to save `step`. One that cannot begin is told of, and has failed; the first of a
-        process raises where steps are left: what stands in its way may be a mistake. Raises:
-        StepUndone.
+        """Begin to save `step`. A save that cannot begin is reported as failed, and training
+        continues. But the first save of a process raises its error if steps remain, since the cause
+        may be a mistake of the user. Raises: StepUndone.
         """
-        # Faults of updates are none of the save.
+        # Wait for updates first: their faults are not faults of the save.
         self.handle.flush()
         self.saved_step = step
         try:
             self.save = inf.save(self.model, self.optimizer, save_directory(self.options))
-        # Other ranks have an AioError where one has another: all have to go on alike.
+        # Any error: if one rank has another error, other ranks have an AioError, and all must
+        # continue alike.
         except Exception as error:
             if isinstance(error, _ENGINE_FAULTS) or not (
                 self.saves or step >= self.options.steps
@@ -562,13 +571,14 @@ class _Run:
             return
         self.saves = True
         self.unsaved = None
-        # `_end_save` asks for its error. Other calls would raise it on each rank somewhere else.
+        # `_end_save` raises the error. Otherwise other calls would raise it, on each rank at a
+        # different place.
         self.save.leave_error_to_wait()
 
     def _end_save(self) -> None:
-        """Wait for the save under way. One that failed is told of: the checkpoint before is whole,
-        and training goes on. Raises: StepUndone and StateInvalid where it could not read states, as
-        whatever reads them next would.
+        """Wait for the save in progress. A failed save is reported, and training continues: the
+        checkpoint before is whole. Raises: StepUndone and StateInvalid if the save could not read
+        states, as the next read of them would.
         """
         save, self.save = self.save, None
         if save is None:
@@ -581,34 +591,35 @@ class _Run:
             self._save_failed(save.step, error)
             if not isinstance(error, AioError) or error.op != "read":
                 return
-            # Once: a drive may fail its reads only while a save runs.
+            # At most once for a step: a drive may fail its reads only while a save runs, and the
+            # run would undo the step forever.
             if self.misread != save.step:
                 self.misread = save.step
                 self.handle.parts.access.read_failed(error)
 
     def _save_failed(self, step: int, error: Exception) -> None:
-        """Keep and tell the error of a save. Raises what has ended the engine, if that is it."""
+        """Record and log the error of a save. Raises the error that has ended the engine, if one
+        has.
+        """
         self.unsaved = error
         log.warning("no checkpoint of step %d was written: %s", step, _text(error))
-        # A drive or a rank that is gone is told as such.
+        # The loss of a drive or a rank ends the engine, and is reported as such.
         self.handle.parts.access.check_open()
 
     def _tell_of_save(self) -> None:
-        """Warn of a save that has failed where a run breaks off, if `close` did not. Does not
-        block.
-        """
-        # One that waits for ranks that have gone is part of another error.
+        """Warn of a failed save when a run is interrupted, unless `close` did. Does not block."""
+        # Without waiting: a save may wait for ranks that have ended, which another error reports.
         if self.save is not None:
             self.save.report_error()
 
     def _lacks_checkpoint(self) -> bool:
-        """Return whether the checkpoint of a run that had ended is missing, or of an earlier step:
-        its last save failed. Collective.
+        """Return whether the run had ended without a checkpoint of its last step, because its last
+        save failed. Collective.
         """
         if not (self.ended and self.options.save_every):
             return False
         step = newest_step(save_directory(self.options)) if self.ranks.first else self.earlier.step
-        # All save, or none.
+        # Either all ranks save, or none.
         (lacks,) = self.ranks.sums(float(step < self.earlier.step))
         return bool(lacks)
 
@@ -617,14 +628,15 @@ class _Run:
         if isinstance(error, AioError):
             raise error
         if error is not None:
-            # In one line, whatever it is.
+            # As an AioError, which is printed in one line.
             raise AioError(
                 f"no checkpoint of step {step} was written: {_text(error)}"
             ) from error
 
     def _train(self, display: StepDisplay) -> str | None:
-        """Measure, take the steps, measure, export, and again from where a fault has undone it.
-        Returns the prompt's continuation after training; None where a signal has stopped it before.
+        """Measure, take the steps, measure, export. After a fault has undone steps, repeat from the
+        step that the engine is at. Returns the prompt's continuation after training; None if a
+        signal has stopped training.
         """
         first, steps = self.earlier.step, self.options.steps
         draws = self.ranks.first and not self.options.no_trace
@@ -632,20 +644,20 @@ class _Run:
         self.last = self.handle.stats()
         meter = StepMeter(self.handle, timeline, self.last)
         batches, undone, farthest = self._batches(first), 0, first
-        # What a fault undoes: the step before, or all since the last commit of a durable run. None
-        # where it met a measurement of what is committed.
+        # State of the loop at each step to which a fault may undo: a fault undoes one step, or all
+        # steps since the last commit of a durable run, or none if it met a measurement.
         turns: dict[int, _Turn] = {}
         step = first
         while True:
             turns[step] = self._turn()
             turns.pop(step - self.options.durable_every - 1, None)
             try:
-                # Before a measurement, and after one.
+                # A signal may come before a measurement or during it.
                 if not self._stops(step):
                     self._measure(step, meter, display)
                 if self._stops(step):
                     self._finish_saves(step, wanted=self._unsaved(step))
-                    # Also a run that is stopped keeps what it has.
+                    # A stopped run leaves its files, too.
                     self._leave_files()
                     return None
                 if step == steps:
@@ -661,7 +673,7 @@ class _Run:
                 if step < steps:
                     display.say(f"step {step + 1} is taken again: {error}")
                 else:
-                    # Nothing was undone, as the error itself would say.
+                    # No step was undone, though the error says so: show its cause.
                     display.say(f"the end is made again: {error.__cause__ or error}")
                 self._go_back(step, turns[step])
                 batches = self._batches(step)
@@ -669,7 +681,9 @@ class _Run:
                 meter.begin(self.last)
 
     def _measure(self, step: int, meter: StepMeter, display: StepDisplay) -> None:
-        """Measure what is measured between this step and the next. Raises: StepUndone."""
+        """Measure what is due between this step and the next: the prompt's continuation, the
+        held-out loss, the peak of loading. Raises: StepUndone.
+        """
         opens = not self.peak_before
         if opens:
             self.text_before = self.earlier.text or self._continue()
@@ -682,7 +696,7 @@ class _Run:
             self.peak_before = peak_rss_bytes()
             reset_peak_rss()
         if opens or evaluates:
-            # Bytes and waits of an evaluation belong to no step.
+            # No step is charged with bytes and waits of an evaluation.
             self.last = self.handle.stats()
             meter.begin(self.last)
 
@@ -690,11 +704,11 @@ class _Run:
         """Finish the last save, measure, and export. Returns the prompt's continuation. Raises:
         StepUndone.
         """
-        # The last update belongs to the training, and to its peak.
+        # This also waits for the last update, which belongs to the training and to its peak.
         self._finish_saves(self.options.steps, wanted=self._lacks_checkpoint())
         self.peak_training = peak_rss_bytes()
         self._measure_held_out(self.options.steps)
-        # Before the spans of what follows take the room of the last steps'.
+        # Before generation and export, whose spans would replace those of the last steps.
         self._leave_files()
         text = self._continue()
         if not self.options.no_save:
@@ -704,18 +718,18 @@ class _Run:
         return text
 
     def _stops(self, step: int) -> bool:
-        """Return whether a signal stops training here. After the last step none does: measurement
-        and export are the result.
+        """Return whether a signal stops training here. After the last step a signal does not:
+        measurement and export still follow.
         """
         return bool(self.ranks.signal) and step < self.options.steps
 
     def _unsaved(self, step: int) -> bool:
-        """Return whether saves were asked for, and none of this step has begun."""
+        """Return whether --save-every is given and no save of this step was tried."""
         return bool(self.options.save_every) and step not in (self.earlier.step, self.saved_step)
 
     def _finish_saves(self, step: int, *, wanted: bool) -> None:
-        """Finish the save under way, and make one of `step` where it is wanted. One that fails is
-        tried again: no later save makes up for it. Raises: StepUndone.
+        """Finish the save in progress; if `wanted`, save `step`, too. A save that fails is tried
+        once more, since no later save follows. Raises: StepUndone.
         """
         self.handle.flush()
         self._end_save()
@@ -727,7 +741,7 @@ class _Run:
             self._end_save()
 
     def _batches(self, step: int) -> Iterator[torch.Tensor]:
-        """Return the micro-batches of this rank behind those of the first `step` steps."""
+        """Return the micro-batches of this rank that follow those of the first `step` steps."""
         return self.corpus.batches(
             self.options.batch,
             self.options.seed,
@@ -745,8 +759,8 @@ class _Run:
         )
 
     def _go_back(self, step: int, turn: _Turn) -> None:
-        """Bring the loop to where the engine is, whose steps after `step` were undone."""
-        # A measurement may have broken off.
+        """Return the loop to `step`, since the engine has undone all later steps."""
+        # A measurement may have been interrupted in eval mode.
         self.model.train()
         self.optimizer.zero_grad()
         self.scheduler.load_state_dict(turn.scheduler)
@@ -758,7 +772,7 @@ class _Run:
         if turn.cuda is not None:
             torch.cuda.set_rng_state(turn.cuda, self.device)
         self.records = [record for record in self.records if record.step <= step]
-        # `cut` drops the held-out loss of this step, too.
+        # `cut` drops the held-out loss of this step, too, so it is dropped and measured again.
         if not self.ended:
             self.metrics.cut(step)
         self.held_out = [each for each in self.held_out if each[0] < step]
@@ -766,12 +780,12 @@ class _Run:
     def _take_step(
         self, step: int, batches: Iterator[torch.Tensor], meter: StepMeter, display: StepDisplay
     ) -> None:
-        """Take one step, record it and keep it. Raises: StepUndone."""
+        """Take one step, record it, and save it if it is due. Raises: StepUndone."""
         options = self.options
         alone = step - self.earlier.step == _ALONE_STEP and options.steps > step
         if alone:
-            # Nothing is pending when the step begins, and no byte of the last update is charged to
-            # it.
+            # No update is pending when the step begins, and no byte of the last update is charged
+            # to it.
             self.handle.flush()
             self.last = self.handle.stats()
             meter.begin(self.last)
@@ -782,9 +796,10 @@ class _Run:
         if options.clip:
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip))
         if self.save is not None and self.save.done:
-            # Before this step commits the one that was saved, which may still be undone.
+            # Before `opt.step()`: until then the engine can still undo the step that was saved, if
+            # the save could not read it.
             self._end_save()
-        # Before the scheduler moves on: the rate of this step.
+        # Before the scheduler's step: the rate of this step.
         rate = float(self.scheduler.get_last_lr()[0])
         if options.durable or options.save_every:
             self.handle.extra = self.small.capture(self.scheduler, self.held_out, self.text_before)
@@ -792,8 +807,7 @@ class _Run:
         self.scheduler.step()
         self.optimizer.zero_grad()
         if self._evaluates(step):
-            # The measurement must not be charged for this step's update, nor the next step relieved
-            # of it.
+            # This step's update must be charged to this step, not to the measurement that follows.
             self.handle.flush()
         now = self.handle.stats()
         step_s = time.monotonic() - start
@@ -821,16 +835,18 @@ class _Run:
 
     def _passes(self, batches: Iterator[torch.Tensor]) -> tuple[_Phase, float]:
         """Run forward and backward of every micro-batch. Returns (times, mean loss over all ranks).
+        Collective.
         """
         phase = _Phase()
         losses = []
         micro_batches = self.options.accumulate // self.passes
-        # Micro-batches draw dropout from the streams that slices of one pass have.
+        # Each micro-batch draws dropout from the stream that it would have in a shared pass.
         streams = RandomStreams() if self.passes > 1 else None
         for index in range(self.passes):
             ids = torch.cat(list(islice(batches, micro_batches))).to(self.device)
             waited, start = self.handle.stats().io_wait_s, time.monotonic()
-            # Only the last pass is outside `no_sync`: by that the engine knows that it is the last.
+            # Only the last pass is outside of `no_sync`, which tells the engine that it is the
+            # last.
             with nullcontext() if index == self.passes - 1 else self.handle.no_sync():
                 with streams.of(index, self.device) if streams is not None else nullcontext():
                     loss = self._loss(ids)
@@ -841,20 +857,21 @@ class _Run:
             waited = self.handle.stats().io_wait_s - waited
             passes_s = time.monotonic() - start - waited
             phase.compute_s += passes_s
-            # Overwritten by each micro-batch, so that the last one's stays.
+            # Overwritten by each pass: the value of the last pass remains.
             phase.last_backward_s = passes_s - forward_s
             if index == 0:
                 phase.first_forward_s = forward_s
             losses.append(loss.detach())
         if streams is not None:
             streams.end()
-        # In the order and the dtype of a pass that all micro-batches share. After the clock was
-        # read: this waits for the device.
+        # Added in the order and dtype of a pass that all micro-batches share. `float` waits for the
+        # device, so it comes after the clock was read.
         total = float(functools.reduce(torch.add, losses))
         return phase, self.ranks.sums(total)[0] / self.ranks.world
 
     def _loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """Compute the loss of a pass over `ids` [rows, seq], divided for a step of all passes."""
+        """Return the loss of a pass over `ids`, int64 [rows, seq], divided by the number of passes.
+        """
         try:
             loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
         except SlicesError as error:
@@ -866,7 +883,7 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
     def _measure_held_out(self, step: int) -> float:
-        """Return the mean loss per window of the held-out part, and record it."""
+        """Return the mean loss per window of the held-out part, and record it. Collective."""
         self.model.eval()
         total, count = 0.0, 0.0
         rows = self.corpus.held_out_rows(
@@ -875,7 +892,7 @@ class _Run:
         with torch.no_grad():
             for batch, counts in rows:
                 ids = batch.to(self.device)
-                # The last batch may have fewer windows, and every window shall count the same.
+                # Weighted by windows: the last batch may have fewer, and all windows count alike.
                 loss_sum = float(self.model(input_ids=ids, labels=ids, use_cache=False).loss) * len(
                     ids
                 )
@@ -903,8 +920,8 @@ class _Run:
         )
 
     def _measure_drives(self) -> dict[str, float] | None:
-        """Measure the bandwidth of the drives in use, in GB/s; None when nothing rests on NVMe. All
-        ranks measure at once, so each sees what it gets beside the others.
+        """Measure the bandwidth of the drives in use, in GB/s; None if nothing rests on NVMe. All
+        ranks measure at once, so each measures its share of the drives. Collective.
         """
         if not self.policy.directories:
             return None
@@ -936,7 +953,7 @@ class _Run:
             )
 
     def _leave_page(self) -> None:
-        """Write the page of this run, where there are steps to show."""
+        """Write the page of this run, if it has taken steps."""
         if not (self.records and self.ranks.first):
             return
         if not has_plotly():
@@ -968,7 +985,7 @@ class _Run:
         known = self.drives is not None and all(
             math.isfinite(value) for value in self.drives.values()
         )
-        # `step_limits` has no term for an update on the device, which is apart from the passes.
+        # `step_limits` has no term for an update on the device, which no pass overlaps.
         if self.drives is not None and known and self.policy.update_on == "cpu":
             drives = Drives(self.drives["read_gbps"] * 1e9, self.drives["write_gbps"] * 1e9)
             update = self.policy.update
@@ -1006,7 +1023,7 @@ def _make_out(out: Path) -> None:
 
 
 def _earlier_records(out: Path) -> list[StepRecord]:
-    """Return the steps that an earlier process recorded, as far as they stayed."""
+    """Return the records of earlier processes that `MetricsFile.cut` has left in the file."""
     return [
         StepRecord.of(row) for _, row in read_rows(out / FILE_NAME) if row["kind"] == "step"
     ]
