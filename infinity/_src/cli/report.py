@@ -1,12 +1,12 @@
 """Report of `infinity train`: figures per step, limits and η, a table, a plot.
 
-The limits are those of any schedule and of the update mode (infinity/_src/memory/roofline.py), for
-the bytes that the steps moved and the bandwidths B_r and B_w measured before the run. Compute times
-are those of the loop without waits. In the loop the update runs concurrently with the first forward
-and, where the CPU computes, slows it. To count that interference as compute would make the limits
-too high and flatter η, most at small batches. So one step begins with no update pending
-(`StepRecord.alone`): its first forward is the compute term, and the means exclude the step. The
-report shows both figures.
+There are two limits: of any schedule, and of the update mode (infinity/_src/memory/roofline.py).
+Both are for the bytes that the steps moved and for the bandwidths B_r and B_w, which the same
+command has measured before training. Compute times are those of the loop without waits. In the loop
+the update runs concurrently with the first forward and, where the CPU computes, slows it. To count
+that interference as compute would make the limits too high and flatter η, most at small batches. So
+one step begins with no update pending (`StepRecord.alone`): its first forward is the compute term,
+and the means exclude the step. The report shows both figures.
 
 During a run a terminal shows a progress bar, any other output one line for each step.
 """

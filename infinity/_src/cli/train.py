@@ -543,7 +543,9 @@ class _Run:
         return bool(every) and step % every == 0 and step < self.options.steps
 
     def _keep(self, step: int) -> None:
-        """Begin to save the step that has ended, if --save-every selects it. Raises: StepUndone."""
+        """If --save-every selects `step`, which has ended, wait for the save before and begin to
+        save it. Raises: StepUndone.
+        """
         every = self.options.save_every
         if not every or (step % every and step < self.options.steps):
             return
@@ -591,8 +593,8 @@ class _Run:
             self._save_failed(save.step, error)
             if not isinstance(error, AioError) or error.op != "read":
                 return
-            # At most once for a step: a drive may fail its reads only while a save runs, and the
-            # run would undo the step forever.
+            # At most once for a step: a drive may fail its reads only while a save runs, and then
+            # each save would undo the step again.
             if self.misread != save.step:
                 self.misread = save.step
                 self.handle.parts.access.read_failed(error)
@@ -772,9 +774,9 @@ class _Run:
         if turn.cuda is not None:
             torch.cuda.set_rng_state(turn.cuda, self.device)
         self.records = [record for record in self.records if record.step <= step]
-        # `cut` drops the held-out loss of this step, too, so it is dropped and measured again.
         if not self.ended:
             self.metrics.cut(step)
+        # `cut` drops the held-out loss of this step, too; it is measured again.
         self.held_out = [each for each in self.held_out if each[0] < step]
 
     def _take_step(

@@ -721,7 +721,7 @@ def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
     return found
 
 
-# -- RAM beside the budgets ------------------------------------------------------------------------
+# -- Host overhead ---------------------------------------------------------------------------------
 
 
 BESIDE_BUDGET = "beside the budget"
@@ -802,6 +802,6 @@ def _measure(
     numels: tuple[int, ...], itemsize: int, world: int, size: int
 ) -> tuple[int, int, int]:
     """Return for one FlatParameter: (chunks on one rank, its bytes, bytes of the rank's shard)."""
-    # Layers repeat: most flats of a model are alike.
+    # Cached because layers repeat: most FlatParameters of a model have equal sizes.
     layout = plan_flat(numels, itemsize, world, size)
     return len(layout.chunks), layout.size_bytes, layout.shard_bytes

@@ -636,7 +636,7 @@ def _join(less: list[str]) -> str:
     ) + f" need{'' if others or last.endswith('s') else 's'} less"
 
 
-# -- Costs beside the budget -----------------------------------------------------------------------
+# -- Costs that no budget counts -------------------------------------------------------------------
 
 
 PIN_S_PER_BYTE = 0.1e-9

@@ -116,7 +116,7 @@ class Exchanges:
             size = found.across * self.ranks_of_node if nodes else found.inside
             window += found.beside_updates * size
             rest += (found.count - found.beside_updates) * size
-        # Each rank sends as many bytes as it receives.
+        # A rank sends as many bytes as it receives.
         return Copies(Copied(window, window), Copied(rest, rest))
 
 
@@ -136,7 +136,7 @@ def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
     # A byte for each parameter, also exchanged level by level, says whether it has a gradient.
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
     count, in_backward = job.passes, job.policy.update == "backward"
-    # A delayed update has the whole next step, so every exchange runs beside it.
+    # A delayed update may take the whole next step, so every exchange overlaps it.
     late = job.policy.delays
     found = []
     if job.whole_params(machine.world):

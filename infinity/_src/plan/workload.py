@@ -239,8 +239,8 @@ class ModelShape:
     ) -> list[UnitBytes]:
         """Return the bytes of the units on each of `world` ranks, with every linear in `tiles`
         tiles (`inf.tile_linears`) and the head in at least `loss_tiles` (`inf.tile_loss`), cut
-        along their outputs. in_slices: blocks, and units outside of blocks, run their micro-batches
-        one after the other (`inf.microbatched`).
+        along their outputs. in_slices: each block, and each unit outside of blocks, runs all
+        micro-batches before the next one (`inf.microbatched`).
         """
         count = functools.partial(self.tiles_of, tiles=tiles, loss_tiles=loss_tiles)
         parts = [unit.tiled(count, world) for unit in self.units]
