@@ -809,7 +809,8 @@ class _Run:
         self.scheduler.step()
         self.optimizer.zero_grad()
         if self._evaluates(step):
-            # This step's update must be charged to this step, not to the measurement that follows.
+            # Otherwise the update would end during the measurement, whose bytes and waits no step
+            # is charged with.
             self.handle.flush()
         now = self.handle.stats()
         step_s = time.monotonic() - start
