@@ -278,6 +278,7 @@ def show_directory(console: Console, directory: Path, generations: Sequence[Gene
 
 
 def show_damage(console: Console, damage: Sequence[Damage]) -> None:
+    """Print a row for each damaged place: file, offset and bytes, what lies there, and why."""
     table = make_table("Damage", "file", "offset", "bytes", "what", "why", left=_LEFT)
     for each in damage:
         table.add_row(

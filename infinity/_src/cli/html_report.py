@@ -95,6 +95,7 @@ def run_report(options: argparse.Namespace, console: Console | None = None) -> i
 
 
 def has_plotly() -> bool:
+    """Return whether plotly is installed; does not import it."""
     return importlib.util.find_spec("plotly") is not None
 
 

@@ -51,9 +51,9 @@ BEFORE = {TIED: "horizontal"}
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
-    """What earlier processes of the run did. step: number of steps. held_out: (step, loss). text:
-    the prompt's continuation before training. same_ranks: rank and number of ranks are as before,
-    so the random generators were restored.
+    """Progress of earlier processes of the run. step: number of steps. held_out: (step, loss).
+    text: the prompt's continuation before training. same_ranks: rank and number of ranks are as
+    before, so the random generators were restored.
     """
 
     step: int = 0

@@ -216,9 +216,7 @@ class Machine:
 
     @property
     def flops(self) -> float:
-        """Sustained FLOP/s of a node. Where the CPU computes, its processes share one
-        `flops_per_gpu`.
-        """
+        """Sustained FLOP/s of a node. Without GPUs all processes together have `flops_per_gpu`."""
         return max(self.gpus, 1) * self.flops_per_gpu
 
     @property

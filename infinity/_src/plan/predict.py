@@ -269,8 +269,8 @@ def _check(job: Job, machine: Machine) -> None:
 def _compute(
     shape: JobShape, machine: Machine, job: Job, states: float, on_nvme: AtRest
 ) -> Compute:
-    """Return the times of the passes. Where the CPU computes, they include the engine's work on the
-    same cores (`_beside`).
+    """Return the times of the passes. Without GPUs they include the engine's work on the same cores
+    (`_beside`).
     """
     found = _passes(shape, machine, job)
     if machine.gpus:

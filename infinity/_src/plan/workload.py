@@ -166,7 +166,7 @@ class ModelShape:
 
     @property
     def has_stacks(self) -> bool:
-        """Whether the model has stacks of experts, which `inf.tile_experts` can cut."""
+        """True if the model has stacks of experts, which `inf.tile_experts` can cut."""
         return any(unit.stacks for unit in self.units)
 
     @property
