@@ -36,7 +36,7 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Return the CPU's name as /proc/cpuinfo has it, else the architecture."""
+    """Return the CPU's name from /proc/cpuinfo, else the architecture."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -230,7 +230,7 @@ def _defers(run: Run, head: nn.Module, args: tuple[Any, ...]) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has hooks that are not the engine's."""
+    """Return whether a module has hooks of users, not only of the engine."""
     return any(not isinstance(hook, EngineHook) for hook in hooks_of(module))
 
 

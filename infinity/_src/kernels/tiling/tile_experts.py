@@ -1,10 +1,10 @@
 """`tile_experts`: cut stacks of experts into tiles of a few, in place.
 
-A stack is recognised by its parameters: `down_proj` and `gate_up_proj` (or `up_proj`), each
-[experts, ...], and biases, as the models of transformers >= 5 have them. The computation of an
-expert is read from the module's declarations (`is_transposed`, `_apply_gate`, `act_fn`) and then
-tried: a small copy of the module must give the same bits as tiles of that copy, forward and
-backward. A module that computes anything else is refused.
+A stack is recognized by its parameters: `down_proj` and `gate_up_proj` (or `up_proj`), each
+[experts, ...], and biases, as in the models of transformers >= 5. `tile_experts` derives the
+computation of an expert from the module's declarations (`is_transposed`, `_apply_gate`, `act_fn`)
+and then tries it: a small copy of the module must give the same bits as tiles of that copy, forward
+and backward. A module that computes anything else raises ValueError.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = 
     experts: number per tile; the last tile may have fewer. names: which modules, by qualified name
     or the end of one ("mlp.experts"); None: every stack of experts of the model.
 
-    Raises: ValueError for names that match nothing or no stack of experts, a stack that computes
-    something that tiles do not, an implementation that is not eager
-    (`model.set_experts_implementation("eager")`), a model that is offloaded or has gradients or
-    hooks there, and for stacks that other modules share. On an error the model is as it was.
+    Raises: ValueError for names that match nothing or no stack of experts; for an offloaded model;
+    for a stack that computes something else than tiles do, has gradients or hooks, or is shared
+    with other modules; and for an implementation that is not eager
+    (`model.set_experts_implementation("eager")`). On an error the model is as it was.
     """
     # `type`, not isinstance: True is an int.
     if type(experts) is not int or experts < 1:

@@ -48,9 +48,9 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
     least that many features, subclasses left out. A weight that other linears or embeddings share
     (tied weights) is tiled in all of them.
 
-    Raises: ValueError for names that match nothing or no torch.nn.Linear, more tiles than features,
-    a model that is offloaded or has gradients or hooks there, and for a weight shared with a module
-    that cannot be tiled. On an error the model is as it was.
+    Raises: ValueError for names that match nothing or no torch.nn.Linear; for more tiles than
+    features; for an offloaded model; for a chosen module with gradients or hooks; and for a weight
+    shared with a module that cannot be tiled. On an error the model is as it was.
     """
     parse_tiles(tiles)
     refuse_microbatched(model, "inf.tile_linears(model, ...)")

@@ -252,7 +252,8 @@ class TiledWeight(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata, pass `requires_grad` on to the tiles, and refuse the rest.
+        """Return metadata, and set `requires_grad` of the tiles. Raise ParameterReleased for any
+        other operation.
 
         The wrapper has no storage: an operation that read it would crash in C.
         """
