@@ -226,7 +226,7 @@ def continue_text(
     model: Any, tokenizer: Any, prompt: str, tokens: int, device: torch.device
 ) -> str:
     """Return `prompt` and the model's greedy continuation by at most `tokens` tokens, computed on
-    `device`.
+    `device`. Collective on several ranks, since the model gathers its units.
     """
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
     model.eval()

@@ -445,7 +445,7 @@ def deepspeed_record(run: DeepSpeedRun) -> dict[str, Any]:
 def _head(shape: ModelShape, found: Prediction) -> str:
     job, policy, machine = found.job, found.job.policy, found.machine
     kept = ", two generations" if policy.generations > 1 else ""
-    # Durable runs always keep two generations.
+    # A durable run always has at least two generations, so only their number is worth a word.
     kept = ", durable" if policy.durable else kept
     kept += f" with {policy.older_commits + 1} commits kept" if policy.older_commits else ""
     tiled = f", linears in {job.tiles} tiles" if job.tiles > 1 else ""
@@ -617,7 +617,7 @@ def _batches(count: int) -> str:
 
 
 def _per_param(found: Prediction, size: float) -> str:
-    # Relative to parameters of 2 B, so that models of every dtype compare.
+    # For 2 B of parameters, so that models of different dtypes can be compared.
     whole = found.at_rest.params + found.at_rest.frozen
     return f"{size / whole * 2:.2f} B for every 2 B of parameters" if whole else "-"
 
@@ -639,7 +639,7 @@ def _sides(sides: Sequence[Prediction]) -> Table:
     table.add_row("copied from GPUs", *(format_size(side.copied.d2h) for side in sides))
     # The union of both sides' terms, in order: each side may have terms that the other lacks.
     for name in dict.fromkeys(name for side in sides for name in side.terms_s):
-        if name not in ("compute", "drives"):  # the same for both
+        if name not in ("compute", "drives"):  # equal on both sides
             terms = [side.terms_s.get(name, 0.0) for side in sides]
             table.add_row(
                 f"{name}, alone", *(f"{_seconds(term)} s" if term else "-" for term in terms)
@@ -802,7 +802,7 @@ def _record(found: Prediction) -> dict[str, Any]:
         "mfu": found.mfu,
         "bound_by": found.bottleneck,
         "written_bytes_per_day": found.written_per_day,
-        # JSON has no infinity.
+        # JSON has no infinity: write null.
         "drive_days": None if math.isinf(found.days) else found.days,
     }
 

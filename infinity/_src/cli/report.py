@@ -121,7 +121,7 @@ def steady(records: Sequence[StepRecord]) -> Steady:
     if not records:
         raise ValueError("no step was done")
     later = records[1:] or records
-    # Never the first step, which traces and fills pools.
+    # Not the first step, even if it is the only one: it traces and fills pools.
     alone = [record.first_forward_s for record in records[1:] if record.alone]
     # A step that began with no update pending ran no update, and would make the means too small.
     used = [record for record in later if not record.alone] or later

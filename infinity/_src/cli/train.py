@@ -294,7 +294,7 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:
     """Return the share of the peak rate at `step` (from 0): linear warm-up, then linear decay to a
-    tenth at the last step.
+    tenth at the last step. A run that is no longer than its warm-up has no decay.
     """
     if step < warmup:
         # Not 0, so that the first step trains, too.
