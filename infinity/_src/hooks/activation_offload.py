@@ -6,13 +6,14 @@ backward.
     backward   call n asks for its inputs -> begin to fetch the inputs of calls n - 1 ...
                n - PREFETCH_CALLS -> wait for those of call n
 
-The last HELD_CALLS calls of a forward are the first of its backward: their inputs stay in memory,
-and are never written. Inputs of several calls (a mask, the output of an encoder) stay too, since
-each is one tensor for all calls.
+The last HELD_CALLS calls of a forward are the first of its backward, so their inputs stay in memory
+and are never written. An input of several calls (a mask, the output of an encoder) also stays: it
+is one tensor for all of them.
 
 torch.utils.checkpoint holds inputs as SavedTensors. Only the SavedTensors of offloaded inputs get
 hooks; nothing else that autograd saves is touched. Torch does not check the version of a tensor
-with such hooks, so this module does: a witness shares the counter, not the memory.
+with such hooks, so this module does, by a witness: a tensor that shares the version counter and not
+the memory.
 
 A `Boundary` belongs to the graphs that saved it. When the last of them is gone, it leaves `Remains`
 in a queue, from which the engine frees its bytes.
@@ -53,7 +54,8 @@ from infinity.errors import AioError, EngineClosed
 
 
 class Call:
-    """Checkpointed call, and the boundaries that it was the first to save. Held by them."""
+    """Checkpointed call, and the boundaries that it was the first to save. The boundaries hold it.
+    """
 
     __slots__ = ("__weakref__", "boundaries", "number", "saved")
 
@@ -68,10 +70,10 @@ class Call:
 
 
 class Boundary:
-    """Tensor that checkpoints saved, wherever it is now. Its graphs hold it.
+    """Tensor that checkpoints saved, in memory or in the store. The graphs that saved it hold it.
 
-    Any of `source` (the tensor itself), `stored` and `target` (memory into which it comes back) may
-    be set.
+    Any of `source` (the tensor itself), `stored` (its copy in the store) and `target` (memory into
+    which it is fetched) may be set.
     """
 
     __slots__ = (
@@ -99,7 +101,7 @@ class Boundary:
         self.call = call
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.span = span_numel(tensor)
-        # Kernels may sum in another order at another alignment.
+        # The fetched tensor gets the same alignment: kernels may sum in another order at another.
         self.lead = tensor.data_ptr() % 64 // tensor.element_size()
         self.original = weakref.ref(tensor)
         self.version = version_of(tensor)
@@ -120,7 +122,7 @@ class Boundary:
 
     def view(self) -> torch.Tensor:
         assert self.target is not None
-        # The same strides and offset as at first: kernels then sum in the same order.
+        # With the strides and the alignment of the saved tensor, kernels sum in the same order.
         with torch.no_grad():
             return torch.empty(0, dtype=self.dtype, device=self.target.device).set_(
                 self.target.untyped_storage(), self.lead, self.shape, self.stride
@@ -163,22 +165,26 @@ def span_numel(tensor: torch.Tensor) -> int:
 
 
 SMALLEST_BYTES = 64 << 10
-"""Smaller tensors stay where they are."""
+"""Smaller tensors stay in memory."""
 
 PREFETCH_CALLS = 2
-"""Calls whose inputs are prefetched, ahead of the call that backward has reached."""
+"""Number of calls, ahead of the one that backward has reached, whose inputs are prefetched."""
 
 _SEARCH_CALLS = 64  # micro-batches may lie between one call and the next in backward
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationFigures:
-    """Counters of boundary activations. Bytes are bytes, times seconds.
+    """Counters of boundary activations since `inf.offload`. Times in seconds.
 
-    stored_bytes: sent to their tier; fetched_bytes: brought back; rest_bytes_peak: the most that
-    lay there; held_bytes_peak: the most in memory at once (inputs at the turning point, on their
-    way out, prefetched); wait_s: time that forward waited for room and backward for bytes; calls:
-    checkpointed calls seen; kept: inputs of these that stay where they are.
+    stored_bytes, fetched_bytes: bytes copied to their tier, and back from it.
+    rest_bytes_peak: the most bytes that the tier had reserved for them at once, extents or slabs
+        that wait for reuse included.
+    held_bytes_peak: the most bytes of boundaries in memory at once: inputs of the last calls of
+        forward, inputs that are being stored, prefetched inputs.
+    wait_s: time that forward waited for earlier stores, and backward for fetches.
+    calls: checkpointed calls seen. kept: inputs of these calls that are not offloaded, since they
+        are small, on another device, parameters, or of a kind that cannot be stored.
     """
 
     stored_bytes: int = 0
@@ -209,9 +215,9 @@ class RunningForward(Protocol):
 class Activations:
     """Boundary activations of one model.
 
-    store: holds their bytes. units: of `model`. frames: say whether a forward of it runs.
+    store: holds their bytes. units: of `model`. frames: the model's running forwards.
 
-    Raises: ValueError when this torch holds the inputs of checkpoints in an unknown way.
+    Raises: ValueError when this release of torch holds the inputs of checkpoints in an unknown way.
     """
 
     def __init__(
@@ -236,7 +242,7 @@ class Activations:
         self._here = threading.local()
         self._numbers = 0
         self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
-        # By id(), so that an input of several calls is found again.
+        # Keyed by id(), which identifies an input of several calls.
         self._by_tensor: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
         self._recent: deque[list[weakref.ref[Boundary]]] = deque()
         self._storing: list[Boundary] = []  # their sources are being copied
@@ -256,23 +262,23 @@ class Activations:
     # -- calls of checkpoints and hooks ------------------------------------------------------------
 
     def checkpoint_begins(self, call: CheckpointCall) -> None:
-        """Implement `CheckpointWatcher`: note the call, whose module is entered next, unless it
-        knows its module."""
+        """Implement `CheckpointWatcher`: mark a call inside of a forward as one of this model, and
+        note the call for `module_entered`, unless its owner and its label are known."""
         if call.owner is None and self._frames.running_here:
             call.owner = self._mark
         self._here.call = None if call.owner is not None and call.label else call
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:
-        """Implement `CheckpointWatcher`: offload the inputs of a call of this model. Outside of a
-        forward, a module of the model must have been entered, or be next."""
+        """Implement `CheckpointWatcher`: offload the inputs of a call of this model. A call outside
+        of a forward belongs to it once `module_entered` has claimed the call."""
         if call.owner is self._mark:
             self._offload_inputs(call)
 
     def module_entered(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """A hooked module's forward begins: claim the checkpoint call around it, if the call has
-        its inputs."""
+        """Claim the checkpointed call around a hooked module's forward, which begins now, if both
+        have an input in common. Label the call with the module's name."""
         call = getattr(self._here, "call", None)
         if call is None:
             return
@@ -283,7 +289,7 @@ class Activations:
             if here.isdisjoint(map(id, call.inputs())):
                 return
             call.owner, call.label = self._mark, self._names.get(module, "")
-            self._offload_inputs(call)  # a reentrant one has saved nothing yet
+            self._offload_inputs(call)  # a reentrant call has saved nothing yet
         elif call.owner is self._mark:
             call.label = self._names.get(module, "")
 
@@ -295,7 +301,7 @@ class Activations:
             return
         with self._lock:
             self._collect()
-            # No backward runs here, so prefetched inputs are left over.
+            # No backward runs here, so inputs that are still prefetched were not used.
             self._drop_fetched()
             self._raise_fault()
             self._seen += 1
@@ -309,7 +315,7 @@ class Activations:
                 return
             self._calls[call.number] = call
             self._recent.append(call.boundaries)
-            # The last calls are the first of backward: their inputs stay in memory.
+            # Backward begins with the last calls: their inputs stay in memory.
             while len(self._recent) > HELD_CALLS:
                 for ref in self._recent.popleft():
                     gone = ref()
@@ -324,10 +330,10 @@ class Activations:
     def _boundary(self, tensor: torch.Tensor, call: Call) -> Boundary | None:
         """Return the boundary of a tensor that `call` saved; None for one that stays in memory."""
         known = self._by_tensor.get(id(tensor))
-        # An id may be used again, and a modified tensor is another value.
+        # Python may reuse an id, and a tensor that was modified has another value.
         if known is not None and known.original() is tensor and known.version == version_of(tensor):
             if known.call is not call and not known.shared:
-                # An input of several calls would come and go with each: it stays.
+                # Each of several calls would fetch it again, so it stays in memory.
                 known.shared = True
                 if known.source is None:
                     known.source = tensor.detach()
@@ -358,7 +364,7 @@ class Activations:
             return False
         if tensor.is_leaf and tensor.requires_grad:  # its AccumulateGrad node keeps it in memory
             return False
-        # A view of a gathered unit: the engine evicts and gathers that by itself.
+        # The engine evicts and gathers a unit itself, and with it a view of the unit's memory.
         address = address_of(tensor)
         return not any(
             0 <= address - address_of(flat.tensor) < flat.size_bytes for flat in self._flats
@@ -376,7 +382,7 @@ class Activations:
             self._collect()
             self._raise_fault()
         label = f"the input of {boundary.call.label}"
-        self._storing.append(boundary)  # holds the memory that is copied from, whatever happens
+        self._storing.append(boundary)  # holds the source while it is copied, also after an error
         try:
             if self._broken:
                 self._store.recover()
@@ -385,10 +391,10 @@ class Activations:
             boundary.stored = self._store.store(boundary.source.data_ptr(), size)
             self._stores.append((boundary.stored, label))
         except BaseException as error:
-            # Backward waits for the copy by this record.
+            # If `stored` is set, backward waits for the copy as usual.
             if boundary.stored is None:
                 if not isinstance(error, AioError):
-                    self._store.wait_all()  # interrupted: the transfer may have begun all the same
+                    self._store.wait_all()  # interrupted: the transfer may have begun nevertheless
                 self._storing.remove(boundary)
             if isinstance(error, AioError):
                 error.args = (f"{label} cannot be put away: {error}",)
@@ -402,7 +408,8 @@ class Activations:
         return self._numbers + 1
 
     def reorder(self, marks: Marks) -> None:
-        """Number calls anew, as `deal` says: backward wants the inputs of the highest first."""
+        """Number calls anew, as `deal` says. Backward wants inputs in descending order of numbers.
+        """
         with self._lock:
             calls = dict(self._calls)
             self._calls.clear()
@@ -412,12 +419,12 @@ class Activations:
                 self._calls[call.number] = call
 
     def _unpack(self, boundary: Boundary) -> torch.Tensor:
-        """Return the tensor of a boundary, for autograd. Blocks until it is there."""
+        """Return the tensor of a boundary, for autograd. Blocks until it is fetched."""
         with self._lock:
             self._watch_task()
             self._collect()
             boundary.check_version()
-            # Backward has gone past the other calls: their memory is free again.
+            # Backward is done with the calls whose inputs it was given before.
             for other in list(self._fetched.values()):
                 if other.given and other.call is not boundary.call:
                     self._drop_target(other)
@@ -428,7 +435,7 @@ class Activations:
                     )
                 return boundary.source
             self._raise_fault()
-            # Its own fetch first: those of earlier calls must not delay it.
+            # Fetch this boundary before prefetching: inputs of earlier calls must not delay it.
             if boundary.source is None:
                 self._start_fetch(boundary, Priority.DEMAND)
             self._prefetch(boundary.call)
@@ -439,20 +446,21 @@ class Activations:
             try:
                 self._wait(boundary.fetch, label, faults=True)
             except AioError:
-                self._drop_target(boundary)  # a later backward reads it again
+                self._drop_target(boundary)  # a later backward fetches it again
                 raise
             boundary.given = True
             return boundary.view()
 
     def _start_fetch(self, boundary: Boundary, priority: Priority) -> None:
-        """Start bringing a boundary's bytes back, unless that has begun. Does not block."""
-        if boundary.unwanted and boundary.fetch is not None:  # cancelled, and not ended yet
+        """Start to fetch a boundary's bytes, unless that has begun. Blocks only while an earlier
+        fetch that was cancelled still writes to the target."""
+        if boundary.unwanted and boundary.fetch is not None:
             self._wait(boundary.fetch, f"the input of {boundary.call.label}", faults=False)
             self._drop_target(boundary)
         if boundary.target is not None:
             return
         assert boundary.stored is not None
-        # Autograd saves what it is handed, and refuses inference tensors.
+        # Autograd may save the tensor that it gets here, and refuses to save inference tensors.
         with torch.inference_mode(False):
             target = torch.empty(
                 boundary.lead + boundary.span, dtype=boundary.dtype, device=self._device
@@ -464,14 +472,15 @@ class Activations:
             start = target.data_ptr() + boundary.lead * boundary.dtype.itemsize
             boundary.fetch = self._store.fetch(boundary.stored, start, priority)
         except BaseException as error:
-            # The transfer may have begun, and writes to memory that is freed next.
+            # Interrupted: the transfer may have begun, and `_drop_target` frees its memory next.
             if isinstance(error, KeyboardInterrupt):
                 self._store.wait_all()
             self._drop_target(boundary)
             raise
 
     def _prefetch(self, call: Call) -> None:
-        """Start bringing back the inputs of earlier calls: backward comes to them next."""
+        """Start to fetch the inputs of this call and of the PREFETCH_CALLS calls before it, which
+        backward reaches next."""
         found = 0
         for number in range(call.number, max(call.number - _SEARCH_CALLS, 0), -1):
             earlier = self._calls.get(number)
@@ -486,7 +495,7 @@ class Activations:
                     self._start_fetch(boundary, Priority.PREFETCH)
 
     def _watch_task(self) -> None:
-        """Free prefetched inputs that the running backward does not use when it ends."""
+        """Have the end of the running backward free prefetched inputs that it did not use."""
         task = graph_task_id()
         if task != NO_TASK and task not in self._tasks:
             self._tasks.add(task)
@@ -506,11 +515,11 @@ class Activations:
             self._drop_target(boundary)
 
     def _drop_target(self, boundary: Boundary) -> None:
-        """Free the memory that a boundary came back to, now or when no transfer writes to it any
-        more."""
+        """Free the memory into which a boundary was fetched, now or as soon as no transfer writes
+        to it."""
         if boundary.fetch is not None:
             boundary.fetch.cancel()
-            # A transfer may still write there: `_collect` frees the memory later.
+            # The transfer may still write to the target: `_collect` frees it later.
             if not boundary.fetch.filled:
                 boundary.unwanted = True
                 return
@@ -526,7 +535,7 @@ class Activations:
         ]:
             self._storing.remove(boundary)
             assert boundary.stored is not None
-            # After a failed write memory has the only copy.
+            # After a failed write the source is the only copy.
             if not boundary.stored.written.failed and not boundary.shared:
                 boundary.source = None
                 self._held_bytes -= boundary.span_bytes
@@ -547,8 +556,8 @@ class Activations:
         self._held_peak = max(self._held_peak, self._held_bytes)
 
     def _wait(self, ticket: Ticket, label: str, *, faults: bool) -> None:
-        """Block until the memory of a ticket may be used. faults: raise its error here; else
-        `_collect` finds it."""
+        """Block until the memory of a ticket may be used. faults: raise the ticket's error here;
+        otherwise `_collect` finds it."""
         start_ns, was_filled = time.monotonic_ns(), ticket.filled
         try:
             ticket.wait_filled()
@@ -563,12 +572,11 @@ class Activations:
                 self._timeline.add("wait", label, start_ns, end_ns)
 
     def _raise_fault(self) -> None:
-        """Raise, once, the error of an earlier store. The next store tries whether the drive works
-        again."""
+        """Raise, once, the error of an earlier store."""
         if self._fault is None:
             return
         (ticket, label), self._fault = self._fault, None
-        # The drive refuses writes now; the next store lets it try again.
+        # The executor refuses writes to the drive from now on; the next store calls `recover`.
         self._broken = True
         try:
             ticket.wait()
@@ -613,11 +621,11 @@ class Activations:
             )
 
     def close(self) -> None:
-        """Stop watching checkpoints. No transfer may be under way. Graphs that still live can run
-        backward only as far as their inputs are in memory."""
+        """Stop watching checkpoints. No transfer may be in flight. Afterwards a backward raises
+        EngineClosed for every input that is not in memory."""
         self._unwatch()
         with self._lock:
-            # Sources that are stored by now leave memory, also if no call came by since.
+            # Free sources that were stored since the last call, as `_collect` always does.
             self._collect()
             self._closed = True
             self._storing.clear()

@@ -2,9 +2,9 @@
 
     store(address, bytes) -> StoredBytes     fetch(stored, address) -> Ticket     free(stored)
 
-The executor moves them, with its checksums, priorities, faults and statistics, as it moves states.
-Places are used again: a place that was freed waits, by size, for the next store of the same size,
-and is dropped when other sizes need room.
+On NVMe the executor moves them, with its checksums, priorities, fault handling and statistics, as
+it moves states. Extents are reused: a freed extent waits for the next store of the same size, and
+is released when stores of other sizes need capacity.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from infinity.aio._slab import HUGE_PAGE_BYTES
 from infinity.errors import AioError
 
 CHUNK_BYTES = 2 * CHUNK_NUMEL
-"""Bytes per chunk at most (768 KiB): what a slot for the parameters of one chunk holds, and drives
-like."""
+"""Bytes per chunk at most (768 KiB): a staging buffer for the parameters of one chunk holds them,
+and drives reach their bandwidth with requests of this size."""
 
 _SUM_BYTES = 16 << 10
-_FIRST_KEY = 1 << 62  # keys are unique: chunks of states count from 0
+_FIRST_KEY = 1 << 62  # keys are unique, and chunks of states have the keys from 0 on
 
 
 @dataclasses.dataclass(eq=False)
 class StoredBytes:
-    """Stored copy of `size_bytes` bytes, or one under way. written: once it is filled, the source
-    may be freed."""
+    """Copy of `size_bytes` bytes that is stored, or is being stored. written: ticket of the store;
+    once it is filled, the source may be freed."""
 
     size_bytes: int
     written: Ticket
@@ -56,8 +56,6 @@ class StoredBytes:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class StoredOnNvme(StoredBytes):
-    """Bytes stored on NVMe."""
-
     ids: npt.NDArray[np.int32]  # [chunks]
     starts: npt.NDArray[np.uint64]  # [chunks] byte at which each chunk starts
     places: list[SwapExtent]
@@ -66,21 +64,21 @@ class StoredOnNvme(StoredBytes):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class StoredInHostMemory(StoredBytes):
-    """Bytes stored in pinned CPU memory."""
-
-    slab: Slab
+    slab: Slab  # pinned
 
 
 class ActivationStore(Protocol):
-    """Storage off the compute device, for bytes that backward needs again. Calls do not block."""
+    """Storage off the compute device, for bytes that backward needs again. `store`, `fetch` and
+    `free` start transfers and do not wait for them, with one exception: a fetch from CPU memory
+    waits until the bytes are stored. Not safe from several threads at once."""
 
     stored_bytes: int
     fetched_bytes: int
     rest_bytes_peak: int
 
     def store(self, address: int, size_bytes: int) -> Any:
-        """Start copying `size_bytes` from `address`, which must live until `written.filled`.
-        Returns the `StoredBytes`."""
+        """Start copying `size_bytes` bytes from `address`, memory that must live until
+        `written.filled`. Returns the `StoredBytes`."""
 
     def fetch(self, stored: Any, address: int, priority: Priority) -> Ticket:
         """Start copying the bytes to `address`."""
@@ -89,18 +87,16 @@ class ActivationStore(Protocol):
         """Free the bytes, as soon as no transfer uses them."""
 
     def recover(self) -> None:
-        """Try after a fault whether the place can be written again. Blocks. Raises: the AioError
-        when it cannot."""
+        """Try after a fault whether the store can be written again. Blocks. Raises: AioError when
+        it cannot."""
 
     def wait_all(self) -> None:
         """Block until all transfers have ended, failed or not."""
 
 
 class NvmeActivationStore:
-    """Activation store on NVMe. Not safe from several threads at once. sums_on: keep checksums,
-    which the executor then verifies.
-
-    device: the device that computes.
+    """Activation store on NVMe. sums_on: the executor computes checksums and verifies them at every
+    fetch. device: the device that computes.
     """
 
     def __init__(
@@ -110,10 +106,10 @@ class NvmeActivationStore:
         self._device = device or Device(torch.device("cpu"))
         self._space = space
         self._sums_on = sums_on
-        # Free places by size. The size that became free last comes last.
+        # Free extents by size. The size that became free last comes last.
         self._free: dict[int, list[StoredOnNvme]] = {}
-        self._freed: list[StoredOnNvme] = []  # freed while a transfer still used them
-        # Places that no chunk has any more: (layer, drive, offset) is where the last one was.
+        self._freed: list[StoredOnNvme] = []  # freed; `_collect` files those that are idle
+        # Extents of dropped chunks, each with the (layer, drive, offset) where its chunk was.
         self._given_up: list[tuple[SwapExtent, tuple[int, int, int]]] = []
         self._key = _FIRST_KEY
         self._rest_bytes = 0
@@ -122,9 +118,9 @@ class NvmeActivationStore:
         self.rest_bytes_peak = 0
 
     def store(self, address: int, size_bytes: int) -> StoredOnNvme:
-        """Start copying; see `ActivationStore.store`. Raises: SwapFullError when the drives have no
-        room."""
-        # First: places that have become free are used again before files grow.
+        """Start copying; see `ActivationStore.store`. Raises: SwapFullError when the drives are
+        full."""
+        # First: extents that have become free are reused before files grow.
         self._collect()
         if size_bytes in self._free:
             stored = self._reuse(size_bytes)
@@ -133,7 +129,7 @@ class NvmeActivationStore:
             stored.written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
         else:
             self._drop_idle(size_bytes)
-            # Room was given back first, so that the files stay about as large as they are.
+            # After `_drop_idle`: the new extents take the space that it freed.
             ids, starts, places, sums = self._define(size_bytes)
             written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
             stored = StoredOnNvme(
@@ -143,8 +139,8 @@ class NvmeActivationStore:
         return stored
 
     def fetch(self, stored: StoredOnNvme, address: int, priority: Priority) -> Ticket:
-        """Start copying back; see `ActivationStore.fetch`. The read of bytes that are still being
-        stored waits for that."""
+        """Start copying back; see `ActivationStore.fetch`. The executor orders the read after a
+        store of the same bytes that is still in flight."""
         ticket = self._move(JobKind.FETCH, stored.ids, stored.starts, address, priority)
         stored.fetches.append(ticket)
         self.fetched_bytes += stored.size_bytes
@@ -167,7 +163,7 @@ class NvmeActivationStore:
             if not stored.idle:
                 self._freed.append(stored)
             elif stored.broken:
-                # A place with a failed transfer is not used again.
+                # An extent with a failed transfer is not reused.
                 self._drop(stored)
             else:
                 # Newest size last: `_drop_idle` begins with the size unused for longest.
@@ -175,8 +171,8 @@ class NvmeActivationStore:
                 self._free[stored.size_bytes] = [*kept, stored]
 
     def _drop_idle(self, size_bytes: int) -> None:
-        """Drop free places of other sizes until `size_bytes` are given back. Sequence lengths that
-        change from step to step would else grow the files by all of them."""
+        """Drop free extents of other sizes until `size_bytes` bytes are dropped. Otherwise sequence
+        lengths that vary from step to step would reserve extents for every length."""
         while size_bytes > 0 and self._free:
             stored = self._reuse(next(iter(self._free)))
             self._drop(stored)
@@ -190,7 +186,7 @@ class NvmeActivationStore:
         return stored
 
     def _drop(self, stored: StoredOnNvme) -> None:
-        # The executor knows where its chunks are until it has dropped them.
+        # Before the drop: afterwards the executor no longer knows where the chunks were.
         now = self._executor.look(stored.ids)
         self._executor.drop(stored.ids)
         columns = (now[name].tolist() for name in ("file", "drive", "file_offset"))
@@ -200,8 +196,9 @@ class NvmeActivationStore:
         self._free_settled()
 
     def _free_settled(self) -> None:
-        """Free the released places, except for those of writes that went elsewhere and are not
-        settled yet: the range that refused a write would be given out again."""
+        """Free the extents of dropped chunks that the swap space has where the chunks were. A write
+        that the executor moved away from a bad range is recorded in the swap space later. Freed
+        before that, the bad range would be reserved again."""
         waiting = []
         for place, at in self._given_up:
             now = self._space.place_of(place)
@@ -216,7 +213,7 @@ class NvmeActivationStore:
     ) -> tuple[
         npt.NDArray[np.int32], npt.NDArray[np.uint64], list[SwapExtent], npt.NDArray[np.uint32]
     ]:
-        """Define chunks for `size_bytes` bytes. Returns their ids, start bytes, places and
+        """Define chunks for `size_bytes` bytes. Returns their ids, start bytes, extents and
         checksums."""
         starts = range(0, size_bytes, CHUNK_BYTES)
         sizes = [min(CHUNK_BYTES, size_bytes - start) for start in starts]
@@ -256,19 +253,18 @@ class NvmeActivationStore:
         jobs["mask"] = 1 | self._device.mask
         jobs["base"] = -1
         jobs["ptr"][:, 0] = starts + np.uint64(address)
-        # Kernels that still write the source, or read the target, come first.
+        # Order the transfer after kernels that still write the source or read the target.
         self._device.behind()
         return self._executor.submit(jobs, priority=priority)
 
 
 class HostActivationStore:
-    """Activation store in pinned CPU memory, for a device with separate memory. Not safe from
-    several threads at once.
+    """Activation store in pinned CPU memory, for a device with separate memory.
 
-    It grows in the first steps to the size that they need, which depends on the batch. Slabs are
-    used again, also for less than they hold: pinning stops the device, and batches that are padded
-    to their longest row have other sizes each time. Sizes are rounded up (`slab_bytes`). If no
-    free slab is large enough, smaller ones make room for a new one.
+    The store grows in the first steps to the size that the batches need. Slabs are reused, also for
+    fewer bytes than they hold: pinning memory stops the device, and batches that are padded to
+    their longest row differ in size. Sizes are rounded up (`slab_bytes`). If no free slab is large
+    enough, free slabs are unpinned before a new one is made.
     """
 
     def __init__(self, device: Device) -> None:
@@ -283,7 +279,7 @@ class HostActivationStore:
 
     def store(self, address: int, size_bytes: int) -> StoredInHostMemory:
         """Start copying; see `ActivationStore.store`. Raises: MemoryError when the machine has no
-        room, DeviceCopyError when it cannot be pinned."""
+        memory left, DeviceCopyError when the memory cannot be pinned."""
         self._collect()
         slab = self._slab_of(size_bytes)
         written = self._device.copy(slab.address, address, size_bytes, out=False)
@@ -293,9 +289,10 @@ class HostActivationStore:
         return stored
 
     def fetch(self, stored: StoredInHostMemory, address: int, priority: Priority) -> Ticket:
-        """Start copying back; see `ActivationStore.fetch`. There is no queue with priorities."""
+        """Start copying back; see `ActivationStore.fetch`. Blocks until the bytes are stored.
+        Copies run in the order of the calls: `priority` has no effect."""
         del priority
-        # D2H and H2D have streams of their own, which do not wait for each other.
+        # D2H and H2D run on separate streams, which do not wait for each other.
         while not stored.written.filled:
             self._device.wait_filled(stored.written)
         ticket = self._device.copy(address, stored.slab.address, stored.size_bytes, out=True)
@@ -317,7 +314,7 @@ class HostActivationStore:
                     ticket.wait()
 
     def close(self) -> None:
-        """Free all slabs. Nothing may be under way."""
+        """Free all slabs. No copy may be in flight."""
         for slab in (*(stored.slab for stored in (*self._used, *self._freed)), *self._free):
             self._drop(slab)
         self._used.clear()
@@ -325,12 +322,12 @@ class HostActivationStore:
         self._free.clear()
 
     def _slab_of(self, size_bytes: int) -> Slab:
-        # The smallest that is large enough: larger ones may be wanted next.
+        # The smallest that is large enough: the next store may need a larger one.
         at = bisect.bisect_left(self._free, size_bytes, key=lambda slab: slab.size_bytes)
         if at < len(self._free):
             return self._free.pop(at)
         wanted = slab_bytes(size_bytes)
-        # Pinned memory of shorter batches makes room, the largest first: so no more is pinned than
+        # Unpin slabs of shorter batches, the largest first, so that no more memory is pinned than
         # the longest batch needs.
         given = 0
         while self._free and given < wanted:
@@ -363,15 +360,15 @@ class HostActivationStore:
 
 
 def slab_bytes(size_bytes: int) -> int:
-    """Return the bytes of a slab for so many: rounded up by an eighth at most, or by 2 MiB, so that
-    sizes that are nearly the same are the same.
+    """Return the size of the slab for `size_bytes` bytes: rounded up by less than an eighth, or
+    less than 2 MiB, so that stores of nearly the same size share a slab size.
     """
     step = max(HUGE_PAGE_BYTES, 1 << max(size_bytes.bit_length() - 4, 0))
     return round_up(size_bytes, step)
 
 
 def _records(sizes: Sequence[int], key: int) -> npt.NDArray[Any]:
-    """Make CHUNK records of one section of bytes each, without their places."""
+    """Make CHUNK records with one section of bytes each, without drive and offset."""
     records = np.zeros(len(sizes), dtype=CHUNK)
     records["key"] = np.arange(key, key + len(sizes), dtype=np.uint64)
     records["numel"] = sizes

@@ -1,7 +1,8 @@
 """Calls of hooked modules in autograd's graph: which nodes each made, and where a backward enters.
 
     module call    makes the nodes first <= sequence number < end; calls nest as their modules do
-    exit           a node of the call that a node outside of it, or a root of backward, leads to
+    exit           a node of the call through which backward enters it: a root of backward, or a
+                   node that an edge from outside of the call leads to
 
 Backward needs the units of a call before the first node of the call runs. Forward hooks the exits
 that it finds in the call's output. Forward does not see other results: in a list, an attribute, a
@@ -33,15 +34,16 @@ from infinity._src.hooks.unit_refs import UnitRefs
 ROOM = 64
 """The list of a thread's calls is pruned from this length on."""
 HOOKED_MAX, UNHOOKED_MAX = 256, 4096
-"""Calls of a module that may be alive and show no sign of it, at most: the newest stay. The first
-counts calls whose hooks are gone; the second counts calls that never had a hook."""
+"""Most calls of one module to retain where the engine cannot see whether their graph is alive; the
+newest are retained. HOOKED_MAX counts calls whose hooks are gone, UNHOOKED_MAX calls that never had
+a hook."""
 
 _HOOKED = "infinity"
-"""With a hook, a key in the metadata of a node: a walk has put the hook there."""
+"""(_HOOKED, hook) is the key in a node's metadata that says that a walk put `hook` on the node."""
 
 
 class CallHooks:
-    """Hooks of one call on nodes. The nodes hold this object, so that it lives as long as they."""
+    """Hooks of one call on nodes. The nodes hold this object, so it lives as long as the graph."""
 
     __slots__ = ("__weakref__", "call")
 
@@ -59,9 +61,10 @@ class GraphCall(abc.ABC):
     """One call in autograd's graph. Holds no tensors, so it makes no cycles.
 
     module: a number for the called module. first, end: the call made the nodes with the sequence
-    numbers from `first` to `end` - 1; `end` is -1 while it runs. around: the call that it is part
-    of. exits: numbers of the nodes that forward has hooked. idle: units that get gradients from the
-    call and are not read for them, so that they are not gathered (`Tile`).
+    numbers from `first` to `end` - 1; `end` is -1 while the call runs. around: the call in which
+    this call began. exits: numbers of the nodes that forward has hooked. held: units that backward
+    gathers for the call. idle: units that get gradients from the call but are not read, and so are
+    not gathered (`Tile`).
     """
 
     __slots__ = (
@@ -92,12 +95,12 @@ class GraphCall(abc.ABC):
 
     @property
     def is_hooked(self) -> bool:
-        """True when a node that has a hook of the call lives."""
+        """True when a node with a hook of the call is alive."""
         return self._hooks is not None and self._hooks() is not None
 
     def abandon(self) -> None:
-        """End a call that was interrupted, if it has not ended: no backward will reach its nodes.
-        """
+        """End a call that was interrupted, with no nodes: no backward will reach the nodes that it
+        made."""
         if self.end < 0:
             self.end = self.first
 
@@ -134,7 +137,7 @@ class GraphCalls:
         self._firsts.append(call.first)
 
     def leave_out(self, call: GraphCall) -> None:
-        """Forget a call that no backward will want, unless another one began after it."""
+        """Remove a call that no backward will enter, unless another call began after it."""
         if self._calls and self._calls[-1] is call:
             self._calls.pop()
             self._firsts.pop()
@@ -144,12 +147,12 @@ class GraphCalls:
         self._firsts.clear()
 
     def forget_if_gone(self) -> bool:
-        """Forget all calls if the nodes that had hooks of them are gone, and no graph has a
-        parameter of their units. Returns whether calls are left."""
+        """Forget all calls if every call had hooks on nodes that are gone, and no graph refers to a
+        parameter of the calls' units. Returns whether calls remain."""
         looked_at: set[UnitRefs] = set()
         for call in reversed(self._calls):
-            # Without hooks `in_graph` says too little: a graph may hold a frozen parameter as a
-            # Python object alone, on a `ctx`.
+            # For a call that never had hooks `in_graph` may miss the graph: a `ctx` may hold a
+            # frozen parameter as a Python object only.
             if call.end < 0 or call.is_hooked or not call.was_hooked:
                 return True
             for refs in (*call.held, *call.idle):
@@ -183,10 +186,10 @@ class GraphCalls:
     ) -> bool:
         """Hook the exits through which a backward from these nodes enters calls.
 
-        own: this thread made the graph, so that numbers tell which call a node is in. ends: also
-        have calls finish where their arguments do not show when backward is done with them.
-        is_ours: returns whether a leaf is a parameter of the model, where the graph may be that of
-        another model. Returns whether it enters calls.
+        own: this thread made the graph, so that sequence numbers say which call a node is in. ends:
+        also hook the first node after each call whose arguments do not show when backward is done
+        with the call. is_ours: given where the graph may be that of another model; returns whether
+        a leaf is a parameter of this model. Returns whether the backward enters calls.
         """
         if not self._calls:
             return False
@@ -203,7 +206,7 @@ class GraphCalls:
 
 
 def prune(lists: Iterable[GraphCalls]) -> None:
-    """Forget calls whose graphs are gone. lists: of all threads, the newest one last."""
+    """Forget calls whose graphs are gone. lists: those of all threads, the newest last."""
     in_graph: dict[UnitRefs, bool] = {}
     unsure: Counter[tuple[int, bool]] = Counter()
 
@@ -232,9 +235,10 @@ def prune(lists: Iterable[GraphCalls]) -> None:
 class _Walk:
     """Walk through a graph from its roots, along the paths of its backward.
 
-    leaves: found leaves of the graph. entered: nodes through which a path enters a call, with their
-    numbers. left: first nodes after a call on a path. own: this thread made the graph; otherwise
-    `entered` has all nodes that may belong to a call.
+    leaves: tensors at the graph's leaves. entered: nodes through which a path enters a call, with
+    their sequence numbers and the call. left: the first node after a call on each path, with the
+    call. own: this thread made the graph; otherwise `entered` has all nodes that may belong to a
+    call.
     """
 
     def __init__(self, calls: GraphCalls, roots: Sequence[Any], *, own: bool) -> None:
@@ -253,7 +257,7 @@ class _Walk:
                     self._step(number, call, below)
 
     def _step(self, number: int, call: GraphCall | None, below: Any) -> None:
-        """Go from a node with this number, made in this call, to the node below."""
+        """Follow an edge to the node `below`, from a node with this number, made in this call."""
         found = self._seen.get(below)
         if found is not None:
             if found[1] is not call and self._own:
@@ -278,7 +282,7 @@ class _Walk:
             entered.append((below, at, inside))
             inside = inside.around
         self.entered += reversed(entered)  # outermost first
-        # Not of a leaf: its number is the highest, and it runs before other nodes.
+        # A leaf never ends a call: it has the highest number, and runs before other nodes.
         while call is not None and at < call.first:
             self.left.append((below, call))
             call = call.around

@@ -11,7 +11,7 @@ _ATOMS = frozenset(
     {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type}
 )
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
-_OBJECTS_MAX = 10_000  # an output that is a whole object graph is not searched further
+_OBJECTS_MAX = 10_000  # objects searched per output, which may refer to a whole object graph
 
 
 def in_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -46,7 +46,7 @@ def in_output(output: Any) -> list[torch.Tensor]:
     pending: list[Any] = [output]
     for value in pending:
         if isinstance(value, torch.Tensor):
-            # Logits that are computed later have no graph of their own; their inputs lead to it.
+            # Deferred logits have no graph yet; the tensors that they are computed from have one.
             found.extend(getattr(value, "infinity_inputs", (value,)))
             continue
         if type(value) in _ATOMS or id(value) in seen or len(seen) > _OBJECTS_MAX:
@@ -57,8 +57,8 @@ def in_output(output: Any) -> list[torch.Tensor]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """Return the parts of an object: items of a container, attributes of anything but modules,
-    classes and functions."""
+    """Return the items of a container and the attributes of an object. Attributes of modules,
+    classes and functions are left out."""
     if isinstance(value, (tuple, list, set, frozenset)):
         return list(value)
     parts: list[Any] = []
@@ -77,12 +77,12 @@ def _parts(value: Any) -> list[Any]:
 
 
 class AttributeWatch:
-    """Finder of tensors with a graph that modules keep as attributes (`self.aux_loss = ...`):
-    outputs that forward does not return.
+    """Finder of tensors with a graph that modules hold as attributes (`self.aux_loss = ...`), and
+    that forward does not return.
 
-    Reading every attribute of every module at each call would cost more than the rest of the hooks.
-    Only attributes that held None or a tensor when a module was last listed are read; a module is
-    listed anew when it has more attributes.
+    Reading every attribute of every module at each call would cost more than all other hooks. So
+    the names of attributes that hold None or a tensor are listed once for each module, and only
+    these are read. A module whose number of attributes changed is listed anew.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -100,7 +100,6 @@ class AttributeWatch:
     def found(self) -> list[torch.Tensor]:
         found = []
         for index, (attributes, count, names) in enumerate(self._watched):
-            # An attribute has been added or removed, so the names are listed anew.
             if len(attributes) != count:
                 self._watched[index] = self._list(attributes)
                 names = self._watched[index][2]

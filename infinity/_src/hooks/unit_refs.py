@@ -4,12 +4,12 @@
     acquire / release    the same for a running forward or an active use; meanwhile the gathered
                          parameters lie in the modules' `_parameters`, where recompute, which may
                          call `forward` past all hooks, finds them
-    lend / undo_lend     these parameters lie there without a reference, for a call that gives them
-                         gradients and does not read them
+    lend / undo_lend     put the gathered parameters into `_parameters` without a reference, for a
+                         call that makes gradients for them and does not read them
 
-Checks: on the way in, every module still has the sharded parameter that the engine put there. On
-the way out, what forward took out of a module is back there, and no version counter has moved: a
-weight written in forward would be lost at the next eviction.
+`acquire` checks that every module still has the sharded parameter that the engine put there.
+`release` checks that every parameter that forward took out of a module is back, and that no version
+counter has moved: a weight written in forward would be lost at the next eviction.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ from infinity.errors import ReplacedOutsideEngine, WeightWritten
 
 
 class WeightWindow:
-    """Parameter inside of `gather()`: a leaf on the gathered storage with a version counter of its
-    own.
-
-    The counter shows writes.
+    """Parameter inside of `gather()`: a leaf on the gathered storage with a separate version
+    counter, which shows writes.
     """
 
     def __init__(self, param: Param) -> None:
@@ -52,9 +50,9 @@ class WeightWindow:
         self._seen_version = version_of(self.tensor)
 
     def closes(self, *, outlives: bool) -> None:
-        """Keep the version counter right for a graph that holds the window, which ends now.
+        """End the window, and set its version counter for the graphs that still refer to it.
 
-        outlives: whether backward may run later; else it raises.
+        outlives: such a graph may run backward later; otherwise its backward raises.
         """
         param, unit = self.param, self.param.unit
         if not outlives:
@@ -76,8 +74,7 @@ class WeightWindow:
 
 
 class UnitRefs:
-    """References to one unit, and the places of its parameters in modules (see the module's
-    docstring)."""
+    """References to one unit, and the `_parameters` entries where its parameters lie."""
 
     def __init__(
         self,
@@ -88,12 +85,12 @@ class UnitRefs:
         self.unit = unit
         self.windows: list[WeightWindow] = []
         self._unsharder = unsharder
-        self._acquired = 0  # frames and uses among the references
+        self._acquired = 0  # references of running forwards and active uses
         self._versions: list[int] = []
         self._spoilt = False
         self._gathered = [param.gathered for param in unit.params]
         self._modules = [(module.__dict__, parameters) for module, parameters in modules]
-        # Without a graph: windows come later, and pass.
+        # Counted before any graph or window refers to the parameters.
         self._refs_at_rest = self._count_refs()
         found = dict(modules)
         self._sites: list[tuple[ModuleParameters, str, Parameter, Parameter]] = [
@@ -120,23 +117,23 @@ class UnitRefs:
     def add_ref(self) -> None:
         """Count a reference; blocks until the unit is gathered."""
         unit = self.unit
-        # A unit in use stays gathered: only its version may be another one than this pass needs.
+        # A unit in use is gathered already, but maybe in another version than this pass needs.
         if unit.refs == 0:
             self._unsharder.unshard(unit)
             assert unit.state is UNSHARDED, f"{unit.name} was unsharded and is {unit.state}"
         else:
             self.check_version(window=False)
-        # Counters belong to values: they change with the generation, not with each gather.
+        # Version counters stand for values: a new generation changes them, another gather does not.
         if unit.stamped_generation != unit.generation:
             self._versions = gathered.stamp(unit)
         if self.windows:
             self.note_window_writes()
-        # Last: an error above must leave the count as it was.
+        # Counted last: an error above must not change the count.
         unit.refs += 1
 
     def check_version(self, *, window: bool) -> None:
-        """Raise if a training pass would compute with the values of `gather()`; with `window`: if
-        `gather()` would show those of training."""
+        """Raise RuntimeError if a training pass would compute with the values of `gather()`.
+        window: raise if `gather()` would show the values of training instead."""
         if self._unsharder.mixes(self.unit, window=window):
             raise RuntimeError(
                 f"a training forward or backward beside handle.gather() of {self.unit.name}: "
@@ -152,7 +149,7 @@ class UnitRefs:
         assert unit.refs > 0, f"{unit.name} was released more often than it was held"
         unit.refs -= 1
         if unit.refs == 0:
-            # Forward wrote to a weight: the values at rest are right, and are read again.
+            # Forward wrote to a gathered weight: the next gather reads the values at rest again.
             if self._spoilt:
                 self._spoilt = False
                 self._unsharder.invalidate(unit)
@@ -161,7 +158,8 @@ class UnitRefs:
     def acquire(self) -> None:
         """Add a reference, and put the gathered parameters into the modules."""
         if self._acquired == 0:
-            # Before the gather: a replaced parameter would be trained on past the engine.
+            # Checked before the gather: the engine would go on training a parameter that the
+            # module no longer uses.
             self._check_modules()
             self.add_ref()
             for parameters, attr, _, tensor in self._sites:
@@ -171,8 +169,9 @@ class UnitRefs:
         self._acquired += 1
 
     def release(self, *, check: bool = True) -> None:
-        """Undo `acquire`. check: raise WeightWritten if forward wrote to a parameter, and
-        ReplacedOutsideEngine if it took one out of its module for good; the unit is released first.
+        """Undo `acquire`. check: after that, raise WeightWritten if forward wrote to a parameter,
+        or ReplacedOutsideEngine if forward did not put a parameter back that it took out of its
+        module.
         """
         self._acquired -= 1
         written: list[str] = []
@@ -184,7 +183,7 @@ class UnitRefs:
             for parameters, attr, at_rest, _ in self._sites:
                 put(parameters, attr, at_rest)
             versions = [tensor._version for tensor in self._gathered]
-            # A write bumps the version counter of the tensor, and would be lost when it is evicted.
+            # A write bumps the tensor's version counter. Eviction would discard the written value.
             if versions != self._versions:
                 written = [
                     param.name
@@ -195,7 +194,7 @@ class UnitRefs:
                 ]
                 self._spoilt = True
                 self.unit.stamped_generation = None
-        # Before the error: it must not leave the unit in use.
+        # Before the errors below, which must not leave the unit in use.
         self.drop_ref()
         if written and check:
             raise WeightWritten(
@@ -211,8 +210,8 @@ class UnitRefs:
             )
 
     def _recall(self) -> list[str]:
-        """Return the names of the parameters that are out of their modules, and put the sharded
-        ones into the modules below that have got them."""
+        """Return the names of the parameters that are missing in their modules. Where forward moved
+        a gathered parameter into a submodule, put the sharded parameter in its place."""
         self.unit.taken = False
         missing = []
         for param in self.unit.params:
@@ -221,7 +220,7 @@ class UnitRefs:
                 if isinstance(parameters, ModuleParameters) and attr in parameters.taken:
                     parameters.taken.discard(attr)
                     missing.append(param.name)
-                    # Without memory from here on: reading the gathered one would crash.
+                    # The gathered parameter may lose its memory next: reading it would crash.
                     for holder in module.modules():
                         for name, value in list(dict.items(holder._parameters)):
                             if value is param.gathered:
@@ -229,8 +228,8 @@ class UnitRefs:
         return missing
 
     def lend(self) -> None:
-        """Put the gathered parameters into the modules for a call that does not read them: they may
-        have no memory, and get gradients."""
+        """Put the gathered parameters into the modules for a call that makes gradients for them and
+        does not read them. They may have no memory."""
         if self._acquired == 0:
             self._check_modules()
             for parameters, attr, _, tensor in self._sites:
@@ -242,13 +241,13 @@ class UnitRefs:
                 put(parameters, attr, at_rest)
 
     def passed(self) -> None:
-        """Note the end of a use that has held no reference: the unit may be free of uses now."""
+        """End a use that held no reference: release the unit if nothing else uses it."""
         if self.unit.refs == 0:
             self._unsharder.release(self.unit)
 
     def note_window_writes(self) -> None:
-        """Bump the version of gathered parameters that were written through windows: autograd must
-        find out if their old values were saved."""
+        """Bump the version of gathered parameters that were written through windows, so that
+        autograd raises where a graph has saved the old values."""
         for window in self.windows:
             if window.poll_write():
                 bump_version(window.param.gathered)

@@ -25,13 +25,13 @@ class AdamW(Optimizer):
     lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; schedulers may change them in
     `param_groups` at any time.
 
-    The constructor makes the optimizer states, all zero, and writes them to the tiers; this may
-    take a while. `step()` checks the gradients, takes them over, and returns. The update runs in
-    the background and hands the new parameters to the next forward. `state_dict()` is a manifest:
-    hyper-parameters and step counts; the tensors stay where they are.
+    The constructor makes the optimizer states, all zero, and blocks until they are written to their
+    tiers. `step()` checks the gradients, takes them over, and returns. The update runs in the
+    background and hands the new parameters to the next forward. `state_dict()` contains
+    hyper-parameters and step counts; the tensors stay on their tiers.
 
-    Raises: ValueError for hyper-parameters out of range, for parameters that are not offloaded or
-    that another optimizer holds; BudgetError when the states' gradients do not fit the policy's
+    Raises: ValueError for hyper-parameters out of range, and for parameters that are not offloaded
+    or that another optimizer holds; BudgetError when states and gradients do not fit the policy's
     `ram`.
     """
 
@@ -80,11 +80,12 @@ class SGD(Optimizer):
         m = g in the first step, else momentum * m + (1 - dampening) * g
         p = p - lr * (g + momentum * m if nesterov, else m; without momentum g)
 
-    Without momentum a parameter has its master and nothing else. Adding a group fixes whether it
-    has momentum; the value may change.
+    Without momentum a parameter has a master and no moment. Whether a group has momentum is fixed
+    when the group is added; the value of its momentum may change.
 
-    For the rest see `AdamW`. Raises: ValueError also when groups with and without momentum share a
-    unit. Source: Sutskever et al. 2013.
+    Everything else is as in `AdamW`. Raises: ValueError also when parameters with and without
+    momentum have one unit and dtype. Source: Sutskever et al., "On the importance of initialization
+    and momentum in deep learning" (ICML 2013).
     """
 
     def __init__(
@@ -155,9 +156,9 @@ class Lion(Optimizer):
         p = p * (1 - lr * weight_decay) - lr * u
         m = beta2 * m + (1 - beta2) * g
 
-    lr: three to ten times smaller than AdamW's. weight_decay: as much larger. For the rest see
-    `AdamW`. Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (arXiv
-    2302.06675), algorithm 2 and section 5.
+    lr: three to ten times smaller than for AdamW. weight_decay: larger by the same factor.
+    Everything else is as in `AdamW`. Source: Chen et al., "Symbolic Discovery of Optimization
+    Algorithms" (arXiv 2302.06675), algorithm 2 and section 5.
     """
 
     def __init__(

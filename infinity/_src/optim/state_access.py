@@ -3,8 +3,8 @@
     optimizer_state(p)["exp_avg"]             fetch the chunks -> decode -> fp32 [p.shape], a copy
     optimizer_state(p)["exp_avg"] = tensor    fetch, decode, put in, encode, store the sections
 
-All bytes go through a chunk buffer, the sections of one chunk in ordinary memory. So a parameter of
-any size takes the memory of its fp32 copy and of one chunk.
+All bytes pass through a chunk buffer, which holds the sections of one chunk in ordinary memory. So
+access to a parameter of any size takes the memory of its fp32 copy and of one chunk.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class StatefulOptimizer(Protocol):
         """Return the names of the parameter's moments, in the order of their sections."""
 
     def scalars(self, param: Param) -> dict[str, Any]:
-        """Return the parameter's states that are no tensors of its shape; `step` at least."""
+        """Return the parameter's states that are not tensors of its shape; `step` at least."""
 
     def set_scalar(self, param: Param, name: str, value: Any) -> None:
-        """Set one of them. Raises: ValueError."""
+        """Set a state that `scalars` returns. Raises: ValueError."""
 
     def moment_written(self, param: Param, name: str) -> None:
         """Note that the user wrote a moment."""
@@ -51,7 +51,7 @@ class States:
     """The states and gradients of one model's parameters, one at a time. Blocking; collective on
     several ranks.
 
-    wait: returns when no update is pending, raises the fault of one.
+    wait: blocks until no update is pending, and raises the fault of an update that failed.
     """
 
     def __init__(
@@ -74,15 +74,14 @@ class States:
         self._buffers: list[ChunkBuffer] = []
 
     def chunk_buffers(self, count: int) -> list[ChunkBuffer]:
-        """Return memory for `count` chunks, kept for the next time. Nothing may be in flight in
+        """Return memory for `count` chunks, the same at each call. No transfer may be in flight in
         it."""
         while len(self._buffers) < count:
             self._buffers.append(ChunkBuffer(self.store))
         return self._buffers[:count]
 
     def check_ranks_agree(self, what: str, tensor: torch.Tensor | None = None) -> None:
-        """Return when all ranks have come to this call with the same tensor, of which each stores
-        its part. Collective.
+        """Check that all ranks make this call with the same tensor. Collective.
 
         Raises: RanksDiverged.
         """
@@ -93,16 +92,16 @@ class States:
     # -- states ------------------------------------------------------------------------------------
 
     def read(self, param: Param, value: int) -> torch.Tensor:
-        """Return the master (value 0) or a moment (1, 2, 3) in fp32 [param.shape], a copy. All
-        ranks must ask.
+        """Return a copy of the master (value 0) or a moment (1, 2, 3), fp32 [param.shape]. Blocks.
+        Collective.
         """
-        # An update that is pending would overwrite the value, or show half of it.
+        # A pending update may have written only some of the chunks.
         self._wait()
         shard = self.store[param.flat]
         buffer = ChunkBuffer(self.store)
         part = []
         for span in spans_of(param, self.rank):
-            # Only the sections of this value are moved: a moment costs no read of the master.
+            # Only the sections of this value are fetched: a moment costs no read of the master.
             sections = sections_with(shard.format, value)
             buffer.fetch(shard, span.chunk, sections).wait()
             part.append(decode_values(shard.format, span_sections(buffer, span))[value])
@@ -112,9 +111,10 @@ class States:
         """Set the master or a moment, rounded to the precision of the format. tensor:
         [param.shape], any floating dtype.
 
-        Other states keep their bits. The next step computes with a written master, in every update
-        mode. On several ranks all pass the same tensor. Raises: RuntimeError while the unit is in
-        use; ValueError for a second moment below zero, of which 8 bits hold no sign.
+        Other states keep their bits. In every update mode the next step computes with the written
+        master. All ranks pass the same tensor. Blocks. Raises: RuntimeError while the unit is in
+        use; ValueError for a negative second moment in a format that stores it in 8 bits, without
+        a sign.
         """
         self._wait()
         if param.unit.refs:
@@ -132,8 +132,8 @@ class States:
                 f"is {wanted.min():.3g}): state='compact' holds it without a sign; clamp them to 0"
             )
         if value == 0:
-            # Before the first store: an error between the two leaves a unit that is read anew,
-            # never an old one that looks new.
+            # Before the first store: after an error in between, the gathered unit is read anew,
+            # which is harmless. Otherwise outdated values would look current.
             self.touch(param)
         buffer = ChunkBuffer(self.store)
         for span in spans_of(param, self.rank):
@@ -142,7 +142,7 @@ class States:
             changed = encode_value(shard.format, value, given, span_sections(buffer, span))
             if changed:
                 buffer.store(changed).wait()
-            # With update="delayed" forwards compute with a second copy, which must show the written
+            # With update="delayed" forwards compute with a second copy, which needs the written
             # value too.
             if value == 0 and self._delayed_params is not None:
                 written = torch.from_numpy(buffer.section(0, span.start, span.numel)).view(
@@ -160,8 +160,8 @@ class States:
     # -- gradients ---------------------------------------------------------------------------------
 
     def full_grad(self, param: Param) -> torch.Tensor | None:
-        """Return the accumulated gradient in fp32 [param.shape], with the factors of the loop
-        applied; None as `p.grad`. A copy.
+        """Return a copy of the accumulated gradient, fp32 [param.shape], with the factors applied
+        by which the loop has scaled it; None where `p.grad` is None. Blocks. Collective.
         """
         self._wait()
         if param.grad is None and param.at_rest.grad is None:
@@ -176,11 +176,11 @@ class States:
         return self._whole(param, [accumulator.part()])
 
     def set_full_grad(self, param: Param, tensor: torch.Tensor | None) -> None:
-        """Make `tensor` [param.shape] the gradient, rounded to the dtype of waiting gradients; None
-        clears it.
+        """Make `tensor` [param.shape] the gradient, rounded to the dtype of accumulated gradients;
+        None clears it. Blocks.
 
-        On several ranks all pass the same tensor. Raises: RuntimeError, with update="backward",
-        when the update has taken the gradient that backward made, as assigning to `p.grad` does.
+        All ranks pass the same tensor. Raises: RuntimeError with update="backward" when the update
+        has already taken the gradient that backward made, as an assignment to `p.grad` does then.
         """
         if tensor is not None:
             check_tensor("the gradient", param, tensor)
@@ -190,13 +190,13 @@ class States:
             self._gradients.accumulator(param).empty()
             param.at_rest.grad = None
             return
-        # Each rank stores the part that it would have got from a reduce_scatter.
+        # Each rank stores the part that a reduce_scatter would have given it.
         _, element, numel = param.flat.layout.shard_range(param.param_index, self.rank)
         part = tensor.detach().to("cpu").reshape(-1)[element : element + numel]
         self._gradients.replace(param, part)
 
     def _whole(self, param: Param, part: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the whole tensor, from the parts of the ranks, fp32 [param.shape]."""
+        """Join the parts of all ranks to the whole tensor, fp32 [param.shape]. Collective."""
         _, element, _ = param.flat.layout.shard_range(param.param_index, self.rank)
         mine = torch.cat([piece.reshape(-1) for piece in part]) if part else torch.empty(0)
         return self._comm.all_gather_vector(mine, element, param.numel).view(param.shape)
@@ -205,13 +205,14 @@ class States:
 class OptimizerState(MutableMapping[str, Any]):
     """Optimizer states of one parameter: "master", its moments by name, "step" and other numbers.
 
-    Reading a tensor gives a fresh fp32 copy on the CPU, [p.shape]. Assigning one writes it to its
-    tier, encoded as the policy's `state` says (rounded to nearest, where that rounds). Writing
-    "master" sets the parameter too (with update="delayed" also the copy that computes) and leaves
-    the moments.
+    Reading a tensor returns a new fp32 copy on the CPU, [p.shape]. Assigning a tensor writes it to
+    its tier, encoded as the policy's `state` says, and rounded to nearest where that format rounds.
+    Writing "master" also sets the parameter (with update="delayed" also the copy that forward
+    computes with), and does not change the moments.
 
-    Waits for pending updates. On several ranks every access is collective, and all assign the same
-    values.
+    Access blocks until pending updates have ended. On several ranks every access is collective, and
+    all ranks assign the same values. Raises: KeyError for an unknown name; ValueError for a tensor
+    of another shape or a dtype that is not floating; RanksDiverged.
     """
 
     def __init__(self, param: Param, holder: StatefulOptimizer, states: States) -> None:
@@ -240,8 +241,7 @@ class OptimizerState(MutableMapping[str, Any]):
             self._holder.set_scalar(param, name, value)
             return
         check_tensor(name, param, value)
-        # Compared before any rank writes: a value of one rank's own would be caught by nothing
-        # later.
+        # Before any rank writes: no later check finds a value that differs on one rank.
         self._states.check_ranks_agree(f"writing {name} of {param.name}", value)
         self._states.write(param, self._tensors.index(name), value)
         if name != "master":
@@ -293,14 +293,14 @@ def sections_with(form: Format, value: int) -> list[int]:
 
 
 def sections_encoded_with(form: Format, value: int) -> list[int]:
-    """Return the sections that `encode_value` wants to see."""
+    """Return the sections that `encode_value` reads."""
     found = sections_with(form, value)
-    # A master and the moment that has signs of it are encoded together.
+    # The master and the moment in the sign section are encoded together.
     return list(form.master_sections) if form.sign_section in found else found
 
 
 def span_sections(buffer: ChunkBuffer, span: ParamSpan) -> list[Bytes]:
-    """Return the span's part of every section of the buffer's chunk, but `grad`, as writable
+    """Return the span's part of every section of the buffer's chunk except `grad`, as writable
     bytes."""
     return [
         buffer.section(index, span.start, span.numel)
@@ -309,12 +309,12 @@ def span_sections(buffer: ChunkBuffer, span: ParamSpan) -> list[Bytes]:
 
 
 def decode_values(form: Format, sections: Sequence[Bytes]) -> list[torch.Tensor]:
-    """Return the master and the moments in fp32 [numel], fresh tensors. Values whose sections were
-    not fetched are without meaning.
+    """Return the master and the moments as new fp32 tensors [numel]. A value whose sections were
+    not fetched has no meaning.
     """
     given = [torch.from_numpy(section) for section in sections]
     master, moments = decode_sections(form.with_grad(GradSection.NONE), given)
-    # Copies, for torch's alignment: what MKL computes may depend on it.
+    # Copies have torch's alignment, on which results of MKL may depend.
     return [values.clone() for values in (master, *moments)]
 
 
@@ -326,8 +326,8 @@ def encode_values(
     key: int,
     element: int,
 ) -> None:
-    """Put the master and the moments, fp32 [numel], into their sections, rounded at random as an
-    update does."""
+    """Put the master and the moments, fp32 [numel], into their sections, rounded stochastically as
+    an update does."""
     master, *moments = values
     coded = encode_sections(
         form.with_grad(GradSection.NONE), master, moments, key=key, element=element

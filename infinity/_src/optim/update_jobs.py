@@ -23,7 +23,8 @@ _GRAD_DTYPES = {
 
 
 _GRAD = np.dtype([("address", "<u8"), ("itemsize", "<u8"), ("dtype", "<i4")])
-"""Place of a parameter's gradient; for one in the chunks' `grad` sections the address stays 0."""
+"""Address, itemsize and dtype of a parameter's gradient; the address is 0 for a gradient in the
+chunks' `grad` sections."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +48,10 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True)
 class FlatJobs:
-    """The jobs and segments of a flat if every parameter has a gradient. A step filters them.
+    """The jobs and segments of a flat in which every parameter has a gradient. A step filters them.
 
-    owner: for each segment the position of its parameter in flat.params. chunk: the position of its
-    chunk. within: the element at which it starts in this rank's part of the parameter.
+    Arrays over segments: owner: position of the segment's parameter in flat.params. chunk: position
+    of its chunk. within: element at which it starts in this rank's part of the parameter.
     """
 
     flat: Flat
@@ -68,8 +69,8 @@ def jobs_of_flat(store: StateStore, flat: Flat, rank: int) -> FlatJobs:
     spans = flat.layout.chunks
     jobs = np.zeros(len(spans), dtype=JOB)
     jobs["chunk"] = at_rest.ids
-    # Section 0, the parameters, goes to the gathered unit; `ptr` is an offset until the gate adds
-    # its address.
+    # Section 0, the parameters, goes to the gathered unit. `ptr` is an offset, to which the gate
+    # adds the address of the gathered flat.
     jobs["mask"] = 1
     jobs["ptr"][:, 0] = at_rest.starts.astype(np.uint64) * np.uint64(flat.layout.itemsize)
     # A RAW flat has parameters and nothing to update.
@@ -89,11 +90,11 @@ def jobs_of_unit(
 ) -> Submission:
     """Return the jobs that do `work` in one unit.
 
-    gradients: this rank's part of each gradient, one-dimensional, contiguous. A missing one has
-    spilled, and lies in the `grad` section of the chunks.
+    gradients: this rank's part of each gradient, one-dimensional, contiguous. A parameter that is
+    missing there has a spilled gradient, in the `grad` section of its chunks.
 
-    A chunk in which no parameter has work is a FETCH of its parameter section, for a hand-over of
-    the whole unit.
+    A chunk in which no parameter has work gets a FETCH of its parameter section, so that the whole
+    unit can be handed over.
     """
     jobs: list[npt.NDArray[Any]] = []
     segs: list[npt.NDArray[Any]] = []
@@ -124,7 +125,7 @@ def jobs_of_unit(
 
 
 def _grad_of(gradient: torch.Tensor | None) -> tuple[int, int, int]:
-    # The executor reads it from the chunk itself.
+    # The executor reads a spilled gradient from the chunk itself.
     if gradient is None:
         return (0, 0, GradDtype.SECTION)
     return (gradient.data_ptr(), gradient.element_size(), _GRAD_DTYPES[gradient.dtype])
