@@ -1,5 +1,4 @@
-"""The files of a directory that `from_pretrained` takes weights from, and the tensors of them that
-count.
+"""Find the files from which `from_pretrained` takes the weights of a directory, and their tensors.
 
     adapter_config.json, shard-*-model-*.safetensors        refused
     "transformers_weights" of config.json                   a file, or an index
@@ -8,8 +7,8 @@ count.
     pytorch_model.bin, model.VARIANT.safetensors            refused
     *.safetensors                                           each tensor once
 
-The first that is there counts, as in transformers; only the last line is not in transformers, which
-takes no files of other names.
+The first line that applies decides, as in transformers, which lacks only the last line: it takes no
+files of other names.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _VARIANT = re.compile(r"model\.(?:safetensors\.index\.)?(?P<variant>[^.]+)\.(safetensors|json)")
-"""Weights and indices that `from_pretrained` takes with variant= alone; shards of a variant have no
-name of their own to load.
+"""Weights and indices that `from_pretrained` takes only with variant=. Shards of a variant do not
+match: only their index can be loaded.
 """
 
 
@@ -50,7 +49,7 @@ def open_safetensors(model: Any, path: Path) -> StoredTensors:
     """
     if not path.is_dir():
         _refuse_format(path)
-        # An index that is named counts as it does in its directory.
+        # An index that the user names counts as the index of its directory does.
         return _joined(path, path.parent, path, ()) if is_index(path) else SafetensorsFiles(path)
     _refuse_adapter(path)
     _refuse_distributed(path)
@@ -64,10 +63,10 @@ def open_safetensors(model: Any, path: Path) -> StoredTensors:
 
 
 def read_config(path: Path) -> dict[str, Any] | None:
-    """Read the config.json of a directory, or beside a file; None if there is none. One that names
-    configurations for releases of transformers gives that of this release.
+    """Read the config.json of a directory, or of a file's directory; None if there is none. If it
+    lists a configuration for each release of transformers, read that of the installed release.
 
-    Raises: WeightsError for one that is no JSON object.
+    Raises: WeightsError for a file that is no JSON object.
     """
     directory = path if path.is_dir() else path.parent
     found = read_object(directory / "config.json")
@@ -79,7 +78,7 @@ def read_config(path: Path) -> dict[str, Any] | None:
 
 
 def read_object(file: Path) -> dict[str, Any] | None:
-    """Read a JSON file; None if there is none. Raises: WeightsError for one that is no object."""
+    """Read a JSON object; None if there is no file. Raises: WeightsError for other contents."""
     if not file.is_file():
         return None
     try:
@@ -96,8 +95,8 @@ def read_object(file: Path) -> dict[str, Any] | None:
 
 
 def _named_by_config(model: Any, path: Path) -> Path | None:
-    """Return the file or index that the configuration names. Raises: FileNotFoundError;
-    WeightsError for one outside of the directory, or of another format.
+    """Return the file or index that the configuration names, or None. Raises: FileNotFoundError;
+    WeightsError for a file outside of the directory, or of another format.
     """
     config = read_config(path)
     source = path / "config.json" if config is not None else "the model's configuration"
@@ -117,8 +116,8 @@ def _named_by_config(model: Any, path: Path) -> Path | None:
 
 
 def _joined(label: Path, directory: Path, chosen: Path, extra: Iterable[str]) -> StoredTensors:
-    """Return all tensors of a file, or of the files of an index, and of the files that the model's
-    kind has besides. A tensor that an index does not list counts as well.
+    """Return all tensors of a file, or of the files of an index, and of the `extra` files that are
+    there. A tensor that the index does not list counts, too.
     """
     weight_map: Mapping[str, str] = {}
     if is_index(chosen):
@@ -132,7 +131,7 @@ def _joined(label: Path, directory: Path, chosen: Path, extra: Iterable[str]) ->
     for file, tensors in headers.items():
         for name, tensor in tensors.items():
             before = found.get(name)
-            # The last file counts for transformers. An index that says so settles it.
+            # transformers takes the tensor of the last file. That is right if the index says so.
             if before is not None and weight_map.get(name) != file:
                 raise WeightsError(
                     f"{label} has {name} in {before.path.name} and in {file}: from_pretrained "
@@ -190,8 +189,8 @@ def _refuse_distributed(path: Path) -> None:
 
 
 def _refuse_other_weights(path: Path) -> None:
-    """Raise WeightsError for a directory with neither model.safetensors nor its index, whose
-    weights are others for `from_pretrained`.
+    """Raise WeightsError for a directory without model.safetensors and its index, in which
+    `from_pretrained` would take files that cannot be read here.
     """
     for name in _PICKLED:
         _refuse_format(path / name)
@@ -210,7 +209,7 @@ def _refuse_other_weights(path: Path) -> None:
 
 
 def _refuse_format(file: Path) -> None:
-    """Raise WeightsError for a file that is there and of a format that is read whole."""
+    """Raise WeightsError if the file exists and its format can only be read whole."""
     if file.is_file() and (file.name in _PICKLED or any(map(file.match, _OTHER_FORMATS))):
         raise WeightsError(
             f"{file} holds the weights; only safetensors and GGUF can be read tensor by tensor: "

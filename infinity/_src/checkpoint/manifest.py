@@ -5,12 +5,12 @@
     | xxh3_128 of all before
 
 `layout` changes only when the model, its formats or its ranks do, and is encoded once. `state`
-changes with every step. A row says where one chunk of the rank's shard lies, or a part of its
-sections (section_at >= 0), in a run of one file. Several rows may share a chunk (some sections
-here, some there); together they have every section once.
+changes with every step. A row says where one chunk of the rank's shard lies, or some of its
+sections (section_at >= 0), in one extent of one file. The sections of a chunk may be split over
+several rows; together these have every section once.
 
-A generation of a directory is valid when all its ranks have a readable manifest of the same save:
-nothing else commits it.
+A generation of a directory is valid when all its ranks have a readable manifest of the same save.
+There is no other commit record.
 
 A manifest of a durable run (version 3) has the chunks in two parts, and no layout:
 
@@ -19,9 +19,9 @@ A manifest of a durable run (version 3) has the chunks in two parts, and no layo
 
 `state` names the table, which is written when a place changes, and its xxh3_128.
 
-The checksum says that the bytes are as they were written, not that an engine wrote them, and
-numbers in a manifest become addresses and lengths. So `check_manifest` refuses each that leads out
-of its file, its table of checksums or its shard.
+The checksum proves that the bytes are as they were written, not that an engine wrote them, and
+numbers in a manifest become addresses and lengths. So `check_manifest` refuses every number that
+leads out of its file, its table of checksums or its shard.
 
 Small values of optimizers are retained exactly, as JSON, which is never executed. None, bool, int,
 float, str and lists are plain (floats to the last bit); other types are tagged:
@@ -55,8 +55,8 @@ from infinity.aio import Format
 from infinity.errors import AioError, ChecksumError
 
 VERSION: Final = 3
-"""Version of manifests with a table beside them. Others are of version 2 if a row has `zeros`, else
-of version 1, as before."""
+"""Version of manifests with a separate table. A manifest without one has version 2 if a row has
+`zeros`, and otherwise version 1, which earlier releases read."""
 PIECE_BYTES: Final = 65536
 """Bytes per checksum of a padded row."""
 TENSOR_BYTES_MAX = 4096
@@ -70,14 +70,14 @@ _HEADER: Final = struct.Struct("<8sQQQQQ")
 _DIGEST_BYTES: Final = 16
 _BLOCK_ROWS: Final = 4096
 Part = bytes | memoryview
-"""Bytes of a file that has several."""
+"""Bytes of one part of a file."""
 _TABLE_MAGIC: Final = b"inf-tabl"
 _TABLE_HEADER: Final = struct.Struct("<8sQQQ")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """A parameter: every name that it has in the module tree, the first one first, and a shape."""
+    """A parameter's shape, and all its names in the module tree, in the order of the tree."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -120,8 +120,8 @@ class FlatEntry:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOutEntry(_Named):
-    """A frozen parameter that the save left out, as state dicts have it: of the whole weight, if it
-    is cut into tiles.
+    """A frozen parameter that the save left out, as it is in state dicts: the whole weight, if the
+    model has it in tiles.
     """
 
     dtype: str
@@ -130,7 +130,7 @@ class LeftOutEntry(_Named):
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """The part of a manifest that stays the same from step to step. numerics: fields of the policy
-    that decide about rounding. left_out: what the model has besides.
+    that determine rounding. left_out: parameters of the model that the save does not contain.
     """
 
     flats: tuple[FlatEntry, ...]
@@ -143,8 +143,8 @@ class Layout:
             "flats": [dataclasses.asdict(flat) for flat in self.flats],
             "numerics": self.numerics,
         }
-        # Earlier releases do not know the key: to them these parameters are missing, which they
-        # refuse by name.
+        # Earlier releases do not know the key: they refuse to restore, and name these parameters
+        # as missing.
         if self.left_out:
             raw["left_out"] = [dataclasses.asdict(entry) for entry in self.left_out]
         return _dumps(raw)
@@ -168,7 +168,8 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class FileEntry:
-    """A file beside the manifest. digest: xxh3_128 of all; "" where rows have the checksums."""
+    """A file that the manifest names. digest: xxh3_128 of its bytes; "" where rows have checksums.
+    """
 
     name: str
     size_bytes: int
@@ -177,9 +178,9 @@ class FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerEntry:
-    """One optimizer: groups of hyper-parameters (`values`) with the names of their parameters; and
-    for each parameter its small state (`state`) and the names of its moments (`moments`). Values
-    are as `to_json` makes them.
+    """One optimizer. groups: hyper-parameters (`values`) and names of parameters (`params`) of each
+    group. params: small state (`state`) and names of the moments (`moments`) of each parameter.
+    Values are as `to_json` makes them.
     """
 
     title: str
@@ -192,9 +193,9 @@ class Head:
     """One rank's part of one generation, without its chunks. save: a number that all ranks of a
     save have in common. step: steps completed.
 
-    files: targets of the rows. buffers, extra: whole files of their own. algorithm: kind of the
-    rows' checksums. table: the file with the chunks' places, of durable runs, and numbers: those
-    that `files` have there.
+    files: files that the rows point into. buffers, extra: files of the model's buffers and of the
+    caller's values. algorithm: of the rows' checksums. table: in a durable run, the file with the
+    chunks' places; numbers: the numbers of `files` in this table.
     """
 
     generation: int
@@ -261,7 +262,7 @@ class Manifest(Head):
     sums: npt.NDArray[np.uint32]
 
     def parts(self) -> list[Part]:
-        # Others would take its checksums for those of pieces.
+        # Readers of versions 1 and 2 would take folded checksums for checksums of pieces.
         assert not (self.rows["padded"] == FOLDED).any(), "these rows want a table"
         # Encoded once for a run: a model of 20,000 parameters has a long layout.
         texts = (self.layout.encoded, self.state())
@@ -277,11 +278,11 @@ class Manifest(Head):
     def decode(
         cls, data: bytes, path: str, read: Callable[[FileEntry], bytes] | None = None
     ) -> Manifest:
-        """Read a manifest from the bytes of its file. read: gives the bytes of a file beside it,
-        checked.
+        """Read a manifest from the bytes of its file. read: returns the verified bytes of a file
+        that the manifest names.
 
-        Raises: ChecksumError naming `path` for damage, AioError for a file that is cut short or
-        something else, ValueError for a later version.
+        Raises: ChecksumError naming `path` for damage; AioError for a file that is cut short or no
+        manifest; ValueError for a later version, or for values that no engine writes.
         """
         version, layout_bytes, state_bytes, row_count, sum_count = _lengths(data, path)
         at = _HEADER.size + layout_bytes
@@ -307,7 +308,7 @@ def _lengths(data: bytes, path: str) -> tuple[int, int, int, int, int]:
     """Check the bytes of a manifest's file. Returns version, bytes of layout and of state, rows,
     checksums.
     """
-    # The digest is of everything before it.
+    # The digest covers everything before it.
     body = len(data) - _DIGEST_BYTES
     # First: without a header there is no version to read.
     if body < _HEADER.size or not data.startswith(_MAGIC):
@@ -334,7 +335,7 @@ def _as_written(path: str) -> Iterator[None]:
     """Raise ValueError naming `path` for values that no engine writes."""
     try:
         yield
-    # The digest is right, of something that no engine wrote.
+    # The digest matches, so the bytes are intact, but no engine wrote them.
     except (
         KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError, struct.error
     ) as error:  # fmt: skip
@@ -381,8 +382,8 @@ def manifest_name(generation: int, rank: int) -> str:
 
 
 def section_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
-    """Compute the bytes of every section of rows, a multiple of 4096: [rows, SECTION_MAX], 0 for
-    sections that a format lacks.
+    """Compute the size of every section of rows, padded to a multiple of 4096 bytes: int64 [rows,
+    SECTION_MAX], 0 for sections that a format lacks.
     """
     return _in_blocks(_section_bytes, rows, flats)
 
@@ -390,7 +391,7 @@ def section_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt
 def _section_bytes(
     rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]
 ) -> npt.NDArray[np.int64]:
-    # Only the flats of these rows: a restore asks for one row at a time.
+    # Only the flats of these rows: a restore passes one row at a time.
     numbers, of_row = np.unique(rows["flat"], return_inverse=True)
     items: npt.NDArray[np.int64] = np.zeros((len(numbers), SECTION_MAX), dtype=np.int64)
     groups: npt.NDArray[np.int64] = np.ones((len(numbers), SECTION_MAX), dtype=np.int64)
@@ -403,8 +404,8 @@ def _section_bytes(
 
 
 def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
-    """Count the checksums of every section of rows, [rows, SECTION_MAX], in the order in which they
-    lie.
+    """Count the checksums of every section of rows: int64 [rows, SECTION_MAX]. A row's checksums
+    lie in the order of its sections.
     """
     return _in_blocks(_pieces_of, rows, flats)
 
@@ -426,8 +427,8 @@ def _in_blocks(
     rows: npt.NDArray[np.void],
     flats: Sequence[FlatEntry],
 ) -> npt.NDArray[np.int64]:
-    """Count for some rows after the other: a checkpoint may have a million, and what is computed on
-    the way takes several times the result.
+    """Call `count` for blocks of rows: a checkpoint may have a million rows, and temporaries take
+    several times the memory of the result.
     """
     found: npt.NDArray[np.int64] = np.empty((len(rows), SECTION_MAX), dtype=np.int64)
     for begin in range(0, len(rows), _BLOCK_ROWS):
@@ -441,7 +442,6 @@ def _dumps(value: Any) -> bytes:
 
 
 def _file(entry: dict[str, Any]) -> FileEntry:
-    """Raises: ValueError for a name that leads out of the directory."""
     found = FileEntry(**entry)
     path = PurePosixPath(found.name)
     # A manifest from elsewhere must not lead to files outside of its directory.
@@ -468,7 +468,7 @@ def check_head(head: Head, path: str) -> None:
 def _refuse(problems: Iterator[str], path: str) -> None:
     try:
         found = next(problems, "")
-    # Values of other types than they should be of.
+    # A value has another type than an engine writes.
     except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
         found = str(error) or type(error).__name__
     if found:
@@ -539,7 +539,7 @@ def _wrong_left_out(manifest: Manifest) -> Iterator[str]:
 
 def _wrong_rows(manifest: Manifest) -> Iterator[str]:
     rows, flats = manifest.rows, manifest.layout.flats
-    # One kind of number after the other: later checks compute with numbers that passed.
+    # In this order: later checks compute with numbers that passed earlier ones.
     counts = {"flat": len(flats), "file": len(manifest.files), "padded": FOLDED + 1}
     for name, count in counts.items():
         if ((rows[name] < 0) | (rows[name] >= count)).any():
@@ -560,15 +560,15 @@ def _wrong_rows(manifest: Manifest) -> Iterator[str]:
         bits = here.astype(np.int64) @ (1 << np.arange(SECTION_MAX))
         if (rows["zeros"] & ~np.where(rows["padded"] == PADDED, 0, bits)).any():
             yield "a row has zeros in sections that are not there"
-        # An address is computed from it, so it must stay inside of the table.
+        # An address is computed from `sums_at`, so it must stay inside of the table.
         last = len(manifest.sums) - pieces_of(rows, flats).sum(axis=1)
         if ((rows["sums_at"] < 0) | (rows["sums_at"] > last)).any():
             yield "a row has checksums that are not there"
 
 
 def _gaps(manifest: Manifest) -> Iterator[str]:
-    """Find shards whose chunks do not lie in sequence, from the begin to the end of the
-    parameters in it.
+    """Find shards whose chunks do not cover them without gaps, from the start of the shard to the
+    end of its parameters.
     """
     rows = manifest.rows[np.argsort(manifest.rows["flat"], kind="stable")]
     bounds = np.searchsorted(rows["flat"], np.arange(len(manifest.layout.flats) + 1))
@@ -590,20 +590,20 @@ def _gaps(manifest: Manifest) -> Iterator[str]:
 
 
 def to_json(value: Any) -> Any:
-    """Turn a small value into JSON. Raises: ValueError naming the type of a value that cannot be
-    kept.
+    """Turn a small value into JSON. Raises: ValueError naming the type of a value that JSON of this
+    form cannot represent.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) in (int, float):
         return value
     if isinstance(value, list):
         return [to_json(each) for each in value]
-    # JSON has lists only, and an optimizer's betas are a tuple.
+    # JSON has only lists, and an optimizer's betas are a tuple.
     if isinstance(value, tuple):
         return {"tuple": [to_json(each) for each in value]}
     if isinstance(value, dict):
         return {"dict": [[to_json(key), to_json(each)] for key, each in value.items()]}
     if isinstance(value, torch.Tensor) and value.nbytes <= TENSOR_BYTES_MAX:
-        # Hexadecimal, not decimal: every bit comes back, NaNs too.
+        # Hexadecimal bytes, not decimal numbers, preserve every bit, also of NaNs.
         data = bytes_of(value).cpu().numpy().tobytes()
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), "hex": data.hex()}
     if isinstance(value, torch.Tensor):
@@ -665,15 +665,15 @@ ROW: Final = np.dtype(
         ("zeros", "<i4"),
     ]
 )
-"""`start`: of the chunk in the shard. `sums_at`: of its first checksum. `zeros`: bit s = section s,
-which lies here, is all zeros and was never written; its bytes and checksums mean nothing. `padded`:
-how the checksums were taken.
+"""`start`: first element of the chunk in the shard. `sums_at`: index of its first checksum.
+`zeros`: bit s: section s of this row is all zeros and was never written; its bytes and checksums
+have no meaning. `padded`: how the checksums were computed:
 
-CHUNKED: as an executor takes those of a CHUNK, of all its sections, in pieces of PIECE_NUMEL
-elements, from `key` and `generation`. PADDED: of each section that is here, as a separate chunk:
-of its bytes up to the next multiple of 4096, in pieces of PIECE_BYTES, from `key` + the section's
-index. Then no byte of a file is without a checksum. FOLDED: as CHUNKED, but one for each section,
-that of the pieces' checksums in order.
+CHUNKED: as an executor computes them for a CHUNK: of all its sections, in pieces of PIECE_NUMEL
+elements, seeded by `key` and `generation`. PADDED: of each section of this row as a separate chunk:
+of its bytes up to the next multiple of 4096, in pieces of PIECE_BYTES, seeded by `key` + the
+section's index. So every byte of a file has a checksum. FOLDED: as CHUNKED, but with one checksum
+for each section, which is that of the pieces' checksums in order.
 """
 CHUNKED, PADDED, FOLDED = range(3)
 
@@ -689,19 +689,19 @@ TABLE: Final = np.dtype(
         ("file", "<i4", (2,)),
     ]
 )
-"""A chunk of a durable run, with both its places. `file`: numbers of the run's files, which
-manifests give names to."""
+"""A chunk of a durable run, with both its places. `file`: numbers of the run's files; manifests map
+them to names."""
 
 _SECOND: Final = 1 << 7
-"""In a mark: the second place is the live one. The bits below are ROW's `zeros`."""
+"""Bit in a mark's flags: the second place is the live one. The lower bits are ROW's `zeros`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """Statement of one commit on the chunks of TABLE, in its order.
+    """What one commit records of the chunks of TABLE, in the order of the table.
 
-    generations: of the live places, uint64 [chunks]. flags: uint8 [chunks]. folded: uint32, for
-    each chunk one checksum per section.
+    generations: of the live places, uint64 [chunks]. flags: uint8 [chunks]. folded: one checksum
+    per section of each chunk, uint32.
     """
 
     generations: npt.NDArray[np.uint64]
@@ -740,8 +740,9 @@ def marks_of(
     pieces: npt.NDArray[np.int64],
     sections: int,
 ) -> Marks:
-    """Make the marks of chunks of one format from their CHUNK records. second: the second place is
-    live. pieces: of each section. sections: that are states.
+    """Make the marks of chunks of one format from their CHUNK records. second: whether the second
+    place is live, [chunks]. pieces: pieces per section, [chunks]. sections: number of sections that
+    hold states.
     """
     zeros = now["zeros"] & np.uint16((1 << sections) - 1)
     return Marks(
@@ -757,10 +758,10 @@ def joined(
     sections: Sequence[int],
     files: Sequence[int],
 ) -> npt.NDArray[np.void]:
-    """Return the chunks as rows, whose checksums are `marks.folded`. sections: of each flat; files:
-    the numbers of the files that rows["file"] counts.
+    """Return the chunks as rows, whose checksums are `marks.folded`. sections: number of sections
+    of each flat. files: numbers of the files; rows["file"] is an index into them.
 
-    Raises: ValueError where the two do not fit each other.
+    Raises: ValueError where table and marks do not match.
     """
     if len(table) != len(marks.flags):
         raise ValueError(f"its table has {len(table)} chunks, not {len(marks.flags)}")
@@ -792,8 +793,8 @@ def joined(
 def _fold(
     sums: npt.NDArray[np.uint64], pieces: npt.NDArray[np.int64], sections: int
 ) -> npt.NDArray[np.uint32]:
-    """Compute one checksum for each section of chunks, that of its pieces' in order: [chunks,
-    sections]. sums: addresses of uint32 [sections, pieces] of each chunk.
+    """Compute one checksum for each section of chunks, of the checksums of its pieces in order:
+    uint32 [chunks, sections]. sums: addresses of each chunk's uint32 [sections, pieces].
     """
     ffi, lib = native.load()
     folded: npt.NDArray[np.uint32] = np.zeros((len(sums), sections), dtype=np.uint32)

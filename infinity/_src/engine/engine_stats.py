@@ -22,15 +22,19 @@ from infinity.aio._endurance import Endurance, recent_bytes_per_s
 
 @dataclasses.dataclass(frozen=True)
 class DriveFigures:
-    """One drive since `inf.offload`. Bytes are those the drive confirmed; times in seconds.
+    """One drive since `inf.offload`. Bytes are those that the drive confirmed; times in seconds.
 
-    read_p50_s ... write_p99_s: how long requests took, from being sent to their result; depth_mean:
-    requests in flight while there were any, of `depth` at most, `block_bytes` each; busy_s: time
-    with a request in flight; *_bytes_per_s_10s, _60s: bandwidth over the last whole seconds, idle
-    ones included; direct: O_DIRECT, else direct_reason says why not; failed: the write that marked
-    the drive, empty while it is sound; slow: set while it gives less than it did before
-    (slow_episodes: how often that was); written_per_step_bytes and written_tb_per_day: of training,
-    without set-up; None before the first step.
+    read_p50_s ... write_p99_s: latency of requests, from submission to result.
+    depth_mean: mean requests in flight while there were any; depth: the most; block_bytes: the size
+        of the largest request.
+    busy_s: time with a request in flight.
+    *_bytes_per_s_10s, _60s: bandwidth over the last 10 or 60 whole seconds, idle ones included.
+    direct: whether files are open with O_DIRECT; direct_reason: why not.
+    failed: the failed write that marked the drive, empty while the drive is sound.
+    slow: description while the drive gives less bandwidth than before, otherwise empty;
+        slow_episodes: how often that happened.
+    written_per_step_bytes, written_tb_per_day: written by training, set-up excluded; None before
+        the first step.
     """
 
     path: str
@@ -86,7 +90,7 @@ class DriveFigures:
         )
 
     def __str__(self) -> str:
-        """One line for people; a second one where something is not as it should be."""
+        """Format the figures as one line, and one more line for each thing that is wrong."""
         reads = f"{1e3 * self.read_p50_s:.1f}/{1e3 * self.read_p99_s:.1f} ms"
         writes = f"{1e3 * self.write_p50_s:.1f}/{1e3 * self.write_p99_s:.1f} ms"
         parts = [
@@ -150,48 +154,58 @@ _OF_RANKS = (
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """Counters since `inf.offload`. Bytes are bytes, times seconds.
+    """Counters since `inf.offload`. Sizes in bytes, times in seconds.
 
-    params: elements of the model; step_count: optimizer steps submitted; bytes_read, bytes_written:
-        on all drives;
-    io_wait_s: time that forward and backward waited for a unit; update_wait_s: time that
-    `opt.step()`, `flush()` and others waited for updates; ram_bytes: RAM that the engine holds by
-    plan, ram_min_bytes the least that works, ram_budget_bytes what `ram` allows (None: "min");
-    its parts:
-    pool_bytes: pinned slots, grad_bytes: gradients, staging_bytes: windows of those that spill,
-    shadow_bytes: the second copy of the parameters (update="delayed"), resident_bytes: states,
-    sums_bytes: their checksums, scratch_bytes: memory that norms and optimizers compute in;
-    nvme_bytes: states that rest on NVMe, of them frozen_bytes of parameters that no optimizer
-    holds;
-    spilled_bytes: gradients that rest there; gathered_bytes_peak: the most that was gathered at
-        once,
-    fresh_grad_bytes_peak: of gradients between autograd and where they wait, heap_spare_bytes: of
-    freed memory kept at most beside what was in use at once, where the CPU computes (all three
-    device memory, not in ram_bytes); demands: times a unit was wanted (for all slices of a batch
-    once, where it stays gathered); demand_reads were not read ahead; deviations: demands
-    that the traced order did not foresee; params_read_bytes: of bytes_read, parameters for a
-    forward or a backward alone;
-    grads_read_bytes, grads_written_bytes: of both, spilled gradients, as far as that was begun;
-    registered: whether io_uring has the pools' pages registered, else registered_reason says why
-    not; kept_chunks: chunks whose write failed, which are in memory only; moved_writes: writes that
-    failed and went to another place on the drives; jobs_cancelled: reads that were given up;
-    written_per_step_bytes, written_tb_per_day: by training on all drives, None before the first
-    step; phases: time and traffic by phase, by the names of `telemetry.PHASES`;
-    updates_ahead: units that were updated in backward ahead of their step and kept,
-    updates_withdrawn: units whose update the step forbade; steps_undone: by faults; older_chunks:
-    chunks that have states of an earlier step, since a drive lost the last (`Policy.damaged`; the
-    last four with two generations);
-    commit_s: time that commits of a durable run took; comm_gather_*, comm_reduce_*: bytes that this
-    rank sent of weights and of gradients, to ranks of its node (inside) and of others (across),
-    comm_wait_s: time that backward waited for reductions;
-    whole_grad_bytes: whole sums of gradients (accumulate="local"), secondary_bytes: secondary
-    shards of gathered weights (hpz, or stage 3 on the device), feedback_bytes: rounding errors of
-    gradients (error_feedback); h2d_bytes, d2h_bytes: copied to a GPU that computes and from it,
-    h2d_s, d2h_s: while at least one such copy was under way (all four 0 where the CPU computes;
-    gradients that an update on the device reads where they wait are no copies, and not counted);
-    activations: see `ActivationFigures`; terms: a step against its limits, None before there were
-    two, and where the device updates;
-    drives: bytes and more for each drive.
+    params, units: elements and units of the model. step_count: optimizer steps submitted.
+    bytes_read, bytes_written: on all drives. Parts of them: params_read_bytes: parameters, read for
+        forward and backward alone; grads_read_bytes, grads_written_bytes: spilled gradients,
+        counted when a transfer begins.
+    io_wait_s: time that forward and backward waited for units. update_wait_s: time that
+        `opt.step()`, `flush()` and other calls waited for updates. compute_s: time that the
+        executor's workers verified, updated and copied.
+    ram_bytes: RAM that the engine holds by plan. ram_min_bytes: the least that works.
+        ram_budget_bytes: the most that `Policy.ram` allows (None for "min").
+    Parts of ram_bytes: pool_bytes: pinned staging buffers; grad_bytes: gradients; staging_bytes:
+        windows through which gradients spill; shadow_bytes: the second copy of the parameters
+        (update="delayed"); resident_bytes: states; sums_bytes: checksums of states; scratch_bytes:
+        memory in which norms and optimizers compute.
+    nvme_bytes: states at rest on NVMe; frozen_bytes: the part of them that belongs to parameters
+        without an optimizer. spilled_bytes: gradients at rest on NVMe.
+    Device memory, not in ram_bytes: gathered_bytes_peak: the most bytes gathered at once;
+        fresh_grad_bytes_peak: the most bytes of gradients that autograd had made and no accumulator
+        had taken; heap_spare_bytes: the most freed memory that the allocator retained in addition
+        to memory in use, where the CPU computes.
+    demands: requests for a unit (one for all micro-batches of a batch, if the unit stays gathered).
+        demand_reads: demands for which nothing was prefetched. deviations: demands that the traced
+        order did not predict.
+    gates_opened, gates_escaped: see the executor. retries: requests sent again after EAGAIN or
+        EINTR. short_transfers: short transfers, which were resumed. rereads: chunks read again
+        after a wrong checksum or a failed read; checksum_failures: rereads that were wrong, too.
+    huge_bytes: bytes of the pools in huge pages. registered: whether io_uring has the pools' pages
+        registered; registered_reason: why not. backend: of the executor; backend_reason: why "auto"
+        did not choose io_uring.
+    kept_chunks: chunks whose write failed, and that are in memory only. moved_writes: failed writes
+        that were moved to a reserved extent. jobs_cancelled: cancelled reads.
+    written_per_step_bytes, written_tb_per_day: written by training to all drives; None before the
+        first step.
+    updates_ahead: units updated in backward ahead of their step, whose update stayed.
+        updates_withdrawn: such units whose update was undone, since the step did not want it.
+        steps_undone: steps undone after faults. older_chunks: chunks with states of an earlier
+        step, since a drive lost the last (`Policy.damaged`). All four need two generations.
+    commit_s: time of the commits of a durable run.
+    comm_gather_*_bytes, comm_reduce_*_bytes: bytes of weights and of gradients that this rank sent
+        to ranks of its node (inside) and of other nodes (across). comm_wait_s: time that backward
+        waited for reductions.
+    whole_grad_bytes: unreduced sums of gradients (accumulate="local"). secondary_bytes: secondary
+        shards of gathered weights (hpz, or stage 3 on the device). feedback_bytes: rounding errors
+        of gradients (error_feedback).
+    h2d_bytes, d2h_bytes: copied to and from the GPU that computes; h2d_s, d2h_s: time with at least
+        one such copy in flight. All four are 0 where the CPU computes. Gradients that an update on
+        the device reads in place are not copied, and not counted.
+    phases: time and traffic by phase, keyed by `telemetry.PHASES`.
+    terms: a step against its limits; None before two steps have ended, and where the device
+        updates.
+    activations: see `ActivationFigures`. drives: one `DriveFigures` per drive.
     """
 
     params: int
@@ -264,19 +278,19 @@ class Stats:
 
     @property
     def ram_parts(self) -> dict[str, int]:
-        """The parts of `ram_bytes` that are not zero, by name."""
+        """Parts of `ram_bytes` that are not zero, by name, in bytes."""
         return name_parts(self, _PUBLIC_NAMES)
 
     def as_dict(self) -> dict[str, Any]:
-        """As a plain dictionary, for logs and JSON."""
+        """Return a plain dictionary, for logs and JSON."""
         record = dataclasses.asdict(self)
         record["drives"] = list(record["drives"])
         record["terms"] = self.terms.as_dict() if self.terms is not None else None
         return record
 
     def __str__(self) -> str:
-        """Text for people: memory, the time of a step by phase, η against both limits, the
-        drives."""
+        """Format as text: memory, the time of a step by phase, η against both limits, the drives.
+        """
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in self.ram_parts.items())
         held = format_size(self.ram_bytes) + (f" ({parts})" if parts else "")
         lines = [
@@ -341,11 +355,12 @@ class Stats:
         frozen_bytes: int = 0,
         slices: float | None = None,
     ) -> Stats:
-        """Put together what the parts counted. `endurance` has observed `executor`; without it
-        nothing is forecast.
+        """Collect the counters of the engine's parts. endurance: has observed `executor`; without
+        it `written_per_step_bytes` and `written_tb_per_day` are None.
 
-        update: when updates run; None where no limits are known (`update_on="device"`). bandwidths,
-        slices: see `StepTerms.collect`. ranks: fields that only several ranks have.
+        update: the update mode; None where no limits are known (`update_on="device"`). bandwidths,
+        slices: see `StepTerms.collect`. ranks: the fields that only several ranks have; None sets
+        them to 0.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), progress.clock.marks()
         terms = None if update is None else StepTerms.collect(
@@ -393,7 +408,7 @@ class Stats:
 def drive_figures(
     executor: ExecutorStats, endurance: Endurance, *, now_s: float | None = None
 ) -> tuple[DriveFigures, ...]:
-    """The figures of each drive. now_s: CLOCK_MONOTONIC, the present by default."""
+    """Return the figures of each drive. now_s: CLOCK_MONOTONIC in seconds, by default now."""
     now_s = time.monotonic() if now_s is None else now_s
     return tuple(
         DriveFigures.collect(number, drive, endurance, opened_s=executor.opened_s, now_s=now_s)
@@ -402,6 +417,6 @@ def drive_figures(
 
 
 def _sum(values: list[float | None]) -> float | None:
-    """Return the sum; None if there are no values, or one is not known."""
+    """Return the sum; None if there are no values, or one of them is None."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None

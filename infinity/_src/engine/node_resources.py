@@ -1,18 +1,18 @@
-"""Resources that the ranks of one machine share: its memory, its drives' room and bandwidth.
+"""Resources that the ranks of one machine share: its memory, its drives' capacity and bandwidth.
 
 Ranks agree on them in rounds of a rendezvous while a model is set up:
 
     round                                   derived from it
-    offload: machine, memory left           this rank's directories, its part of the memory
-             drives                         ranks for each drive: bandwidth, depth of requests
-             files of the values            the same: each rank reads its part of them alone
-             memory of the plan             more than is left: MemoryLimitError on all ranks
-             room on the drives             more than there is: SwapFullError on all ranks
+    offload: machine, free memory           this rank's directories, its share of the memory
+             drives                         ranks per drive: share of its bandwidth, queue depth
+             files of the values            if the same on all ranks, each reads its part of them
+             memory of the plan             more than is free: MemoryLimitError on all ranks
+             capacity of the drives         more than is free: SwapFullError on all ranks
              after each unit                a rank that cannot read or write stops all ranks
-    optimizer: room on the drives           the same
+    optimizer: capacity of the drives       as above
 
-Machines are told apart by the kernel, not by the nodes of a mesh: two "nodes" on one machine have
-one memory. A rank that fails sends its error, and the others raise PeerFailed with it
+The kernel identifies a machine, not the nodes of a mesh: two "nodes" on one machine have one
+memory. A rank that fails sends its error, and all other ranks raise PeerFailed with it
 (infinity._src.distributed.rendezvous).
 """
 
@@ -47,47 +47,48 @@ from infinity.aio._swap_file import is_directory_pattern, resolve_directories
 from infinity.errors import MemoryLimitError
 
 DEPTH_MIN = 8
-"""Least number of requests that a rank has in flight at a drive, however many ranks share it. Fewer
-leave the drive idle between two."""
+"""Least queue depth of a rank at a drive, however many ranks share the drive. With fewer requests
+in flight the drive is idle between two of them."""
 
 
 @contextlib.contextmanager
 def open_node_resources(comm: Comm, policy: Policy) -> Iterator[NodeResources]:
     """Open the rendezvous of ranks that offload a model. Collective.
 
-    `NodeResources.end_rendezvous` ends it. The context is left when the model is closed.
+    `NodeResources.end_rendezvous` ends the rendezvous; the context exits when the model is closed.
     """
     with Rendezvous(comm, "inf.offload") as rendezvous:
         found = NodeResources(comm, policy, rendezvous)
         try:
             yield found
         finally:
-            # From here on nothing is communicated: the other ranks may never come.
+            # From here on nothing is communicated: other ranks may never take part.
             found.closed = True
 
 
 class NodeResources:
-    """Part of the machine's resources that this rank may use.
+    """This rank's share of the machine's resources.
 
     Methods are collective where they say so. With one rank they communicate nothing.
-    policy: as given, with this rank's directories, and its part of the given bandwidths.
+    policy: the given policy with this rank's directories, and its share of the given bandwidths.
     number, ranks: this rank's number among the ranks of the machine, and their count.
-    default_bytes: RAM_SHARE of its part of the memory that was left before any rank took some.
+    default_bytes: RAM_SHARE of this rank's share of the memory that was free before any rank
+        allocated.
     """
 
     def __init__(self, comm: Comm, policy: Policy, rendezvous: Rendezvous) -> None:
         self._comm = comm
         self._rendezvous: Rendezvous | None = rendezvous
         self.closed = False
-        # Before any rank takes memory: every rank sends this value in the first round.
+        # Before any rank allocates: every rank sends this value in the first round.
         seen = memory_seen()
         everyone = rendezvous.all_gather_object(
             {"machine": machine(), "memory": seen, "rules": policy.rules}
         )
-        # First: ranks with other rules would plan other things, and then hold other rounds.
+        # First: ranks with different rules would make different plans, and then different rounds.
         _check_rules([row["rules"] for row in everyone])
-        # By the kernel's boot id, not by the mesh: "nodes" on one machine have one memory and its
-        # drives.
+        # Matched by the kernel's boot id, not by the mesh: "nodes" on one machine share its memory
+        # and its drives.
         self._neighbours = [
             rank for rank, row in enumerate(everyone) if row["machine"] == machine()
         ]
@@ -95,16 +96,15 @@ class NodeResources:
         self.default_bytes = int(
             RAM_SHARE * fair_share(seen, [row["memory"] for row in everyone])
         )
-        # A pattern stands for one directory of each rank; from here on the policy has this rank's
-        # own.
+        # A pattern names one directory per rank; from here on the policy names this rank's.
         if any(is_directory_pattern(path) for path in policy.directories):
-            # An engine of this rank alone has rank 0 in every process.
+            # An engine with a mesh of one rank has rank 0 in every process.
             rank, local_rank = (
                 own_numbers() if is_own(policy.mesh) else (comm.rank, self._local_rank())
             )
             found = resolve_directories(policy.directories, rank=rank, local_rank=local_rank)
             policy = dataclasses.replace(policy, nvme=found)
-        # By drive, not by path: directories on one drive share its bandwidth.
+        # Counted by drive, not by path: directories on one drive share its bandwidth.
         drives = {path.resolve(): _drive(path) for path in policy.directories if path.is_dir()}
         everyone = rendezvous.all_gather_object({"drives": sorted(set(drives.values()))})
         self._sharers = {
@@ -118,15 +118,12 @@ class NodeResources:
         return self._sharers.get(Path(directory).resolve(), 1)
 
     def depths(self, files: Sequence[SwapFile]) -> list[int]:
-        """Choose the requests in flight for each drive: its limit, divided by the ranks that share
-        it.
-
-        At least DEPTH_MIN, if the drive takes these.
+        """Choose the queue depth for each drive: its limit divided by the ranks that share it, and
+        at least DEPTH_MIN where the limit allows that.
         """
         settings, found = self.policy.io_settings, []
         for file in files:
             taken = limits_of(file).fit(settings.block_bytes or BLOCK_BYTES, settings.depth)[1]
-            # A fair part, but never so few that the drive idles between two requests.
             found.append(max(taken // self.sharers(file.directory), min(taken, DEPTH_MIN)))
         return found
 
@@ -139,13 +136,12 @@ class NodeResources:
         running_bytes: int,
         freed_bytes: int,
     ) -> None:
-        """Check that what all ranks hold, by their plans and beside them, fits into memory.
-        Collective.
+        """Check that the plans of all ranks and their host overhead fit into memory. Collective.
 
-        begun_bytes: what this rank takes of its plan before it gives back anything. filling_bytes,
-        running_bytes: what it takes beside the plan until then, and from then on. freed_bytes:
-        memory of the model's values, which it gives back when they are at rest. Raises:
-        MemoryLimitError on all ranks if those under one limit want more than it leaves.
+        begun_bytes: bytes of this rank's plan that it allocates before it frees the model's values.
+        filling_bytes, running_bytes: its overhead outside of the plan before and after that.
+        freed_bytes: memory of the model's values, freed once they are at rest. Raises:
+        MemoryLimitError on all ranks if the ranks under one limit need more than it leaves.
         """
         assert self._rendezvous is not None
         everyone = self._rendezvous.all_gather_object(
@@ -157,13 +153,13 @@ class NodeResources:
                 "memory": memory_seen(),
             }
         )
-        # By limit: each cgroup's, and the machine's, bounds the ranks that see it.
+        # The machine's limit and that of each cgroup bounds the ranks that see it.
         for limit in {limit: None for row in everyone for limit in row["memory"]}:
             ranks = [rank for rank, row in enumerate(everyone) if limit in row["memory"]]
-            # Several ranks may have read a limit: the smallest value counts.
+            # Ranks may have read a limit at different moments: the smallest value counts.
             left = min(everyone[rank]["memory"][limit] for rank in ranks)
             freed = sum(everyone[rank]["freed"] for rank in ranks)
-            # First beside the model's values, then in their place.
+            # At first the model's values still take memory; later the plan takes their place.
             for name, room in (("begun", left), ("size", left + freed)):
                 planned, beside = (
                     sum(everyone[rank][name][part] for rank in ranks) for part in (0, 1)
@@ -173,16 +169,16 @@ class NodeResources:
                     raise _beyond(limit, planned + beside, room, ranks, least=least, beside=beside)
 
     def check_room(self, files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
-        """Check that the file systems have room for all ranks: `sizes` more bytes in this rank's
-        files.
+        """Check that the file systems have space for all ranks: `sizes` more bytes in each of this
+        rank's files.
 
-        Collective during a rendezvous, in which all ranks take room together. Otherwise each rank
-        takes the room that it finds, and nothing is checked here.
-        Raises: NoRoomError on all ranks if those on one file system want more than it has.
+        Collective during a rendezvous, in which all ranks allocate together. Outside of one each
+        rank allocates alone, and this returns at once.
+        Raises: NoRoomError on all ranks if the ranks on one file system need more than it has free.
         """
         if self._comm.world == 1 or self._rendezvous is None:
             return
-        # Measured when all are here: until then another may remove what an earlier run left.
+        # Measured after all ranks are here: until then a rank may remove files of an earlier run.
         self.check_peers()
         wants: dict[str, int] = {}
         free: dict[str, tuple[int, str]] = {}
@@ -193,7 +189,7 @@ class NodeResources:
         everyone = self._rendezvous.all_gather_object(
             {"machine": machine(), "wants": wants, "free": free}
         )
-        # A device number means a file system within its machine only.
+        # A device number identifies a file system only within its machine.
         systems = {(row["machine"], system): None for row in everyone for system in row["wants"]}
         for where, system in systems:
             ranks = [
@@ -202,7 +198,8 @@ class NodeResources:
                 if row["machine"] == where and system in row["wants"]
             ]
             wanted = sum(everyone[rank]["wants"][system] for rank in ranks)
-            # The file systems are the same: the least free room that any rank saw is safe.
+            # All these ranks saw one file system: the smallest free space that any of them saw is
+            # safe.
             left, path = min(everyone[rank]["free"][system] for rank in ranks)
             if wanted > left:
                 raise NoRoomError(
@@ -216,7 +213,7 @@ class NodeResources:
                 )
 
     def are_alike(self, value: str) -> bool:
-        """Return whether all ranks give the same value, which is not empty. Collective during a
+        """Return whether all ranks give the same value, and it is not empty. Collective during a
         rendezvous. Raises: PeerFailed."""
         assert self._rendezvous is not None
         everyone = self._rendezvous.all_gather_object({"value": value})
@@ -230,28 +227,29 @@ class NodeResources:
         return min(int(row["value"]) for row in everyone)
 
     def check_peers(self) -> None:
-        """Learn whether another rank has failed since the last round. Collective during a
-        rendezvous. Raises: PeerFailed."""
+        """Raise PeerFailed if another rank has failed since the last round. Collective during a
+        rendezvous."""
         assert self._rendezvous is not None
         self._rendezvous.all_gather_object({})
 
     def end_rendezvous(self) -> None:
-        """End the rendezvous, if all ranks came here without an error. Collective. Raises:
+        """End the rendezvous if all ranks got here without an error. Collective. Raises:
         PeerFailed."""
-        # A round like any other: a rank that failed before it takes part with its error.
+        # The end is a round: a rank that failed earlier takes part in it with its error.
         if self._rendezvous is not None and self._comm.world > 1:
             self._rendezvous.end()
         self._rendezvous = None
 
     @contextlib.contextmanager
     def open_rendezvous(self, what: str, alike: Sequence[str] = ()) -> Iterator[Callable[[], None]]:
-        """Open a rendezvous in which ranks do the same, and call no collective but `check_room`.
+        """Open a rendezvous in which all ranks do the same, and call no collective but
+        `check_room`. Collective.
 
         Yields a function that reports success of this rank, and raises PeerFailed unless all
-        ranks succeeded. Collective. what: named in errors.
+        ranks succeeded. what: named in errors. After `closed` nothing is communicated.
         Raises: ValueError where `alike` is not the same on all ranks.
         """
-        if self.closed:  # the other ranks may never come
+        if self.closed:  # other ranks may never take part
             yield lambda: None
             return
         with Rendezvous(self._comm, what) as rendezvous:
@@ -289,8 +287,9 @@ class NodeResources:
 def _beyond(
     limit: str, wanted: int, left: int, ranks: Sequence[int], *, least: int, beside: int
 ) -> MemoryLimitError:
-    """Return the error for ranks that want more memory than a limit leaves. least: the smallest
-    `Policy.ram` that works for each of them. beside: bytes of `wanted` that no budget has.
+    """Return the error for ranks that need more memory than a limit leaves. least: the smallest
+    `Policy.ram` that works for each of them. beside: host overhead, the bytes of `wanted` outside
+    of `Policy.ram`.
     """
     who, name = "this process", describe_limit(limit)
     if len(ranks) > 1:
@@ -315,10 +314,9 @@ def _beyond(
 
 
 def _check_alike(what: str, everyone: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError for the first line that some rank has, and rank 0 has not, or the other way
-    round."""
+    """Raise ValueError for the first line in which a rank differs from rank 0."""
     for rank, lines in enumerate(everyone):
-        # Longest of both: a rank with one more line has something that the others have not.
+        # zip_longest: a rank with more lines than rank 0 differs, too.
         for mine, theirs in itertools.zip_longest(everyone[0], lines, fillvalue="nothing more"):
             if mine != theirs:
                 raise ValueError(
@@ -328,7 +326,7 @@ def _check_alike(what: str, everyone: Sequence[Sequence[str]]) -> None:
 
 
 def _check_rules(everyone: Sequence[dict[str, str]]) -> None:
-    """Raise ValueError where policies differ in rules by which each rank would train its part."""
+    """Raise ValueError where the ranks' policies differ in rules that training depends on."""
     for field, first in everyone[0].items():
         other = next((rank for rank, rules in enumerate(everyone) if rules[field] != first), None)
         if other is not None:
@@ -339,8 +337,8 @@ def _check_rules(everyone: Sequence[dict[str, str]]) -> None:
 
 
 def _drive(directory: Path) -> str:
-    """Name the drive under a directory for all processes of its machine: by device, or file system.
-    """
+    """Name the drive under a directory, by device or else by file system; the name is the same in
+    all processes of the machine."""
     return limits_of(directory).device or f"file system {directory.stat().st_dev}"
 
 

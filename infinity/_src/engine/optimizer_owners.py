@@ -1,15 +1,15 @@
-"""Registry of the optimizers: each parameter's owner, and the states, places and gradient memory
-that an owner brings.
+"""Registry of the optimizers: it maps each parameter to its optimizer, and makes the states and the
+gradient memory that an optimizer needs.
 
     optimizer built -> register(optimizer, params)
                     -> check -> format of each flat -> plan -> convert states -> gradient memory
 
-A flat rests in one format, so all its parameters have the same number of moments, also under
-several optimizers.
+A flat rests in one format, so all its parameters have the same number of moments, even if several
+optimizers own them.
 
-Parameters that are frozen when an optimizer takes them have no states, and no room for any. Once
-they are unfrozen, the optimizer registers them before the next training forward: their gradients
-find memory, and so the update mode finds their states in backward.
+A parameter that is frozen when an optimizer takes it has no states and no gradient memory. Once it
+is unfrozen, its optimizer registers it before the next training forward, so that backward finds
+memory for its gradient, and the update mode finds its states.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class OptimizerRegistry:
     """The optimizers of one model's parameters. One thread uses it at a time.
 
     check_open: raises when no more optimizers can be registered. open_rendezvous: see
-    `infinity._src.engine.node_resources`. Several ranks register alike, and when one of them fails,
-    none registers.
+    `infinity._src.engine.node_resources`. All ranks register the same parameters, and when one rank
+    fails, none registers.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class OptimizerRegistry:
         self._rank = rank
         self._check_open = check_open
         self._open_rendezvous = open_rendezvous
-        # Weak: an optimizer that its user dropped gives its parameters back.
+        # Weak: once the user drops an optimizer, another one may own its parameters.
         self._optimizers: dict[Param, weakref.ref[Optimizer]] = {}
-        # Parameters without states that an optimizer holds, and those of them that were unfrozen.
+        # Frozen parameters without states, with their optimizer; and which of them were unfrozen.
         self._frozen: dict[Param, weakref.ref[Optimizer]] = {}
         self._unfrozen: dict[Param, None] = {}
         self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
@@ -87,21 +87,23 @@ class OptimizerRegistry:
         """Give parameters the states that `optimizer.moments_of` names. Blocks while they are
         written. Collective.
 
-        Raises: ValueError when another optimizer has one, when its dtype has no state format or
-        that of its unit is another, or when other ranks register others; BudgetError;
-        SwapFullError; AioError; MemoryError; PeerFailed. The optimizer has none of them then, and
-        training continues as before. States that moved already stay where they are, and memory that
-        was made stays and is counted.
+        Raises: ValueError when another optimizer owns one of them, when a dtype has no state
+        format, when parameters of one unit and dtype differ in their number of moments, or when
+        ranks register different parameters; BudgetError; SwapFullError; AioError; MemoryError;
+        PeerFailed. After an error the optimizer owns none of them, and training continues as
+        before. States that have moved stay at their new places, and memory that was allocated
+        remains and is counted.
         """
-        # Here, since ranks may agree on the end of a step: in a rendezvous one may have failed. Of
-        # an engine that is closed the rendezvous tells.
+        # Before the rendezvous: the wait may be a collective in which ranks agree on the end of a
+        # step, and within the rendezvous a rank may have failed. The rendezvous reports a closed
+        # engine.
         self._pipeline.wait()
         waited = any(param in self._frozen for param in params)
         with self._open_rendezvous(
             "unfreezing parameters" if waited else "building an optimizer",
             describe_registration(optimizer, params),
         ) as agree:
-            # After the ranks met: an engine that one rank closed fails on all.
+            # Within the rendezvous: if one rank has closed its engine, all ranks fail.
             self._check_open()
             self._check(optimizer, params)
             formats = self._formats_with(optimizer, params)
@@ -114,15 +116,14 @@ class OptimizerRegistry:
                 self._move_states()
                 for param in params:
                     if param in self._optimizers and self._optimizers[param]() is not optimizer:
-                        # Its optimizer is gone; a new one starts with masters and moments of its
-                        # own.
+                        # The parameter's optimizer is gone: the new one starts with masters from
+                        # the parameters, and moments of zero.
                         start, _, numel = param.flat.layout.shard_range(
                             param.param_index, self._rank
                         )
                         self._store.forget(param.flat, start, numel)
                 self._allocate_gradients()
-                # The last point where any rank may fail. After it nothing is allowed to raise but
-                # the rebinding.
+                # The last point where any rank may fail: after it only the rebinding may raise.
                 agree()
         optimizers_before = dict(self._optimizers)
         self._optimizers.update((param, weakref.ref(optimizer)) for param in params)
@@ -131,23 +132,24 @@ class OptimizerRegistry:
             self._rebind_gradients()
             self._commit_places()
         except BaseException:
-            # The states stay where they are, and no optimizer holds them.
+            # The states stay where they are, and no optimizer owns them.
             self._optimizers = optimizers_before
             raise
         for param in params:
             self._frozen.pop(param, None)
 
     def _commit_places(self) -> None:
-        """Have a durable run commit the new places: what its last manifest names was moved. Its
-        first commit is here, too, so that a run may be killed before its first step."""
+        """Have a durable run commit the new places: chunks that its last manifest names have moved.
+        The first commit of a run is made here, too, so that it can be killed before its first step.
+        """
         if self._pipeline.transaction is not None:
             learning = (p for flat in self._flats for p in flat.params if p.at_rest.requires_grad)
             complete = all(param in self._optimizers for param in learning)
             self._pipeline.transaction.states_moved(complete=complete)
 
     def await_unfreezing(self, optimizer: Optimizer, params: list[Param]) -> None:
-        """Have `register_unfrozen` call `optimizer.make_states` for those of these frozen
-        parameters that are unfrozen."""
+        """Have `register_unfrozen` call `optimizer.make_states` for these frozen parameters once
+        they are unfrozen."""
         self._frozen.update((param, weakref.ref(optimizer)) for param in params)
 
     def unfrozen(self, param: Param) -> None:
@@ -155,12 +157,12 @@ class OptimizerRegistry:
             self._unfrozen[param] = None
 
     def register_unfrozen(self) -> None:
-        """Register the parameters that were unfrozen and that an optimizer holds. Blocks.
-        Collective if there are any. Raises what `register` raises; the next call tries again.
+        """Register unfrozen parameters with the optimizers that wait for them. Blocks. Collective
+        if there are any. Raises what `register` raises; the next call tries again.
         """
         by_holder: dict[Optimizer, list[Param]] = {}
         for param in self._unfrozen:
-            # A step may have made the states meanwhile, the loop frozen the parameter again.
+            # A step may have made the states since, or the loop may have frozen it again.
             holder = self._frozen[param]() if param in self._frozen else None
             if param.at_rest.requires_grad and holder is not None:
                 by_holder.setdefault(holder, []).append(param)
@@ -169,11 +171,11 @@ class OptimizerRegistry:
         self._unfrozen.clear()
 
     def make_gradients(self) -> None:
-        """Make room for the gradients of all registered parameters: update="backward" accumulates
-        for the first time. Blocks. Collective.
+        """Allocate memory for the gradients of all registered parameters: update="backward" does
+        not need it before gradients accumulate. Blocks. Collective.
 
-        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. All continues without
-        that room then, and this may be called again.
+        Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. After an error the
+        engine continues without that memory, and this may be called again.
         """
         with self._open_rendezvous("making room for gradients") as agree:
             self._check_open()
@@ -185,16 +187,16 @@ class OptimizerRegistry:
 
     @contextlib.contextmanager
     def _replanned(self) -> Iterator[None]:
-        """Put a new plan in force and carry it out, inside. If that fails, the plan before is in
-        force again.
+        """Context in which a new plan is made and carried out. After an error the plan before is
+        in force again.
 
-        States that moved already stay where they are, with the values they had, and the ledger
-        counts them. A later plan moves only the rest.
+        States that have moved stay at their new places, with the same values, and the ledger counts
+        them. A later plan moves only the rest.
         """
         # Chunks move, so no update, write or read may be in flight.
         self._pipeline.wait()
         self._reducer.flush_spilled()
-        # Reads ahead have no ticket that the pipeline knows.
+        # The pipeline has no tickets of prefetches.
         self._executor.wait_all()
         before, formats_before = self._planner.saved(), self._formats
         try:
@@ -266,7 +268,7 @@ class OptimizerRegistry:
 
     @property
     def _stores_gradients(self) -> bool:
-        """True if gradients have memory, or get it now. They never lose it again: spilled ones lie
+        """True if gradients have memory, or get it now. They never lose it: spilled gradients lie
         in a section of their chunks.
         """
         return self._has_gradient_memory or self._mode.stores_gradients
@@ -286,21 +288,21 @@ class OptimizerRegistry:
         self._store.convert(self._flats, plan.formats, plan.nvme_masks)
 
     def _allocate_gradients(self) -> None:
-        """Make room for the gradients of registered flats, as planned, in RAM or on NVMe, and for
-        the memory of the mode.
+        """Allocate the planned space for the gradients of registered flats, in RAM or on NVMe, and
+        the memory of the update mode.
         """
         plan, spilled = self._planner.plan, self._planner.spilled
         self._mode.allocate(self._registered, spilled)
         self._reducer.allocate()
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._registered if flat not in spilled])
-            # The last that may fail: from here on these flats must have the section.
+            # After all that may fail: from here on these flats have the `grad` section.
             self._gradients.spill(spilled, self._store, staging_bytes=plan.staging_bytes)
             self._has_gradient_memory = True
 
     def _rebind_gradients(self) -> None:
-        """Give the accumulators of registered flats the memory that was made for them, with the
-        values they have.
+        """Move the accumulators of registered flats into the memory that was allocated for them.
+        They keep their values.
         """
         for flat in self._registered:
             for param in flat.params:

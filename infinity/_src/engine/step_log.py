@@ -5,8 +5,8 @@
             loss = ...                        # forward, backward, opt.step(), zero_grad()
             log.step(loss.item())
 
-`StepMeter` takes what the engine counted from one step's end to the next one's. `infinity train`
-has a meter, too, and writes lines of its own.
+`StepMeter` takes the differences of the engine's counters between the ends of two steps. `infinity
+train` uses a meter, too, and writes its lines itself.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ _PASSES = ("first forward", "forward", "backward")
 
 
 class StepMeter:
-    """Meter of one engine's steps. timeline: where the timeline of a step is written; None draws
-    none.
+    """Meter of one engine's steps. timeline: file for the timeline of a step; None draws none.
 
-    The second step is drawn, then the fourth, the eighth, and so on, each in place of the one
-    before. So a run of any length has a step that is neither its first nor long past, and drawing
-    costs next to nothing.
+    The meter draws the second step, the fourth, the eighth and so on, each in place of the one
+    before. So a run of any length has the timeline of a step that is neither its first nor long
+    past, and the cost of drawing is negligible.
     """
 
     def __init__(self, engine: Handle, timeline: Path | None, now: Stats) -> None:
@@ -55,24 +54,26 @@ class StepMeter:
         self.begin(now)
 
     def begin(self, now: Stats) -> None:
-        """Begin a step at these statistics: what was counted since the last one ended, as by an
-        evaluation, is left out.
+        """Begin a step at these statistics. Counts since the end of the last step, for example of
+        an evaluation, are left out.
         """
         if self._draws(self._count + 1):
-            # The native threads keep the newest spans only: those of the step want the room.
+            # The native threads retain only the newest spans: empty their buffers for this step.
             self._engine.take_spans()
         self._last = now
         self._dropped = self._spans_dropped()
         self._start_ns = now_ns()
 
     def end(self, now: Stats, *, step: int) -> dict[str, Any]:
-        """End a step, and begin the next. Returns its figures, as metrics.jsonl has them.
+        """End a step, and begin the next. Returns the step's figures, as metrics.jsonl has them.
 
-        now: taken by the caller, who may count with it: writes go on between two of them. step: its
-        number, for the timeline. Times in seconds, sizes in bytes. compute_s: forward and
-        backward without waits. io_wait_s: waits for units and for updates (update_wait_s), wherever
-        they came. update_s: `opt.step()` without waits. `memory` and the drives' written_tb_per_day
-        are as they are now, all else is of this step.
+        now: statistics at the end of the step. The caller collects them, so that its own figures
+        can use the same ones: writes continue between two collections. step: the step's number, for
+        the timeline.
+        Times in seconds, sizes in bytes. compute_s: forward and backward without waits. io_wait_s:
+        waits for units and for updates (update_wait_s), in any phase. update_s: `opt.step()`
+        without waits. ram_bytes, rss_bytes, `memory` and the drives' written_tb_per_day are values
+        of this moment; everything else belongs to the step.
         """
         end_ns = now_ns()
         figures = step_figures(self._last, now, (end_ns - self._start_ns) / 1e9)
@@ -104,7 +105,8 @@ class StepMeter:
 
 
 def step_figures(last: Stats, now: Stats, seconds: float) -> dict[str, Any]:
-    """Compute the figures of a step of so many seconds, from the statistics before and after it."""
+    """Compute the figures of a step that took `seconds`, from the statistics before and after it.
+    """
     passed = {name: now.phases[name] - last.phases[name] for name in now.phases}
     passes = sum((passed[name] for name in _PASSES), PhaseFigures())
     update_wait_s = now.update_wait_s - last.update_wait_s
@@ -149,10 +151,10 @@ class StepLog(AbstractContextManager["StepLog"]):
     line for each step, timeline.json one step unit by unit. It draws the second step, the fourth,
     the eighth and so on, the newest in place of the one before.
 
-    model: offloaded, with its optimizer. after: the number of the step that the run goes on after,
-    as `inf.restore` found it: lines of later steps are dropped. 0 begins anew, and replaces the log
-    that is there. Lines are flushed one by one. Of several ranks the first one writes, its own
-    figures. One thread uses it at a time.
+    model: offloaded, with its optimizer. after: the step after which the run resumes, as
+    `inf.restore` found it: lines of later steps are dropped. 0 starts a new log, and replaces a log
+    that is there. Lines are flushed one by one. Of several ranks only rank 0 writes, with its
+    figures. One thread uses the log at a time.
 
     Raises: ValueError for a model that is not offloaded, or after < 0; OSError for the directory.
     """
@@ -180,12 +182,13 @@ class StepLog(AbstractContextManager["StepLog"]):
     def step(self, loss: float, **figures: float | None) -> None:
         """Record the step that has ended: everything since the last call, or since `skip`.
 
-        loss: of the step, as the loop counts it. figures: others to keep beside it, such as lr,
-        grad_norm, and tokens. Takes some hundred microseconds, and for a step that is drawn up to a
-        second. Raises: ValueError for a figure that the log has itself; OSError.
+        loss: of the step, as the loop computes it. figures: further figures of the step, such as
+        lr, grad_norm and tokens. Takes some hundred microseconds, and up to a second for a step
+        that is drawn. Raises: ValueError for the name of a figure that the log writes itself;
+        OSError.
         """
         taken = OWN_FIGURES & figures.keys()
-        # Before the step is ended: a call that raises ends none.
+        # Checked first: a call that raises ValueError does not end the step.
         if taken:
             raise ValueError(f"the log has {', '.join(sorted(taken))} itself: give another name")
         self._step += 1
@@ -195,11 +198,11 @@ class StepLog(AbstractContextManager["StepLog"]):
         self._file.add("step", own | figures)
 
     def skip(self) -> None:
-        """Leave out what was done since the last step, such as an evaluation."""
+        """Leave out everything since the last step, such as an evaluation."""
         self._meter.begin(self._engine.stats())
 
     def close(self) -> None:
-        """Close the files. The model is left as it is."""
+        """Close the file. The model stays open."""
         self._file.close()
 
     def __exit__(
@@ -212,7 +215,7 @@ class StepLog(AbstractContextManager["StepLog"]):
 
 
 def _about(engine: Handle, after: int) -> dict[str, Any]:
-    """Describe the run. Bandwidths are those that `Policy(io=...)` has; nothing is measured."""
+    """Describe the run. Bandwidths are those of `Policy(io=...)`; nothing is measured."""
     policy, stats = engine.policy, engine.stats()
     known = known_bandwidths([drive.path for drive in stats.drives], policy.io_settings.bandwidths)
     return {

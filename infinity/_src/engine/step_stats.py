@@ -1,8 +1,8 @@
 """A step against its limits, term by term: its times, its traffic, the drives' rates, η.
 
-Compute is the time of forwards and backwards less what they waited. In the loop they run beside
-updates, verification and copies, which slow them where the CPU computes: taken as it is (`loop`),
-that interference counts as compute, the limits are too high and η flatters, most at small batches.
+Compute is the time of forwards and backwards without their waits. In the loop updates, verification
+and copies run at the same time, and slow them down where the CPU computes. `loop` counts this
+interference as compute, so its limits are too high and its η is too good, most at small batches.
 `alone` takes the first forward's time from forwards that began with no update pending (those after
 `flush()`, and those of further micro-batches), where there were any.
 """
@@ -32,7 +32,7 @@ from infinity.aio._endurance import BUSY_SHARE_MIN, SAMPLE_BYTES_MIN
 
 @dataclasses.dataclass(frozen=True)
 class Bandwidths:
-    """Bandwidths of all drives together, as the limits take them, and their source."""
+    """Summed bandwidths of all drives, for the limits, and their source."""
 
     drives: Drives
     source: str
@@ -42,16 +42,20 @@ class Bandwidths:
 class StepTerms:
     """Means per step, from the end of the first step to the end of the last one.
 
-    passes: forwards of the model, each of which reads and reduces; micro_batches: in all of them,
-    of which slices of `inf.microbatched` share a pass;
-    step_s: seconds, evaluations left out; phases: of them and of bytes, by `telemetry.PHASES`;
-    moved: bytes by kind; loop, alone: compute with and without interference in the first forward
-    (alone: None when it was never seen); bandwidths: None when nothing moved, and when they are not
-    known (`drives_known`); limits: with `alone` where it is known, else with `loop`, and of compute
-    alone where drives are not known; limits_loop: with `loop`. copied: between the CPU and a GPU
-    that computes, by the executor (not what torch copies itself: sums of gradients that go up to be
-    added to, and with update="delayed" parameters); link: its rate for these copies, bytes over the
-    time in which a copy was under way, None without.
+    steps: number of steps in the means. update: the update mode.
+    passes: forwards of the model, each of which reads parameters and reduces gradients.
+    micro_batches: micro-batches in all passes; those of one `inf.microbatched` batch share a pass.
+    step_s: seconds per step without evaluations. phases: seconds and bytes by phase, keyed by
+        `telemetry.PHASES`. moved: bytes by kind.
+    loop, alone: compute with and without interference in the first forward; alone is None when no
+        forward ran without interference.
+    bandwidths: None when nothing moved, and when they are not known (`drives_known`).
+    limits: with `alone` where it is known, otherwise with `loop`; of compute only where the drives
+        are not known. limits_loop: with `loop`.
+    copied: bytes that the executor copied between the CPU and a GPU that computes. Copies by torch
+        are not counted: sums of gradients that are added to on the GPU, and parameters with
+        update="delayed".
+    link: rate of these copies, bytes over the time with a copy in flight; None without copies.
     """
 
     steps: int
@@ -85,12 +89,14 @@ class StepTerms:
 
     @property
     def eta_floor(self) -> float | None:
-        """Limit of any schedule / measured."""
+        """Shortest step of any schedule, divided by the measured step; None without known drives.
+        """
         return self.limits.eta(self.step_s)[0] if self.drives_known else None
 
     @property
     def eta_schedule(self) -> float | None:
-        """Limit of the update mode in use / measured."""
+        """Shortest step of the update mode in use, divided by the measured step; None without known
+        drives."""
         return self.limits.eta(self.step_s)[1] if self.drives_known else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,9 +126,9 @@ class StepTerms:
         """Make the terms from the counters of a clock and an executor; None before two steps have
         ended.
 
-        bandwidths: as in `IoSettings`, used where they have every drive.
-        frozen_bytes: on the drives, of parameters that no optimizer holds.
-        slices: of a forward, in the mean; None for a model that does not run in slices.
+        bandwidths: as in `IoSettings`, used if they include every drive.
+        frozen_bytes: bytes on the drives of parameters that no optimizer owns.
+        slices: mean micro-batches per forward; None for a model that is not microbatched.
         """
         steps = clock.steady_steps
         if not steps:
@@ -131,15 +137,15 @@ class StepTerms:
         phases = {name: found[name].per(steps) for name in PHASES}
         # An evaluation is no part of a step: `step_s` leaves it out.
         training = [figures for name, figures in phases.items() if name != "evaluation"]
-        # The first forward of a step is a separate phase. All slices of a forward are one pass:
-        # what each gathers again is counted where it moves, and its compute where it passes.
+        # The first forward of a step is a separate phase. All micro-batches of a forward are one
+        # pass: the bytes that each gathers again, and its compute, are in the phase's sums.
         count = max(round((found["first forward"].count + found["forward"].count) / steps), 1)
         total = sum(training, PhaseFigures())
         traffic = _traffic(total, update, count, frozen_bytes)
         loop = _compute(phases, phases["first forward"].compute_s)
         quiet = clock.quiet_forward
         alone = _compute(phases, quiet.compute_s / quiet.count) if quiet.count else None
-        # The drives are no term of the limits where nothing moved, known or not.
+        # Where nothing moved, the drives are no term of the limits, even if they are known.
         measured = (
             bandwidths_of(executor.drives, bandwidths)
             if total.bytes_read + total.bytes_written
@@ -174,7 +180,7 @@ class StepTerms:
         )
 
     def __str__(self) -> str:
-        """Format the terms as a table for people."""
+        """Format the terms as a table."""
         names = f"{'per step':14} {'time':>8} {'waited':>8} {'read':>10} {'written':>10}"
         head = f"{names} {'drives busy':>11}"
         rows = [head]
@@ -283,7 +289,7 @@ def _traffic(total: PhaseFigures, update: str, passes: int, frozen_bytes: float)
 
 def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Compute:
     backward = phases["backward"]
-    # The clock times all backwards together, so the last one is taken for a mean one.
+    # The clock times all backwards together, so the last one counts as a mean one.
     last_s = backward.compute_s / max(backward.count, 1)
     return Compute(
         first_forward_s, last_s, phases["forward"].compute_s + backward.compute_s - last_s
@@ -299,7 +305,7 @@ def _link(total: PhaseFigures) -> LinkSpeed | None:
         for size, seconds in ((total.h2d_bytes, total.h2d_s), (total.d2h_bytes, total.d2h_s))
         if size > 0 and seconds > 0
     ]
-    # With one rate both indices name it.
+    # With one rate both indices select it.
     return LinkSpeed(rates[0], rates[-1]) if rates else None
 
 
@@ -308,9 +314,9 @@ def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, b
     least squares over seconds = read / B_r + written / B_w. Also returns whether reads and writes
     could be told apart.
 
-    They cannot where all samples have the same mix: then B_r = B_w is what the drive gave to that
-    mix. None without samples. Time in which only a few requests were in flight counts as busy, so
-    this is what the run got, not what the drive can.
+    They cannot where all samples have the same mix: then B_r = B_w is the bandwidth of the drive
+    for that mix. None without samples. Time with only a few requests in flight counts as busy, so
+    this is the bandwidth that the run got, not the most that the drive can give.
     """
     rr = sum(read * read for read, _, _ in samples)
     ww = sum(written * written for _, written, _ in samples)
@@ -323,10 +329,11 @@ def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, b
     # Least squares with B_r = B_w: the best single bandwidth.
     one = both / (rt + wt)
     determinant = rr * ww - rw * rw
-    # Relative to its largest value, rr ww. Near 0 all samples have the same mix, and noise decides.
+    # Relative to its largest value, rr ww. Near 0 all samples have the same mix, and the two rates
+    # would be noise.
     if determinant > 1e-3 * rr * ww:
         per_read, per_written = (rt * ww - wt * rw) / determinant, (wt * rr - rt * rw) / determinant
-        # A factor of ten to the single bandwidth is noise, not a drive; so is a negative result.
+        # A rate ten times the single bandwidth, or a negative one, is noise.
         if per_read * 10 * one > 1 and per_written * 10 * one > 1:
             return Drives(1 / per_read, 1 / per_written), True
     return Drives(one, one), False
@@ -335,10 +342,10 @@ def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, b
 def known_bandwidths(
     paths: Sequence[str], known: Mapping[str, tuple[float, float]]
 ) -> Bandwidths | None:
-    """Return the bandwidths of all drives together as `known` has them, by directory; None where it
-    lacks one, or there are none.
+    """Return the summed bandwidths of all drives from `known`, which has (read, write) bytes/s by
+    directory; None where `known` lacks a drive, or there are no drives.
     """
-    # A directory may be spelled in several ways, as through a link.
+    # A directory may have several spellings, for example through a link.
     by_place = {Path(directory).resolve(): pair for directory, pair in known.items()}
     pairs = [by_place.get(Path(path).resolve()) for path in paths]
     # all() of no drives would be True.
@@ -351,9 +358,9 @@ def known_bandwidths(
 def bandwidths_of(
     drives: tuple[DriveStats, ...], known: Mapping[str, tuple[float, float]]
 ) -> Bandwidths | None:
-    """Return the bandwidths of all drives together: `known` (by directory) where it has them all,
-    else what this run got in the last 64 seconds in which they were busy for at least half of a
-    second. None when some drive had no such second.
+    """Return the summed bandwidths of all drives: from `known` (by directory) if it has every
+    drive, otherwise as this run measured them, in those of the last 64 seconds in which a drive was
+    busy at least half of the second. None when some drive had no such second.
     """
     given = known_bandwidths([drive.path for drive in drives], known)
     if given is not None:
@@ -369,13 +376,13 @@ def bandwidths_of(
         ]
         fitted = fit_drives(samples)
         if fitted is None:
-            # Without it the others' sum would be too low, and η too high. No other figure stands
-            # for it: drives differ, and one that was mostly idle, because it is faster than its
+            # A sum without this drive would be too low, and η too high. No other figure can replace
+            # it: drives differ, and a drive that was mostly idle, because it is faster than its
             # share of the data, adds most.
             return None
         total_read += fitted[0].read_bytes_per_s
         total_write += fitted[0].write_bytes_per_s
-        # One drive that mixes the two makes the sums of both directions uncertain.
+        # One drive whose reads and writes cannot be separated makes both sums uncertain.
         apart = apart and fitted[1]
     # There are no drives.
     if not total_read:

@@ -50,9 +50,7 @@ OBSERVE_S = 15.0
 
 
 def check_activations(policy: Policy, device: Device) -> None:
-    """Raise ValueError when the policy moves activations from the computing device to the memory
-    where they are already.
-    """
+    """Raise ValueError when the policy moves activations to the CPU, and the CPU computes."""
     if policy.activations == "cpu" and not device.copies:
         raise ValueError(
             f"activations={policy.activations!r} takes them from the device that computes to the "
@@ -62,9 +60,9 @@ def check_activations(policy: Policy, device: Device) -> None:
 
 
 def default_update_threads(ranks: int, *, on_gpu: bool) -> int:
-    """Return `Policy.update_threads` for one of so many ranks of this machine."""
+    """Return the default of `Policy.update_threads` for one of `ranks` ranks on this machine."""
     cpus = os.sched_getaffinity(0)
-    # A launcher that binds each rank has given it its share already.
+    # A launcher that binds each rank to cores has divided them already.
     bound = len(cpus) * ranks <= (os.cpu_count() or 1)
     return update_threads(len(cpus), numa.core_count(cpus), 1 if bound else ranks, on_gpu=on_gpu)
 
@@ -79,7 +77,7 @@ def _open_space(
 ) -> SwapSpace | None:
     if not policy.directories:
         return None
-    # Null drives write nothing, so their files take no room.
+    # Null drives write nothing, so their files take no space.
     null = seam is not None and seam.null > 0
     space = SwapSpace(
         policy.directories,
@@ -102,8 +100,8 @@ def _open_run(
 
 
 def _make_layers(run: RunFiles | None, space: SwapSpace | None) -> tuple[int, int]:
-    """Make the layers of swap files in which the two places of a chunk lie. A durable run has two
-    of its own: the swap file beside them has values that need not outlive the process.
+    """Make the layers of swap files for the two places of a chunk. A durable run adds two layers.
+    Layer 0, the plain swap files, then has only values that need not outlive the process.
     """
     if run is None:
         return 0, 0
@@ -140,13 +138,13 @@ def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> N
     for layer in layers:
         for drive, file in enumerate(run.layers[layer]):
             added = executor.add_file(drive, file)
-            # Chunks name their layer by number.
+            # Chunk records name the layer by this number.
             assert added == layer, "a layer's number is that of its files in the executor"
 
 
 class Storage:
-    """Executor and state store, and the watch over their drives. `undo` gets the closing calls, in
-    the right order. check: of the executor's waits.
+    """Executor and state store, and the watch over their drives. Closing calls are pushed to
+    `undo`. check: called by every wait of the executor; see `open_executor`.
     """
 
     def __init__(
@@ -163,20 +161,20 @@ class Storage:
         world: int = 1,
         check: Callable[[], None] | None = None,
     ) -> None:
-        # First: memory that is allocated from here on comes from the NUMA node of the device.
+        # First: from here on memory is allocated on the NUMA node of the device.
         numa.bind(device.torch_device, number=node_resources.number, ranks=node_resources.ranks)
         self._device = device
-        # Registered first, so closed last: the executor must be closed before the device.
+        # Pushed first, so called last: the executor must be closed before the device.
         undo.callback(device.close)
         settings = policy.io_settings
         self.run = _open_run(policy, rank, world, undo)
         space = _open_space(policy, seam, node_resources, self.run, world, undo)
         layers = _make_layers(self.run, space)
-        # Opened: they were there.
+        # After the space has opened files in the directories, so these exist.
         self.drives = Drives(policy.directories, alarm)
         if space is not None:
-            # A fill that goes on has its chunks where they were. Else faster drives get more, so
-            # that all of them finish together.
+            # A resumed initialization has chunks on the drives already, so it keeps their shares.
+            # Otherwise faster drives get larger shares, so that all drives finish together.
             begun = self.run.fill.started if self.run is not None else None
             self.shares = tuple(begun["shares"]) if begun is not None else choose_shares(
                 space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
@@ -196,7 +194,7 @@ class Storage:
             examine=self.drives.examine,
             alarm=alarm,
         )
-        # Registered at once: an error below must not leave threads behind.
+        # Pushed at once: an error below must not leave threads running.
         undo.callback(self.executor.close, wait=False)
         device.attach(self.executor)
         self.executor.spans(True)
@@ -214,7 +212,7 @@ class Storage:
             remember_bad=self.run.remember_bad if self.run is not None else None,
         )
         undo.callback(self.store.close)
-        # Before its memory goes, if an interrupt left jobs in flight.
+        # Called before `store.close` frees memory: an interrupt may have left jobs in flight.
         undo.callback(self.executor.close, wait=False)
         self.endurance = Endurance()
         self._steps = 0
@@ -230,7 +228,8 @@ class Storage:
     ) -> Activations | None:
         """Open the store of the model's boundary activations; None where they stay on the device.
 
-        Raises: ValueError when this torch keeps the inputs of checkpoints in an unknown way.
+        Raises: ValueError when this release of torch holds the inputs of checkpoints in an unknown
+        way.
         """
         if self._policy.activations == "device":
             return None
@@ -246,7 +245,7 @@ class Storage:
         self._activations = Activations(
             self._shelf, model, units, timeline, self._device.torch_device, frames=frames
         )
-        # Closed before the store whose bytes it holds: `undo` runs in reverse.
+        # Closed before the store: `undo` runs in reverse.
         undo.callback(self._activations.close)
         return self._activations
 
@@ -254,8 +253,8 @@ class Storage:
         return self._activations.figures() if self._activations is not None else ActivationFigures()
 
     def activations_moved(self) -> tuple[int, int]:
-        """Return the bytes of activations that were read from the drives and written there,
-        including those in flight.
+        """Return the bytes of activations read from the drives, and written to them, including
+        transfers in flight.
         """
         # Copies to CPU memory touch no drive.
         if not isinstance(self._shelf, NvmeActivationStore):
@@ -279,23 +278,23 @@ class Storage:
         spans = self.executor.take_spans()
         owners = self.store.units_of_chunks()
         chunks = spans["chunk"]
-        # The chunks of activations, and of what was dropped since, are of no unit.
+        # Chunks of activations, and chunks that were dropped since, belong to no unit.
         known = (chunks >= 0) & (chunks < len(owners))
         found = np.full(len(spans), -1, dtype=np.int32)
         found[known] = owners[chunks[known]]
         return NativeSpans(spans, found, purposes_of(spans, found), [each.name for each in units])
 
     def step_begins(self, steps: int) -> None:
-        """Note that a training step's forwards and backwards are done, and its update begins.
-        steps: taken before it.
+        """Note that the forwards and backwards of a training step are done, and its update begins.
+        steps: number of steps before it.
         """
         if self._activations is not None:
             self._activations.step_ended()
-        # The watch forecasts what a step writes, so it looks once per step.
+        # Once per step: the watch forecasts the bytes that a step writes.
         self.observe(steps)
 
     def observe(self, steps: int) -> ExecutorStats:
-        """Return the executor's counters, after the watch over the drives has seen them. steps:
+        """Return the executor's counters, and have the watch over the drives observe them. steps:
         optimizer steps so far.
         """
         self._steps = steps
@@ -313,14 +312,14 @@ class Storage:
 
 
 def purposes_of(spans: npt.NDArray[np.void], units: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
-    """Tell the purpose of each span (`aio.SPAN`) by its job: [n], indices in `telemetry.PURPOSES`.
-    units: those of their chunks, -1 for none.
+    """Return the purpose of each span (`aio.SPAN`) by its job: int8 [n], indices in
+    `telemetry.PURPOSES`. units: the unit of each span's chunk, -1 for none.
     """
     assert spans.dtype == SPAN, spans.dtype
     kind, of_unit, param = spans["kind"], units >= 0, spans["mask"] & 1 != 0
     fetch, store = kind == JobKind.FETCH, kind == JobKind.STORE
     saved = fetch & (spans["priority"] == Priority.WRITEBACK)
-    # The first that holds counts.
+    # The first rule that holds counts.
     rules = {
         "update": np.isin(kind, (JobKind.UPDATE, JobKind.REWRITE, KIND_AHEAD)),
         "copy": kind == JobKind.COPY,
