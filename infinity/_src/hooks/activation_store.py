@@ -56,6 +56,8 @@ class StoredBytes:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class StoredOnNvme(StoredBytes):
+    """Bytes stored on NVMe, in chunks."""
+
     ids: npt.NDArray[np.int32]  # [chunks]
     starts: npt.NDArray[np.uint64]  # [chunks] byte at which each chunk starts
     places: list[SwapExtent]
@@ -64,6 +66,8 @@ class StoredOnNvme(StoredBytes):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class StoredInHostMemory(StoredBytes):
+    """Bytes stored in pinned CPU memory."""
+
     slab: Slab  # pinned
 
 
