@@ -698,7 +698,7 @@ _SECOND: Final = 1 << 7
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """What one commit records of the chunks of TABLE, in the order of the table.
+    """Record of one commit on the chunks of TABLE, in the order of the table.
 
     generations: of the live places, uint64 [chunks]. flags: uint8 [chunks]. folded: one checksum
     per section of each chunk, uint32.

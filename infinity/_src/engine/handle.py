@@ -1,8 +1,8 @@
-"""The engine: `offload` takes a model apart into units at rest; `Handle` is its user's view of the
+"""The engine: `offload` splits a model into units at rest; `Handle` is the user's interface to its
 engine.
 
-    offload = find units -> place -> fill, unit by unit -> attach hooks
-              (`infinity._src.engine.build` wires)
+    offload = find units -> plan placement -> initialize, unit by unit -> attach hooks
+              (`infinity._src.engine.build`)
 
     parameters at rest  --->  StateStore (chunks: RAM, NVMe)  <---  StepPipeline (opt.step)
             |                            ^
@@ -54,10 +54,10 @@ log = logging.getLogger("infinity")
 B = TypeVar("B")
 R = TypeVar("R")
 
-# A model keeps its handle itself: a table here would keep closed models alive.
+# Attribute of the model: a table of handles here would keep closed models alive.
 _HANDLE = "_infinity_handle"
 _OPEN: set[Handle] = set()
-# Parts of engines that ended while the device was stuck: it may still write to their memory.
+# Parts of engines that ended while the device was stuck, which may still write to their memory.
 _KEPT: list[object] = []
 
 
@@ -77,17 +77,18 @@ def offload(
     meta device: a callable `(name, tensor) -> None` that fills the tensor, a mapping from names to
     tensors, an `inf.TensorSource`, or a directory of safetensors (or a file: safetensors, GGUF). A
     callable runs under no_grad once per parameter and persistent buffer. A model of transformers is
-    loaded from a path as `from_pretrained` loads it: tensors are converted some at a time, and
-    parameters on meta get the dtypes that it gives them. init: a function that builds the same
-    model anew, with initial values by its own rules: it runs as ever, with the numbers that torch's
-    generator gives now, and one parameter at a time gets memory. Blocks until all is at rest.
+    loaded from a path as `from_pretrained` loads it: a few tensors are converted at a time, and
+    parameters on meta get the dtypes that `from_pretrained` gives them. init: a function that
+    builds the same model anew, with its initial values. It runs normally, with the random numbers
+    that torch's generator yields now, except that one parameter at a time has memory. Blocks until
+    all values are at rest. Collective on several ranks.
 
     Raises: ValueError for a policy or a model that cannot work, and where a launcher has started
-    several ranks that have no process group yet, WeightsError for values that do not fit it,
-    BudgetError when the policy's `ram` is too small, MemoryLimitError when the machine or
-    the cgroup leaves less than the plan and what lies beside it need, SwapFullError and other
-    OSErrors for the NVMe directories, PeerFailed when another rank failed, which is named. On an
-    error the model is as it was. Collective on several ranks.
+    several ranks and they have no process group yet; WeightsError for values that do not fit the
+    model; BudgetError when the policy's `ram` is too small; MemoryLimitError when the machine or
+    the cgroup leaves less memory than the plan and the host overhead need; SwapFullError and other
+    OSErrors for the NVMe directories; PeerFailed, with the rank's name, when another rank failed.
+    After an error the model is as it was.
     """
     if not (policy is None or isinstance(policy, Policy)):
         raise ValueError(
@@ -95,13 +96,13 @@ def offload(
             "inf.Policy(params=..., ...)"
         )
     _check_not_offloaded(model)
-    # Before the model is touched, all that can be known of a mistake.
+    # All checks that are possible before the model is changed.
     check_modules(model)
     check_launched()
     device = compute_device(model, (policy or Policy()).device)
     if isinstance(load, (str, os.PathLike)):
         load = absolute(load, "load")
-    # Read now: parameters at rest have no strides of their own.
+    # Read now: parameters at rest are contiguous.
     strided = [
         name
         for name, parameter in model.named_parameters()
@@ -116,20 +117,20 @@ def offload(
             )
             undo.callback(handle_.end, commit=False)
         model.__dict__[_HANDLE] = handle_
-        # Closed at exit, if its user does not.
+        # `_close_all` closes it at exit if the user has not.
         _OPEN.add(handle_)
-        # All ranks of a node have the same environment: one tells.
+        # All ranks of a node have the same environment, so one rank warns.
         if device.type == "cpu" and handle_.rank == 0:
             openmp.warn_if_active(torch.get_num_threads())
-        # A filter may make it an error: then the model is not offloaded.
+        # A filter may turn the warning into an error: then the model is not offloaded.
         _warn_of_order(strided)
-        # With `rollback` go the values that the model had.
+        # Drops `rollback`, and with it the values that the model had.
         undo.pop_all()
     return model
 
 
 def _warn_of_order(strided: Sequence[str]) -> None:
-    """Warn of the parameters whose dimensions are in another order in memory."""
+    """Warn of parameters whose dimensions lie in memory in another order than in the shape."""
     if strided:
         warnings.warn(
             f"{listed(strided, 3)}: dimensions are in another order in memory (channels_last, "
@@ -164,12 +165,12 @@ def handle(model: torch.nn.Module) -> Handle:
 def forward_methods(module: torch.nn.Module, *names: str) -> None:
     """Let methods of an offloaded model, or of a module in it, use parameters as `forward` may.
 
-    A call of `module.encode_image(...)` then gathers what it uses and releases it, and the backward
-    over its result gathers it again. The hooks of the module do not run. Holds until the engine
-    closes. The counterpart of FSDP2's `register_fsdp_forward_method`.
+    A call of `module.encode_image(...)` then gathers the units that it uses and releases them, and
+    backward through its result gathers them again. The module's forward hooks do not run. This
+    lasts until the engine closes. It corresponds to FSDP2's `register_fsdp_forward_method`.
 
-    Raises: ValueError for a module that has no offloaded parameters, and for a name that is no
-    method of it, or one that returns before it has used parameters: a generator or a coroutine.
+    Raises: ValueError for a module without offloaded parameters; for a name that is no method of
+    it; and for a method that returns before it has used its parameters, a generator or a coroutine.
     """
     engines = {
         parameter.infinity_link.param.unit.engine
@@ -196,7 +197,7 @@ def forward_methods(module: torch.nn.Module, *names: str) -> None:
 
 
 def _why_no_forward_method(module: torch.nn.Module, name: str) -> str:
-    """Return why calls of this name cannot be treated as forward's; empty where they can."""
+    """Return why this method cannot be called as `forward` is; empty if it can."""
     kind = type(module).__name__
     if isinstance(module._modules.get(name), torch.nn.Module):
         return (
@@ -226,9 +227,9 @@ def _why_no_forward_method(module: torch.nn.Module, name: str) -> str:
 
 
 def offloaded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the modules in `model`, itself among them, that are offloaded and not closed, in the
-    order of `model.modules()`: each has a handle. A wrapper (PEFT's, a compiled module's, a
-    LightningModule) has the one that it wraps.
+    """Return the modules in `model`, including itself, that are offloaded and whose engine is not
+    closed, in the order of `model.modules()`. Each has a handle. A wrapper (PEFT's, a compiled
+    module's, a LightningModule) contains the offloaded module that it wraps.
     """
     return [
         module
@@ -239,13 +240,14 @@ def offloaded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def is_offloaded(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a parameter of an offloaded model, as `model.parameters()` yields
-    it. Its optimizer is one of infinity's; no DDP reduces it. True also when the engine is closed.
+    it. Such a parameter needs an optimizer of infinity, and DDP must not reduce it. True also after
+    the engine has closed.
     """
     return isinstance(tensor, ShardedParameter)
 
 
 class Handle:
-    """The user's view of a model's engine. Methods block; one thread uses it at a time."""
+    """The user's interface to a model's engine. Methods block. One thread uses it at a time."""
 
     def __init__(
         self,
@@ -286,17 +288,17 @@ class Handle:
             self._joint_backward = JointBackward(
                 parts.lifecycle, self.policy.units, split.ranks.on_any_rank
             )
-            # Built: from here on `end` closes the parts. An error above has closed them already, in
+            # From here on `end` closes the parts. After an error above, `undo` closes them, in
             # reverse order.
             self._undo = undo.pop_all()
 
     def register(self, optimizer: Any, params: list[Param]) -> None:
-        """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""
+        """Give parameters the states that `optimizer.moments_of` names. Optimizers call this."""
         self.parts.optimizer.registry.register(optimizer, params)
 
     def await_unfreezing(self, optimizer: Any, params: list[Param]) -> None:
-        """Have `optimizer.make_states` called for those of these frozen parameters that are
-        unfrozen (called by optimizers)."""
+        """Have `optimizer.make_states` called for these frozen parameters once they are unfrozen.
+        Optimizers call this."""
         self.parts.optimizer.registry.await_unfreezing(optimizer, params)
 
     # -- methods for users -------------------------------------------------------------------------
@@ -307,10 +309,11 @@ class Handle:
         """Return a context in which these parameters (as `model.parameters()` yields them) can be
         read and written; writes are retained.
 
-        Waits for pending updates of their units, and, before it keeps writes, for all: a step that
-        is undone raises StepUndone, and nothing is retained. With update="delayed" these are the
-        updated values, which training computes with one step later: a training forward or backward
-        through them raises RuntimeError inside. On several ranks all gather, and write, the same.
+        Blocks for pending updates of their units; and, before it retains writes, for all updates:
+        if a step is undone, the exit raises StepUndone, and no write is retained. With
+        update="delayed" the parameters have the updated values, which training computes with one
+        step later; a training forward or backward through them in the context raises RuntimeError.
+        Collective on several ranks: all gather the same parameters, and write the same values.
 
         Raises: ValueError for a parameter of another model.
         """
@@ -321,56 +324,56 @@ class Handle:
     def no_sync(self) -> Iterator[None]:
         """Mark micro-batches that are not the last of a step.
 
-        With update="backward" they accumulate, and the first backward outside of it updates. On
-        several ranks with accumulate="local" (and zero=1) they add up on each rank, and that
-        backward reduces them. Otherwise gradients are reduced into the shards at once, and the
-        other modes need no mark.
+        With update="backward" their gradients accumulate, and the first backward outside of the
+        context updates. On several ranks with accumulate="local" (and zero=1) each rank accumulates
+        them, and the first backward outside reduces the sums. Otherwise gradients are reduced into
+        the shards at once, and the context has no effect.
 
-        Raises: BudgetError when update="backward" has no capacity for gradients, at the first time.
+        Raises: BudgetError when update="backward" has no memory for gradients, at the first use.
         """
         self.check_open()
-        # The reducer adds up on this rank, the mode leaves the update out, buffers stay as they
-        # are: each knows a part of it.
+        # The reducer accumulates on this rank, the mode omits the update, and the model's buffers
+        # are not synchronized.
         parts = self.parts
         with parts.grads.reducer.no_sync(), parts.mode.no_sync(), parts.buffers.no_sync():
             yield
 
     def accumulate(self, micro_batches: Iterable[B], fn: Callable[[B], R]) -> list[R]:
-        """Accumulate the gradients of micro-batches: `fn` for one after the other, then one
-        backward for all, block by block. Blocks until it has ended.
+        """Accumulate the gradients of micro-batches: call `fn` for each in turn, then run one
+        backward for all of them, block by block. Blocks until backward has ended.
 
         Each unit is gathered once for all backwards and, on several ranks, reduced once; its
-        gradients are stored once. With update="backward" none is stored, and no `no_sync` is
-        needed. Graphs of all micro-batches live until backward: checkpoint the blocks.
+        gradients are stored once. With update="backward" no gradient is stored, and `no_sync` is
+        not needed. Graphs of all micro-batches live until backward: checkpoint the blocks.
 
-        micro_batches: read as a whole before the first `fn`. fn: gets one, and returns its loss (a
-        tensor of one element, scaled as the sum wants it), or a tuple that begins with it.
-        Returns what `fn` returned, with tensors (of the tuple, too) detached.
+        micro_batches: read as a whole before the first call of `fn`. fn: takes a micro-batch and
+        returns its loss (a tensor of one element, scaled as the sum of losses requires), or a tuple
+        that begins with the loss. Returns the results of `fn` with all tensors detached, also those
+        in a tuple.
 
         Parameters get the bits of `for mb in micro_batches: fn(mb).backward()` where a micro-batch
-        uses them once; one that is used several times gets its gradients use by use, the last of
-        forward first, and of each use micro-batch by micro-batch. Random numbers are those of the
-        loop. On several ranks the bits are those of the loop with accumulate="local". If
-        micro-batches call blocks in different orders, backwards run one after the other, which is
-        logged once.
+        uses them once. The gradients of a parameter that is used several times are added use by
+        use, the last use of forward first, and micro-batch by micro-batch within each use. Random
+        numbers are those of the loop. On several ranks the bits are those of the loop with
+        accumulate="local". If micro-batches call blocks in different orders, their backwards run
+        one after the other, which is logged once.
 
-        Raises: ValueError without micro-batches, and for what `fn` may not return; RuntimeError
-        inside of a forward, a backward or another `fn`; whatever `fn` raises. Then there has been
-        no backward.
+        Raises: ValueError without micro-batches, and for results of `fn` of another kind;
+        RuntimeError inside of a forward, a backward or another `fn`; whatever `fn` raises. After
+        these errors no backward has run.
         """
         self.check_open()
-        # Sums of micro-batches are autograd's own here.
+        # Autograd itself sums the gradients of micro-batches here.
         sum_slices_as_they_wait(self.parts.split.flats, self.gradients.dtype)
         return self._joint_backward.run(list(micro_batches), fn, self.no_sync)
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
-        """Return the optimizer states of a parameter, by name, to be read and written on any tier:
-        "master", moments, "step".
+        """Return the optimizer states of a parameter by name, "master", moments and "step", which
+        can be read and written on any tier.
 
         Raises: ValueError for a parameter of another model, or without an optimizer.
         """
         self.check_open()
-        # The engine's record of it; other tensors raise.
         found = self._one(param)
         holder = self.parts.optimizer.registry.optimizer_of(found)
         if holder is None:
@@ -381,25 +384,25 @@ class Handle:
         return OptimizerState(found, holder, self.states)
 
     def full_grad(self, param: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the accumulated gradient of a parameter, with the factors of the loop applied: a
-        fresh fp32 CPU tensor [param.shape].
+        """Return the accumulated gradient of a parameter as a new fp32 CPU tensor [param.shape],
+        with the factors applied by which the loop has scaled it.
 
-        None where `param.grad` is None. Waits for pending updates. Collective on several ranks: it
-        is the mean over all, and every rank gets the whole. Raises: ValueError for a parameter of
-        another model; RuntimeError for a gradient that an update has taken, as with
+        None where `param.grad` is None. Blocks for pending updates. Collective on several ranks:
+        the result is the mean over all ranks, whole on every rank. Raises: ValueError for a
+        parameter of another model; RuntimeError for a gradient that an update has taken, as with
         update="backward" after backward.
         """
         self.check_open()
         return self.states.full_grad(self._one(param))
 
     def set_full_grad(self, param: torch.nn.Parameter, grad: torch.Tensor | None) -> None:
-        """Make `grad` [param.shape] the gradient of a parameter, rounded to the dtype of waiting
-        gradients; None clears it.
+        """Make `grad` [param.shape] the gradient of a parameter, rounded to the dtype of
+        accumulated gradients; None clears it.
 
-        Waits for pending updates. With update="backward" None takes nothing back: an update that
-        backward made stays. On several ranks all pass the same tensor. Raises: ValueError for a
-        wrong shape or dtype, or a parameter of another model; RuntimeError, with update="backward",
-        when the update has taken the gradient that backward made.
+        Blocks for pending updates. With update="backward" None does not undo an update that
+        backward has made. Collective on several ranks: all pass the same tensor. Raises: ValueError
+        for a wrong shape or dtype, or a parameter of another model; RuntimeError with
+        update="backward" when the update has taken the gradient that backward made.
         """
         self.check_open()
         self.states.set_full_grad(self._one(param), grad)
@@ -416,10 +419,10 @@ class Handle:
         return found[0]
 
     def read(self, param: Param) -> torch.Tensor:
-        """Return the current value of one parameter as an ordinary CPU tensor; waits for pending
-        updates of its unit.
+        """Return the current value of one parameter as an ordinary CPU tensor [param.shape]. Blocks
+        for pending updates of its unit. Collective on several ranks.
         """
-        # A backward that broke off may have left units in use.
+        # An interrupted backward may have left units in use.
         self.parts.lifecycle.recover()
         return self.unsharder.read(param)
 
@@ -427,13 +430,13 @@ class Handle:
         """Return counters since `offload`; `engine.engine_stats.Stats` documents each.
         Raises: EngineClosed.
         """
-        # Not `check_open`: numbers can be read after a fault too.
+        # Not `check_open`: counters can be read after a fault, too.
         if self.parts.access.closed:
             raise EngineClosed(
                 "handle.stats(): the engine of this model was closed; ask before close()"
             )
         return Stats.collect(
-            # Through the watch over the drives, whose forecast must include this moment.
+            # `observe`, so that the forecast of the watch over the drives includes this moment.
             executor=self.parts.tiers.storage.observe(self.pipeline.steps),
             endurance=self.parts.tiers.storage.endurance,
             unsharder=self.unsharder,
@@ -458,49 +461,51 @@ class Handle:
         )
 
     def trace(self, path: str | os.PathLike[str]) -> int:
-        """Write the timeline so far as Chrome trace JSON (opens in Perfetto) and return its number
-        of spans.
+        """Write the timeline so far as Chrome trace JSON, which Perfetto opens, and return its
+        number of spans.
 
-        Tracks: phases, waits of training, units in use, gradients, reads, writes, updates, copies,
-        with the names of the units; the newest of each are retained.
+        Tracks: phases, waits of training, units in use, gradients, reads, writes, updates and
+        copies, with the names of the units. Only the newest spans are retained. Raises: OSError.
         """
         target = absolute(path, "path")
         self.take_spans()
         return self.timeline.write(target)
 
     def take_spans(self) -> None:
-        """Take what the native threads noted since the last call into `timeline`."""
+        """Add the spans that native threads recorded since the last call to `timeline`."""
         # Both clocks are CLOCK_MONOTONIC.
         self.timeline.add_native_spans(self.parts.tiers.storage.take_spans(self.units))
 
     def flush(self) -> None:
-        """Return when no update or write is pending. Raises the faults of the background.
+        """Block until no update or write is pending, and raise the faults of background work.
 
-        In a durable run the last step is committed then. With two generations (a durable run has
-        them) all ranks call it together.
+        In a durable run, then commit the last step. Collective where the policy has two or more
+        generations, as durable runs have.
         """
         # A commit needs a step that has ended.
         self.parts.access.before_write()
         self.pipeline.commit()
 
     def close(self) -> None:
-        """Flush, free everything, and leave the parameters unreadable (they raise). Idempotent.
+        """Flush and free everything. Afterwards reading a parameter raises. Blocks. Idempotent.
 
-        A durable run commits its last step, together with all ranks; where an update of one failed,
-        all raise StepUndone, and the one before stays. An exit without close() commits it on one
-        rank, and on several leaves the one before.
+        All ranks of a durable run commit their last step together. Where an update of one rank
+        failed, all raise StepUndone, and the commit before stays. A process that exits without
+        close() commits the last step if it is the only rank; with several ranks the commit before
+        stays.
 
-        Raises: RuntimeError inside `gather()`; the faults of the background, after everything was
-        freed; RankFailed after a rank has failed and the device is stuck behind collectives that
-        wait for it. Then nothing is freed, since the device may still write there.
+        Raises: RuntimeError inside `gather()`; the faults of background work, after everything was
+        freed; RankFailed when a rank has failed and the device is stuck behind collectives that
+        wait for this rank. In that case nothing is freed, since the device may still write to it.
         """
         self.end(commit=True)
 
     def end(self, *, commit: bool) -> None:
-        """Close as `close`. commit: commit the last step of a durable run, if it is not yet."""
+        """Close as `close` does. commit: commit the last step of a durable run, if that has not
+        been done."""
         if self.parts.access.closed:
             return
-        # Writes in the block are retained at its end, when the engine would be gone.
+        # `gather()` retains writes at its end, when the engine would be closed.
         if self.parts.lifecycle.windows:
             raise RuntimeError(
                 "handle.close() inside handle.gather(): the writes of the block would be lost; "
@@ -517,31 +522,30 @@ class Handle:
         )
         # All steps run, whatever fails: threads and files must not outlive the handle.
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
-            # Told before, maybe: the same error, and nothing is tried on a drive that is gone.
+            # First: nothing is tried on a lost drive. The error may have been raised before.
             self.parts.access.check_drives()
             # A save reads chunks that are freed below.
             self.saving.wait_for_last()
-            # States that cannot be read any more are no reason to wait for other ranks, which may
-            # have gone.
+            # Only a commit needs the other ranks, which may have ended.
             self.pipeline.wait(together=commit and self.durable is not None)
             self.saving.raise_fault()
             if commit:
                 self.pipeline.commit()
 
     def _leave_if_stuck(self) -> None:
-        """Block until no collective is under way. Raises: RankFailed where that cannot be had;
-        everything is retained then until the process ends."""
+        """Block until no collective is in flight. Raises: RankFailed if a collective cannot end;
+        then all parts are retained until the process ends."""
         try:
             self.comm.drain()
         except RankFailed:
             _KEPT.append(self.parts)
-            # Threads end and the other ranks hear of it; no memory is freed, nor waited for.
+            # Threads end, and other ranks are notified; no memory is freed, and nothing is awaited.
             with run_all(self._forget, self.parts.lifecycle.remove_hooks, self.comm.close):
                 raise
 
     def _forget(self) -> None:
         self.parts.access.close()
-        # The set holds handles strongly, and with them their memory.
+        # The set refers strongly to handles, and so to their memory.
         _OPEN.discard(self)
 
     @property
@@ -550,23 +554,24 @@ class Handle:
         return self.parts.access.closed
 
     def check_open(self) -> None:
-        """Raise after close, the sticky fault of a background update, and where the ranks have
-        become others."""
+        """Raise EngineClosed after `close`, the fault of a background update, which every call
+        raises again, and an error where the process group has changed."""
         self.parts.access.check_open()
         self.parts.access.before_pass()
 
     def check_state_dict(self, size_bytes: int) -> None:
-        """Raise where a `state_dict()` of so many bytes cannot be made."""
+        """Raise MemoryError if a `state_dict()` of `size_bytes` does not fit into memory; and what
+        `check_open` raises."""
         self.check_open()
-        # Units that a broken-off pass has left would count as in use.
+        # An interrupted pass may have left units in use.
         self.parts.lifecycle.recover()
         check_copies(size_bytes)
 
 
 @atexit.register
 def _close_all() -> None:
-    """Finish the steps that were taken, and free all engines, at exit. A fault is logged: no caller
-    is left to raise it to. Other ranks may have gone already, so nothing that needs them is done.
+    """Finish the submitted steps and free all engines, at exit. Faults are logged: there is no
+    caller to raise them to. Other ranks may have ended, so nothing collective is done.
     """
     # A copy: closing removes the handle from the set.
     for open_handle in list(_OPEN):
@@ -575,7 +580,7 @@ def _close_all() -> None:
                 commit=open_handle.durable is None or open_handle.saving.comm.world == 1
             )
         except DriveLostError as error:
-            # What ended the script has been shown by the interpreter.
+            # The interpreter has shown the error that ended the script.
             if getattr(sys, "last_value", None) is not error:
                 log.error("closing an offloaded model at exit: %s", error)
         except Exception:

@@ -1,10 +1,10 @@
-"""Values in and out of an offloaded model, in the formats of others: safetensors,
-torch.distributed.checkpoint, DeepSpeed.
+"""Loads and exports of an offloaded model in formats of other projects (safetensors,
+torch.distributed.checkpoint, DeepSpeed), and `inf.save` and `inf.restore`.
 
-All of it is streamed (one tensor of a parameter in memory at a time, or one shard of an export),
-blocks, and is collective on several ranks: all call, all see the same files, and if one rank fails,
-all raise. Nothing that is read is ever unpickled freely: a file may use the names of a fixed list
-only, and none is imported for its sake.
+Loads and exports stream: one tensor of a parameter, or one shard of an export, is in memory at a
+time. They block, and are collective on several ranks: all ranks call them and see the same files,
+and if one rank fails, all raise. Pickles are parsed, not executed: a file may use only names of a
+fixed list, and no name is imported because a file uses it.
 """
 
 from __future__ import annotations
@@ -77,21 +77,22 @@ def export_safetensors(
     `from_pretrained`. Blocks.
 
     names: "hub" gives the tensors of a model of transformers the names and shapes that its
-    checkpoints have on the hub (experts apart, say), by transformers' own conversion: those of the
-    checkpoint that it was loaded from, else those of its kind. "modules" writes names and shapes of
-    the model's state dict. For other models both are the same. A function gives the name in the
-    files for each name of the state dict, or None to leave the tensor out. masters: write the fp32
-    masters of the parameters that an optimizer holds, instead of the rounded values that compute.
+    checkpoints have on the hub (for example one tensor per expert), by transformers' conversion:
+    as in the checkpoint that the model was loaded from, otherwise as usual for its architecture.
+    "modules" writes names and shapes of the model's state dict. For other models both are the same.
+    A function returns the name in the files for each name of the state dict, or None to leave the
+    tensor out. masters: write the fp32 masters of parameters with an optimizer, instead of the
+    rounded values that forward computes with.
 
     Streams: one shard is in memory at a time, of `shard_bytes_max`, or one unit if that is larger
-    (with the hub's names: one group of tensors that are converted together). Waits for pending
+    (with the hub's names: one group of tensors that are converted together). Blocks for pending
     updates. A tied parameter is written once, under its first name. Files get their names together,
-    when all are on the drive; an earlier export in the directory stays until then, so there has to
-    be room for both. On several ranks all must call it; rank 0 writes.
+    when all are on the drive. An earlier export in the directory stays until then, so the drive
+    needs space for both. Collective on several ranks; rank 0 writes.
 
     Raises: MemoryError, before anything is read, where a shard (a group that is converted counts
-    twice) is more than the memory that remains; OSError naming the path; ValueError for a model
-    that is not offloaded, and for one whose conversion has no way back, or that the release of
+    twice) is larger than the free memory; OSError naming the path; ValueError for a model that is
+    not offloaded, and for one whose conversion cannot be reversed, or that this release of
     transformers cannot convert.
     """
     if not callable(names) and names not in ("hub", "modules"):
@@ -110,24 +111,24 @@ def load_safetensors(
     model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True
 ) -> Loaded:
     """Set an offloaded model's parameters and persistent buffers from safetensors: a directory (its
-    index decides; without one, its model.safetensors if it has that, else all) or a file.
+    index decides; without an index, its model.safetensors, or else all files) or a file.
 
     A model of transformers takes the hub's files, converted as `from_pretrained` converts them,
-    those with the names of its modules, and a GGUF file.
+    files with the names of its modules, and a GGUF file.
 
-    Masters take the values in the precision of the file (an fp32 file sets all 32 bits), so that
-    the model holds what the file says and nothing of what was there; a parameter without optimizer
-    states keeps what its dtype holds. Moments, step counts, gradients and hyper-parameters stay as
-    they are. Waits for pending updates; blocks. One name of a tied parameter is enough. Names,
-    shapes and kinds of dtype are checked before anything is written.
+    Masters take the values in the precision of the file (an fp32 file sets all 32 bits). A
+    parameter without optimizer states takes them rounded to its dtype. Moments, step counts,
+    gradients and hyper-parameters stay as they are. Blocks, also for pending updates. The file
+    needs only one name of a tied parameter. Names, shapes and kinds of dtype are checked before
+    anything is written.
 
-    strict=False: names that either side lacks are left out, and returned. On several ranks all call
-    it, and each stores its shard.
+    strict=False: names that the model or the file lacks are left out, and returned. Collective on
+    several ranks; each stores its shard.
 
     Raises: ValueError naming what is missing, unexpected or different, an index that points out of
     its directory, a broken file (WeightsError); FileNotFoundError; RuntimeError inside forward,
-    backward or gather(). After an OSError or AioError some parameters are loaded and others not:
-    load again before going on.
+    backward or gather(). After an OSError or AioError some parameters are loaded and others are
+    not: load again before training continues.
     """
     of, place = handle(model), absolute(path, "path")
     of.flush()
@@ -135,7 +136,7 @@ def load_safetensors(
         check_idle(of.units)
         source = open_weights(model, place)
         matched = match(model, of.units, source, strict=strict)
-    # Only when every rank could open and match: none is half loaded alone.
+    # Only after every rank has opened and matched the files, so that no rank loads alone.
     with Rendezvous(of.comm, f"loading {source.label}"):
         take_in(of, source, matched)
     return matched.left_out
@@ -152,16 +153,16 @@ def export_dcp(
     """Write a checkpoint that `torch.distributed.checkpoint.load` reads: parameters, buffers,
     optimizer states. Blocks.
 
-    The checkpoint stands for `{"model": ..., "optim": ...}` (`keys`) as
+    The checkpoint contains `{"model": ..., "optim": ...}` (`keys`) as
     torch.distributed.checkpoint.state_dict makes them, so that a plain or sharded torch model and
-    optimizer resume from it: `model.<name>`, `optim.state.<name>.exp_avg` (and each other state,
-    "step" included), `optim.param_groups.<i>.<name>`. Parameters and states are those that `opt`
-    holds; None writes the model.
+    optimizer resume from it: `model.<name>`, `optim.state.<name>.exp_avg` (and all other states,
+    "step" included), `optim.param_groups.<i>.<name>`. opt: the optimizer whose states are written;
+    None writes the model only.
 
-    masters: `model.<name>` is the fp32 master, which loses nothing. False: the value that computes,
-    and masters lie in `optim.state.<name>.master`. Streams, one parameter in memory at a time.
-    Waits for pending updates. On several ranks all call it; rank 0 writes. The directory is a
-    checkpoint once it is whole and on the drive.
+    masters: `model.<name>` is the fp32 master, without a loss. False: `model.<name>` is the value
+    that forward computes with, and masters lie in `optim.state.<name>.master`. Streams, one
+    parameter in memory at a time. Blocks for pending updates. Collective on several ranks; rank 0
+    writes. The directory becomes a checkpoint once all of it is on the drive.
 
     Raises: ValueError for `keys` that are empty or equal, a directory that has a checkpoint, or an
     optimizer of another model; OSError naming the path.
@@ -181,7 +182,7 @@ def export_dcp(
     check_torch_saves(dtypes, "a checkpoint of torch.distributed.checkpoint")
     with contextlib.ExitStack() as undo:
         writer: DCPWriter | None = None
-        # Each part is a rendezvous: when one rank fails, all raise, and none waits for it.
+        # Each part is a rendezvous: when one rank fails, all raise, and no rank waits for it.
         with Rendezvous(comm, f"making {target}"):
             if comm.rank == 0:
                 writer = DCPWriter(target)
@@ -197,7 +198,7 @@ def export_dcp(
             value = whole.merged(
                 lambda param: read_value(of, param, masters=masters and param in every)
             )
-            # Written one at a time: only one parameter is in memory.
+            # One at a time, so that only one parameter is in memory.
             put([((keys[0], whole.name), value)])
             for pair in tensors_of(whole, every, keys, with_master=not masters):
                 put([pair])
@@ -221,20 +222,20 @@ def load_dcp(
 
     Reads what `export_dcp` writes, and what torch writes of `{"model": model.state_dict(), "optim":
     ...}` on any number of ranks, with `optim` from torch.distributed.checkpoint.state_dict. Masters
-    are `optim.state.<name>.master` where there are such, else the parameters, in the precision of
-    the file. Moments are rounded to what the policy's `state` holds. Hyper-parameters stay those of
-    `opt`; None loads the model alone; keys[0] is "" for a model that was saved without a key
-    (`dcp.save(model.state_dict())`). Its `.metadata` is a pickle, and is read by a parser that
-    knows the few classes which belong there and imports nothing; tensors are read with
-    weights_only=True.
+    are set from `optim.state.<name>.master` where the checkpoint has it, otherwise from the
+    parameters, in the precision of the file. Moments are rounded to the format of the policy's
+    `state`. Hyper-parameters stay those of `opt`; None loads only the model. keys[0] is "" for a
+    model that was saved without a key (`dcp.save(model.state_dict())`). `.metadata` is a pickle,
+    and is read by a parser that knows the few classes which belong there and imports nothing;
+    tensors are read with weights_only=True.
 
-    Everything is checked by name and shape before anything is written. strict=False: names that
-    either side lacks are left out, and returned. On several ranks all call it, and each stores its
-    shard.
+    Everything is checked by name and shape before anything is written. strict=False: names that the
+    model or the checkpoint lacks are left out, and returned. Blocks. Collective on several ranks;
+    each stores its shard.
 
     Raises: ValueError naming what is missing, unexpected, different, damaged or refused;
     FileNotFoundError; RuntimeError inside forward, backward or gather(). After an error of reading
-    or writing some values are loaded and others not.
+    or writing some values are loaded and others are not.
     """
     of, place = handle(model), absolute(directory, "directory")
     comm = of.comm
@@ -245,7 +246,7 @@ def load_dcp(
             files = DCPFiles(place)
             undo.callback(files.close)
             part = ModelPart(files, keys[0])
-            # Everything is matched before anything is written, on all ranks.
+            # All ranks match everything before any rank writes.
             matched = match(model, of.units, part, strict=strict)
             part_states = StatePart(files, keys[1])
             states = (
@@ -271,27 +272,28 @@ def load_deepspeed(
     opt: Optimizer | None = None,
     strict: bool = True,
 ) -> LoadedDeepSpeed:
-    """Go on from a checkpoint of DeepSpeed's ZeRO 1, 2 or 3, or a universal one, whatever the
-    number of ranks that wrote it. Blocks.
+    """Resume from a checkpoint of DeepSpeed's ZeRO 1, 2 or 3, or a universal one, written by any
+    number of ranks. Blocks.
 
-    directory: the one given to `save_checkpoint`; `tag` names a folder in it, and None is the one
-    that `latest` (or else `latest_universal`) names. Masters take the fp32 weights; frozen
-    parameters and buffers have the dtype that they had there. opt: the optimizer of the model's
-    parameters, which takes moments, step counts, and the hyper-parameters of each group by the
-    names of its parameters. Moments are rounded to what the policy's `state` holds. Without it,
-    they stay as they are. The result has what the loop has to take over itself: the loss scaler,
-    the scheduler's state, client state and the count of steps.
+    directory: the one given to `save_checkpoint`. tag: a folder in it; None takes the folder that
+    `latest`, or else `latest_universal`, names. Masters take the fp32 weights; frozen parameters
+    and buffers are converted from their dtype in the files. opt: the optimizer of the model's
+    parameters. It takes moments, step counts, and the hyper-parameters of each group, matched by
+    the names of its parameters. Moments are rounded to the format of the policy's `state`. None
+    leaves optimizer states as they are. The result has what the training loop has to take over: the
+    loss scaler, the scheduler's state, client state and the count of steps.
 
-    Nothing of DeepSpeed is imported, and no file is unpickled freely. All is matched by name and
-    shape, and every byte that is used is compared with the checksums of its file, before anything
-    is written. One tensor is in memory at a time. strict=False: names that either side lacks are
-    left out, and returned. On several ranks all call it, and each stores its shard.
+    Nothing of DeepSpeed is imported, and pickles are parsed, not executed. Everything is matched by
+    name and shape, and every byte that is used is compared with the checksums of its file, before
+    anything is written. One tensor is in memory at a time. strict=False: names that the model or
+    the checkpoint lacks are left out, and returned. Collective on several ranks; each stores its
+    shard.
 
     Raises: FileNotFoundError; ValueError naming what is missing, unexpected, different, damaged or
-    refused: model and pipeline parallelism, DeepSpeed's experts, ZenFlow, files that name classes
-    other than DeepSpeed's own (as `client_state` may), an optimizer that was offloaded to NVMe, of
-    which DeepSpeed writes a part; RuntimeError inside forward, backward or gather(). After an error
-    of reading or writing some values are loaded and others not.
+    refused: model and pipeline parallelism, DeepSpeed's experts, ZenFlow, files with classes that
+    are not DeepSpeed's (`client_state` may have such), an optimizer that was offloaded to NVMe,
+    whose states DeepSpeed writes only in part; RuntimeError inside forward, backward or gather().
+    After an error of reading or writing some values are loaded and others are not.
     """
     of, place = handle(model), absolute(directory, "directory")
     comm = of.comm
@@ -310,7 +312,7 @@ def load_deepspeed(
                 groups = match_groups(opt, source.hyper, source.group_of, source.label)
                 missing += states.left_out.missing
                 unexpected += states.left_out.unexpected
-            # Each rank reads some of the files: together all.
+            # Each rank verifies some of the files; together they verify all.
             wanted = {state for each in held for state in each.tensors}
             source.verify(wanted, comm.rank, comm.world)
         with Rendezvous(comm, f"loading {source.label}"):
@@ -326,7 +328,7 @@ def load_deepspeed(
 
 
 def _rounding(of: Handle, every: Iterable[Held]) -> str:
-    """Say how the state formats of these parameters round exact states; "" if they do not."""
+    """Describe how the state formats of these parameters round exact states; "" if they do not."""
     texts = []
     for param in dict.fromkeys(held.param for held in every):
         target = of.states.store[param.flat].format
@@ -336,7 +338,8 @@ def _rounding(of: Handle, every: Iterable[Held]) -> str:
 
 
 def _held(of: Handle, opt: Optimizer | None) -> list[Held]:
-    """The parameters of this model that an optimizer holds. Raises: ValueError if there is none."""
+    """Return the parameters of this model that `opt` owns; none for opt=None. Raises: ValueError if
+    `opt` owns none."""
     found = (
         [param for param in opt.params_with_states if param.unit.engine is of]
         if opt is not None
@@ -373,33 +376,34 @@ def save(
     extra: Any = None,
     frozen: bool = True,
 ) -> Save:
-    """Start saving everything that training resumes from; training goes on meanwhile. `.wait()` of
-    the result returns when the checkpoint is whole.
+    """Start to save everything that training resumes from, while training continues. `.wait()` of
+    the result blocks until the checkpoint is complete.
 
     Saved: parameters, masters, moments, step counts, parameter groups, persistent buffers, and
-    `extra`: small state of yours (the scheduler's `state_dict()`, random generators, the place in
-    the data; each rank its own), or `handle.extra`. Not saved: gradients that wait for a step. With
-    update="delayed" the parameters after the last step are, with which the first step after a
-    restore computes: the delay begins anew.
+    `extra`: small state of the caller (the scheduler's `state_dict()`, random generators, the
+    position in the data; each rank saves its own), or `handle.extra`. Not saved: gradients that
+    wait for a step. With update="delayed" the saved parameters are those after the last step, and
+    the first step after a restore computes with them: the delay begins anew.
 
-    opt: the optimizer that holds the parameters, a list of all of them, or None where none does.
-    frozen: False leaves out the parameters that require no gradient and have no optimizer states,
-    so that a checkpoint of adapters is as small as they are; `inf.restore` then wants a model that
-    has those values already, by load= or from_pretrained. (One that was frozen after `inf.offload`,
-    beside others of its unit that learn, is saved all the same.)
+    opt: the optimizer that owns the parameters, a list of all optimizers, or None without one.
+    frozen: False leaves out parameters that require no gradient and have no optimizer states, so
+    that a checkpoint of adapters is small; `inf.restore` then needs a model that already has those
+    values, by load= or from_pretrained. (A parameter that was frozen after `inf.offload`, in a unit
+    with trainable parameters, is saved nevertheless.)
 
-    Call it between steps. Waits for pending updates and for the save before; then an update of
-    states that are not copied yet waits until they are. A save takes about 30 MiB beside the
-    policy's `ram` while it runs, 9 MiB more for each drive and half a KiB for each chunk of states.
+    Call it between steps. It blocks for pending updates and for the save before. Later an update
+    blocks until the states that it replaces are copied. While a save runs it takes about 30 MiB in
+    addition to the policy's `ram`, 9 MiB more for each drive, and half a KiB for each chunk of
+    states.
 
-    The checkpoint appears as a whole, on the drive and with checksums, or not at all: one that is
-    in `directory` already stays valid until then, and is removed after. So there has to be room for
-    both. Each model has a directory of its own. On several ranks all call it, with one directory
-    that all of them see.
+    The checkpoint appears as a whole, on the drive and with checksums, or not at all. An earlier
+    checkpoint in `directory` stays valid until then, and is removed afterwards, so the drive needs
+    space for both. Each model needs a separate directory. Collective on several ranks, with one
+    directory that all of them see.
 
     Raises: ValueError for what cannot be saved; AioError while another model is saved into the
     directory; RuntimeError inside forward, backward and `gather()`; the error of the save before.
-    Later errors are raised by `.wait()`, or else by the next call that meets the engine.
+    Later errors are raised by `.wait()`, or else by the next call to the engine.
     """
     of, target = handle(model), absolute(directory, "directory")
     # A save begins between steps: no update may be pending.
@@ -418,45 +422,47 @@ def restore(
     strict: bool = True,
     damaged: Damaged = "raise",
 ) -> Restored:
-    """Go on from a checkpoint of the same model and optimizer; world size, tiers, budget, drives,
-    state format and tiles may differ (but tiles of linears along their inputs, and those that begin
-    inside of a group of 64 moments with state="compact").
+    """Resume from a checkpoint of the same model and optimizer. World size, tiers, budget, drives,
+    state format and tiles may differ (except tiles of linears along their inputs, and, with
+    state="compact", tiles that begin inside of a group of 64 moments).
 
     Sets parameters, masters, moments, step counts, the values of parameter groups and persistent
-    buffers, and drops gradients. Parameters that `inf.save(frozen=False)` left out keep the values
-    that they have, and have to be frozen here. Under the same numerics training goes on bit for bit
-    as if nothing had been (update="delayed": as `save` says). Another state format rounds to
-    nearest, and `.rounded` says what; `.notes` says what else is different.
+    buffers, and drops gradients. Parameters that `inf.save(frozen=False)` left out retain their
+    values, and have to be frozen here. Under the same numerics training continues bit for bit as if
+    it had not been interrupted (for update="delayed" see `save`). Another state format rounds to
+    nearest, which `.rounded` describes; `.notes` lists other differences.
 
-    directory: a checkpoint, or an `nvme` directory of a durable run, or several of one run: each
-    has a copy of the manifests, so any one that remains will do, and the newest is taken. The
-    model stays as it was built, and `.step` is 0, if that is the run that this engine's own policy
-    continues with and no commit of it exists.
+    directory: a checkpoint, or one or several `nvme` directories of a durable run. Each of these
+    has a copy of the manifests, so one that remains is enough, and the newest copy is read. If the
+    run is the one that this engine's policy continues, and it has no commit, the model stays as it
+    was built, and `.step` is 0.
 
-    opt: as in `save`, in the same order; None restores the parameters alone (not where the policy
-    continues with a durable run). strict: False restores what fits, as torch's load_state_dict:
-    parameters and buffers that the checkpoint lacks are kept, with their states, others that it has
-    are left out, and `.notes` names both; another shape or dtype raises as ever, and so does a
-    parameter that has states here and none there. damaged: "report" brings back all that can be
-    read: what cannot, of a bad block or a drive that is gone, keeps the values and moments that the
-    model has, and `.damaged` names parameter, elements and file; a warning says how much.
-    "from-older" restores the newest commit that is whole, of those that a durable run keeps
-    (`Policy.generations`): training from it is as from one that was never damaged, and `.step` says
-    which it is. If none is whole, the newest is restored, with what is damaged there from older
-    ones; `.damaged` has each such range, and its `reason` the step, or that nothing has it, as with
-    "report". Blocks. On several ranks all call it, and each reports its shard.
+    opt: as in `save`, in the same order; None restores only the parameters (not allowed where the
+    policy continues a durable run).
+    strict: False restores what fits, as torch's load_state_dict does. Parameters and buffers that
+    the checkpoint lacks are retained, with their states; others that the model lacks are left out;
+    `.notes` names both. A different shape or dtype raises nevertheless, and so does a parameter
+    that has states here and none in the checkpoint.
+    damaged: "report" restores everything that can be read. Elements that cannot be read, because of
+    a bad block or a lost drive, retain the values and moments that the model has; `.damaged` names
+    parameter, elements and file, and a warning gives the amount. "from-older" restores the newest
+    undamaged commit that a durable run retains (`Policy.generations`): training from it is as from
+    a run without damage, and `.step` is its step. If all are damaged, the newest is restored, and
+    its damaged ranges are read from older commits. `.damaged` then lists each such range; its
+    `reason` gives the step that it was read from, or says that no commit has it, which is treated
+    as in "report".
+    Blocks. Collective on several ranks; each reports the damage of its shard.
 
-    Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer), AioError
-    (ENOENT) where there is no whole checkpoint, ChecksumError naming file and offset of what is
-    damaged, RuntimeError inside forward, backward and `gather()`, PeerFailed where another rank
-    raises one of these. Damage that is met when some states were written already: later calls raise
-    StateInvalid.
+    Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer); AioError
+    (ENOENT) where there is no complete checkpoint; ChecksumError naming file and offset of damage;
+    RuntimeError inside forward, backward and `gather()`; PeerFailed where another rank raises one
+    of these. If damage is found after some states were written, later calls raise StateInvalid.
     """
     if damaged not in get_args(Damaged):
         raise ValueError(f"damaged={damaged!r}: give 'raise', 'report' or 'from-older'")
     given = [directory] if isinstance(directory, (str, os.PathLike)) else directory
     several = [absolute(each, "directory") for each in given]
-    # One of several may be a drive that is lost.
+    # Several directories are not checked: one may be on a lost drive.
     if len(several) == 1:
         check_link(several[0])
     of = handle(model)
@@ -478,12 +484,13 @@ def restore(
 def _source_of_run(
     of: Handle, run: DurableRun, opt: Any, several: Sequence[str | os.PathLike[str]]
 ) -> Path | None:
-    """Return the directory that a durable run restores; None: it is its own, without a commit."""
-    # Other runs may have copies there, too.
+    """Return the directory from which a durable run restores; None if it restores itself and has no
+    commit."""
+    # The directories may also have copies of other runs.
     source = run.files.source if run.must_restore(several) else run_among(several)
     if source.resolve() in (run.files.home.resolve(), run.files.source.resolve()):
         _check_own(of, run, opt, run.files.home.parent)
-        # Where the home has lost its manifests, a copy has them.
+        # `source` is a copy where the home has lost its manifests.
         return None if run.before is None else run.files.source
     if run.waits:
         run.check()
@@ -491,25 +498,25 @@ def _source_of_run(
 
 
 def _stay(of: Handle, run: DurableRun | None, extra: object) -> None:
-    """Let no undo go back behind a restore. extra: that was restored. Collective in a durable
-    run."""
+    """Prevent an undo to the states before a restore. extra: the caller's restored state.
+    Collective in a durable run."""
     if run is not None:
         of.pipeline.begun = False
         run.restored(extra)
-        of.pipeline.commit()  # what is written from here on stands beside it
+        of.pipeline.commit()  # later steps write the other places
     elif of.pipeline.transaction is not None:
         of.pipeline.transaction.states_replaced()
 
 
 def _check_own(of: Handle, run: DurableRun, opt: Any, directory: str | os.PathLike[str]) -> None:
-    """Raise ValueError where the run that this engine continues with cannot be restored."""
-    # The first step of this process has replaced what the directories held.
+    """Raise ValueError if the run that this engine continues cannot be restored."""
+    # The first step of this process has overwritten the earlier states in the directories.
     if run.begun and (run.files.before is not None or of.pipeline.steps):
         raise ValueError(
             f"the durable run in {directory} goes on in this process: what was there before is "
             "replaced already"
         )
-    # Going on without the optimizer would lose its states at the next commit.
+    # Without the optimizer the next commit would lose its states.
     if run.before is not None and not opt and run.has_states and of.policy.durable != "new":
         raise ValueError(
             f"opt={opt!r}: the durable run in {directory} would go on without its optimizer "

@@ -67,7 +67,7 @@ def open_node_resources(comm: Comm, policy: Policy) -> Iterator[NodeResources]:
 
 
 class NodeResources:
-    """This rank's share of the machine's resources.
+    """Share of the machine's resources that this rank may use.
 
     Methods are collective where they say so. With one rank they communicate nothing.
     policy: the given policy with this rank's directories, and its share of the given bandwidths.

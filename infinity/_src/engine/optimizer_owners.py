@@ -116,8 +116,8 @@ class OptimizerRegistry:
                 self._move_states()
                 for param in params:
                     if param in self._optimizers and self._optimizers[param]() is not optimizer:
-                        # The parameter's optimizer is gone: the new one starts with masters from
-                        # the parameters, and moments of zero.
+                        # The parameter's optimizer is gone: its low-order master bits and moments
+                        # are zeroed for the new one.
                         start, _, numel = param.flat.layout.shard_range(
                             param.param_index, self._rank
                         )

@@ -1,10 +1,10 @@
 """Loading values and optimizer states of other formats into an offloaded model: matched by name,
 checked as a whole, then written one by one.
 
-After a load the model holds what the file says: a parameter with optimizer states gets its fp32
-master from the value in the precision of the file (and computes with the master, rounded as every
-update rounds it), even where the rounded value was equal before. One without gets the value rounded
-to its dtype. Moments, step counts and gradients stay.
+A parameter with optimizer states gets the value as its fp32 master, in the precision of the file,
+even where the rounded value was equal before; forward computes with the master, rounded as every
+update rounds it. A parameter without optimizer states gets the value rounded to its dtype. Moments,
+step counts and gradients stay.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _Match = TypeVar("_Match", bound=tuple[Any, ...])
 
 
 class Engine(Protocol):
-    """The engine, as far as values go in and out of it."""
+    """The part of the engine that loads and exports use."""
 
     units: list[Unit]
     states: States
@@ -42,8 +42,8 @@ class Engine(Protocol):
 
 
 class Loaded(NamedTuple):
-    """Names that a load with strict=False left out: names of the model alone, and of the source
-    alone.
+    """Names that a load with strict=False left out. missing: names that only the model has.
+    unexpected: names that only the source has.
     """
 
     missing: tuple[str, ...]
@@ -64,9 +64,9 @@ def match(
 ) -> Matched:
     """Find the tensor of every parameter and persistent buffer. Nothing is read or written.
 
-    A tied parameter takes the first of its names that the source has. Buffers that are not
-    persistent may be in the source and are left as they are. Raises: ValueError naming all that is
-    missing or unexpected (with `strict`), and what has another shape or is of another kind of dtype
+    A tied parameter takes the first of its names that the source has. The source may have buffers
+    that are not persistent; these are not loaded. Raises: ValueError naming everything that is
+    missing or unexpected (with `strict`), and everything of another shape or kind of dtype
     (always).
     """
     known = set(source.names())
@@ -82,7 +82,7 @@ def match(
         if name is None:
             missing.append(names[0])
             return None
-        # A tile is matched as the weight that it is cut from.
+        # A tile is matched by its whole weight.
         shape = like.whole_shape if isinstance(like, Param) else tuple(like.shape)
         if source.shape(name) != shape:
             wrong.append(f"{name} has shape {source.shape(name)} there and {shape} here")
@@ -113,10 +113,10 @@ def _checked(
     label: str, missing: Iterable[str], unexpected: Iterable[str], wrong: Iterable[str],
     *, strict: bool,
 ) -> Loaded:  # fmt: skip
-    """Return the names that are left out. Raises: ValueError for what is different, and with
-    `strict` for any of them.
+    """Return the names that are left out. Raises: ValueError for differences, and with `strict`
+    also for names that are left out.
     """
-    # Each once: the tiles of a weight say the same.
+    # Each once: the tiles of a weight report the same names.
     missing, wrong = tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(wrong))
     left_out = Loaded(missing, tuple(sorted(unexpected)))
     named = zip(Loaded._fields, left_out, strict=True) if strict else ()
@@ -131,7 +131,7 @@ def _checked(
 
 
 def check_idle(units: Iterable[Unit]) -> None:
-    """Raise RuntimeError while a unit is in use: its values cannot be replaced under a forward, a
+    """Raise RuntimeError while a unit is in use: its values cannot be replaced during a forward, a
     backward or a gather().
     """
     for unit in units:
@@ -143,16 +143,15 @@ def check_idle(units: Iterable[Unit]) -> None:
 
 
 def has_master(states: States, param: Param) -> bool:
-    """Return whether the parameter is stored with an optimizer's states, its fp32 master among
-    them.
+    """Return whether the parameter is stored with optimizer states, which include its fp32 master.
     """
     return states.store[param.flat].format is not Format.RAW
 
 
 def write_param(of: Engine, param: Param, value: torch.Tensor) -> None:
     """Set a parameter, and its fp32 master if it has one. Calls no collective. Blocks."""
-    # Through the master: the value in the file's precision is retained, and rounded as an update
-    # rounds.
+    # The master retains the value in the file's precision; the parameter is rounded from it as an
+    # update rounds.
     if has_master(of.states, param):
         of.states.write(param, 0, value)
     else:
@@ -160,8 +159,8 @@ def write_param(of: Engine, param: Param, value: torch.Tensor) -> None:
 
 
 class LastRead:
-    """A reader of named tensors that keeps the last one: the tiles of a weight come one after the
-    other.
+    """Reader of named tensors that retains the last one, for the tiles of a weight, which are
+    loaded one after the other.
     """
 
     def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
@@ -170,15 +169,15 @@ class LastRead:
 
     def __call__(self, name: str) -> torch.Tensor:
         if self._last is None or self._last[0] != name:
-            # The one before goes first, so that two are never in memory.
+            # Dropped first, so that two tensors are never in memory.
             self._last = None
             self._last = name, self._read(name)
         return self._last[1]
 
 
 def _by_name(matches: Sequence[_Match]) -> list[_Match]:
-    """Order matches by the first place of their names, which are last in each: the tiles of a
-    weight take their parts of one tensor, which is read once.
+    """Order matches so that those with one name (the last element of each) follow the first of
+    them: the tensor of a weight is then read once for all tiles.
     """
     order = {match[-1]: at for at, match in reversed(list(enumerate(matches)))}
     return sorted(matches, key=lambda match: order[match[-1]])
@@ -191,7 +190,7 @@ def take_in(of: Engine, source: NamedTensors, matched: Matched) -> None:
     """
     sizes = {param: param.numel * param.dtype.itemsize for param, _ in matched.params}
     line = ProgressLine("loading weights", sum(sizes.values()), shown=of.comm.rank == 0)
-    # Tensors are of many sizes, and so are the holes that they leave.
+    # Tensors of many sizes fragment the heap.
     heap = Heap.for_stream()
     with torch.inference_mode(False), torch.no_grad(), line:
         read = LastRead(source.read)
@@ -209,8 +208,8 @@ MASTER = "master"
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A parameter with its optimizer states, and the names of those: tensors of its shape, and
-    numbers.
+    """A parameter with its optimizer states. tensors, numbers: names of the states of its shape,
+    and of the states that are numbers.
     """
 
     param: Param
@@ -223,20 +222,20 @@ class StateSource(Protocol):
     """The optimizer states of a checkpoint, each with a unique name."""
 
     label: str
-    """The checkpoint, in messages."""
+    """Name of the checkpoint in messages."""
 
     @property
     def names(self) -> Collection[str]:
         """All names."""
 
     def name_of(self, param: str, state: str) -> str:
-        """Return the name that a state of a parameter has."""
+        """Return the name of a parameter's state."""
 
     def fault(self, name: str, shape: tuple[int, ...] | None) -> str:
-        """Say why a state is no tensor of this shape (None: no number); "" if it is one."""
+        """Return why a state is not a tensor of this shape (None: not a number); "" if it is."""
 
     def read(self, name: str) -> Any:
-        """Read one. Blocks."""
+        """Read a state. Blocks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,7 +249,7 @@ class MatchedStates:
 def match_states(source: StateSource, every: Sequence[Held], *, strict: bool) -> MatchedStates:
     """Find the states of every parameter that is held. Nothing is read or written.
 
-    A master is optional: without one the parameter's own value is it. Raises: ValueError naming
+    A master is optional: without it the parameter's value is the master. Raises: ValueError naming
     what is missing or unexpected (with `strict`), and what has another shape (always).
     """
     there = set(source.names)
@@ -260,7 +259,7 @@ def match_states(source: StateSource, every: Sequence[Held], *, strict: bool) ->
     for held in every:
         wanted = (*held.tensors, *held.numbers)
         keys = held.param.keys
-        # Any of a tied parameter's names may be the one that the file has.
+        # The file may have any of a tied parameter's names.
         key = next(
             (key for key in keys if any(source.name_of(key, state) in there for state in wanted)),
             keys[0],
@@ -273,7 +272,7 @@ def match_states(source: StateSource, every: Sequence[Held], *, strict: bool) ->
                     name, held.param.whole_shape if state in held.tensors else None
                 )
                 wrong += [fault] if fault else []
-            # A checkpoint of a plain loop has none: the parameter's own value is the master then.
+            # A checkpoint of an fp32 torch model has no masters: parameters take their place.
             elif state != MASTER:
                 missing.append(name)
     unexpected = there - {name for _, _, name in found}
@@ -292,7 +291,7 @@ def take_in_states(source: StateSource, matched: MatchedStates) -> None:
         value: Any = read(name)
         if state in held.numbers:
             value = value.item() if hasattr(value, "item") else value
-            # torch.optim keeps it as a tensor of fp32; here it counts in whole numbers.
+            # torch.optim stores the step count as an fp32 tensor; here it is an int.
             if state == "step" and isinstance(value, float) and value.is_integer():
                 value = int(value)
             if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -1,12 +1,12 @@
 """Reading pickles without running them, and encoding the user's small state as bytes.
 
 A pickle is a program that calls the names in it. Here a name is looked up in a list, and stands for
-a record class of this module, made anew for every read so that a hostile file spoils nothing beyond
-itself. Nothing that a file names is imported.
+a record class of this module. The class is made anew for every read, so that a hostile file affects
+nothing outside of its values. No name in a file is imported.
 
 The user's small state (`handle.extra`, `inf.save(extra=)`) is written by torch.save and read by
-torch.load(weights_only=True); numpy's arrays and scalars, which generators of random numbers are
-made of, go as tensors.
+torch.load(weights_only=True). Arrays and scalars of numpy, which random generators' states contain,
+are written as tensors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 
 class Record:
-    """The stand-in for an object in a pickle: the arguments and the state that it was to be made
-    of.
+    """Stand-in for an object in a pickle: the arguments and the state from which unpickling would
+    make it.
     """
 
     kind = ""  # the name in the pickle
@@ -45,14 +45,14 @@ class Record:
 
 
 def record_class(name: str) -> Any:
-    """Make a new record class that stands for `name`."""
-    # A new class for each read: attributes that one file sets on it are gone with it.
+    """Make a record class that stands for `name`."""
+    # A new class for each read: a file may set attributes on it.
     return type("Record", (Record,), {"kind": name})
 
 
 class KnownNames:
-    """The names that a pickle may have in it: `records`, and all that begin with `prefix`, become
-    records; `values` are harmless as they are.
+    """Names that a pickle may contain. `records`, and names that begin with `prefix`, become
+    records; `values` maps names to harmless objects.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class KnownNames:
         self._prefix = prefix
 
     def find(self, module: str, name: str) -> Any:
-        """Return the stand-in for a name. Raises: pickle.UnpicklingError for any other."""
+        """Return the stand-in for a name. Raises: pickle.UnpicklingError for an unknown name."""
         full = f"{module}.{name}"
         if self._prefix and full.startswith(self._prefix) and full not in self._known:
             self._known[full] = record_class(full)
-        # A list of what is needed, not of what is harmful: unknown names are refused.
+        # The list has what is needed, not what is harmful: unknown names are refused.
         if full not in self._known:
             raise pickle.UnpicklingError(
                 f"it names {full}, which such a file has no need of, and which was not imported"
@@ -74,10 +74,10 @@ class KnownNames:
         return self._known[full]
 
 
-# The one in C makes room for as many objects as a pickle says it has: 64 GiB for six bytes.
+# The unpickler in C allocates for as many objects as a pickle declares: 64 GiB for six bytes.
 class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unused-ignore]
-    """Reads a pickle in which these names become records, or the given harmless values; any other
-    name is refused.
+    """Unpickler for which the names in `records` become records, and the names in `values` the
+    given harmless objects; any other name is refused.
 
     Raises: pickle.UnpicklingError naming what was refused.
     """
@@ -103,7 +103,7 @@ class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unu
         raise pickle.UnpicklingError(f"it names the extension {code} of pickle")
 
     def _refuse_bytearray(self: Any) -> None:
-        # Python makes room for as many bytes as the pickle says.
+        # Python would allocate as many bytes as the pickle declares.
         raise pickle.UnpicklingError("it has a bytearray, which such a file does not need")
 
     dispatch: ClassVar[Any] = {
@@ -113,10 +113,10 @@ class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unu
 
 
 def load_tensors(source: io.BufferedReader) -> Any:
-    """Read a file of `torch.save` by torch.load(weights_only=True) on the CPU, whole.
+    """Read a whole file of `torch.save` to the CPU, by torch.load(weights_only=True).
 
-    Any name that torch does not know as harmless is refused. Blocks. Raises: OSError; ValueError
-    for damage, or naming what is refused.
+    torch refuses names that it does not list as harmless. Blocks. Raises: OSError; ValueError for
+    damage, or naming what is refused.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=True)
@@ -128,7 +128,7 @@ def load_tensors(source: io.BufferedReader) -> Any:
 
 
 def reason_of(message: str) -> str:
-    """Cut torch.load's message: its advice is to load the file unsafely."""
+    """Return the reason in torch.load's message, without its advice to load the file unsafely."""
     named = re.search(r"GLOBAL ([\w.]+)", message)
     if named:
         return f"it names {named[1]}, which is not known to be harmless, and which was not called"
@@ -149,7 +149,7 @@ def extra_bytes(extra: object) -> bytes | None:
         torch.save(
             extra, out, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
         )
-        # Read back at once: a failure to read must not be found out after a crash.
+        # Read back at once, so that a failure to read is found now and not after a crash.
         _loaded(out.getvalue())
     except Exception as error:
         refused = isinstance(error, pickle.UnpicklingError)
@@ -166,8 +166,8 @@ def extra_bytes(extra: object) -> bytes | None:
 
 
 def read_extra(data: bytes) -> Any:
-    """Decode the bytes of `extra_bytes`; nothing in them is run. Raises: ValueError for what an
-    engine did not write.
+    """Decode the bytes of `extra_bytes` without running code in them. Raises: ValueError for bytes
+    that no engine wrote.
     """
     try:
         return _loaded(data)
@@ -193,7 +193,8 @@ def _scalar(value: torch.Tensor) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes arrays as calls of `_array`, the one thing beside torch's own that reading allows."""
+    """Pickler that writes arrays and scalars of numpy as calls of `_array` and `_scalar`, the only
+    names that reading allows in addition to torch's."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray or isinstance(value, np.generic):

@@ -1,17 +1,18 @@
-"""The format of safetensors: a header, and whole files in memory.
+"""Safetensors: the format, files in memory, and reading files tensor by tensor.
 
     8 bytes: the header's length  |  header, JSON: name -> dtype, shape, bytes  |  tensors
 
-The buffers of a checkpoint are such a file. One whose dtype the format lacks (complex128, int4)
-lies there as its bytes, U8, and `__metadata__` has dtype and shape.
+The buffers of a checkpoint are such a file, in memory as a whole. A buffer whose dtype the format
+lacks (complex128, int4) is stored as bytes, U8, and `__metadata__` has its dtype and shape.
 
-Reading safetensors: all headers at once, then one tensor at a time, or some of its rows.
+Files of weights are read in two steps: first all headers, then one tensor at a time, or a range of
+its elements.
 
     directory, index or file  ->  headers, checked against the sizes of the files  ->  tensors
 
-Tensors are read, not mapped: a file that is cut short, or a drive that fails, while a tensor is
-read is an error, where a mapping would kill the process. Tensors are ordinary memory, which is
-gone when the caller drops them.
+Tensors are read, not mapped: if a file is cut short or a drive fails meanwhile, a read raises,
+where access to mapped memory would kill the process. Tensors are ordinary memory, which is freed
+when the caller drops them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _METADATA, _DTYPES = "__metadata__", "infinity.dtypes"
 
 @dataclasses.dataclass(frozen=True)
 class FileTensor:
-    """One tensor of a file. shape: as torch counts."""
+    """One tensor of a file. shape: torch's, also for dtypes that a file stores packed."""
 
     name: str
     dtype: torch.dtype
@@ -70,8 +71,8 @@ class FileTensor:
 
 @dataclasses.dataclass(frozen=True)
 class HeaderEntry:
-    """One tensor as a header states it, of a dtype that torch may lack. shape: as torch counts, if
-    it has the dtype. start: its first byte behind the header.
+    """One tensor as a header describes it; torch may lack its dtype. shape: torch's, if torch has
+    the dtype. start: offset of its first byte from the end of the header.
     """
 
     name: str
@@ -82,7 +83,7 @@ class HeaderEntry:
 
 
 def check_dtypes(tensors: Iterable[FileTensor], *, way_out: str) -> None:
-    """Raise ValueError for a tensor that the format does not have."""
+    """Raise ValueError for a tensor whose dtype the format lacks."""
     for tensor in tensors:
         if not in_safetensors(tensor.dtype, tensor.shape):
             scalar = " scalar" if tensor.dtype in SAFETENSORS else ""
@@ -93,7 +94,7 @@ def check_dtypes(tensors: Iterable[FileTensor], *, way_out: str) -> None:
 
 
 def file_order(tensor: FileTensor) -> tuple[int, str]:
-    """Return the sort key of tensors in a file, which is that of the format's own library."""
+    """Return the sort key of tensors in a file, the same as in the format's reference library."""
     return _RANK_OF[tensor.dtype], tensor.name
 
 
@@ -110,7 +111,7 @@ def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) ->
         }
         at = end
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    # Padded with blanks, so that the data is aligned.
+    # Padded with blanks to align the data.
     text = text.ljust(round_up(len(text), 8))
     return len(text).to_bytes(8, "little") + text
 
@@ -145,8 +146,8 @@ def _entry(name: str, entry: dict[str, Any]) -> HeaderEntry:
 
 
 def encode_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Encode tensors on the CPU as a file, whatever their dtypes."""
-    # What the format has lies there as the format's library writes it.
+    """Encode tensors on the CPU, of any dtypes, as the bytes of a file."""
+    # Tensors whose dtypes the format has are stored as its reference library stores them.
     lacking = {
         name: [dtype_name(value.dtype), list(value.shape)]
         for name, value in tensors.items()
@@ -165,7 +166,7 @@ def encode_tensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def decode_tensors(data: bytes) -> dict[str, torch.Tensor]:
-    """Decode the bytes of `encode_tensors`, or a file of the format's own library. Raises:
+    """Decode the bytes of `encode_tensors`, or of a file of the format's reference library. Raises:
     ValueError.
     """
     size = int.from_bytes(data[:8], "little")
@@ -192,7 +193,7 @@ def decode_tensors(data: bytes) -> dict[str, torch.Tensor]:
 _INDEX_NAME = re.compile(r".*\.safetensors\.index(\.[^.]+)?\.json")
 
 READ_BYTES_MAX = 1 << 30
-"""Bytes of one call of the system, which stops at 2 GiB by itself."""
+"""Most bytes of one system call; Linux transfers less than 2 GiB in a call."""
 
 PIECE_BYTES = 64 * MIB
 """Bytes of a tensor that are read and converted together."""
@@ -211,8 +212,7 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype. Raises: WeightsError for one that torch does not have, such as F6_E2M3.
-        """
+        """Torch's dtype. Raises: WeightsError for a dtype that torch lacks, such as F6_E2M3."""
         found = FROM_SAFETENSORS.get(self.stored_as)
         if found is None:
             raise WeightsError(
@@ -226,12 +226,12 @@ class StoredTensor:
 
 
 class StoredTensors(FileTensors):
-    """Tensors at places in files. One file is open at a time."""
+    """Tensors of files, by name. One file is open at a time."""
 
     def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.label = str(path)
         self._tensors = tensors
-        # One at a time: a large model has many.
+        # Only one file is open: a large model has more files than a process may open.
         self._open: _OpenFile | None = None
 
     def names(self) -> Iterable[str]:
@@ -260,11 +260,12 @@ class StoredTensors(FileTensors):
         return SourceFiles(tuple(dict.fromkeys(each.path for each in self._tensors.values())))
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read elements of one tensor, from `start` on, and no others. Raises: as `read`."""
+        """Read the `out.numel()` elements of one tensor from `start` on into `out`, converted to
+        its dtype. Raises: as `read`."""
         stored = self._tensors[name]
         dtype = stored.dtype
         step = max(PIECE_BYTES // dtype.itemsize, 1)
-        # In pieces: where dtypes differ, a piece is in memory besides.
+        # In pieces, so that a conversion takes the memory of one piece only.
         for at in range(0, out.numel(), step):
             part = out[at : at + step]
             is_same = part.dtype == dtype and part.is_contiguous()
@@ -281,12 +282,13 @@ class StoredTensors(FileTensors):
 
 
 class SafetensorsFiles(StoredTensors):
-    """The safetensors of a directory (by its index if it has one, else its model.safetensors alone
-    if it has that), of an index, or a single file.
+    """The safetensors of a directory, of an index, or of a single file. In a directory the files of
+    its index count; without an index model.safetensors; without that, all files.
 
-    Raises: FileNotFoundError; WeightsError for several indices, an index beside a model.safetensors
-    that it does not name, an index that leads out of its directory or names a tensor that its file
-    does not have, a file that is broken or cut short.
+    Raises: FileNotFoundError; WeightsError for several indices, an index in one directory with a
+    model.safetensors that it does not name, an index that leads out of its directory or names a
+    tensor that its file lacks, a tensor in several files without an index, and a file that is
+    broken or cut short.
     """
 
     def __init__(self, path: Path) -> None:
@@ -294,7 +296,7 @@ class SafetensorsFiles(StoredTensors):
 
 
 class _OpenFile:
-    """A file that is open for reading, closed when it is dropped."""
+    """A file that is open for reading. It is closed when the object is dropped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -302,8 +304,8 @@ class _OpenFile:
         weakref.finalize(self, os.close, self._fd)
 
     def read(self, out: memoryview, start: int, name: str) -> None:
-        """Fill `out` from byte `start` on. Blocks. Raises: AioError; ShortTransferError where the
-        file ends before."""
+        """Fill `out` from byte `start` on. Blocks. Raises: AioError; ShortTransferError if the file
+        ends before `out` is full."""
         done = 0
         while done < len(out):
             try:
@@ -330,7 +332,7 @@ class _OpenFile:
 
 
 def _open(path: Path) -> int:
-    """Open a file for reading. Raises: OSError; AioError where the process has too many open."""
+    """Open a file for reading. Raises: OSError; AioError if the process has too many files open."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -350,16 +352,16 @@ def _open(path: Path) -> int:
 
 
 _HEADER_BYTES_MAX = 100_000_000
-"""The format's own limit."""
+"""The format's limit."""
 
 
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
-"""The first bytes of what torch.save writes: a zip, or before torch 1.6 a pickle."""
+"""First bytes of files of torch.save: a zip, or before torch 1.6 a pickle."""
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the header of one file: its tensors by name. Raises: WeightsError for what is no
-    safetensors file, or one that is cut short; OSError.
+    """Read the header of one file. Returns its tensors by name. Raises: WeightsError for a file
+    that is not safetensors, or is cut short; OSError.
     """
     check_link(path)
     size = path.stat().st_size
@@ -394,7 +396,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def check_whole(path: Path, size: int, tensors: Iterable[StoredTensor], kind: str) -> None:
-    """Raise WeightsError for a file of `size` bytes that ends before some of its tensors do."""
+    """Raise WeightsError if a file of `size` bytes ends before some of its tensors do."""
     lost = sorted(
         (tensor for tensor in tensors if tensor.start + tensor.size_bytes > size),
         key=lambda tensor: tensor.start,
@@ -419,7 +421,7 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
     check_link(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: there is no such directory or file")
-    # Nothing says which of several counts; a single file can be named instead.
+    # Nothing says which of several indices counts; the user can name one of them as the path.
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise WeightsError(
@@ -438,7 +440,7 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
                 path=str(path),
             )
         return _indexed(indices[0])
-    # As transformers does: others beside it are the same weights once more (consolidated, fp16).
+    # As in transformers: other files are copies of the same weights (consolidated, fp16).
     if single.is_file():
         return read_header(single)
     files = sorted(path.glob("*.safetensors"))
@@ -449,7 +451,7 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
     found: dict[str, list[StoredTensor]] = {}
     for tensor in itertools.chain.from_iterable(read_header(file).values() for file in files):
         found.setdefault(tensor.name, []).append(tensor)
-    # Without an index nothing says which one counts.
+    # Without an index nothing says which of several tensors with one name counts.
     several = {name: tensors for name, tensors in found.items() if len(tensors) > 1}
     if several:
         raise WeightsError(
@@ -468,19 +470,19 @@ def _places(tensors: Sequence[StoredTensor]) -> str:
 
 
 def is_index(path: Path) -> bool:
-    """Return whether a path has the name of an index, a variant's too."""
+    """Return whether a path has the name of an index, or of a variant's index."""
     return bool(_INDEX_NAME.fullmatch(path.name))
 
 
 def read_index(
     index: Path, directory: Path
 ) -> tuple[dict[str, str], dict[str, dict[str, StoredTensor]]]:
-    """Return the file of each name, and the headers of these files, by their names in order.
+    """Return the file name of each tensor, and the header of each file, in order of file names.
     Raises: FileNotFoundError; WeightsError.
     """
     weight_map = _weight_map(index)
     files = sorted(set(weight_map.values()))
-    # All at once, and before anything is filled.
+    # All files are checked before any is read, and the error names all that are missing.
     for name in files:
         check_link(directory / name)
     gone = [name for name in files if not (directory / name).is_file()]
@@ -509,8 +511,8 @@ def _indexed(index: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Return the name of each tensor's file, which lies beside the index: a path out of there is
-    refused.
+    """Return the name of each tensor's file, in the directory of the index. Raises: WeightsError
+    also for a path to another directory.
     """
     try:
         found = json.loads(index.read_text(encoding="utf-8"))

@@ -3,9 +3,9 @@
     write_safetensors    a model's units           ->  model-00001-of-00003.safetensors, …, index
     ExportJob            chunks of a checkpoint    ->  the same, without a model
 
-Both writers stream: a unit, or a chunk, is in memory at a time. The files are, byte by byte, those
-of the format's own library. A weight that is cut into tiles is one tensor here, as in every format
-that is not infinity's own.
+`write_safetensors` has one file's tensors in memory at a time, `ExportJob` a few chunks. The files
+are byte for byte those of the format's reference library. The tiles of a weight are written as one
+tensor, as in every format except infinity's checkpoints.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A tensor of a state dict. params: the one parameter that it is, or all tiles that it is cut
-    into, in order.
+    """A tensor of a state dict. params: the parameter with its values, or all tiles of the weight,
+    in order.
     """
 
     keys: tuple[str, ...]
@@ -84,8 +84,8 @@ class Whole:
         return self.keys[0]
 
     def merged(self, read: Callable[[Param], torch.Tensor]) -> torch.Tensor:
-        """Put together what `read` gives for its parameters. One tile is in memory besides the
-        result.
+        """Return the tensor, from what `read` returns for each parameter. One tile is in memory in
+        addition to the result.
         """
         whole: torch.Tensor | None = None
         for param in self.params:
@@ -94,7 +94,7 @@ class Whole:
                 return value
             if whole is None:
                 whole = torch.empty(self.shape, dtype=value.dtype)
-            # Masters of some tiles, and the values that others compute with.
+            # Some tiles may have fp32 masters and others not.
             elif whole.dtype != value.dtype:
                 whole = whole.to(torch.promote_types(whole.dtype, value.dtype))
             place.of(whole).copy_(value)
@@ -103,12 +103,12 @@ class Whole:
 
 
 def wholes_of(params: Iterable[Param]) -> list[Whole]:
-    """Return the tensors that parameters are, in order of their first; the tiles of one weight are
-    one.
+    """Return the tensors of the state dict that hold these parameters, in the order of their first
+    parameters. The tiles of one weight are one tensor.
     """
     tiles: dict[object, list[Param]] = {}
     for param in params:
-        # By keys: the tiles of one weight share the names of the whole.
+        # The tiles of one weight share the weight's names, `keys`.
         tiles.setdefault(param if param.place is None else param.keys, []).append(param)
     return [Whole(group[0].keys, group[0].whole_shape, tuple(group)) for group in tiles.values()]
 
@@ -119,18 +119,18 @@ def wholes_of(params: Iterable[Param]) -> list[Whole]:
 def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch.Tensor]) -> None:
     """Write one file. Blocks. Raises: OSError naming the path; any error of `values`.
 
-    tensors: in `file_order`. values: their elements, in parts of any length, one after the other.
+    tensors: in `file_order`. values: their elements in order, in parts of any length, each of which
+    is written before the next is made.
     """
     try:
-        # In parts, as they come: the file is never in memory as a whole.
         with path.open("wb") as out:
-            # As Hugging Face writes it; some releases of transformers refuse files without.
+            # Some releases of transformers refuse files without this metadata.
             out.write(encode_header(tensors, {"format": "pt"}))
             for value in values:
                 _append(out, value)
     except OSError as error:
-        # Typed errors of reading a checkpoint are OSErrors too, and say enough. A write names no
-        # path.
+        # Errors of reading a checkpoint are subclasses of OSError with their own text. The error
+        # of a write does not name the path.
         if error.filename is not None or type(error) is not OSError:
             raise
         if error.errno == errno.ENOSPC:
@@ -148,10 +148,10 @@ def _append(out: IO[bytes], value: torch.Tensor) -> None:
 
 
 class WeightFiles:
-    """The files of one export. They get their names together, when all are whole and on the drive;
-    leaving the context before that leaves an earlier export in the directory as it was.
+    """The files of one export. `finish` renames all of them, when they are on the drive. If the
+    context exits before `finish`, an earlier export in the directory stays as it was.
 
-    writes: False does nothing (ranks that do not write).
+    writes: False writes nothing, for ranks other than 0.
     """
 
     def __init__(self, target: Path, *, writes: bool = True) -> None:
@@ -166,17 +166,17 @@ class WeightFiles:
     def __exit__(self, *_: object) -> None:
         for file in (*self.files, INDEX):
             if self._writes:
-                # The first error is raised, not this one.
+                # An error here must not replace the one that ended the export.
                 with contextlib.suppress(OSError):
                     self._partial(file).unlink(missing_ok=True)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The names that they get, in order."""
+        """Final names of the files, in order."""
         return tuple(dict.fromkeys(self._names.values()))
 
     def begin(self) -> None:
-        """Make the directory; remove what an export that was killed left. Raises: OSError."""
+        """Make the directory, and remove partial files of a killed export. Raises: OSError."""
         if not self._writes:
             return
         check_link(self._target)
@@ -189,24 +189,24 @@ class WeightFiles:
     def put(
         self, file: str, names: Iterable[str], size_bytes: int, write: Callable[[Path], object]
     ) -> None:
-        """Have `write` write the tensors of these names to a path. Blocks until it is on the drive.
-        Raises: OSError.
+        """Call `write` with the path of a partial file, for the tensors with these names. Blocks
+        until the file is on the drive. Raises: OSError.
         """
         self._names.update(dict.fromkeys(names, file))
         self._size_bytes += size_bytes
         if self._writes:
-            # Made here, since `write` opens what has the name.
+            # Made anew here: `write` would open whatever has this name.
             write_new(self._partial(file), b"")
             write(self._partial(file))
-            # A name is given only to what is on the drive.
+            # `finish` renames only files that are on the drive.
             fsync_file(self._partial(file))
 
     def finish(self) -> None:
-        """Name the files, and the index last if there are several; remove what an earlier export
-        left. Blocks.
+        """Give the files their names, write the index last if there are several files, and remove
+        the other files of an earlier export. Blocks.
 
-        A crash in here may leave files without an index, never an index of other files. Raises:
-        OSError.
+        A crash meanwhile may leave files without an index, but never an index with files of another
+        export. Raises: OSError.
         """
         if not self._writes:
             return
@@ -214,21 +214,20 @@ class WeightFiles:
         if len(self.files) > 1:
             whole = {"metadata": {"total_size": self._size_bytes}, "weight_map": self._names}
             text = json.dumps(whole, indent=2, sort_keys=True)
-            # First: an old index beside new files would join tensors of two exports.
+            # First: an old index with new files would join tensors of two exports.
             index.unlink(missing_ok=True)
-            # On the drive before the first new name is.
+            # The removal must be on the drive before the first new name.
             fsync_directory(self._target)
         for file in self.files:
-            # A crash between two of these leaves files without an index, never an index of others.
             self._partial(file).replace(self._target / file)
         fsync_directory(self._target)
         if len(self.files) > 1:
-            # Last: an index on the drive says that all its files are there.
+            # After all files: an index on the drive implies that they are there.
             write_durably(index, f"{text}\n".encode())
-        # Only now: until the new files have names, the earlier export stays.
+        # After the renames: until then the earlier export stays.
         _remove_stale(self._target, set(self.files))
         fsync_directory(self._target)
-        # The directory may be new, and its name has to last, too.
+        # The directory may be new: its name must survive a crash, too.
         fsync_directory(self._target.absolute().parent)
 
     def _partial(self, file: str) -> Path:
@@ -236,23 +235,25 @@ class WeightFiles:
 
 
 def _remove_stale(target: Path, written: set[str]) -> None:
-    """Remove the rest of an earlier export: readers would take it for a part of this one."""
+    """Remove the remaining files of an earlier export: readers would take them for parts of this
+    one."""
     stale = [path for path in target.glob("model*.safetensors") if _OURS.fullmatch(path.name)]
     for path in stale:
         if path.name not in written:
             path.unlink()
     if len(written) == 1:
-        # A single file has no index, and an old one would lead to files that are gone.
+        # A single file has no index, and an old index would name files that do not exist.
         (target / INDEX).unlink(missing_ok=True)
 
 
 def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
-    """Group consecutive units, by number, as many as fit one file. sizes: bytes of each."""
+    """Group consecutive units, by index, into files of at most `shard_bytes_max`. sizes: bytes of
+    each unit."""
     groups: list[list[int]] = [[]]
     size = 0
     for index, size_bytes in enumerate(sizes):
-        # A unit larger than the limit has a separate file, which exceeds it; what adds nothing to
-        # a file (buffers that lie with the first unit) begins none.
+        # A unit larger than the limit gets a separate file, which exceeds it. A part without bytes
+        # (the buffers, which lie with the first unit) begins no file.
         if groups[-1] and size_bytes and size + size_bytes > shard_bytes_max:
             groups.append([])
             size = 0
@@ -272,16 +273,16 @@ def shard_name(index: int, count: int) -> str:
 
 
 def read_value(of: Engine, param: Param, *, masters: bool) -> torch.Tensor:
-    """Read a parameter to the CPU: its fp32 master if that is wanted and there is one, else the
-    value that computes. Collective. Blocks.
+    """Read a parameter to the CPU: with `masters` its fp32 master if it has one, otherwise the
+    value that forward computes with. Collective. Blocks.
     """
     return of.states.read(param, 0) if masters and has_master(of.states, param) else of.read(param)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportPart:
-    """Tensors of an export that are read together, and lie in one file. read: gives them by name;
-    collective, and blocks. beside_bytes: more RAM than theirs that it takes.
+    """Tensors of an export that are read together, and lie in one file. read: returns them by name;
+    collective; blocks. beside_bytes: RAM that `read` takes in addition to the tensors.
     """
 
     size_bytes: int
@@ -299,27 +300,27 @@ def write_safetensors(
     """Write the parts of a model in the layout of Hugging Face, one file in memory at a time.
     Blocks.
 
-    Files appear under their names only when all are whole and on the drive, the index last; an
-    earlier export in the directory stays until then. On several ranks all call it, and rank 0
-    writes. Raises: MemoryError before anything is read; OSError naming the path, ValueError for a
-    dtype that the format does not have, PeerFailed where another rank met an error.
+    Files get their names when all are on the drive, the index last; an earlier export in the
+    directory stays until then. Collective; rank 0 writes. Raises: MemoryError before anything is
+    read; OSError naming the path; ValueError for a dtype that the format lacks; PeerFailed where
+    another rank failed.
     """
     files = WeightFiles(directory, writes=comm.rank == 0)
     sizes = [part.size_bytes for part in parts]
     groups = group_units(sizes, parse_size(shard_bytes_max))
-    # What training needs from step to step is of no use here.
+    # The allocator's settings for training do not suit a stream of tensors.
     heap = Heap.for_stream()
     with files, ProgressLine("writing weights", sum(sizes), shown=comm.rank == 0) as line:
-        # Rank 0 writes alone: the others learn here of its fault, instead of waiting at the next
-        # read.
+        # Only rank 0 writes. Other ranks learn of its error here, and do not wait for it in the
+        # next read.
         with Rendezvous(comm, f"making {directory}"):
-            # All ranks have them, whoever writes.
+            # Every rank holds the tensors of a file, though only rank 0 writes.
             _check_memory(held_bytes([parts[part] for part in group] for group in groups))
             files.begin()
         for index, group in enumerate(groups):
             tensors: dict[str, torch.Tensor] = {}
             for part in group:
-                # Outside of the rendezvous: reading is collective itself.
+                # Outside of a rendezvous: reading is a collective.
                 tensors.update(parts[part].read())
                 heap.freed()
                 line.advance(sizes[part])
@@ -328,7 +329,7 @@ def write_safetensors(
                 if tensors:
                     size_bytes = sum(tensor.nbytes for tensor in tensors.values())
                     files.put(file, tensors, size_bytes, functools.partial(_write_all, tensors))
-            # Before the next file is read, not when the name is taken by its tensors.
+            # Free the tensors before the next file is read.
             del tensors
             heap.freed()
         with Rendezvous(comm, f"finishing {directory}"):
@@ -354,17 +355,18 @@ def _check_memory(held: int) -> None:
 
 
 Rename = Callable[[str], "str | None"]
-"""Gives the name that a tensor of the state dict gets in a file; None leaves it out."""
+"""Returns the name in the file for a tensor of the state dict; None leaves the tensor out."""
 
 
 def module_parts(
     model: torch.nn.Module, of: Engine, *, masters: bool, rename: Rename = str
 ) -> list[ExportPart]:
-    """Return the tensors of each unit, under the names of the modules; the tiles of a weight, units
-    of their own, are one part together. Persistent buffers lie with the first.
+    """Return the tensors of each unit as a part, under the names of the modules. A weight whose
+    tiles are separate units belongs to the unit of its first tile. Persistent buffers are a part
+    after the first, and lie in its file.
 
-    A tensor with several names gets that of the first which `rename` keeps. Raises: ValueError
-    where two tensors would get one name.
+    A tensor with several names gets the first that `rename` does not leave out. Raises: ValueError
+    where two tensors would get one name, or for a dtype that safetensors lacks.
     """
     params = [param for unit in of.units for param in unit.params]
     wholes = wholes_of(params)
@@ -377,7 +379,6 @@ def module_parts(
         {name: held for name, held in persistent_buffers(model).items() if buffers[name]},
         masters=masters,
     )
-    # A weight goes with the unit of its first tile.
     kept = {whole.params[0]: whole for whole in wholes if names[whole.params[0]] is not None}
     units = [
         {str(names[param]): kept[param] for param in unit.params if param in kept}
@@ -391,7 +392,7 @@ def module_parts(
         for unit in units
         if unit
     ]
-    # The buffers add nothing to its size: files are split where they always were.
+    # Buffers count as 0 bytes, so that files are split at the same units as in earlier releases.
     beside = ExportPart(0, functools.partial(_read_buffers, model, buffers))
     return [*parts[:1], beside, *parts[1:]]
 
@@ -424,7 +425,7 @@ def _read_wholes(
 def check_written(
     of: Engine, wholes: Iterable[Whole], buffers: Mapping[str, torch.Tensor], *, masters: bool
 ) -> None:
-    """Raise ValueError naming the first of these tensors that safetensors does not have."""
+    """Raise ValueError naming the first of these tensors that safetensors cannot represent."""
     check_kept(buffers.items(), "safetensors")
     params = {param: whole for whole in wholes for param in whole.params}
     tensors = [
@@ -448,7 +449,7 @@ def _write_all(tensors: dict[str, torch.Tensor], path: Path) -> None:
     described = [
         FileTensor(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()
     ]
-    # The order of the format's own library, so that files are the same byte by byte.
+    # The order of the format's reference library, so that files are identical byte for byte.
     described.sort(key=file_order)
     write_file(path, described, (tensors[each.name] for each in described))
 
@@ -485,9 +486,9 @@ class ExportJob:
 
         header  ->  each parameter: read its chunks ahead, check them, cast, append
 
-    masters: fp32 masters where there are such, else the values that compute. dtype: parameters of a
-    floating dtype are rounded to it (None: none is); buffers stay. Raises: ValueError for a dtype
-    that safetensors does not have.
+    masters: write fp32 masters where the checkpoint has them, otherwise the values that forward
+    computes with. dtype: round floating parameters to it; None rounds none. Buffers are never
+    rounded. Raises: ValueError for a dtype that safetensors lacks.
     """
 
     def __init__(
@@ -505,7 +506,7 @@ class ExportJob:
         ]
         flats = enumerate(checkpoint.flats)
         saved = [SavedParam(entry, index, flat) for index, flat in flats for entry in flat.params]
-        # Tiles are units of their own; those of one module are put together.
+        # Tiles are separate units; those of one module are exported together.
         units = itertools.groupby(
             saved, key=lambda each: tiled_module_name(each.entry.name) or each.flat.unit
         )
@@ -522,13 +523,13 @@ class ExportJob:
         shard_bytes_max: int,
         progress: Callable[[int], object] = lambda _size: None,
     ) -> Exported:
-        """Write all tensors; `progress` gets the bytes of each part. Blocks.
+        """Write all tensors. progress: called with the bytes of each part that was written. Blocks.
 
-        Files get their names when all are on the drive, the index last; the rest of an earlier
-        export is removed then. Raises: OSError naming the path; ChecksumError naming what is
+        Files get their names when all are on the drive, the index last; other files of an earlier
+        export are removed then. Raises: OSError naming the path; ChecksumError naming what is
         damaged.
         """
-        # Before anything is written: a missing file is found at once.
+        # Before anything is written, so that a missing file is found at once.
         self._checkpoint.check_files()
         sizes = [sum(tensor.size_bytes for tensor in unit) for unit in self._units]
         groups = group_units(sizes, shard_bytes_max)
@@ -569,14 +570,15 @@ class ExportJob:
         try:
             for tensor in [*self._buffers, *itertools.chain.from_iterable(self._units)]:
                 parts = self._values_of([tensor], reader, progress)
-                # Of no elements there is no part.
+                # A tensor without elements has no parts.
                 values = [torch.empty(0, dtype=tensor.dtype), *(p.reshape(-1) for p in parts)]
                 yield tensor.name, torch.cat(values).view(tensor.shape)
         finally:
             reader.close()
 
     def _tensors_of(self, unit: Sequence[SavedParam]) -> list[_SavedTensor]:
-        """Return the tensors of the parameters of a unit; of all tiles of a module, its weights."""
+        """Return the tensors of a unit's parameters; for the tiles of a module, its whole weights.
+        """
         weights: dict[str, list[SavedParam]] = {}
         for each in unit:
             weights.setdefault(whole_name(each.entry.name) or each.entry.name, []).append(each)
@@ -611,7 +613,7 @@ class ExportJob:
     def _write(
         self, tensors: Sequence[_SavedTensor], progress: Callable[[int], object], path: Path
     ) -> None:
-        # Without masters section 0 alone is read: 2 of 12 bytes.
+        # Without masters only section 0 is read: 2 of 12 bytes.
         reader = ChunkReader(self._checkpoint, CHUNKS_CACHED, self._sections())
         try:
             write_file(path, tensors, self._values_of(tensors, reader, progress))
@@ -624,7 +626,7 @@ class ExportJob:
         reader: ChunkReader,
         progress: Callable[[int], object],
     ) -> Iterator[torch.Tensor]:
-        # The same order as below.
+        # Requested in the order in which the loop below takes them.
         chunks = reader.read(
             (
                 (saved, piece)
@@ -645,7 +647,7 @@ class ExportJob:
                     if len(row) == 1:
                         yield from values
                     else:
-                        # Tiles side by side: their rows alternate in the file.
+                        # Tiles along the inputs: their rows alternate in the file.
                         tiles.append(torch.cat(list(values)).view(saved.entry.shape))
                 if tiles:
                     yield torch.cat(tiles, dim=1)

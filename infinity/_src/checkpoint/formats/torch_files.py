@@ -2,15 +2,15 @@
 
     file = TorchFile(path, descriptors)
     stored = file.tensor(file.root["weight"])     dtype, shape and place, checked
-    stored.read_into(target, start)               elements, when they are asked for
+    stored.read_into(target, start)               elements, read on demand
 
 A file is a zip whose members are not compressed: `data.pkl`, and one for each storage. The pickle
-becomes plain data in which tensors are inert records. A tensor is believed only if its storage has
-the size of its member, and if its elements lie in it; so nothing in a file makes a read larger than
-the file. Members have a CRC-32, which `check` compares: torch.load does not.
+becomes plain data in which tensors are inert records. A tensor is accepted only if its storage has
+the size of its member, and its elements lie in the storage; so no record in a file makes a read
+larger than the file. Members have a CRC-32, which `check` compares; torch.load does not.
 
-Files are read with pread, never mapped: a drive's fault, or a file that is cut short meanwhile, is
-an error here, and a signal that ends the process where memory is mapped.
+Files are read with pread, never mapped: if a drive fails or a file is cut short meanwhile, a read
+raises, where access to mapped memory would end the process by a signal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from infinity._src.base.dtypes import BY_NAME
 from infinity._src.checkpoint.formats.safe_pickle import InertUnpickler, Record
 
 DESCRIPTORS_MAX = 256
-"""Files that are open at once: a checkpoint of many ranks has more than a process may open."""
+"""Most files open at once: a checkpoint of many ranks has more files than a process may open."""
 CHECK_BYTES = 4 << 20
 _DIMENSIONS_MAX = 64
 _LOCAL_HEADER_BYTES = 30
@@ -64,14 +64,15 @@ _STORAGES = {
 
 
 class _Dict(dict[Any, Any]):
-    """An OrderedDict. Attributes of one (of a state dict: the versions of modules) are dropped."""
+    """Stand-in for OrderedDict. Attributes (in a state dict the versions of modules) are dropped.
+    """
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
 def _latin1(text: str, codec: str) -> bytes:
-    """Return bytes as pickles of protocol 2 have them. Raises: pickle.UnpicklingError."""
+    """Decode bytes as pickles of protocol 2 encode them. Raises: pickle.UnpicklingError."""
     if not isinstance(text, str) or codec != "latin1":
         raise pickle.UnpicklingError("its bytes are not written as torch.save writes them")
     return text.encode(codec)
@@ -84,7 +85,7 @@ _VALUES: dict[str, Any] = {
     "collections.OrderedDict": _Dict,
     "_codecs.encode": _latin1,
     **{f"torch.{name}": dtype for name, dtype in BY_NAME.items()},
-    # Protocol 2 has the name that the module had in Python 2.
+    # Protocol 2 uses the module's name of Python 2.
     **{
         f"{module}.{kind.__name__}": kind
         for module in ("builtins", "__builtin__")
@@ -112,8 +113,7 @@ class _Unpickler(InertUnpickler):
 
 
 class _Member(NamedTuple):
-    """A member of the zip: where its bytes begin, how many there are, and their CRC-32 (0: none
-    was taken).
+    """A member of the zip: offset of its first byte, bytes, and their CRC-32 (0: none computed).
     """
 
     offset: int
@@ -123,16 +123,16 @@ class _Member(NamedTuple):
 
 @final
 class Descriptors:
-    """Open files, the one used longest ago closed for another. Use it in a `with`."""
+    """Open files; the least recently used is closed to open another. A context manager."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
 
     def read_into(self, path: Path, offset: int, target: memoryview) -> None:
-        """Fill `target` from `offset` on. Blocks. Raises: OSError naming the path; ValueError for a
-        file that ends before.
+        """Fill `target` from `offset` on. Blocks. Raises: OSError naming the path; ValueError if
+        the file ends before `target` is full.
         """
-        # A directory of a zip may say anything.
+        # The directory of a hostile zip may contain any offset.
         if offset < 0:
             raise ValueError(f"{path} is refused: it has something at byte {offset}")
         done = 0
@@ -170,7 +170,7 @@ class Descriptors:
 
 @final
 class StoredTensor:
-    """A tensor of a file: `dtype`, `shape`, and what reading its elements needs."""
+    """A tensor of a file: its dtype and shape, and the place of its elements."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class StoredTensor:
         return self.numel < 2 or self._strides == _contiguous(self.shape, like=self._strides)
 
     def read(self) -> torch.Tensor:
-        """Read all of it. Blocks. Raises: OSError, ValueError."""
+        """Read the whole tensor. Blocks. Raises: OSError, ValueError."""
         out = torch.empty(self.shape, dtype=self.dtype)
         if self._is_contiguous:
             self.read_into(out.view(-1), 0)
@@ -228,10 +228,10 @@ class StoredTensor:
 
 @final
 class TorchFile:
-    """A file of torch.save, open to read. root: its object, of plain data and records; `tensor` and
-    `plain` make values of them.
+    """A file of torch.save, open to read. root: its object, of plain data and records, which
+    `tensor` and `plain` convert to values.
 
-    prefix: names that begin with it ("package.") become records without effect.
+    prefix: names that begin with it ("package.") become inert records, too.
 
     Raises: OSError; ValueError naming the path, for damage and for names that are refused.
     """
@@ -261,8 +261,8 @@ class TorchFile:
             raise ValueError(f"{self.path} is refused: {_reason(error)}") from error
 
     def plain(self, value: Any) -> Any:
-        """Return data of `root` with tensors read, and without records. Blocks. Raises: OSError;
-        ValueError naming what is a foreign object.
+        """Return a value of `root` as plain data, with its tensors read. Blocks. Raises: OSError;
+        ValueError naming an object that is no plain data.
         """
         try:
             return self._plain(value, {}, set())
@@ -270,16 +270,16 @@ class TorchFile:
             raise ValueError(f"{self.path} is refused: it nests too deep") from None
 
     def check(self, members: Iterable[str] | None = None) -> None:
-        """Read members (None: all) and compare their checksums, where the file has such. Blocks.
+        """Read members (None: all) and compare their checksums, where the file has them. Blocks.
 
-        Raises: OSError; ValueError naming file and place of what is damaged.
+        Raises: OSError; ValueError naming the file and the place of damage.
         """
         chosen = (
             self._members if members is None else {name: self._members[name] for name in members}
         )
         buffer = bytearray(min(CHECK_BYTES, max((m.size for m in chosen.values()), default=0)))
         for name, member in chosen.items():
-            # With torch's `compute_crc32` off there is none.
+            # torch's option `compute_crc32=False` writes no checksums.
             if not member.crc:
                 continue
             crc = 0
@@ -341,7 +341,8 @@ class TorchFile:
     def _plain(self, value: Any, made: dict[int, Any], within: set[int]) -> Any:
         if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
             return value
-        # By identity: a few bytes may name a list that has another twice, which has another twice.
+        # Each object is converted once: a few bytes of a pickle can nest lists that contain the
+        # next one twice, and would otherwise grow exponentially.
         if id(value) in made:
             return made[id(value)]
         if id(value) in within:
@@ -365,7 +366,7 @@ class TorchFile:
 
 
 def kind_of(value: Any) -> str:
-    """Name what a value is, for messages."""
+    """Name the kind of a value, for messages."""
     return value.kind if isinstance(value, Record) else type(value).__name__
 
 
@@ -414,7 +415,7 @@ def _members(path: Path, descriptors: Descriptors) -> dict[str, _Member]:
 
 
 def _top_of(members: Iterable[str]) -> str:
-    """Return the folder in the zip that all lies in: "archive/", say."""
+    """Return the folder in the zip that contains all members, for example "archive/"."""
     found = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(found) != 1:
         raise ValueError(f"it has {len(found)} times data.pkl, so it is no file of torch.save")
@@ -430,7 +431,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return how many elements of the storage a tensor reaches over."""
+    """Return the number of elements of the storage from the tensor's first to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
