@@ -489,7 +489,7 @@ class Handle:
     def close(self) -> None:
         """Flush and free everything. Afterwards reading a parameter raises. Blocks. Idempotent.
 
-        All ranks of a durable run commit their last step together. Where an update of one rank
+        All ranks of a durable run commit their last step together. If an update of one rank has
         failed, all raise StepUndone, and the commit before stays. A process that exits without
         close() commits the last step if it is the only rank; with several ranks the commit before
         stays.

@@ -210,8 +210,8 @@ class UnitRefs:
             )
 
     def _recall(self) -> list[str]:
-        """Return the names of the parameters that are missing in their modules. Where forward moved
-        a gathered parameter into a submodule, put the sharded parameter in its place."""
+        """Return the names of the parameters that are missing in their modules. If forward moved a
+        gathered parameter into a submodule, put the sharded parameter in its place."""
         self.unit.taken = False
         missing = []
         for param in self.unit.params:
