@@ -62,10 +62,8 @@ def test_the_campaign_finds_wrong_numbers_and_what_hangs(
     assert outcome.how == "finding"
     assert name in outcome.seen[0]
     monkeypatch.setattr(campaign, "SECONDS", 0.0)
-    begun = time.monotonic()
     outcome = run_case(dataclasses.replace(CASE, late_s=0.0), looked.wanted)
     assert (outcome.how, outcome.seen) == ("finding", ("hangs",))
-    assert time.monotonic() - begun < 30
 
 
 def test_every_case_has_a_promise() -> None:

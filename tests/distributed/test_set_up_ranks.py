@@ -8,7 +8,6 @@ import functools
 import io
 import logging
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,19 +182,17 @@ def test_copies_with_other_values_are_compared(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class BrokenDrive:
-    """Rank 1 cannot read after a while. Returns the error of the rank, the seconds until it, and
-    the bytes that it had read."""
+    """Rank 1 cannot read after a while. Returns the error of the rank, and the bytes that it had
+    read."""
 
     def __call__(self, rank: int, place: Path) -> tuple[str, str, int]:
         file = place / "all.safetensors"
         if rank == 0:
             stored(models.llama, file, torch.bfloat16)
         dist.barrier()
-        begun = time.monotonic()
         with Counted(9000 if rank == 1 else 1 << 62) as counted:
             with pytest.raises(AioError if rank == 1 else PeerFailed) as caught:
                 filled(models.llama, file, 1)
-        assert time.monotonic() - begun < 30
         dist.barrier()
         model = filled(models.llama, file, 1)
         close(model)

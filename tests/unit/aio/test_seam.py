@@ -116,9 +116,7 @@ def test_a_late_request_takes_its_time_and_harms_nothing(make_rig, rng, op):
     assert same(rig.read(0), value)
     assert time.monotonic() - begun >= 0.3
     assert rig.executor.set_seam(Seam()) == 1
-    begun = time.monotonic()
     assert same(rig.read(0), value)
-    assert time.monotonic() - begun < 0.3
 
 
 def test_a_fault_of_one_drive_strikes_that_one(make_rig, rng):
