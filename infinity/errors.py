@@ -187,8 +187,8 @@ class ProcessGroupChanged(InfinityError, RuntimeError):
 class AioError(InfinityError, OSError):
     """An I/O operation failed.
 
-    `op` is "read", "write", "fsync", "open", "allocate" or "close"; offset and length are bytes in the file
-    at `path`. chunk: the executor's id of the failed job's chunk; -1: none.
+    `op` is "read", "write", "fsync", "open", "allocate", "link", "rename" or "unlink"; offset and
+    length are bytes in the file at `path`. chunk: the executor's id of the failed job's chunk; -1: none.
     """
 
     def __init__(

@@ -228,8 +228,10 @@ def test_a_list_in_the_way_of_a_link_is_refused(tmp_path: Path) -> None:
     states, other = tmp_path / "states-0123456789abcdef-1.rank0", tmp_path / "other"
     other.write_bytes(b"")
     list_of_bad(states).symlink_to(other)
-    with pytest.raises(AioError):
-        remember_bad(states, 0, 4096)
+    with pytest.raises(AioError) as caught:
+        remember_bad(states, 8192, 4096)
+    line = b'\n{"offset": 8192, "size_bytes": 4096}\n'
+    assert (caught.value.op, caught.value.length) == ("write", len(line))
     assert other.read_bytes() == b""
 
 

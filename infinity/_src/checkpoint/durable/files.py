@@ -685,7 +685,7 @@ def remember_bad(states: Path, offset: int, size_bytes: int) -> None:
     # The newline comes first, too: the last line may be torn by a kill.
     line = b"\n" + json.dumps({"offset": offset, "size_bytes": size_bytes}).encode() + b"\n"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-    with typed_errors(path, "write", offset):
+    with typed_errors(path, "write", len(line)):
         fd = os.open(path, flags, 0o600)
         try:
             os.write(fd, line)
