@@ -335,7 +335,7 @@ def test_a_fill_takes_nothing_over_from_another(
     with Counted() as counted:
         model = filled(place, file, **policy)
     assert counted.bytes == size
-    assert f"{OTHERS[other]} is not that of this one" in caplog.text
+    assert f"it differs in {OTHERS[other]}" in caplog.text
     assert_filled(model, values)
     close(model)
 

@@ -116,8 +116,8 @@ class _Weights:
         alone tells them apart."""
         if not frozen and not self._learning:
             raise DeepSpeedRefusal(
-                f"exclude_frozen_parameters=True of {self._place}, which has no optimizer: nothing "
-                "says which parameters learn; leave it out"
+                f"exclude_frozen_parameters=True: {self._place} has no optimizer, which alone says "
+                "which parameters are frozen; call without exclude_frozen_parameters"
             )
 
     def _kept(self, name: str, *, frozen: bool) -> bool:

@@ -262,9 +262,10 @@ def _check_one_run(home: Path, copies: Sequence[Path]) -> list[Path]:
         (first, *_), (second, *_), *_ = several
         raise SeveralRunsError(
             f"{first} and {second} have manifests of two durable runs that began at the same path. "
-            "Nothing was changed. Go on with the first without the other's drive in Policy.nvme, "
-            "or with another directory of that drive; go on with the other by naming its drives "
-            "behind a directory that has no run. Policy(durable='new') gives both up"
+            f"Nothing was changed. To continue the run in {first}, leave the drive of {second} out "
+            f"of Policy.nvme, or name another directory of that drive. To continue the run in "
+            f"{second}, name a directory without a run first in Policy.nvme, then its drives. "
+            "Policy(durable='new') gives both up"
         )
     return list(copies)
 

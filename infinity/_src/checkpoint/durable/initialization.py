@@ -72,13 +72,13 @@ class Initialization:
         )
         if different:
             log.warning(
-                "%s: a fill that broke off cannot go on, and all values are loaded anew: its %s "
-                "is not that of this one",
+                "%s: an interrupted initialization cannot be resumed, and all values are loaded "
+                "again: it differs in its %s",
                 files.home,
                 ", its ".join(different),
             )
         elif self._journal.resumes:
-            log.info("%s: going on with a fill that broke off", files.home)
+            log.info("%s: resuming an interrupted initialization", files.home)
 
     def resumed(self, flat: Flat) -> int | None:
         """If an earlier process wrote this flat, take the checksums of its chunks from the journal
@@ -89,7 +89,11 @@ class Initialization:
             return None
         sums = self._store[flat].sums
         if len(found.sums) != sums[0].nbytes:
-            log.warning("%s: %s is loaded anew: its checksums are cut", self._files.home, flat)
+            log.warning(
+                "%s: %s is loaded again: its checksums in the journal are cut short",
+                self._files.home,
+                flat,
+            )
             return None
         sums[0] = np.frombuffer(found.sums, dtype=sums.dtype).reshape(sums.shape[1:])
         return found.digest
