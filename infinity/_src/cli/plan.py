@@ -32,6 +32,7 @@ from infinity._src.config.choices import given_fields
 from infinity._src.config.deepspeed import DeepSpeedRun, read_deepspeed
 from infinity._src.config.deepspeed_keys import shown
 from infinity._src.measure.report import check_target, write_record
+from infinity._src.memory import numa
 from infinity._src.memory.device import rocm_lacks
 from infinity._src.memory.roofline import AtRest
 from infinity._src.plan.changes import (
@@ -845,9 +846,7 @@ def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
     """Format the bytes of one rank: a row for each state, a column for each stage. chosen: the
     stage of the plan.
     """
-    stages = (
-        f"stage {each.stage}{' (planned)' if each.stage == chosen else ''}" for each in ranks
-    )
+    stages = (f"stage {each.stage}{' (planned)' if each.stage == chosen else ''}" for each in ranks)
     table = make_table("What each rank holds: device + CPU memory + NVMe", "state", *stages)
     # Stages have different states: rows are the union, in the order of first occurrence.
     for name in dict.fromkeys(name for each in ranks for name in each.states):
@@ -944,5 +943,5 @@ def _machine_here(drives: Sequence[DirectoryProbe]) -> Machine:
         ram_bytes=left,
         drives=len(free),
         nvme_bytes=sum(free.values()),
-        cores=len(os.sched_getaffinity(0)),
+        cores=numa.core_count(os.sched_getaffinity(0)),
     )

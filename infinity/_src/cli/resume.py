@@ -45,7 +45,7 @@ RULES = (
 TIED = "--schedule (with tied weights)"
 """Name of a rule that only affects models with tied weights: the bits of other models do not depend
 on the schedule."""
-BEFORE = {TIED: "horizontal"}
+BEFORE = {TIED: "horizontal", "--tile-linears": None, "--tile-experts": None}
 """Values of rules that earlier releases did not store, as those releases had them."""
 
 

@@ -753,6 +753,8 @@ def test_tiles_stay_as_they_were_and_states_from_before_these_options_have_none(
         small("--tile-experts", "2", source=source_of(extra))
     for name in ("--tile-linears", "--tile-experts"):
         del extra["train"][name]
+        with pytest.raises(ValueError, match=f"{name} was None and is 2"):
+            small(name, "2", source=source_of(extra))
     assert small(source=source_of(extra)).take_up(extra, 1, scheduler()).step == 1
 
 
