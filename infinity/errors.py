@@ -188,7 +188,8 @@ class AioError(InfinityError, OSError):
     """An I/O operation failed.
 
     `op` is "read", "write", "fsync", "open", "allocate", "link", "rename" or "unlink"; offset and
-    length are bytes in the file at `path`. chunk: the executor's id of the failed job's chunk; -1: none.
+    length are bytes in the file at `path`. chunk: the executor's id of the failed job's chunk; -1:
+    none.
     """
 
     def __init__(
