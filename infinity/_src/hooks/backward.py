@@ -1,15 +1,16 @@
 """Backward: gather and release the units that each hooked forward call needs again.
 
-A hooked call that made a graph leaves a `BackwardUse`. It *starts* when backward reaches a node
-that made one of the call's results (a prehook on the node: a hook on the tensor is lost when the
-result is modified in place). Forward hooks the nodes of the call's output; `graph_calls` hooks
-those of all other results when a backward begins. It *finishes* when the gradient of one of the
-call's inputs is complete (a hook on that tensor): the engine runs nodes made later first, so by
-then every node of the call has run. A use without such inputs ends with the backward.
+A hooked call that made a graph leaves a `BackwardUse`. The use *starts* when backward reaches a
+node that made one of the call's results (a prehook on the node: a hook on the tensor is lost when
+the result is modified in place). Forward hooks the nodes of the call's output; `graph_calls` hooks
+the nodes of all other results when a backward begins. The use *finishes* when the gradient of one
+of the call's inputs is complete (a hook on that tensor): autograd runs nodes made later first, so
+by then every node of the call has run. A use without such inputs ends with the backward.
 
 Node prehooks run after tensor hooks, so block i is released before block i-1 is gathered. Uses are
-keyed by graph task: nested backwards (reentrant checkpointing) have their own, and their own end.
-The recomputing forward makes the outer task known, so that these are all parts of one backward.
+keyed by graph task: a nested backward (reentrant checkpointing) is a separate task, and ends
+separately. The recomputing forward registers the outer task, so that all nested tasks are parts of
+one backward.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from infinity.errors import EngineClosed, ReleasedInBackward, SecondOrderUnsuppo
 
 _CLOSED = "backward: the engine of this model was closed, and its parameters' values with it"
 WINDOW = -1
-"""Number, in place of a module's, of a call that is a window of `gather()`."""
+"""Stands for the module's number in the call of a window of `gather()`."""
 
 
 class BackwardUse(GraphCall):
@@ -51,27 +52,27 @@ class BackwardUse(GraphCall):
         super().__init__(module, first)
         self.backward = backward
         self.active = False
-        self.task = -1  # the graph task in which it is, or was last, active
-        self.generations: tuple[int, ...] = ()  # of the values of `held` that forward has read
+        self.task = -1  # the graph task in which the use is, or was last, active
+        self.generations: tuple[int, ...] = ()  # generation of each unit of `held` in forward
 
     def pre_backward(self) -> None:
-        """Gather the units, if no other node has had them gathered in this task."""
-        # Several outputs call it; the first one starts the use. Another task is a nested or a later
-        # backward, which needs the units again.
+        """Gather the units, unless an earlier node of this graph task has done so."""
+        # All hooked outputs call this, and the first starts the use. In another task, a nested or a
+        # later backward needs the units again.
         if not self.active or self.task != graph_task_id():
             self.backward.pre_backward(self)
 
     def post_backward(self) -> None:
-        # Several inputs call it; the gradient of the first one finishes the use.
+        # All hooked inputs call this, and the first gradient finishes the use.
         if self.active and self.task == graph_task_id():
             self.backward.post_backward(self)
 
     def hook_inputs(self, inputs: list[torch.Tensor], device: torch.device) -> None:
-        """Finish when the gradient of the first of `inputs` is complete. Called before forward
-        modifies them.
+        """Finish when the first gradient of `inputs` is complete. Called before forward, which may
+        modify them.
 
-        device: of the units. Nodes of other devices run in a queue of their own, in no order
-        relative to these.
+        device: of the units. Autograd runs the nodes of each device in a separate queue, so inputs
+        on other devices are not hooked: their gradients have no order relative to these nodes.
         """
         for tensor in inputs:
             if tensor.requires_grad and tensor.grad_fn is not None and tensor.device == device:
@@ -81,11 +82,11 @@ class BackwardUse(GraphCall):
     def hook_outputs(self, outputs: list[torch.Tensor]) -> None:
         """Start when backward reaches one of `outputs`.
 
-        Outputs with a node from before the call were inputs that the call passed through: starting
-        at them would gather the units again after their use.
+        An output whose node is older than the call is an input that the call passed through. It is
+        not hooked: to start there would gather the units again after their use.
         """
         for tensor in outputs:
-            # Modifying a view in place takes its node out of the graph, but not that of its base.
+            # If a view was modified in place, its node is no longer in the graph; its base's is.
             for shown in (tensor, tensor._base):
                 node = shown.grad_fn if shown is not None else None
                 if node is None:
@@ -107,7 +108,8 @@ def _second_order(names: str) -> str:
 
 
 def _changed(name: str, error: RuntimeError) -> str:
-    """Say that parameters of this unit have other values than in the forward. error: autograd's."""
+    """Return the message that parameters of this unit have other values than in forward. error:
+    autograd's error."""
     return (
         f"backward needs the values that {name} had in its forward, and it has been updated since. "
         "With update='backward' the first backward over a graph updates: run all backwards of a "
@@ -131,13 +133,13 @@ class Backward:
         self._gradients = gradients
         self._lock = lock
         self._tasks: dict[int, list[BackwardUse]] = {}
-        # Calls of each thread, which numbers its nodes. A thread that ended may leave its number to
-        # another one, so they are found by an object of the thread. Calls that recompute are part
-        # of a backward, and go with it.
+        # Each thread numbers its nodes, so calls are listed by thread: by thread-local objects,
+        # since a new thread may reuse the id of one that ended. Calls that recompute belong to a
+        # backward, and are forgotten with it.
         self._local = threading.local()
         self._calls: list[GraphCalls] = []
-        self._threads_room = 8  # threads, before the calls of ended ones are pruned
-        # True after a node was missed: numbers of nodes are trusted no more.
+        self._threads_room = 8  # lists of threads from which on those of ended threads are pruned
+        # True after a node was missed: from then on node numbers are not trusted.
         self._hooks_all = False
         self.closed = False
         watch_backward(self)
@@ -149,7 +151,7 @@ class Backward:
     # -- calls in the graph ------------------------------------------------------------------------
 
     def call_begins(self, module: int) -> BackwardUse:
-        """Note a call that makes a graph; module: its number."""
+        """Record the begin of a call that may make a graph. module: number of the called module."""
         calls = self._calls_here()
         if len(calls) >= calls.room:
             self._prune()
@@ -180,8 +182,8 @@ class Backward:
         idle: list[UnitRefs],
         outputs: list[torch.Tensor],
     ) -> None:
-        """Note the end of a call, its units (also units that were gathered on demand inside of it)
-        and the tensors found in its output."""
+        """Record the end of a call and its units, including units that were gathered on demand in
+        it, and hook the tensors found in its output."""
         use.held, use.idle, use.end = tuple(held), tuple(idle), sequence_number()
         use.generations = tuple(refs.unit.generation for refs in held)
         if use.end > use.first and (held or idle):
@@ -190,7 +192,7 @@ class Backward:
             self._calls_here().leave_out(use)
 
     def close(self) -> None:
-        """Let later backwards over graphs of the model raise."""
+        """Make later backwards over graphs of the model raise."""
         self.closed = True
         for calls in self._calls:
             calls.forget()
@@ -201,14 +203,15 @@ class Backward:
         self._threads_room = max(8, 2 * len(self._calls))
 
     def hook_exits(self, roots: Sequence[Any]) -> None:
-        """Have a backward from these nodes find the units of every call that it enters."""
+        """Hook the graph so that a backward from these nodes gathers the units of every call that
+        it enters."""
         with self._lock:
             here = threading.current_thread()
             nested = graph_task_id() != NO_TASK
             noted = [calls for calls in self._calls if calls.forget_if_gone()]
             if nested and self._calls_here().hook_exits(roots, own=True, ends=True):
-                # The graph was made in this thread, inside of the backward: other threads' numbers
-                # say nothing of it.
+                # The graph was made in this thread, inside of the backward, so the calls of other
+                # threads do not concern it.
                 noted = [calls for calls in noted if calls.thread is here]
             for calls in noted:
                 mine = calls.thread is here
@@ -222,18 +225,18 @@ class Backward:
 
     @functools.cached_property
     def _leaves(self) -> frozenset[int]:
-        """Identities of the gathered parameters, which are made after this object, and once."""
+        """Identities of the gathered parameters. These are made once, but after this object."""
         return frozenset(id(param.gathered) for unit in self._units for param in unit.params)
 
     def renumbers(self, roots: Sequence[Any]) -> None:
-        """Hook the exits of a graph whose nodes are about to get other numbers."""
+        """Hook the exits of a graph whose nodes are about to get other sequence numbers."""
         self.hook_exits(roots)
         for calls in self._calls:
             calls.forget()
 
     def failed(self, error: RuntimeError) -> None:
-        """Raise an error that names the parameter if this one is autograd's, of a parameter that
-        was evicted or updated."""
+        """Raise an error that names the parameter if `error` is autograd's report that a parameter
+        was modified, which means that it was evicted or updated."""
         version = version_found_by(error)
         if version is None:
             return
@@ -260,8 +263,8 @@ class Backward:
     # -- uses --------------------------------------------------------------------------------------
 
     def pre_backward(self, use: BackwardUse) -> None:
-        """Hold the units of `use` until it finishes, in the graph task that runs now. Blocks until
-        gathered."""
+        """Start `use` in the graph task that runs now, and hold its units until it finishes. Blocks
+        until they are gathered."""
         with self._lock:
             if self.closed:
                 raise EngineClosed(_CLOSED)
@@ -270,7 +273,7 @@ class Backward:
                 names = ", ".join(refs.unit.name for refs in (*use.held, *use.idle))
                 raise SecondOrderUnsupported(_second_order(names))
             uses = self.task()
-            if use.active:  # left by a backward that raised: it still holds its units
+            if use.active:  # active since a backward that raised: it still holds its units
                 stale = self._tasks.get(use.task)
                 if stale is not None:
                     # Moved, not released: this task needs the same units.
@@ -282,7 +285,7 @@ class Backward:
                         refs.acquire()
                         held += 1
                 except BaseException:
-                    # The use stays inactive, so that nothing else gives these references back.
+                    # The use stays inactive, so nothing else drops these references.
                     for refs in use.held[:held]:
                         refs.release(check=False)
                     raise
@@ -298,7 +301,8 @@ class Backward:
             self._end_use(use)
 
     def task(self) -> list[BackwardUse]:
-        """Return the active uses of the running graph task, which the first call in it notes."""
+        """Return the active uses of the running graph task. The first call in a task registers it.
+        """
         task = graph_task_id()
         uses = self._tasks.get(task)
         if uses is None:
@@ -306,13 +310,13 @@ class Backward:
             first = not self._tasks
             uses = self._tasks[task] = []
             queue_callback(lambda: self._end_task(task))
-            # The task is noted by now, so that `reset` finds the backward if this raises.
+            # The task is registered first, so that `reset` finds the backward if this raises.
             if first:
                 self._unsharder.backward_start()
         return uses
 
     def reset(self) -> None:
-        """Release the units that a broken-off backward has left in use."""
+        """Release the units that an interrupted backward still holds."""
         with self._lock:
             self._forget_recomputed()
             tasks, self._tasks = self._tasks, {}
@@ -323,14 +327,13 @@ class Backward:
                         refs.release(check=False)
 
     def _end_task(self, task: int) -> None:
-        """End the uses that are left in a graph task, then forget the task. In this order: if
-        something raises, the backward has broken off, and `reset` must find the uses that remain.
-        """
+        """End the remaining uses of a graph task, then forget the task. In this order: after an
+        error the backward counts as interrupted, and `reset` must find the uses that remain."""
         with self._lock:
             uses = self._tasks.get(task, [])
             while uses:
                 self._end_use(uses.pop())
-            # A nested task that ends is no end of the backward around it.
+            # The end of a nested task is not the end of the backward around it.
             self._forget_recomputed()
             if not self._tasks.keys() - {task}:
                 self._unsharder.backward_end()
@@ -342,12 +345,12 @@ class Backward:
 
     def _end_use(self, use: BackwardUse) -> None:
         use.active = False
-        # Before the release: update="backward" then updates the unit if `unit_done` has counted
+        # Before the release, at which update="backward" updates the unit if `unit_done` has counted
         # all of its uses.
         try:
             for refs in (*use.held, *use.idle):
                 self._unsharder.unit_done(refs.unit)
-        except BaseException:  # a drive or another rank failed: no reset will find this use
+        except BaseException:  # a drive or another rank failed; `reset` will not find this use
             for refs in use.held:
                 refs.release(check=False)
             raise
@@ -358,7 +361,7 @@ class Backward:
                     refs.release()
                 else:
                     refs.passed()
-            except Exception as error:  # noqa: BLE001  raised below, after the others
+            except Exception as error:  # noqa: BLE001  raised below, when all units are released
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -372,11 +375,10 @@ class Backward:
             # A proxy here means that another hook has taken the gradient already.
             if grad is None or type(grad) is not torch.Tensor:
                 return
-            # The gathered leaf never keeps a gradient: accumulators do, and the memory is freed at
-            # once.
+            # The gathered leaf keeps no gradient: accumulators take it, and its memory is freed.
             tensor.grad = None
             with self._lock:
-                # A backward runs, also where no use of this model has started yet.
+                # Registers the backward, also if no use of this model has started yet.
                 self.task()
                 self._gradients.accumulate_grad(
                     param, grad if grad.layout is torch.strided else grad.to_dense()

@@ -63,14 +63,14 @@ class Frame:
     """A hooked module whose forward is running."""
 
     module: torch.nn.Module
-    caller: FrameType | None  # the Python frame of its __call__: the call runs as long as that
+    caller: FrameType | None  # the Python frame of its __call__, which runs as long as the call
     thread: int
     outermost: bool
     held: list[UnitRefs] = dataclasses.field(default_factory=list)
     # Units of the module that this call does not read, and so does not hold.
     idle: list[UnitRefs] = dataclasses.field(default_factory=list)
     use: BackwardUse | None = None  # None: the call failed before it began
-    # Handled when it began: an exception that leaves the frame is another one.
+    # The exception that was being handled when the call began, which does not leave this frame.
     handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])
 
     @property
@@ -100,8 +100,8 @@ class FrameStack(list[Frame]):
 
 
 class Hook(EngineHook):
-    """Module hook that torch.compile does not trace. Pickling a hooked module, and copying it,
-    raises, with the reason."""
+    """Module hook that torch.compile does not trace. To pickle or copy a hooked module raises, with
+    the reason."""
 
     def __init__(self, function: Callable[..., None], units: list[Unit]) -> None:
         self._function = dynamo_disable(function)
@@ -122,12 +122,12 @@ class Hook(EngineHook):
 
 
 class HookedMethod:
-    """A method of a module that gathers as the module's forward does. It takes the method's place
-    in the object, until `remove`."""
+    """Wrapper of a module's method that gathers units as the module's forward does. It replaces the
+    method in the object until `remove`."""
 
     def __init__(self, lifecycle: Lifecycle, module: torch.nn.Module, name: str) -> None:
         self._module, self._name = module, name
-        # What the object has under this name, in place of its class's.
+        # An attribute of the object may shadow the method of its class.
         self._own = module.__dict__.get(name)
         method = getattr(module, name)
         begin = dynamo_disable(lifecycle.pre_forward)
@@ -156,10 +156,11 @@ class Lifecycle:
     """Life cycle of one model's offloaded parameters: makes them sharded parameters, and hooks the
     modules. Sets `at_rest` and `gathered` of every Param.
 
-    The values must already be on their tiers: `rollback` alone has them from here on, and undoes
-    this; the caller does so on an error. whole: shows parameters between passes. tier: where values
-    rest, for errors. check_state_dict: see `infinity._src.hooks.module_params.Check`. activations:
-    notes every hooked module's forward, and looks at the same `frames`.
+    The values must already be on their tiers: from here on only `rollback` retains the originals.
+    On an error the caller undoes the installation with it. whole: shows parameters between passes.
+    tier: where values rest, for errors. check_state_dict: see
+    `infinity._src.hooks.module_params.Check`. activations: is called at every hooked module's
+    forward, and reads the same `frames`.
 
     Raises: ValueError for a tensor that shares a parameter's memory and cannot follow it.
     """
@@ -219,7 +220,7 @@ class Lifecycle:
         }
         for unit in units:
             for param in unit.params:
-                # Users' hooks come after the engine's: they find the stand-in in `p.grad`.
+                # After the engine's hook, so that users' hooks find the proxy in `p.grad`.
                 self._hook_grad(param)
                 if param in self._installed.post_accumulate:
                     hook = self._installed.post_accumulate[param]
@@ -239,21 +240,21 @@ class Lifecycle:
     # -- interface for the engine and users --------------------------------------------------------
 
     def reset(self) -> None:
-        """Release everything that interrupted forwards and backwards left. Not to be called while
-        one runs."""
+        """Release all units that interrupted forwards and backwards hold. No forward or backward
+        may run."""
         with self._lock:
             self._reset()
 
     def recover(self) -> None:
-        """Release the units that a broken-off forward or backward still holds. Does nothing while
-        one runs."""
+        """Release the units that an interrupted forward or backward still holds. Does nothing while
+        a forward or backward runs."""
         left = not self._frames[-1].alive if self._frames else self.backward.running
-        # Inside a backward the uses belong to it, and are not left over.
+        # Within a graph task the uses belong to the running backward.
         if left and graph_task_id() == NO_TASK:
             self.reset()
 
     def detach(self) -> None:
-        """Remove the hooks. The module keeps its at-rest parameters, which raise EngineClosed from
+        """Remove the hooks. The module keeps its sharded parameters, which raise EngineClosed from
         now on."""
         if self.closed:
             return
@@ -261,11 +262,11 @@ class Lifecycle:
             try:
                 self._reset()
             finally:
-                # Also when the reset fails: hooks must not call an engine that is closed.
+                # Also when the reset fails: hooks must not call a closed engine.
                 self.remove_hooks()
 
     def remove_hooks(self) -> None:
-        """Remove the hooks. Units that a broken-off pass holds stay held."""
+        """Remove the hooks. Units that an interrupted pass holds are not released."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -278,12 +279,12 @@ class Lifecycle:
 
     @contextmanager
     def noting(self, blocks: frozenset[torch.nn.Module]) -> Iterator[BlockLog]:
-        """Note which of these blocks the forwards inside go through.
+        """Context that records the calls of these blocks by the forwards inside of it.
 
-        Raises: RuntimeError inside of a forward, a backward, or another one of these.
+        Raises: RuntimeError inside of a forward, a backward, or another such context.
         """
         self.require_open("accumulate()")
-        # Frames that a broken-off forward has left would count as running.
+        # Frames of an interrupted forward would count as running.
         self.recover()
         if self._frames or self._log.noting or graph_task_id() != NO_TASK:
             raise RuntimeError(
@@ -315,16 +316,16 @@ class Lifecycle:
             self._passes.expect_use(refs.unit)
 
     def hook_window(self, window: WeightWindow) -> None:
-        """Accumulate gradients that reach an open window; refuse them where training computes with
-        other values than the window shows."""
+        """Hook an open window so that its gradients are accumulated. A gradient raises where
+        training computes with other values than the window shows."""
         refs = self._refs[window.param.unit]
 
         def check(_grad: torch.Tensor) -> None:
             with self._lock:
-                self.backward.task()  # a backward runs, also where it has met no unit yet
+                self.backward.task()  # a backward runs, even if it has entered no call yet
                 refs.check_version(window=False)
 
-        # The check comes first: it runs before autograd accumulates.
+        # Autograd runs tensor hooks, such as the check, before it accumulates.
         window.tensor.register_hook(check)
         window.tensor.register_post_accumulate_grad_hook(self.backward.grad_hook(window.param))
 
@@ -344,15 +345,15 @@ class Lifecycle:
         if self._whole is None:
             return None
         with self._lock:
-            # Units that a broken-off pass has left would count as in use.
+            # Units of an interrupted pass would count as in use.
             self.recover()
-            # A forward of another thread.
+            # A forward runs in another thread.
             if self._frames:
                 return None
             window = self._whole.show(param)
             if window is None:
                 return None
-            # Passes look for writes through it from now on.
+            # From now on passes check for writes through the window.
             watched = self._refs[param.unit].windows
             if window not in watched:
                 watched.append(window)
@@ -366,14 +367,14 @@ class Lifecycle:
             window.tensor.register_hook(window.check_current)
 
     def in_forward(self, param: Param) -> torch.Tensor | None:
-        """Return the gathered parameter if a forward runs; gathered at once and held by the
-        innermost frame if need be.
+        """Return the gathered parameter if a forward runs, otherwise None. If no frame holds its
+        unit, gather the unit and let the innermost frame hold it.
 
-        Recompute inside backward may run without a frame: the use of the call is active then, and
-        holds the unit.
+        Recompute inside backward may run without a frame: then the call's use is active, and holds
+        the unit.
         """
         refs = self._refs[param.unit]
-        # No frame: a recompute may call `forward` past all hooks.
+        # A recompute may call `forward` past all hooks, without a frame.
         if not self._frames:
             return param.gathered if refs.acquired and graph_task_id() != NO_TASK else None
         frame = self._frames[-1]
@@ -387,7 +388,7 @@ class Lifecycle:
         return param.gathered
 
     def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
-        """`parameter.grad = tensor`: the tensor becomes the whole gradient."""
+        """Implement `parameter.grad = tensor`: make `grad` [param.shape] the whole gradient."""
         self._gradients.assign(param, grad.detach())
 
     def set_requires_grad(self, param: Param, flag: bool) -> None:
@@ -397,17 +398,17 @@ class Lifecycle:
             window.tensor.requires_grad_(flag)
         shown = self._whole.find(param) if self._whole is not None else None
         if shown is not None:
-            # The same window: what was written through it, and will be, is found there.
+            # The window stays the same, so that writes through it are still found.
             shown.tensor.requires_grad_(flag)
             self._hook_shown(shown)
-        # A parameter that was frozen until now has no hook, and may have no states.
+        # A parameter that was frozen until now has no hook, and possibly no states.
         self._hook_grad(param)
         if flag:
             self.unsharder.unfrozen(param)
 
     def load(self, param: Param, value: torch.Tensor) -> None:
-        """Set the values from a state dict. value: the shape is checked, the dtype is cast as
-        `copy_` does."""
+        """Set the values from a state dict. value: [param.shape] or expandable to it; its dtype is
+        cast as by `copy_`."""
         with torch.no_grad():
             self.unsharder.write_alike(param, value.detach().expand(param.shape))
 
@@ -417,8 +418,8 @@ class Lifecycle:
         self.backward.renumbers([loss.grad_fn for loss in losses])
 
     def _hook_modules(self) -> list[RemovableHandle]:
-        """Hook the modules of units, and all modules above them. The frame of a parent holds the
-        parameters that the parent looks up itself."""
+        """Hook the modules of units, and all modules that contain them. The frame of such a parent
+        holds the parameters of submodules that the parent looks up."""
         for unit in self.units:
             for module in unit.modules:
                 self._hooked.setdefault(module, []).append(self._refs[unit])
@@ -435,8 +436,8 @@ class Lifecycle:
         before = Hook(self.pre_forward, self.units)
         after = Hook(self.post_forward, self.units)
         handles = []
-        # `prepend`: users' pre hooks may use parameters. `always_call`: an exception in forward
-        # must not leave the frame on the stack.
+        # `prepend`: users' pre hooks may use parameters. `always_call`: also an exception in
+        # forward must take the frame off the stack.
         for module in self._hooked:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -453,8 +454,8 @@ class Lifecycle:
         return self.unsharder.chosen(used)
 
     def hook_method(self, module: torch.nn.Module, name: str) -> None:
-        """Treat calls of a method of `module` as its forward is treated, until the engine closes.
-        """
+        """Let calls of a method of `module` gather units as its forward does, until the engine
+        closes."""
         self.require_open("forward_methods()")
         if (module, name) not in self._methods:
             self._methods[module, name] = HookedMethod(self, module, name)
@@ -466,14 +467,14 @@ class Lifecycle:
         kwargs: dict[str, Any],
         caller: FrameType | None = None,
     ) -> None:
-        """Begin a call of `module`: gather the units that it holds. caller: the Python frame that
-        runs for as long as the call; None: that of `Module.__call__`, which runs this hook."""
+        """Begin a call of `module`: gather its units. Blocks. caller: the Python frame that runs as
+        long as the call; None: that of `Module.__call__`, which runs this hook."""
         if caller is None:
             caller = calling_module_frame()
         with self._lock:
             outermost = self._find_place()
             frame = Frame(module, caller, threading.get_ident(), outermost)
-            # Before anything can raise: the post hook is always called, and pops it.
+            # Pushed before anything can raise: the post hook is always called, and pops the frame.
             self._frames.append(frame)
             if self._activations is not None:
                 self._activations.module_entered(module, args, kwargs)
@@ -486,29 +487,29 @@ class Lifecycle:
                     refs.acquire()
                     # One by one: if a later unit fails, the post hook releases those before it.
                     frame.held.append(refs)
-            # Also without gradients, which forward may enable.
+            # Also while gradients are disabled: forward may enable them.
             frame.use = self.backward.call_begins(
                 self._numbers.setdefault(module, len(self._numbers))
             )
             if torch.is_grad_enabled():
-                # Before forward, which may modify its inputs in place: hooks would then miss their
-                # gradients.
+                # Hooked before forward: it may modify its inputs in place, and hooks on modified
+                # tensors would miss the gradients of the inputs.
                 frame.use.hook_inputs(tensors.in_arguments(args, kwargs), self._device)
 
     def _find_place(self) -> bool:
-        """Return whether this forward is the outermost one. If so, clear the frames that an
-        interrupted one left."""
+        """Return whether this forward is the outermost one. If so, clear the frames of an
+        interrupted forward, and begin the pass."""
         in_backward = graph_task_id() != NO_TASK
-        # KeyboardInterrupt leaves frames behind; looking up the stack costs a microsecond or two.
+        # KeyboardInterrupt leaves dead frames. `alive` walks the stack in a microsecond or two.
         if self._frames and (in_backward or self._frames[-1].alive):
             self._check_thread(in_backward)
             return False
         if in_backward:  # recompute
-            # Also of a reentrant checkpoint, whose backward inside is only a part of this one.
+            # Registers the task: the nested backward of a reentrant checkpoint is part of it.
             self.backward.task()
             return False
         if self._frames or self.backward.running:
-            # All frames are dead, and no graph task runs here: an exception left them.
+            # No frame is alive and no graph task runs here: an interrupted pass left this state.
             self._reset()
         self.unsharder.forward_start()
         return True
@@ -528,14 +529,14 @@ class Lifecycle:
         output: Any,
         caller: FrameType | None = None,
     ) -> None:
-        """End a call of `module`: let backward find its graph, and release its units. caller: as in
+        """End a call of `module`: hook its graph for backward, and release its units. caller: as in
         `pre_forward`."""
         if caller is None:
             caller = calling_module_frame()
         # A module that returns nothing may have written its result into an argument.
         results = (args, kwargs) if output is None else output
         with self._lock:
-            # Popped before anything can raise: the frame must not stay on the stack.
+            # Popped before anything can raise, so that the frame does not stay on the stack.
             frame = self._pop(module, caller)
             if frame is None:
                 return
@@ -558,30 +559,31 @@ class Lifecycle:
                         self.unsharder.forward_end()
 
     def _note_block(self, block: torch.nn.Module) -> None:
-        # A pass without gradients (a reference model, `generate`) makes no nodes, and a nested
-        # backward computes again what was noted before.
+        # A pass without gradients (a reference model, `generate`) makes no nodes, and within a
+        # backward a recompute repeats calls that are recorded already.
         if self._passes.evaluates or graph_task_id() != NO_TASK:
             return
         if not any(around.module in self._log.blocks for around in self._frames):
             self._log.leave(block, sequence_number(), self.next_call)
 
     def _drop_casts(self, frame: Frame) -> None:
-        """Drop the 16-bit copies that autocast has made of the frame's fp32 weights. It would keep
-        those of all units until its region ends, also of evicted ones.
+        """Drop the 16-bit copies that autocast has made of the frame's fp32 weights. Autocast would
+        retain the copies of all units, also of evicted ones, until its region ends.
 
-        At the end of every such frame, whether a unit is evicted or not: a weight that is cast anew
-        gets its gradient in another rounding, and memory must not decide about bits.
+        This happens at the end of every frame with fp32 weights, whether a unit is evicted or not:
+        a weight that is cast anew gets its gradient in another rounding, and the bits must not
+        depend on the memory that is free.
         """
         flats = (flat for refs in frame.held for flat in refs.unit.flats)
         if any(flat.dtype is torch.float32 for flat in flats):
             clear_autocast_cache(self._device.type)
 
     def _pop(self, module: torch.nn.Module, caller: FrameType | None) -> Frame | None:
-        """Return the frame of this call, and remove frames above it that an exception left. None:
-        the call never got one."""
+        """Return the frame of this call, and remove stale frames above it, which an exception left.
+        None if the call has no frame."""
         for index in range(len(self._frames) - 1, -1, -1):
             frame = self._frames[index]
-            # A module may call itself: its frames differ by the Python frame of the call.
+            # A module may call itself: the Python frames of the calls distinguish its frames.
             if frame.module is module and (
                 frame.caller is None or caller is None or frame.caller is caller
             ):
@@ -592,8 +594,8 @@ class Lifecycle:
         return None
 
     def _hook_backward(self, frame: Frame, use: BackwardUse, results: Any) -> None:
-        """Let backward gather the frame's units again. Units that the output still shows stay
-        gathered for the frame above."""
+        """Hook the results so that backward gathers the frame's units again. A unit whose memory an
+        output shares is passed to the frame above, which holds it until its end."""
         if not (frame.held or frame.idle):
             self.backward.call_ends(use, [], [], [])
             return
@@ -602,8 +604,8 @@ class Lifecycle:
         watch = self._attributes.get(frame.module)
         if watch is not None:
             found += watch.found()
-        # No backward is expected of a forward that raised. It may come: a tensor that a hook has
-        # taken from it has a graph.
+        # No backward is expected of a forward that raised, but it is possible: a hook may have
+        # taken a tensor with a graph from the forward.
         if frame.raised is None:
             self.expect_uses((*frame.held, *frame.idle))
         self.backward.call_ends(use, frame.held, frame.idle, found)
@@ -638,8 +640,7 @@ class Lifecycle:
         return None
 
     def _release_units(self, frame: Frame, *, check: bool) -> None:
-        """Release the units of a frame. All are released even when a check raises; the first error
-        is raised."""
+        """Release all units of a frame, even when a check raises; then raise the first error."""
         failure: Exception | None = None
         if frame.use is not None:
             frame.use.abandon()
@@ -648,17 +649,17 @@ class Lifecycle:
         while frame.held:
             try:
                 frame.held.pop().release(check=check)
-            except Exception as error:  # noqa: BLE001  raised below, when the others are released
+            except Exception as error:  # noqa: BLE001  raised below, when all units are released
                 failure = failure or error
         if failure is not None:
             raise failure
 
     def _reset(self) -> None:
-        # Other ranks may wait in a collective for what this one has broken off.
+        # Other ranks may wait in a collective of the pass that was interrupted here.
         if self._frames or self.backward.running:
             self.unsharder.broke("forward or backward", RuntimeError("it was interrupted"))
         frames = list(self._frames)
-        self._frames.clear()  # not a new list: activations look at this one
+        self._frames.clear()  # not a new list: activations refer to this one
         for frame in reversed(frames):
             self._release_units(frame, check=False)
         self.backward.reset()
@@ -671,8 +672,8 @@ class Lifecycle:
             param.flat.learns = True
             hook = self.backward.grad_hook(param)
             param.gathered.register_post_accumulate_grad_hook(hook)
-            # A custom autograd Function that was handed the sharded parameter gives its gradient to
-            # that leaf.
+            # If a custom autograd Function gets the sharded parameter itself, the gradient reaches
+            # this leaf.
             register_post_accumulate(param.at_rest, hook)
 
     def require_open(self, what: str) -> None:

@@ -2,16 +2,16 @@
 installation.
 
 Iteration (`parameters()`, `state_dict`, `load_state_dict`) yields the sharded parameters. Lookup by
-name inside forward (`self.weight`) yields the gathered one, gathered on the spot if no frame holds
-its unit: a parent that uses `self.wte.weight` directly needs no registration. While a frame holds a
-unit its gathered parameters lie in the dict itself, so that torch.compile, which reads dicts in C,
-sees the tensors that forward uses.
+name inside forward (`self.weight`) yields the gathered parameter. If no frame holds its unit, the
+lookup gathers the unit: a parent that uses `self.wte.weight` directly needs no registration. While
+a frame holds a unit, its gathered parameters lie in the dict itself, so that torch.compile, which
+reads dicts in C, sees the tensors that forward uses.
 
-Forward may take a parameter out of its slot for a time: `torch.nn.utils.parametrize` moves it into
+Forward may take a parameter out of the dict for a time: `torch.nn.utils.parametrize` moves it into
 a separate module, as PEFT does around each call of a layer with `target_parameters`, and
 `torch.func.functional_call` puts another tensor in its place. The same parameter must be back when
-forward leaves the unit, or `UnitRefs.release` raises. Outside of forward taking one out raises at
-once.
+forward leaves the unit, or `UnitRefs.release` raises. Outside of forward, to take a parameter out
+raises at once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from infinity.errors import ParameterReleased, ReplacedOutsideEngine
 OnDemand = Callable[[Param], "torch.Tensor | None"]
 Read = Callable[[Param], torch.Tensor]
 
-# `UnitRefs` goes past the methods below: as fast as a plain dict.
+# `UnitRefs` bypasses the methods of `ModuleParameters`, at the speed of a plain dict.
 look = dict.get
 put = dict.__setitem__
 
 
 class ModuleParameters(dict[str, Any]):
-    """Parameters of a module by attribute name (see the module's docstring).
+    """Parameters of a module by attribute name.
 
     on_demand: returns the gathered parameter inside forward, None elsewhere. read: returns a CPU
     copy of a parameter's value.
@@ -55,13 +55,13 @@ class ModuleParameters(dict[str, Any]):
 
     def __init__(self, slots: dict[str, Any], on_demand: OnDemand, read: Read) -> None:
         super().__init__(slots)
-        self.on_demand = on_demand  # the gathered parameter inside forward; None elsewhere
-        self.read = read  # a CPU copy of a parameter's value
+        self.on_demand = on_demand
+        self.read = read
         self.at_rest: dict[str, ShardedParameter] = {
             name: value for name, value in slots.items() if isinstance(value, ShardedParameter)
         }
-        self.taken: set[str] = set()  # names in `at_rest` whose slots forward has emptied or lent
-        # One-shot: the next iteration is torch's, over what to save or to load.
+        self.taken: set[str] = set()  # names in `at_rest` that forward has taken out or replaced
+        # One-shot: the next iteration is that of torch's state_dict or load_state_dict.
         self.save_next = False
         self.load_next = False
 
@@ -69,7 +69,7 @@ class ModuleParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
-        # A gathered parameter lies in the dict itself: no look-up is needed then.
+        # Otherwise the gathered parameter lies in the dict itself.
         if type(value) is ShardedParameter:
             gathered = self.on_demand(value.infinity_link.param)
             if gathered is not None:
@@ -80,7 +80,7 @@ class ModuleParameters(dict[str, Any]):
         return self[name] if name in self else default  # noqa: SIM401  `self[name]` may gather
 
     def _outside(self) -> dict[str, Any]:
-        # At-rest parameters over gathered ones: iteration must not depend on a running forward.
+        # Sharded parameters replace gathered ones: iteration must not depend on a running forward.
         slots = {name: dict.__getitem__(self, name) for name in self}
         return {**slots, **self._in_place()}
 
@@ -90,7 +90,8 @@ class ModuleParameters(dict[str, Any]):
         return {name: value for name, value in self.at_rest.items() if name not in self.taken}
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        """Return pairs (name, sharded parameter); once after `save_next`, (name, CPU copy)."""
+        """Return pairs (name, sharded parameter); the first time after `save_next` was set, pairs
+        (name, CPU copy)."""
         outside = self._outside()
         saves, self.save_next = self.save_next, False
         if saves:
@@ -116,7 +117,7 @@ class ModuleParameters(dict[str, Any]):
         mine = self.at_rest.get(name)
         if mine is None:
             if isinstance(value, ShardedParameter):
-                # Tied to a parameter of another module; `__torch_function__` serves it.
+                # Tied to a parameter of another module; `__torch_function__` serves lookups of it.
                 self.at_rest[name] = value
             put(self, name, value)
         elif value is not mine and value is not mine.infinity_link.param.gathered:
@@ -124,7 +125,7 @@ class ModuleParameters(dict[str, Any]):
             put(self, name, value)
         elif name in self.taken:
             self.taken.discard(name)
-            # Not the gathered one, which only `UnitRefs` may put here: it takes it away again.
+            # Not the gathered parameter: only `UnitRefs` puts that here, and removes it again.
             put(self, name, mine)
 
     def __delitem__(self, name: str) -> None:
@@ -133,7 +134,8 @@ class ModuleParameters(dict[str, Any]):
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Remove a parameter that is not offloaded, or, in forward, take one out."""
+        """Remove a parameter that is not offloaded, or, inside forward, take an offloaded one out.
+        """
         if name in self.at_rest:
             self._take(name, "removing")
         value = self.get(name)  # the gathered one
@@ -150,10 +152,10 @@ class ModuleParameters(dict[str, Any]):
         super().clear()
 
     def _take(self, name: str, verb: str) -> None:
-        """Note that forward takes a parameter out of its slot. Raises: ReplacedOutsideEngine where
+        """Record that forward takes a parameter out of the dict. Raises: ReplacedOutsideEngine if
         no forward runs."""
         param = self.at_rest[name].infinity_link.param
-        # Holds the unit, so that it is released, and the slot looked at, when forward leaves it.
+        # `on_demand` holds the unit, so that its release checks for the parameter.
         if self.on_demand(param) is None:
             self._refuse(name, verb)
         self.taken.add(name)
@@ -188,8 +190,8 @@ class Installed:
 
     owned: dict[torch.nn.Module, ModuleParameters] = dataclasses.field(default_factory=dict)
     modules_of: dict[Unit, list[torch.nn.Module]] = dataclasses.field(default_factory=dict)
-    # What runs the hooks that users had registered. It is registered after the engine's own hook,
-    # so that they find the proxy in `p.grad`.
+    # Functions that run the users' hooks. They are registered after the engine's hook, so that
+    # users' hooks find the proxy in `p.grad`.
     post_accumulate: dict[Param, Hook] = dataclasses.field(default_factory=dict)
 
 
@@ -202,11 +204,11 @@ def install(
     read: Read,
     rollback: Rollback,
 ) -> Installed:
-    """Make the parameters of all `units` sharded ones, the tensors over their memory views of
-    these, and gathered parameters beside them. The objects stay. on_demand, read: see
-    `ModuleParameters`. Raises: as `find_aliases` and `Rollback.replace`."""
+    """Turn the parameters of all `units` into sharded parameters, and tensors that share their
+    memory into views of these, in place: the Python objects stay. Make the gathered parameters.
+    on_demand, read: see `ModuleParameters`. Raises: as `find_aliases` and `Rollback.replace`."""
     installed = Installed()
-    # Casts that autocast keeps refer to weights weakly; the next use casts again.
+    # Autocast's cached casts refer to the weights weakly. Dropped here; the next use casts again.
     torch.clear_autocast_cache()
     aliases = find_aliases(model)
     for unit in units:
@@ -234,7 +236,7 @@ def _install_unit(
         unit, requires_grad={param: original.requires_grad for param, original in first.items()}
     )
     for param in unit.params:
-        # Several only where a model on meta declares them tied.
+        # Several objects only where a model on meta declares its weights tied.
         for original in _objects(param):
             hooks = _carry_over(original, param)
             if hooks is not None and original is first[param]:
@@ -246,7 +248,7 @@ def _install_unit(
         param.at_rest = at_rest
         for module, attr in param.sites:
             if module._parameters[attr] is not at_rest:
-                # Not in the dict: nn.RNNBase keeps a list besides.
+                # By setattr, not in the dict: nn.RNNBase also has its weights in a list.
                 setattr(module, attr, at_rest)
 
 
@@ -256,8 +258,9 @@ def _objects(param: Param) -> list[torch.nn.Parameter]:
 
 
 def _carry_over(original: torch.nn.Parameter, param: Param) -> Hook | None:
-    """Give the gathered parameter what users put on the original one: attributes, and the dict of
-    its hooks, in which their handles remove them. Returns what runs its post-accumulate hooks."""
+    """Give the gathered parameter the attributes that users set on the original, and the original's
+    dict of hooks, from which users' handles remove hooks. Returns a function that runs the
+    original's post-accumulate hooks, or None."""
     hooks: Any = original
     param.gathered.__dict__.update(original.__dict__)
     if hooks._backward_hooks is not None:
@@ -274,7 +277,7 @@ def _carry_over(original: torch.nn.Parameter, param: Param) -> Hook | None:
 
 
 def _refuse_backward(original: torch.Tensor, name: str, rollback: Rollback) -> None:
-    """Have backward raise through a graph that was made of the original parameter."""
+    """Make backward raise in graphs that were made with the original parameter."""
     node = gradient_node(original)
     if node is None:
         return
@@ -302,12 +305,11 @@ def detach_params(params: Iterable[Param]) -> None:
         if param.grad is not None:
             param.grad.empty()
             param.grad.guard(None)
-            # The loop may hold the proxy, and through it the accumulator: its memory must not live
-            # on.
+            # The loop may hold the proxy, and so the accumulator, whose memory must be freed.
             param.grad.move_to(torch.empty(0, dtype=param.grad.dtype), None)
             param.at_rest.grad = None
         for leaf in (param.gathered, param.at_rest):
-            # These hooks hold the engine from C++, where the garbage collector does not look.
+            # These hooks refer to the engine from C++, which the garbage collector does not see.
             with DisableTorchFunctionSubclass():
                 hooks: Any = leaf._post_accumulate_grad_hooks
             if hooks:
@@ -317,19 +319,18 @@ def detach_params(params: Iterable[Param]) -> None:
 # -- state_dict and load_state_dict ----------------------------------------------------------------
 # `model.state_dict()`, and everything that calls it (`save_pretrained`,
 # `torch.save(model.state_dict(), ...)`), gets an ordinary CPU copy of every parameter, read one by
-# one; tied names share one copy. With `keep_vars=True` it gets the parameters at rest themselves.
-# `load_state_dict` writes every parameter to where it rests, with torch's checks of names and
-# shapes; `assign=True` is refused, as it would replace the parameters outside the engine.
+# one; tied names share one copy. With `keep_vars=True` it gets the sharded parameters themselves.
+# `load_state_dict` writes every parameter to its tier, with torch's checks of names and shapes;
+# `assign=True` is refused, as it would replace the parameters outside the engine.
 
 
 Check = Callable[[int], None]
-"""Called with the bytes of the CPU copies before any is made; raises when they are too many, and
-names the way out."""
+"""Called with the bytes of the CPU copies before any is made. Raises, with the alternative, when
+they do not fit into memory."""
 
 
 def check_copies(size_bytes: int) -> None:
-    """Raise MemoryError when the CPU copies of a `state_dict()` do not fit into the memory that is
-    left."""
+    """Raise MemoryError when the CPU copies of a `state_dict()` do not fit into the free memory."""
     left = memory_left_bytes()
     if size_bytes > left:
         raise MemoryError(
@@ -350,7 +351,7 @@ def hook_state_dict(
     total_bytes = sum(param.numel * param.dtype.itemsize for param in params)
 
     def before_root(_module: torch.nn.Module, _prefix: str, keep_vars: bool) -> None:
-        # Before the first copy: half of a state dict must not fill the memory.
+        # Before the first copy, so that no partial state dict fills the memory.
         if check is not None and not keep_vars:
             check(total_bytes)
 
@@ -389,7 +390,7 @@ def _hook_module(
     def before_save(_module: torch.nn.Module, _prefix: str, keep_vars: bool) -> None:
         if keep_vars:
             return
-        # A submodule may be saved alone, without the hook of the root.
+        # The root's hook does not run when a submodule is saved alone.
         if check is not None:
             check(own_bytes)
         parameters.save_next = True
@@ -405,7 +406,8 @@ def _hook_module(
         parameters.load_next = True
 
     def after_load(_module: torch.nn.Module, _incompatible: Any) -> None:
-        # A parameter that the state dict lacks was not copied to: its next `copy_` is the user's.
+        # For a parameter that the state dict lacks the flag is still set, and the next `copy_` to
+        # it will be the user's.
         parameters.load_next = False
         for value in parameters.at_rest.values():
             value.infinity_link.loading = False
@@ -421,10 +423,10 @@ def _hook_module(
 
 
 def _share_copy(destination: dict[str, Any], key: str, param: Param) -> None:
-    """Put the copy that was saved under another name at `key`: tied names share one tensor, as in
-    any state dict."""
+    """Replace the tensor at `key` by the copy under another name of the parameter: tied names share
+    one tensor, as in any state dict."""
     for own in param.names:
-        # `key` may have a prefix: the model can be a part of the one that is saved.
+        # `key` may have a prefix: the model can be a part of the model that is saved.
         if not key.endswith(own):
             continue
         root = key[: len(key) - len(own)]

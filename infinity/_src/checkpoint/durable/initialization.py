@@ -1,9 +1,9 @@
-"""Initialization of a durable run's states files, with a journal by which an interrupted one is
-resumed.
+"""Initialization of a durable run's states files, with a journal from which the next process
+resumes an interrupted initialization.
 
-It is resumed only if source files, conversion, layout, places of chunks, shares of the drives and
-the way of reading equal those in the journal. Otherwise all values are loaded again, and a warning
-says why.
+It resumes only if source files, conversion, layout, places of chunks, states files, shares of the
+drives and the way of reading equal those in the journal. Otherwise all values are loaded again, and
+a warning says why.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _PLACE = (
 class Initialization:
     """One initialization of a durable run. One thread uses it.
 
-    sources: the files of all values; empty where they are unknown: then nothing is resumed.
-    shares: the share of the bytes of each drive. way: how values are read ("parts", "rank 0" or
-    "parameters", engine/build.py); it decides what a digest covers.
+    sources: the files of all values; if empty, they are unknown, and nothing is resumed. shares:
+    each drive's share of the bytes. way: how values are read ("parts", "rank 0" or "parameters",
+    engine/build.py); it determines what a digest covers.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Initialization:
 
     def resumed(self, flat: Flat) -> int | None:
         """If an earlier process wrote this flat, take the checksums of its chunks from the journal
-        and return the digest of its values. None: the flat is still to be written.
+        and return the digest of its values. Otherwise return None.
         """
         found = self._journal.take(self._index[flat])
         if found is None:
@@ -99,7 +99,7 @@ class Initialization:
         return found.digest
 
     def wrote(self, flat: Flat, digest: int) -> None:
-        """Record that a flat was written. Blocks once in NOTE_EVERY_S. Raises: AioError."""
+        """Record that a flat was written. Blocks at most once in NOTE_EVERY_S. Raises: AioError."""
         self._written.append((flat, digest))
         if time.monotonic() - self._noted_s >= NOTE_EVERY_S:
             self._note()
@@ -111,17 +111,17 @@ class Initialization:
         self._journal.end()
 
     def close(self) -> None:
-        # Suppressed: it must not replace the error that ended the initialization.
+        # An error here must not replace the one that ended the initialization.
         with contextlib.suppress(AioError):
             self._note()
 
     def _note(self) -> None:
         self._store.settle_moves()
         if self._written:
-            # Before the journal: after a power cut, all that it lists must be on the drives.
+            # Before the journal: after a power cut, every flat that it lists must be on the drives.
             self._files.sync()
             for flat, digest in self._written:
-                # The journal has planned places alone: a flat with a moved chunk is not resumed.
+                # The journal has only planned places: a flat with a moved chunk is not listed.
                 if not self._store.in_its_places(flat):
                     continue
                 sums = self._store[flat].sums[0].tobytes()

@@ -1,15 +1,15 @@
 """Journal of the initialization of a durable run: the flats whose first values are on the drives.
-An initialization that was interrupted, however that came, resumes there in the next process.
+From it the next process resumes an initialization that was interrupted, by whatever cause.
 
     <home>/fill.rank<r>     HEAD    the states files: their id and directories
                             START   places of all chunks, source, shares, states files
-                            FLAT    one that is on the drives, with the checksums of its chunks
+                            FLAT    a flat on the drives, with the checksums of its chunks
                             FLAT    ...
 
-A flat is noted when the drives have it. The journal ends with the first commit, which names the
-states files; and with the first write after the initialization, which changes the values that it
-describes. Its head stays until a commit: by it the next process finds the files that no manifest
-names, and releases their space.
+A flat is recorded when its values are on the drives. The first commit, which names the states
+files, ends the journal. The first write after the initialization, which changes the values that the
+journal describes, cuts it to its head. The head stays until a commit: by it the next process finds
+states files that no manifest names, and releases their space.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from infinity.errors import AioError
 
 log = logging.getLogger("infinity")
 
-_RECORD = struct.Struct("<QQ")  # kind, bytes of the payload; a sum of all follows
+_RECORD = struct.Struct("<QQ")  # kind, bytes of the payload; payload and xxh3_64 of all follow
 _FLAT = struct.Struct("<QQ")  # index, digest; checksums follow
 _SUM_BYTES = 8
 _HEAD, _START, _FILLED = range(3)
 _ID = re.compile(r"[0-9a-f]{16}")
 _BYTES_MAX = (64 << 20, 64 << 20, 1 << 28)
-"""Bytes of a record of each kind: more are no journal's, and would be read into memory."""
+"""Most bytes of a record of each kind. Larger ones are damage, and are not read into memory."""
 
 
 class InitializedFlat(NamedTuple):
-    """A flat that is on the drives. digest: of its whole values, 0 where they were read in parts.
+    """A flat that is on the drives. digest: of all its values, 0 where they were read in parts.
     sums: the checksums of this rank's chunks, as bytes."""
 
     digest: int
@@ -56,20 +56,20 @@ class InitializationJournal:
         self._path = path
         self._fd = -1
         self.head: Mapping[str, Any] | None = None
-        # By this process or the one before; None if nothing may be resumed.
+        # START record of this process or an earlier one; None if nothing may be resumed.
         self.started: Mapping[str, Any] | None = None
         self._filled: dict[int, InitializedFlat] = {}
         self._pending: list[bytes] = []
-        # Bytes of the head, and of all that is whole.
+        # Bytes of the head, and of all complete records.
         self._head_bytes = self._whole_bytes = 0
         self._ended = False
         self.refused = ""
-        """Reason why the journal that was found is none that a fill wrote; empty when it is one."""
+        """Reason to refuse the journal that was found: no initialization wrote it. Else empty."""
         try:
             if self._open():
                 self._read()
         except ValueError as error:
-            # As if there was none: nothing of it is taken over, and `begin` writes another.
+            # As if there was no journal: nothing of it is used, and `begin` writes a new one.
             self.refused = str(error)
             log.warning("%s: a journal that no fill wrote is not taken over: %s", path, error)
             self.head = self.started = None
@@ -80,27 +80,27 @@ class InitializationJournal:
         return self.started is not None and not self._ended and bool(self._filled)
 
     def begin(self, head: Mapping[str, Any]) -> None:
-        """Write a new journal with this head alone. Blocks. Raises: AioError, SwapFullError."""
+        """Write a new journal that has only this head. Blocks. Raises: AioError, SwapFullError."""
         self.close()
         self.head, self.started, self._filled = head, None, {}
         self._pending.clear()
-        # Of the journal that was found: the new one begins where the file does.
+        # These counted the journal that was found; the new file is empty.
         self._head_bytes = self._whole_bytes = 0
         record = _packed(_HEAD, json.dumps(head).encode())
         with typed_errors(self._path, "write", len(record)):
-            # Anew: one that is there may be a link, soft or hard, to something else.
+            # A new file: an existing one may be a symbolic or a hard link to another file.
             self._path.unlink(missing_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
             self._append(record)
         self._head_bytes = self._whole_bytes
-        # Its name is to be there before those of the states files that it tells of.
+        # The journal's name must be on the drive before the names of the states files.
         sync_directory(self._path.parent)
 
     def start(self, start: Mapping[str, Any], *, known: bool) -> list[str]:
         """Begin an initialization, or resume the one that was found. Returns the names of the
-        fields that differ from that one, which is not resumed then. known: False notes nothing, as
-        the source is not known. Blocks. Raises: AioError, SwapFullError.
+        fields that differ; if there are any, the initialization begins anew. known: False records
+        nothing, as the source is not known. Blocks. Raises: AioError, SwapFullError.
         """
         before, self._ended = self.started, False
         different = [
@@ -115,8 +115,8 @@ class InitializationJournal:
         return different
 
     def take(self, index: int) -> InitializedFlat | None:
-        """Return the notes on a flat that was initialized before; None for one that was not. Once:
-        the caller keeps the checksums.
+        """Return the record of a flat that is on the drives, otherwise None. The first call returns
+        the checksums, too, and drops them here.
         """
         found = self._filled.get(index)
         if found is not None:
@@ -124,27 +124,28 @@ class InitializationJournal:
         return found
 
     def add(self, index: int, flat: InitializedFlat) -> None:
-        """Note a flat that is on the drives; kept with the next `flush`."""
+        """Record a flat that is on the drives; the next `flush` writes the record."""
         if self.started is not None:
             self._pending.append(_packed(_FILLED, _FLAT.pack(index, flat.digest) + flat.sums))
             self._filled[index] = flat._replace(sums=b"")
 
     def flush(self) -> None:
-        """Bring what was added to the drive. Blocks. Raises: AioError, SwapFullError."""
+        """Write the added records to the drive. Blocks. Raises: AioError, SwapFullError."""
         if self._pending:
             records = b"".join(self._pending)
             with typed_errors(self._path, "write", len(records)):
                 self._append(records)
-            # Kept until then: the next call tries again.
+            # Retained until they are written: after an error the next call tries again.
             self._pending.clear()
 
     def end(self) -> None:
-        """Note that all flats are on the drives: later writes are not of the initialization."""
+        """Note that all flats are on the drives: later writes do not belong to the initialization.
+        """
         self._ended = True
 
     def before_write(self) -> None:
-        """Forget the flats, if the initialization has ended: states are about to be written.
-        Blocks, once. Raises: AioError."""
+        """Forget the flats before a write of states, if the initialization has ended. Only the
+        first such call blocks. Raises: AioError."""
         if self._ended and self.started is not None:
             self.forget()
 
@@ -167,9 +168,9 @@ class InitializationJournal:
             self._fd = -1
 
     def _open(self) -> bool:
-        """Open the journal that is there. Returns False for none. Raises: AioError, ValueError for
-        a file that no fill made."""
-        # O_NONBLOCK: a FIFO of that name must not hold the reader.
+        """Open an existing journal. Returns False if there is none. Raises: AioError; ValueError
+        for a file that no initialization made."""
+        # O_NONBLOCK: a FIFO of that name must not block the reader.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with typed_errors(self._path, "open", 0):
             try:
@@ -182,7 +183,8 @@ class InitializationJournal:
         return True
 
     def _read(self) -> None:
-        """Read the journal. Raises: AioError, ValueError for what no fill wrote."""
+        """Read the journal. Raises: AioError; ValueError for contents that no initialization wrote.
+        """
         with (
             typed_errors(self._path, "read", 0),
             os.fdopen(self._fd, "rb", closefd=False) as file,
@@ -208,7 +210,7 @@ class InitializationJournal:
         self._whole_bytes = size_bytes
 
     def _append(self, data: bytes) -> None:
-        # Over the torn end of a process that was killed.
+        # Cut off the torn record of a process that was killed.
         os.ftruncate(self._fd, self._whole_bytes)
         view, at = memoryview(data), self._whole_bytes
         while view:
@@ -224,12 +226,13 @@ def _packed(kind: int, payload: bytes) -> bytes:
 
 
 def _records(file: IO[bytes]) -> Iterator[tuple[int, bytes, int]]:
-    """Yield kind, payload and end of each record that is whole, up to the first that is not."""
+    """Yield kind, payload and end offset of each record up to the first incomplete or damaged one.
+    """
     left = os.fstat(file.fileno()).st_size
     while len(head := file.read(_RECORD.size)) == _RECORD.size:
         kind, length = _RECORD.unpack(head)
         left -= _RECORD.size + length + _SUM_BYTES
-        # Before it is read: a torn length may be any number.
+        # Checked before the record is read: a torn length may be any number.
         if left < 0 or kind > _FILLED or length > _BYTES_MAX[kind]:
             return
         record = head + file.read(length)
@@ -249,9 +252,9 @@ def _mapping_of(payload: bytes) -> dict[str, Any]:
 
 
 def _head_of(payload: bytes) -> dict[str, Any]:
-    """Return a head. Raises: ValueError for values that no head has."""
+    """Decode a head. Raises: ValueError for values that no head has."""
     head = _mapping_of(payload)
-    # A part of the names of files, which are removed where no run resumes from them.
+    # The id becomes part of the names of files that may be removed.
     if not isinstance(head.get("id"), str) or not _ID.fullmatch(head["id"]):
         raise ValueError(f"its id is {head.get('id')!r:.100}")
     if not isinstance(head.get("directories"), list):
@@ -260,7 +263,7 @@ def _head_of(payload: bytes) -> dict[str, Any]:
 
 
 def _start_of(payload: bytes) -> dict[str, Any]:
-    """Return a start. Raises: ValueError for values that no start has."""
+    """Decode a START record. Raises: ValueError for values that no such record has."""
     start = _mapping_of(payload)
     states = start.get("states")
     if not isinstance(states, list) or not all(
@@ -272,8 +275,8 @@ def _start_of(payload: bytes) -> dict[str, Any]:
 
 
 def ids_of_journals(home: Path) -> set[str]:
-    """Return the ids of the states files that journals in a run's home tell of. Raises: AioError,
-    ValueError for one that no fill wrote.
+    """Return the ids of the states files that the journals in a run's home name. Raises: AioError;
+    ValueError for a journal that no initialization wrote.
     """
     found = set()
     for path in home.glob("fill.rank*"):
@@ -287,14 +290,13 @@ def ids_of_journals(home: Path) -> set[str]:
 
 
 def states_of(start: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return the inode and length of each states file of a fill."""
+    """Return inode and bytes of each states file in a START record."""
     return [(inode, size) for inode, size in start["states"]]
 
 
 def described(paths: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return the inode and length of each states file. Raises: OSError; also for one that is a
-    link, or has another name: a fill's files have neither, and writing there would change another
-    file."""
+    """Return inode and bytes of each states file. Raises: OSError; AioError for a file that is a
+    link or has a second name: to write there would change another file."""
     found = []
     for path in paths:
         status = path.lstat()
