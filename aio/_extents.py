@@ -2,6 +2,8 @@
 
 Extents are 4096-aligned. A freed extent is joined with its free neighbours and reused, lowest
 offset first, so that a file only grows when it must. `file_bytes` says how long a file has to be.
+
+Drive, file and offset of each chunk: `ShardRecords` (infinity/_src/params/state_store.py).
 """
 
 from __future__ import annotations

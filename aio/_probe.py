@@ -2,7 +2,7 @@
 missing ones.
 
 Each capability is tried, never inferred from a version: containers forbid io_uring on any kernel
-(seccomp: EPERM).
+(seccomp: EPERM). The backend of a training run is chosen in `_open_executor.py`.
 """
 
 from __future__ import annotations

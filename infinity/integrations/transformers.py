@@ -6,7 +6,7 @@
 
 `from_pretrained` streams a checkpoint to a policy's tiers and `save_pretrained` streams it back;
 neither holds the whole model in memory. The callback `DriveFigures` logs drive statistics with the
-loss.
+loss. The Trainer methods that work differently are in `_trainer.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-/* The loops of the executor's threads: do a unit of work, pump, or sleep. */
+/* The loops of the executor's threads: do a unit of work, pump, or sleep. executor.h draws the
+ * stages of a job, jobs.c decides them. */
 #include "executor.h"
 
 /* A waiting worker also lets a closed gate escape when its hold time is over. */

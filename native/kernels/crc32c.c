@@ -10,7 +10,7 @@
  *   vpclmul   512-bit folding alone (AVX-512 with VPCLMULQDQ)
  *
  * All constants are powers of x modulo the polynomial and are computed at load, not copied from
- * anywhere.
+ * anywhere. chunk_pass.c makes and verifies the checksums of chunks.
  *
  * [Note: reflected arithmetic]
  * A 32-bit value holds a polynomial with bit 31 = x^0 and bit 0 = x^31; a 64-bit value likewise

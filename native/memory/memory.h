@@ -16,8 +16,9 @@
 
 #define INF_CPU_MAX 1024
 
-/* Before and after the creation of threads, which inherit the caller's CPUs: in between the caller
- * runs on `cpus` (INF_CPU_MAX bits). 0 or a negative errno; *before: for the second call. */
+/* Call inf_cpus_enter before creating threads, and inf_cpus_leave after: new threads inherit the
+ * caller's CPUs, which in between are those of `cpus` (INF_CPU_MAX bits) that the caller already
+ * had. Both return 0 or a negative errno. inf_cpus_enter stores the old CPUs in *before. */
 int32_t inf_cpus_enter(const uint64_t *cpus, cpu_set_t *before);
 int32_t inf_cpus_leave(const cpu_set_t *before);
 

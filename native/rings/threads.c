@@ -1,5 +1,8 @@
 /* The thread backend: several threads per drive, each moving one block at a time with pread and
- * pwrite. */
+ * pwrite.
+ *
+ * inf_drive_done (executor/drive.c) takes each result: it resumes short transfers, and retries
+ * after EAGAIN and EINTR. */
 #include "executor/executor.h"
 
 #include <errno.h>

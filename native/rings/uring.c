@@ -6,6 +6,9 @@
  *
  * One thread creates, uses and closes a ring (SINGLE_ISSUER). It only waits for completions; a
  * pending read of an eventfd turns new work into a completion.
+ *
+ * inf_drive_done (executor/drive.c) takes each result: it resumes short transfers, and retries
+ * after EAGAIN and EINTR.
  */
 #include "executor/executor.h"
 

@@ -12,19 +12,23 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
     graph_is_kept                _C._autograd.                      updates during backward change
                                  _get_current_graph_task_keep_graph weights that a retained graph
                                                                     needs again
-    sequence_number,             _C._autograd._get_sequence_nr,     an output that is an input
-    node_sequence_number         Node._sequence_nr                  passed through gathers units
-                                                                    again that are done
+    sequence_number,             _C._autograd._get_sequence_nr,     if a module returns one of its
+    node_sequence_number         Node._sequence_nr                  inputs unchanged, backward
+                                                                    gathers units again that it has
+                                                                    finished with
     leaf_of                      AccumulateGrad.variable, its       backwards of other models in
-                                 _sequence_nr                       other threads are taken for
-                                                                    one of this
-    set_sequence_number          Node._set_sequence_nr              one backward over the
-                                                                    micro-batches of accumulate()
-                                                                    takes the last one first, whole
-    DisableTorchFunctionSubclass _C.DisableTorchFunctionSubclass    a parameter at rest asks itself,
+                                 _sequence_nr                       other threads are taken for a
+                                                                    backward of this model
+    set_sequence_number          Node._set_sequence_nr              in the joint backward of
+                                                                    accumulate(), torch runs the
+                                                                    whole last micro-batch before
+                                                                    the others
+    DisableTorchFunctionSubclass _C.DisableTorchFunctionSubclass    reading an attribute of a
+                                                                    parameter at rest recurses
                                                                     without end
     NO_TORCH_FUNCTION            _C._disabled_torch_function_impl   operations on `p.grad` do not
-                                                                    reach its handlers as they are
+                                                                    go straight to its
+                                                                    `__torch_dispatch__`
     profiled                     _C._autograd._profiler_enabled     ranges cost time when no
                                                                     profiler runs
     resize_storage, storage_size UntypedStorage.resize_, size       released units keep their memory
@@ -36,8 +40,8 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
     bump_version                 autograd.graph.increment_version   graphs do not notice what was
                                                                     written in `handle.gather`:
                                                                     wrong gradients
-    version_of                   Tensor._version                    weights written in forward are
-                                                                    lost unseen
+    version_of                   Tensor._version                    a write to a weight in forward
+                                                                    is lost without an error
     version_found_by             the text of autograd's error of    a released parameter that
                                  a saved tensor's version           backward needs is not named
     tensor_refs, storage_refs    Tensor._use_count,                 calls whose graphs are gone are
@@ -73,8 +77,9 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
     is_running                   sys._current_frames                the same
     is_replicating               the name of a module:              DataParallel is refused without
                                  torch.nn.parallel.replicate        being named
-    address_of                   Tensor.data_ptr raises where there outputs that are views of a unit
-                                 is no address                      go unseen, or sound ones raise
+    address_of                   Tensor.data_ptr raises where there an output that is a view of a
+                                 is no address                      unit is not noticed, or an
+                                                                    ordinary output raises
     dynamo_disable               torch.compiler.disable             torch.compile traces the
                                                                     engine's hooks
     watch_checkpoints,           utils.checkpoint:                  `activations=` is a ValueError
@@ -88,14 +93,14 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
     is_compiled                  Module._compiled_call_impl,        a compiled model is refused in
                                  OptimizedModule._orig_mod,         its first forward, and not by
                                  _torchdynamo_orig_callable         `inf.microbatched`
-    all_gather_single            distributed.all_gather_single      ranks cannot compare what they
-                                 (from 2.13),                       have
-                                 all_gather_into_tensor (to 2.12)
+    all_gather_single            distributed.all_gather_single      ranks cannot compare names,
+                                 (from 2.13),                       sizes and step values, and NCCL
+                                 all_gather_into_tensor (to 2.12)   gathers no unit
     assert_async                 torch._assert_async                an index out of range gives rows
                                                                     of old memory on a GPU
-    make_mem_pool                cuda.MemPool(use_on_oom=)          memory of gathers that is idle
-                                 (from 2.8)                         does not serve activations that
-                                                                    run out
+    make_mem_pool                cuda.MemPool(use_on_oom=)          idle memory of the gather pool
+                                 (from 2.8)                         is not given to activations when
+                                                                    the device runs out
     clear_autocast_cache         torch.clear_autocast_cache         16-bit copies of fp32 weights
                                                                     stay on the device
     FakeTensor, FakeTensorMode,  _subclasses.fake_tensor            `init=` builds the model in
@@ -436,7 +441,8 @@ METADATA: frozenset[Any] = frozenset(
     | {getattr(torch, name) for name in _FUNCTIONS.split()}
     | {_TENSOR.grad.__delete__, _TENSOR.grad_dtype.__set__}
 )
-"""Functions that only read metadata, as passed to `__torch_function__`."""
+"""Functions that need none of a tensor's values, as passed to `__torch_function__`: those that only
+read metadata, the deletion of `grad`, and the setter of `grad_dtype`."""
 
 
 def separate_version(tensor: torch.Tensor) -> torch.Tensor:
@@ -621,9 +627,9 @@ def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
     """Notify `watcher` of calls of `torch.utils.checkpoint.checkpoint`. Returns a function that
     ends this.
 
-    Reentrant and non-reentrant calls, except those inside other checkpoints or under the user's
-    saved-tensor hooks. Without a watcher torch is unchanged. Raises: ValueError if this torch saves
-    the inputs of checkpoints in an unknown way.
+    The watcher hears of reentrant and non-reentrant calls, except those inside other checkpoints or
+    under the user's saved-tensor hooks. Without a watcher torch is unchanged. Raises: ValueError if
+    this torch saves the inputs of checkpoints in an unknown way.
     """
     # Only the first watcher replaces torch's functions.
     if not _watchers:
@@ -725,7 +731,7 @@ def _tell_of_savers(saver_class: Any) -> Callable[[], None]:
         return saver
 
     def end() -> None:
-        # torch's own is inherited, and visible again without this one.
+        # torch's `apply` is inherited from autograd.Function: deleting this one uncovers it.
         del saver_class.apply
 
     saver_class.apply = staticmethod(apply)
@@ -761,7 +767,7 @@ def _tell_of_reentrant(function_class: Any) -> Callable[[], None]:
         return outputs
 
     def end() -> None:
-        # torch's own is inherited, and visible again without this one.
+        # torch's `apply` is inherited from autograd.Function: deleting this one uncovers it.
         del function_class.apply
 
     function_class.apply = staticmethod(apply)

@@ -64,8 +64,8 @@ def is_of(path: Path, rank: int) -> bool:
 
 def next_generation(directory: Path) -> int:
     """Return the number of a save that begins now: no file has it yet."""
-    # Over all files, not manifests alone: leftovers of a save that died must not be mixed with
-    # these.
+    # Over all files, not manifests alone: leftovers of a save that died must not be mixed with the
+    # new save's files.
     return max((generation for _, generation in files_of(directory)), default=0) + 1
 
 
@@ -93,15 +93,16 @@ def begun_commits(directory: Path) -> list[int]:
 def read_generation(directory: Path, generation: int) -> list[Manifest]:
     """Read the manifests of all ranks of one generation.
 
-    Raises: AioError (ENOENT) for one that is missing or of another save, ChecksumError for a
-    damaged one; both name it.
+    Raises: AioError with ENOENT for a missing manifest; AioError without an errno for a manifest of
+    another save, so that `newest_generation` reports it and goes to no older generation;
+    ChecksumError for a damaged manifest. The error names the manifest.
     """
     return _of_all_ranks(directory, generation, read_manifest)
 
 
 def read_heads(directory: Path, generation: int) -> list[Head]:
     """Read the heads of all ranks' manifests of one generation: a fraction of the memory, and no
-    tables of chunks. `optimizers`, which all ranks have alike, are in the first alone.
+    tables of chunks. `optimizers`, which are equal in all ranks' heads, are in rank 0's head alone.
 
     Raises: as `read_generation`; damage inside of a table is not seen.
     """
@@ -163,7 +164,7 @@ def _newest(directory: Path, read: Callable[[Path, int], list[_Kind]]) -> list[_
             # Damage is reported, not stepped over: an older generation would lose steps in silence.
             if error.errno != errno.ENOENT:
                 raise
-            # The newest one's is the message that helps.
+            # The error of the newest generation helps the user most.
             missing = missing or error
     raise AioError(
         "there is no whole checkpoint" + (f" ({missing})" if missing else ""),
@@ -195,7 +196,7 @@ def read_head(path: Path) -> Head:
 
 def _read_lean(path: Path) -> Head:
     head = read_head(path)
-    # They have an entry for each parameter, and would be there once for each rank.
+    # `optimizers` has an entry for each parameter, and is equal in all ranks' heads: one is kept.
     return head if head.rank == 0 else dataclasses.replace(head, optimizers=())
 
 
@@ -259,7 +260,8 @@ def write_attachment(directory: Path, name: str, *parts: bytes | memoryview) -> 
     """
     path = directory / name
     size, digest = sum(len(part) for part in parts), xxhash.xxh3_128()
-    # A file left by a save that broke off loses the name; its rights are those of any new file.
+    # `open_new` unlinks a file of this name that an interrupted save left. The new file gets
+    # default permissions.
     with typed_errors(path, "write", size), open_new(path) as file:
         for part in parts:
             digest.update(part)
@@ -341,7 +343,8 @@ def typed_errors(path: Path, op: str, length: int) -> Iterator[None]:
     except AioError:
         raise
     except OSError as error:
-        # By what the user has to do: make room, look at the drive, or something else.
+        # The class tells the user what to do. SwapFullError: make room; DeviceFailedError: look at
+        # the drive; AioError: anything else.
         code = error.errno or 0
         kind: type[AioError] = AioError
         if code in _NO_ROOM:
@@ -354,7 +357,7 @@ def typed_errors(path: Path, op: str, length: int) -> Iterator[None]:
 
 
 def _read(path: Path, size_bytes: int | None = None) -> bytes:
-    """Read a whole regular file. size_bytes: that it has to have, where that is known. Raises:
+    """Read a whole regular file. size_bytes: the size that it must have; None: unknown. Raises:
     AioError."""
     try:
         # O_NONBLOCK: a FIFO of that name must not hold the reader.
@@ -364,7 +367,8 @@ def _read(path: Path, size_bytes: int | None = None) -> bytes:
             # A device of that name may have no end.
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "no regular file")
-            # Before it is read. Told apart from damage: a copy that broke off is cut short.
+            # Before reading. A wrong size is no ChecksumError: the user's copy of a file that was
+            # interrupted is cut short, not damaged.
             if size_bytes is not None and status.st_size != size_bytes:
                 raise AioError(
                     f"the file has {status.st_size} bytes, not {size_bytes}",

@@ -3,7 +3,11 @@
 Stochastic rounding chooses one of a value's two neighbours, with probabilities that preserve the
 expected value. An element's 32 random bits depend only on a key and the element's index in its
 parameter. So an update rounds identically on every device, for every division into chunks, and in
-every order. native/kernels/update_codec.h computes the same hash.
+every order. native/kernels/float_bits.h (`inf_mix64`, `inf_random`) and triton/random.py compute
+the same hash.
+
+The rounding itself: of states in state_codec.py and native/kernels/update_codec.h, of codes in
+quantize.py and native/kernels/comm_codec_kernels.h.
 """
 
 from __future__ import annotations

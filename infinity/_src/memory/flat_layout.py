@@ -7,6 +7,8 @@
 A chunk holds all sections of its elements, each from a multiple of 4096 bytes on, so one chunk is
 one contiguous read and one contiguous write. Parameters start at multiples of QUANT_GROUP elements:
 no quantization group holds two of them.
+
+Drive, file and offset of each chunk: `ShardRecords` (infinity/_src/params/state_store.py).
 """
 
 from __future__ import annotations

@@ -14,6 +14,10 @@ to the update until its ticket is done: whoever wants to change it earlier waits
 Clipping and unscaling come before the step: the loop calls torch's own functions, `p.grad` answers
 them (`infinity._src.params.accumulator`), and updates replay the scalings.
 
+If a gradient is not finite on some rank, all ranks raise, skip the step or take it, as
+`Policy.on_nonfinite` says: `check_finite` and `refuse_nonfinite`, called by
+infinity/_src/optim/base.py.
+
 That is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
 
 A fault in the background is sticky: it is raised by the next call that meets the engine. The

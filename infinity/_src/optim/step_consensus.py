@@ -10,6 +10,9 @@ rounding: processors differ in the last bits of a scheduler's or a norm's result
 
 With two generations ranks also agree on the end of a step: whether the updates of all have ended
 well (`failed_anywhere`), and what failed where one's has not (`cause_of_undo`).
+
+Ranks agree on gradients that are not finite in `StepPipeline.check_finite`
+(infinity/_src/optim/step.py).
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ Tensors that only C++ holds are left alone: a graph made before keeps the old va
 through it is refused when it comes (`hooks.module_params`). The graph of a view that is followed
 is made anew at each use, so the parameter may add up its gradients in another order than a plain
 loop does, whose view was made once.
+
+Tied weights, one parameter under several names, are found by `infinity._src.params.discover`.
 """
 
 from __future__ import annotations

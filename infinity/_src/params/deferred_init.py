@@ -10,6 +10,9 @@ its own state of the generator: the same bits as in RAM, in any order.
 Cost: each random number is drawn twice, and once more wherever the function asks for a value that
 follows from it (rejection sampling of `trunc_normal_`). Memory: two of the largest tensors at a
 time, all smaller ones, and 5 KB for each random operation.
+
+A model that is already on the meta device gets its values by `load=`
+(infinity/_src/params/materialize.py).
 """
 
 from __future__ import annotations

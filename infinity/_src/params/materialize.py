@@ -12,7 +12,7 @@ Any part of a file can be read, so a tile, or a rank's shard, needs no more memo
 size (`_FileSource`). Other sources return whole weights: a weight in tiles is made once, and stays
 until its last tile is filled (`_WholeSource`). One flat is in memory at a time, and the flat before
 it while that is written, so a model on the meta device is never in memory as a whole. If all ranks
-read the same files, each reads its shard of a flat alone (infinity._src.params.materialize).
+read the same files, each reads its shard of a flat alone (`fill_shards`).
 Names, shapes and kinds of dtype are checked against the source before anything is filled. A tied
 parameter is filled once, under any of its names that the source has.
 """

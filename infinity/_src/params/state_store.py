@@ -6,7 +6,8 @@ Before an optimizer exists a flat has one section, the parameter (`Format.RAW`).
 for the states to come. Building an optimizer gives the flats that it holds their state sections
 (`convert`): parameters stay where they are, and states that begin as zeros are not written, the
 executor knows of them. The placement plan decides where each section lies
-(infinity._src.memory.ram_budget); the store carries that out.
+(infinity._src.memory.ram_budget); the store carries that out. Parameters that are frozen when an
+optimizer takes them have no states (infinity/_src/engine/optimizer_owners.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """`deepspeed.utils.zero_to_fp32`: the fp32 weights of a checkpoint, without an engine.
 
-Reads checkpoints of this package's `engine.save_checkpoint`. A weight with a master is the master;
-other weights are cast to fp32. `inf.load_deepspeed` reads files that DeepSpeed itself wrote.
+Reads checkpoints of this package's `engine.save_checkpoint`. A weight that has an fp32 master
+is taken from the master; other weights are cast to fp32. `inf.load_deepspeed` reads files that
+DeepSpeed itself wrote.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """Return a checkpoint's full state dict: parameters in fp32, and persistent buffers. Tied names
     share a tensor. Blocks; not collective.
 
-    tag: default: the tag in the file "latest". Raises: ValueError if there is neither; AioError if
-    there is no complete checkpoint; ChecksumError naming damaged tensors.
+    tag: default: the tag in the file "latest". Raises: ValueError if no tag is given and there is
+    no file "latest"; AioError if there is no complete checkpoint; ChecksumError naming damaged
+    tensors.
     """
     with _opened(checkpoint_dir, tag) as weights:
         weights.check(frozen=not exclude_frozen_parameters)
@@ -112,8 +114,8 @@ class _Weights:
         self._step = checkpoint.step
 
     def check(self, *, frozen: bool) -> None:
-        """Raise if frozen parameters are to be excluded and the checkpoint has no optimizer, which
-        alone tells them apart."""
+        """Raise if frozen parameters are to be excluded and the checkpoint has no optimizer: only
+        the optimizer's list of parameters shows which ones are frozen."""
         if not frozen and not self._learning:
             raise DeepSpeedRefusal(
                 f"exclude_frozen_parameters=True: {self._place} has no optimizer, which alone says "

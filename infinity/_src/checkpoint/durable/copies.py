@@ -1,18 +1,19 @@
-"""Copies of a durable run's manifests: one beside the states on each further drive, so that the
-loss of the first drive loses no more than that of any other.
+"""Copies of a durable run's manifests: one beside the states on each further drive, so that
+losing the first drive costs no more than losing another.
 
     <nvme[k]>/infinity-run/copy-<sum>/
         manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    as in the home
-        drive0 -> the home, drive1 -> …                               as the links of the home
-        here -> drive<k>                                              this drive among them
+        drive0 -> the home, drive1 -> …                               links, as in the home
+        here -> drive<k>                                              the link to this drive
 
-A commit writes the copies, then the home: a generation counts when the home has it. Copies are
-read where the home has none, or a damaged one. Names of files begin with a link there, also of
-those in the home.
+The *home* is the run's directory on its first drive. A commit writes the copies, then the home: a
+generation counts when the home has it. A copy is read if the home has no manifest, or a damaged
+one. A copy's manifest names every file through one of the links: a file of the home is
+drive0/<name>.
 
-A copy is *orphaned* when its home has no manifest that can be read: its drive is gone, or was
-replaced; or when another run has its home there now. Runs are told apart by their numbers, which
-all commits of one have in common: paths say where a run is, and not which it is.
+A copy is *orphaned* when its home has no manifest that can be read, because the first drive is gone
+or was replaced; or when another run has its home at that path now. Every commit of a run bears the
+run's number, which identifies the run. A path does not: another run may lie there later.
 """
 
 from __future__ import annotations
@@ -46,40 +47,43 @@ RUN_DIRECTORY = "infinity-run"
 _HOME = "drive0"
 _HERE = "here"
 _SAVE_BITS = 24
-"""Bits of `Head.save` of a process; those above are its run's number."""
+"""The low bits of `Head.save`, drawn anew whenever training begins or resumes. The bits above them
+are the run's number."""
 
 
 class FoundRun(NamedTuple):
-    """The newest whole generation of a run. place: the directory of its manifests."""
+    """The newest whole generation of a run. place: the directory with the manifests."""
 
     place: Path
     heads: list[Head]
 
 
 class SeveralRunsError(ValueError):
-    """Manifests of several runs lie where one is looked for."""
+    """The directories given hold manifests of several runs, where one run is expected."""
 
 
 def save_number(before: Head | None) -> int:
-    """Make the number by which the manifests of this process's commits are known. before: of the
-    run that it continues with; None for a new one."""
+    """Make `Head.save` for the commits from here on. before: the head of a manifest of the run that
+    they continue; None for a new run."""
     run = before.save >> _SAVE_BITS if before is not None else secrets.randbits(_SAVE_BITS)
     return run << _SAVE_BITS | secrets.randbits(_SAVE_BITS)
 
 
 def sum_of(home: Path) -> str:
-    """Return the digits by which a run's files are known on drives that several runs share."""
+    """Return the digits that mark a run's files on drives that several runs share: a checksum of
+    the path of the run's home."""
     # Path.resolve raises RuntimeError for a loop of links.
     return f"{zlib.crc32(os.fsencode(os.path.realpath(home))):08x}"
 
 
 def copy_in(run: Path, home: Path) -> Path:
-    """Return the place of the copy in the run directory of a further drive."""
+    """Return the place of the copy for the run with this home. run: the directory infinity-run of
+    the copy's drive."""
     return run / f"copy-{sum_of(home)}"
 
 
 def for_copy(head: Head) -> Head:
-    """Return a manifest's head with the names of files as copies have them."""
+    """Return a manifest's head for the copies: with drive0/<name> for a file of the home."""
     files = (
         entry if "/" in entry.name else FileEntry(f"{_HOME}/{entry.name}", entry.size_bytes)
         for entry in head.files
@@ -88,22 +92,24 @@ def for_copy(head: Head) -> Head:
 
 
 def make_copy(place: Path, home: Path, links: Iterable[Path], rank: int, *, here: str) -> None:
-    """Make the directory of a copy, with links that lead where those of the home do. here: the one
-    to this drive. Blocks. Raises: AioError."""
+    """Make the directory of a copy, with its links. links: those of the home, to its further
+    drives. here: the name of the link to the copy's own drive, such as drive1. Blocks. Raises:
+    AioError."""
     with typed_errors(place, "open", 0):
         place.mkdir(mode=0o700, exist_ok=True)
         lead(place / _HOME, home.resolve(), rank)
         for link in links:
             lead(place / link.name, link.readlink(), rank)
         lead(place / _HERE, Path(here), rank)
-    # Its name, and those in it: a manifest that names files through them is written later.
+    # The links and the copy's own name reach the drive before any manifest that names files through
+    # the links.
     sync_directory(place)
     sync_directory(place.parent)
 
 
 def others_of(place: Path) -> list[Path]:
-    """Return the other places that have the manifests of the run that these belong to: its home, or
-    copies. None of a checkpoint's directory."""
+    """Return the other places for manifests of the run whose manifests are in `place`: the run's
+    home and its copies, as far as they exist. [] for the directory of a checkpoint."""
     here, found = Path(os.path.realpath(place)), list[Path]()
     for link in sorted(here.glob("drive*")):
         run = Path(os.path.realpath(link))
@@ -115,9 +121,10 @@ def others_of(place: Path) -> list[Path]:
 
 
 def link_to(run: Path, states: str) -> str:
-    """Return the link by which the run that has a states file knows this drive; "" where nothing
-    says so, as in the home."""
-    # The name begins with the sum of the home, as it was then.
+    """Return the name (drive<k>) of the link to this drive in the run that owns a states file; ""
+    if the run has no copy here, as in its home. run: the directory infinity-run of the drive."""
+    # The id in the file's name begins with the sum of the path that the home had when the file was
+    # made.
     here = run / f"copy-{states.split('-')[1][:8]}" / _HERE
     return str(here.readlink()) if here.is_symlink() else ""
 
@@ -126,7 +133,7 @@ def lead(link: Path, target: Path, rank: int) -> None:
     """Make a symbolic link lead to a target. Raises: OSError."""
     if link.is_symlink() and link.readlink() == target:
         return
-    # A name of this rank's: other ranks may mend the same link at the same time.
+    # The rank in the name: other ranks may mend the same link at the same time.
     new = link.with_name(f".{link.name}.rank{rank}")
     new.unlink(missing_ok=True)
     new.symlink_to(target)
@@ -135,20 +142,21 @@ def lead(link: Path, target: Path, rank: int) -> None:
 
 
 def remove_copy(place: Path) -> None:
-    """Remove a copy, if it is there. Raises: OSError."""
+    """Remove a copy, if it exists. Raises: OSError."""
     if place.is_dir():
-        # Manifests first: without one, nothing refers to the rest.
+        # Manifests first: without them, nothing refers to the copy's other files.
         for path in place.glob("manifest-*"):
             path.unlink(missing_ok=True)
         shutil.rmtree(place)
 
 
 def newest_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
-    """Return the newest whole generation of a run, from its home if that has one, else from a copy;
-    None where there is none.
+    """Return the newest whole generation of a run: the home's, or a copy's if the home has no whole
+    generation. None if no place has one.
 
-    Raises: ChecksumError, AioError, ValueError for a damaged manifest, unless a copy has the same
-    generation, or a later one; SeveralRunsError.
+    Raises: ChecksumError, AioError, ValueError for a damaged manifest in the home, unless a copy
+    has the generation of the home's newest manifest, or a later one; the same for a damaged
+    manifest in a copy, if no place has a whole generation; SeveralRunsError.
     """
     copies = _check_one_run(home, copies)
     problem: AioError | ValueError | None = None
@@ -157,7 +165,7 @@ def newest_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
     except (AioError, ValueError) as error:
         if not (isinstance(error, AioError) and error.errno == errno.ENOENT):
             problem = error
-    # A damaged run is never stepped over for an older one: that would lose steps in silence.
+    # A damaged generation is never skipped for an older one: that would lose steps in silence.
     least = 0
     with contextlib.suppress(OSError):
         least = max(generations(home), default=0) if problem is not None else 0
@@ -183,25 +191,27 @@ def newest_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
 
 
 def newest_run(directories: Sequence[Path]) -> FoundRun | None:
-    """Return the newest whole generation of the run in these directories (of the policy), the first
-    of which is or was its home; or else of the run that has a copy there and lost its home. None
-    where there is none. Writes nothing.
+    """Return the newest whole generation of the run whose home is, or was, in the first of these
+    directories (Policy.nvme). If there is none: of the run whose orphaned copies lie in the
+    directories. None if there is neither. Writes nothing.
 
-    Raises: as `newest_of`; SeveralRunsError where several runs have lost their homes.
+    Raises: as `newest_of`; SeveralRunsError if the directories have orphaned copies of several
+    runs.
     """
     runs = [directory / RUN_DIRECTORY for directory in directories]
     home, *copies = _own(runs)
     found = newest_of(home, copies)
-    # Parts of a first commit hold nothing: the run that was to be gone on with counts.
+    # A new home may have parts of a first commit that was interrupted. They are no generation: the
+    # run to continue is still the orphaned one.
     if found is None and (orphans := _orphans(runs)):
         found = newest_of(orphans[0], orphans[1:])
     return found
 
 
 def readable_run(directories: Sequence[Path]) -> FoundRun | None:
-    """Return the newest generation that can be read of a run for which `newest_run` raises; None
-    where there is none. Its place has the newest manifest, whose damage a restore tells. Raises:
-    SeveralRunsError.
+    """Return the newest generation that can be read of a run for which `newest_run` raises; None if
+    none can be read. `place` of the result has the run's newest manifest, too: a restore from there
+    reports the damage of that manifest. Raises: SeveralRunsError.
     """
     runs = [directory / RUN_DIRECTORY for directory in directories]
     home, *copies = _own(runs)
@@ -221,7 +231,7 @@ def _readable_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
         for place in places
         if newest in _manifests_in(place) and (heads := readable_heads(place)) is not None
     ]
-    # The first of equals: the home, if it has one.
+    # Of equal generations `max` returns the first: the home's, if the home has that generation.
     return max(found, key=lambda each: each.heads[0].generation, default=None)
 
 
@@ -230,8 +240,9 @@ def _own(runs: Sequence[Path]) -> list[Path]:
 
 
 def _orphans(runs: Sequence[Path]) -> list[Path]:
-    """Return the orphaned copies with manifests in these run directories, the newest first: its
-    damage is reported, not skipped. Raises: SeveralRunsError where they are of several runs."""
+    """Return the orphaned copies with manifests in these run directories. The copy with the newest
+    manifest is first: `newest_of` takes it for the home, and so reports damage of that manifest
+    instead of skipping it. Raises: SeveralRunsError if the copies are of several runs."""
     found: dict[str, list[Path]] = {}
     for run in runs:
         for copy in sorted(run.glob("copy-*")):
@@ -252,10 +263,11 @@ def _orphans(runs: Sequence[Path]) -> list[Path]:
 
 
 def _check_one_run(home: Path, copies: Sequence[Path]) -> list[Path]:
-    """Return those of the copies of a home that may be of its run. Raises: SeveralRunsError where
-    some are of another, which had its home at the same path."""
+    """Return the copies that may belong to the run of this home. Raises: SeveralRunsError if a copy
+    belongs to another run, which had its home at the same path."""
     if _manifests_in(home) and not _runs_in(home):
-        # Nothing says which run has its home here. One that wrote a copy has a link to it.
+        # No manifest in the home can be read, so only links tell whose home it is: a run that wrote
+        # a copy has a link to the copy's drive in its home.
         copies = [copy for copy in copies if _leads_to(home, copy)]
     several = _by_run([place for place in (home, *copies) if _manifests_in(place)])
     if len(several) > 1:
@@ -271,6 +283,8 @@ def _check_one_run(home: Path, copies: Sequence[Path]) -> list[Path]:
 
 
 def _leads_to(home: Path, copy: Path) -> bool:
+    """Return whether the home has the link that the copy's `here` names; True for a copy without
+    `here`."""
     here = copy / _HERE
     return not here.is_symlink() or (home / here.readlink()).is_symlink()
 
@@ -281,8 +295,8 @@ def are_of_one_run(one: Path, other: Path) -> bool:
 
 
 def _by_run(places: Iterable[Path]) -> list[list[Path]]:
-    """Sort places into runs, by the numbers in the manifests there. One of which no manifest can be
-    read is of the first."""
+    """Sort places into runs, by the run numbers in the manifests there. A place without a readable
+    manifest counts as one of the first run."""
     found: list[tuple[set[int], list[Path]]] = []
     for place in places:
         runs = _runs_in(place)
@@ -294,8 +308,9 @@ def _by_run(places: Iterable[Path]) -> list[list[Path]]:
 
 
 def _runs_in(place: Path) -> set[int]:
-    """Return the numbers of the runs whose manifests in a place can be read: of one, but in those
-    of an earlier release. Rank 0's are read, or any rank's where none of them can be."""
+    """Return the run numbers in the readable manifests of a place: one number, except where an
+    earlier release wrote the manifests. Only rank 0's manifests are read; if none of these can be,
+    those of all ranks."""
     of_first = (place / manifest_name(number, 0) for number in _manifests_in(place))
     if found := _numbers_in(of_first):
         return found
@@ -313,12 +328,13 @@ def _numbers_in(manifests: Iterable[Path]) -> set[int]:
 
 
 def run_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return the place of the manifests: of the durable run in this directory, first or further
-    drive of it; or the directory itself (a checkpoint).
+    """Return where the manifests are. For a drive of a durable run: the run's home, or the copy on
+    this drive if the home cannot be read. For any other directory (a checkpoint): the directory
+    itself.
 
-    Raises: ValueError where the directory is a further drive of several runs.
+    Raises: ValueError if the directory is a further drive of several runs.
     """
-    # So that one path means the run, whether the user names its parent or itself.
+    # The user may name the directory infinity-run or its parent.
     inside = Path(directory) / RUN_DIRECTORY
     if not inside.is_dir():
         return Path(directory)
@@ -334,18 +350,19 @@ def run_directory(directory: str | os.PathLike[str]) -> Path:
 
 
 def _told_by(copy: Path) -> Path:
-    """Return the place to read a run in that has a copy: its home, authoritative as long as it is
-    there, or the copy."""
+    """Return where to read the run that wrote this copy: the run's home while it can be read, else
+    the copy."""
     home = copy / _HOME
     return home.resolve() if _is_home_of(home, copy) else copy
 
 
 def run_among(directories: Sequence[str | os.PathLike[str]]) -> Path:
     """Return the place of the newest manifest of the run that has all these directories as drives.
-    Of several such runs it is the one with its home in the first, as in Policy.nvme. One directory:
-    `run_directory`.
+    If several runs have, of the run whose home is in the first directory, as in Policy.nvme. One
+    directory: `run_directory`.
 
-    Raises: ValueError naming two where they are of several runs, or checkpoints.
+    Raises: SeveralRunsError naming two places, if the directories belong to different runs or
+    checkpoints; ValueError for an empty list; as `run_directory`.
     """
     if not directories:
         raise ValueError("directory=[]: name a checkpoint, or the directories of a durable run")
@@ -353,7 +370,8 @@ def run_among(directories: Sequence[str | os.PathLike[str]]) -> Path:
     if not others:
         return run_directory(first)
     there = [found for each in directories if (found := _manifests_of(Path(each)))]
-    # Separate homes are separate runs: one run may have begun as a copy of another.
+    # Two homes are two runs, even with one run number: the user may have copied a run's directories
+    # and continued both runs.
     every = dict.fromkeys(place for places in there for place in places)
     runs = _by_run(every)
     shared = [run for run in runs if all(set(run) & set(places) for places in there)]
@@ -375,8 +393,8 @@ def run_among(directories: Sequence[str | os.PathLike[str]]) -> Path:
 
 
 def _manifests_of(directory: Path) -> list[Path]:
-    """Return the places of manifests of the runs that a directory is a drive of, resolved; or
-    itself, for a checkpoint."""
+    """Return the resolved places with the manifests of every run that uses this directory as a
+    drive; for a checkpoint, the directory itself. [] if there are no manifests."""
     inside = directory / RUN_DIRECTORY
     if not inside.is_dir():
         found = [directory]
@@ -391,20 +409,20 @@ def _is_home_of(home: Path, copy: Path) -> bool:
 
 
 def _is_readable(home: Path) -> bool:
-    """Return whether a home has a whole generation. Names alone say nothing: the kernel may know
-    those of a drive that is gone."""
+    """Return whether a home has a whole generation. Names of files alone prove nothing: the kernel
+    may still list the names of a drive that is gone."""
     try:
         return bool(newest_heads(home))
     except AioError:
         return False
     except ValueError:
-        # Of a later release.
+        # The drive answered: a later release wrote the manifest.
         return True
 
 
 def _manifests_in(place: Path) -> list[int]:
-    """Return the generations that have a manifest; none of a place that is gone or does not
-    answer."""
+    """Return the generations that have a manifest in a place; [] if the place is gone or its drive
+    does not answer."""
     try:
         return generations(place)
     except OSError:

@@ -119,8 +119,9 @@ class TiledLinear(torch.nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: torch.nn.Linear) -> None:
-        """Copy the values of an unsplit layer [out_features, in_features], on several ranks rank
-        0's. Collective. Raises: ValueError for another shape, or if only one of them has a bias.
+        """Copy the values of an unsplit layer [out_features, in_features]. With several ranks, rank
+        0's values are used. Collective. Raises: ValueError for another shape, or if only one of the
+        two layers has a bias.
         """
         shape = (self.out_features, self.in_features)
         if tuple(other.weight.shape) != shape or (other.bias is not None) != self.use_bias:
