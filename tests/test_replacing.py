@@ -23,7 +23,7 @@ from infinity.aio import Fault, Format, Seam
 from infinity.errors import AioError, StateInvalid, SwapFullError
 from tests import harness, models
 from tests.harness import assert_same, values_of
-from tests.marks import mostly_slow
+from tests.marks import alternating, mostly_slow
 from tests.unit.params.test_state_store import fetched, make_flat, make_store
 
 SPILLED = Format.SPLIT.with_grad(GradSection.BF16)
@@ -162,7 +162,7 @@ def taken_early(how: str) -> Placed:
     return taken_later(how, inf.Policy(), early=True)
 
 
-@pytest.mark.parametrize("how", ["optimizer", "group"])
+@pytest.mark.parametrize("how", mostly_slow(["optimizer", "group"], "optimizer"))
 def test_gradients_that_wait_on_nvme_outlive_a_new_placement(how: str, tmp_path: Path) -> None:
     found = taken_later(how, policy(tmp_path, ram=between()))
     assert found.moved
@@ -319,8 +319,7 @@ def test_windows_that_cannot_be_had_cost_that_call_only(
     assert_same(found.values, accumulated_in_ram().values)
 
 
-@pytest.mark.parametrize("share", [0.3, 0.9])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("persistent", "share"), alternating([False, True], [0.3, 0.9]))
 def test_a_write_that_fails_while_gradients_get_memory_is_said_at_every_later_step(
     persistent: bool, share: float, tmp_path: Path
 ) -> None:

@@ -17,9 +17,9 @@ def run_python(
     code: str, *, fresh: bool = False, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run code in a process of its own. fresh: in a new interpreter, which is slower: for what one
-    does at its end, or has not imported. One with an environment is fresh, too."""
-    if not (fresh or environment):
-        return forks.run_code(code)
+    does at its end, has not imported, or reads from the environment when it starts."""
+    if not fresh:
+        return forks.run_code(code, **(environment or {}))
     return subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
         capture_output=True,

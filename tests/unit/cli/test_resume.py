@@ -49,6 +49,7 @@ from infinity.aio import Fault, Seam
 from infinity.errors import AioError, StepUndone
 from tests.forks import FORKSERVER
 from tests.harness import assert_same
+from tests.marks import mostly_slow
 from tests.places import place_in
 from tests.reading import Counted
 from tests.tiny_llama import TEXT, write_model
@@ -215,7 +216,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
     assert "--lr was 0.003 and is 1.0; --seed was 0 and is 5" in shown
 
 
-@pytest.mark.parametrize("kept", ["--generations=2", "--durable"])
+@pytest.mark.parametrize("kept", mostly_slow(["--generations=2", "--durable"], "--durable"))
 def test_a_step_that_a_fault_undoes_is_taken_again(
     place: Path, tmp_path: Path, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -579,7 +580,7 @@ def test_a_damaged_commit_is_passed_over_on_request(place: Path, tmp_path: Path)
     is_whole(place, out)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", mostly_slow([0, 1], 0))
 def test_a_run_that_has_lost_a_drive_goes_on_from_the_last_save(
     place: Path, tmp_path: Path, lost: int
 ) -> None:
@@ -874,7 +875,7 @@ STOPS: list[tuple[tuple[Any, str], int, int, int]] = [
 """A function and the number of a call during which a signal comes, and the last step then taken."""
 
 
-@pytest.mark.parametrize("kept", ["durable", "saved"])
+@pytest.mark.parametrize("kept", mostly_slow(["durable", "saved"], "durable"))
 def test_a_run_that_signals_stop_again_and_again_has_the_same_bits(
     place: Path, tmp_path: Path, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -903,9 +904,7 @@ def test_a_run_that_signals_stop_again_and_again_has_the_same_bits(
     is_whole(place, out)
 
 
-def signalled(
-    patch: pytest.MonkeyPatch, part: tuple[Any, str], call: int, *numbers: int
-) -> None:
+def signalled(patch: pytest.MonkeyPatch, part: tuple[Any, str], call: int, *numbers: int) -> None:
     """Let signals come when a part of the command begins for the so manieth time."""
     original, count = getattr(*part), itertools.count(1)
 

@@ -127,7 +127,7 @@ def layouts(draw: st.DrawFn) -> tuple[torch.dtype, tuple[int, ...], tuple[int, .
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(layout=layouts(), reentrant=st.booleans())
 def test_what_comes_back_has_the_same_bits_layout_and_alignment(
