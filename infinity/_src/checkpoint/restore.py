@@ -1,12 +1,12 @@
-"""Restoring a checkpoint into a model. Ranks, tiers, chunk sizes, state formats and tiles of the
-two may differ.
+"""Restoring a checkpoint into a model. Ranks, tiers, chunk sizes, state formats and tiles of
+checkpoint and model may differ.
 
     match     names, shapes, dtypes, optimizers
     compose   for each chunk of this rank's shards: read the saved chunks that hold its parameters,
               convert (reshard.py), store
     apply     scalars, groups, buffers, step
 
-All is compared before anything is written.
+Everything is matched before anything is written.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ def match_params(
     *,
     strict: bool,
 ) -> tuple[dict[Param, SavedRanges], list[str]]:
-    """Find the elements of each parameter in a checkpoint, by any of its names in state dicts; none
-    of one that the save left out. Returns them, and notes of what one side alone has, which raises
-    if `strict`.
+    """Find the elements of each parameter in a checkpoint, by any of its names in state dicts.
+    Returns the elements, without parameters that the save left out, and notes on parameters that
+    only the model or only the checkpoint has. With `strict` such parameters raise.
 
-    learns: whether training changes a parameter.
+    learns: returns whether training changes a parameter.
     Raises: ValueError naming parameters that are missing, unexpected, of another shape or dtype, in
     other tiles along columns, or left out and trained here.
     """
-    # Under every name: a tied parameter may have another first name in another model.
+    # By every name: a tied parameter may have another first name in another model.
     by_name = weights_by_name(checkpoint.params.values())
     weights: dict[Param, SavedWeight] = {}
     for param in params:
@@ -101,7 +101,7 @@ def match_params(
         for param in params
         if param not in weights and param not in kept
     ]
-    # By identity: two names of one tied parameter are the same entry.
+    # By identity: the names of a tied parameter share one entry.
     distinct = {id(weight): weight for weight in weights.values()}.values()
     used = {id(saved.entry) for weight in distinct for saved in weight.saved}
     unexpected = [
@@ -137,7 +137,7 @@ def _left_out(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param, Le
 
 
 def _check_kept(param: Param, entry: LeftOutEntry, directory: str, *, learns: bool) -> None:
-    """Raise ValueError unless a parameter that the save left out may keep the values it has."""
+    """Raise ValueError unless a parameter that the save left out may keep the model's values."""
     if tuple(param.whole_shape) != entry.shape or dtype_name(param.dtype) != entry.dtype:
         raise ValueError(
             f"{param.keys[0]}, which was frozen and is not in {directory}, was of shape "
@@ -168,7 +168,7 @@ def _ranges_of(param: Param, weight: SavedWeight, checkpoint: Checkpoint) -> Sav
             f"(input features) are restored into the same alone. {_WAYS}"
         )
     for saved in ranges.saved:
-        # A cast would change the numbers in silence; the user does it where it can be seen.
+        # A cast here would silently change the values; the user has to cast explicitly.
         if dtype_name(param.dtype) != saved.flat.dtype:
             raise ValueError(
                 f"{param.name} is {saved.flat.dtype} in {checkpoint.directory}, and "
@@ -179,20 +179,20 @@ def _ranges_of(param: Param, weight: SavedWeight, checkpoint: Checkpoint) -> Sav
 
 
 def _place_of(saved: SavedParam, checkpoint: Checkpoint) -> str:
-    """Say where a saved parameter (of a weight in tiles, its first) lies, and its bytes."""
+    """Describe the place and the bytes of a saved parameter."""
     size = size_text(saved.entry.shape, dtype_of(saved.flat.dtype))
     return ", ".join(filter(None, (checkpoint.file_of(saved), size)))
 
 
 class MatchedOptimizer:
-    """One optimizer and its saved state. `apply` sets all but the tensors.
+    """One optimizer and its saved state. `apply` sets everything except the tensors.
 
-    held: parameters whose states are restored. unfrozen: those of them that have none here yet, for
-    they were unfrozen before the save, and here not yet. begun: parameters that have states here,
-    and were frozen until the save: these states begin anew.
+    held: parameters whose states are restored. unfrozen: parameters of `held` without states here:
+    they were unfrozen before the save, and are still frozen here. begun: parameters with states
+    here that were frozen until the save: their states begin anew.
 
-    Raises: ValueError, naming both, for another class, other parameters or moments, and for groups
-    or tiles that join parameters which had different values.
+    Raises: ValueError, naming both sides, for another class, other parameters or moments, and for
+    groups or tiles that join parameters which had different values.
     """
 
     def __init__(
@@ -246,15 +246,15 @@ class MatchedOptimizer:
         self._states: dict[Param, Any] = {}
         for param in self.held:
             saved, mine = entry.params[names[param][0]], list(optimizer.moments_of(param))
-            # SGD without momentum has none, say: a saved moment would have no place, or a place no
-            # value.
+            # A saved moment would have no section here, or a section no saved moment (SGD with and
+            # without momentum, for example).
             if saved["moments"] != mine:
                 raise ValueError(
                     f"{param.name} has the moments {saved['moments']} in {directory}, and {mine} "
                     "in the optimizer: build it with the same hyper-parameters (whether SGD has "
                     "momentum, say)"
                 )
-            # One parameter has one count of steps; which of the saved ones is right is unknown.
+            # A parameter has one count of steps, and nothing says which of the saved ones is right.
             other = next((name for name in names[param] if entry.params[name] != saved), None)
             if other is not None:
                 raise ValueError(
@@ -273,7 +273,7 @@ class MatchedOptimizer:
         found: Mapping[Param, SavedRanges],
         directory: str,
     ) -> dict[str, Any]:
-        """Return the values of the saved group of these parameters; none for a group without
+        """Return the values of the saved group of these parameters; empty for a group without saved
         parameters.
         """
         where = {
@@ -288,7 +288,7 @@ class MatchedOptimizer:
             if name in where
         }
         values = [entry.groups[index]["values"] for index in indices]
-        # One group has one value; the user has to say which of the saved ones is right.
+        # A group has one value of each kind, and nothing says which of the saved ones is right.
         if any(other != values[0] for other in values[1:]):
             names = " and ".join(record.name for record in list(indices.values())[:2])
             raise ValueError(
@@ -299,7 +299,7 @@ class MatchedOptimizer:
             {key: from_json(value) for key, value in values[0].items()} if values else {}
         )
         if taken:
-            # Now, while nothing was written: a value that this optimizer refuses.
+            # Raises for a value that this optimizer refuses, before anything is written.
             self.optimizer.check_group({**group, **taken})
         return taken
 
@@ -309,7 +309,7 @@ class MatchedOptimizer:
             group.update(taken)
         for param, state in self._states.items():
             kept = self.optimizer.state[param.at_rest]
-            # In place, since the optimizer's own mapping is what steps and state_dict read.
+            # In place: steps and state_dict read the optimizer's mapping.
             kept.clear()
             kept.update(state)
         for param in self.begun:
@@ -327,11 +327,11 @@ def _names_of(ranges: SavedRanges) -> list[str]:
 class Restored:
     """The result of `inf.restore`.
 
-    step: steps completed, so the index of the next one. extra: the object given to
-    `inf.save(extra=)` on this rank (on rank 0, for a rank that did not save). rounded: how another
-    state format rounded the values, "" where all bits are as saved. notes: differences between that
-    run and this one that decide about numbers from here on. damaged: ranges of this rank's shard
-    that could not be read (`inf.restore(damaged=)`).
+    step: steps completed, which is the index of the next one. extra: the object given to
+    `inf.save(extra=)` on this rank; a rank that did not exist then gets that of rank 0. rounded:
+    how another state format rounded the values, "" if all bits are as saved. notes: differences
+    between the saved run and this one, above all those that change numbers from here on. damaged:
+    ranges of this rank's shard that could not be read (`inf.restore(damaged=)`).
     """
 
     step: int
@@ -356,21 +356,20 @@ class _Chunk:
         return sum(section.size_bytes(numel) for section in self.records.sections)
 
     def with_states(self, held: Container[Param]) -> bool:
-        """Return whether optimizer states are restored too, which they are when an optimizer that
-        was given holds a parameter of the flat.
-        """
+        """Return whether optimizer states are restored, too: `held` has a parameter of the flat."""
         return any(param in held for param in self.records.flat.params)
 
     def sections(self, held: Container[Param]) -> Sequence[int]:
-        """The sections that are stored: the master's alone, where no states are restored."""
+        """Return the sections to store: only the master's if no states are restored."""
         form = self.records.format
-        # Spilled gradients are never among them: they are no part of a checkpoint.
+        # Without spilled gradients, which are not part of a checkpoint.
         return range(form.written_count) if self.with_states(held) else form.master_sections
 
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """A checkpoint that was checked against the model. notes: what one side alone has."""
+    """A checkpoint that was matched with the model. notes: on parameters and buffers that only the
+    model or only the checkpoint has."""
 
     found: Mapping[Param, SavedRanges]
     optimizers: Sequence[MatchedOptimizer]
@@ -381,13 +380,13 @@ class _Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class _Older:
-    """An older commit from which damaged ranges are taken."""
+    """An older commit from which damaged ranges are read."""
 
     checkpoint: Checkpoint
     reader: ChunkReader
 
     def part_of(self, part: Part, piece: Piece) -> Part | None:
-        """Find the elements of a piece here; None where this has no such parameter."""
+        """Find the elements of a piece in this commit; None if it has no such parameter."""
         entry, dtype = part.saved.entry, part.saved.flat.dtype
         saved = self.checkpoint.params.get(entry.name)
         if saved is None or (saved.entry.shape, saved.flat.dtype) != (entry.shape, dtype):
@@ -402,11 +401,11 @@ class _Unreadable(Exception):
 
 
 Damaged = Literal["raise", "report", "from-older"]
-"""Ways to restore what is damaged; see `inf.restore`."""
+"""Modes of restoring a damaged checkpoint; see `inf.restore`."""
 
 
 class RestoreJob:
-    """One restore of a model; collective on several ranks. strict, damaged: as `inf.restore`."""
+    """One restore of a model. Collective on several ranks. strict, damaged: see `inf.restore`."""
 
     def __init__(
         self,
@@ -432,24 +431,23 @@ class RestoreJob:
         self._older: list[_Older] = []
         # True once states of this model may be overwritten.
         self._begun = False
-        # Of the newest commit, when an older one is tried.
+        # The error of a damaged commit, after which an older one is tried.
         self._damage: Exception | None = None
 
     def restore(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
         """Check everything, then write the states. Blocks. Collective.
 
         Raises: ValueError, RuntimeError, AioError for a checkpoint that cannot be read or does not
-        fit, before anything is written; AioError later too, and then the states are half restored
-        and every later call raises StateInvalid. PeerFailed in either case where it is another rank
-        that cannot.
+        fit, before anything is written; AioError also while states are written, after which every
+        later call raises StateInvalid. PeerFailed in both cases if another rank has failed.
         """
-        # A save under way still reads the states that are about to be written.
+        # A running save still reads the states that are about to be written.
         self._saver.wait_for_last()
         try:
             if self._falls_back:
                 return self._restore_whole(model, given, directory)
             return self._restore_newest(model, given, directory)
-        # Ctrl-C too: half of the states are new, and the next step must not train on that.
+        # Also KeyboardInterrupt: some states are new, and no step may train on such a mixture.
         except BaseException as error:
             if self._begun:
                 self._fail(error, directory)
@@ -458,12 +456,12 @@ class RestoreJob:
     def _restore_newest(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
         with Rendezvous(self._comm, f"restoring {directory}") as ranks:
             checkpoint = self._open(directory) if self._comm.rank == 0 else None
-            # Rank 0 decides: another rank might see a newer generation a moment later.
+            # Rank 0 chooses: another rank might see a newer generation a moment later.
             mine = {"generation": checkpoint.generation if checkpoint is not None else 0}
             agreed = ranks.all_gather_object(mine)[0]["generation"]
-            # The other ranks open by number, so all read the same generation.
+            # Other ranks open the generation by number, so all read the same one.
             checkpoint = checkpoint or self._open(directory, agreed)
-            # Before anything is written: no rank restores a checkpoint that one rank refuses.
+            # In the rendezvous, before anything is written: if one rank refuses, all raise.
             prepared = self._prepare(model, given, checkpoint)
         with checkpoint:
             return self._write(model, checkpoint, prepared)
@@ -478,11 +476,11 @@ class RestoreJob:
         with Rendezvous(self._comm, f"restoring {checkpoint.directory}"):
             return self._apply(model, checkpoint, prepared)
 
-    # -- the newest commit that is whole -----------------------------------------------------------
+    # -- the newest undamaged commit ---------------------------------------------------------------
 
     def _restore_whole(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
-        """Restore the newest commit that is whole; if none is, the newest, with what is damaged
-        there from older ones.
+        """Restore the newest undamaged commit. If all are damaged, restore the newest that can be
+        opened, with its damaged ranges from older commits.
         """
         numbers = self._generations(directory)
         for number in numbers:
@@ -511,8 +509,8 @@ class RestoreJob:
             return self._write(model, opened[0], prepared)
 
     def _generations(self, directory: Path) -> list[int]:
-        """List the commits in a directory, newest first, as rank 0 sees them. Raises: AioError
-        where there is none.
+        """List the commits in a directory, newest first, as rank 0 sees them. Collective. Raises:
+        AioError if there is none.
         """
         with Rendezvous(self._comm, f"restoring {directory}") as ranks:
             found: list[int] = []
@@ -520,7 +518,7 @@ class RestoreJob:
                 with typed_errors(directory, "open", 0):
                     found = begun_commits(directory)
                 if not found:
-                    # Raises the error that says so.
+                    # Raises the error for a directory without a commit.
                     newest_generation(directory)
             numbers: list[int] = ranks.all_gather_object({"numbers": found})[0]["numbers"]
         return numbers
@@ -528,8 +526,8 @@ class RestoreJob:
     def _try(
         self, model: torch.nn.Module, given: object, directory: Path, number: int
     ) -> Restored | None:
-        """Restore this generation; None if it is not whole on some rank. Raises: what is no damage
-        of it.
+        """Restore this generation; None if it is damaged on some rank. Collective. Raises: errors
+        other than damage.
         """
         self._rounded.clear()
         what = f"restoring {directory}"
@@ -553,7 +551,7 @@ class RestoreJob:
                 return None if self._is_damaged(ranks, damage) else restored
 
     def _is_damaged(self, ranks: Rendezvous, mine: BaseException | None) -> bool:
-        """Return whether some rank met damage; the first is retained for messages. Collective."""
+        """Return whether some rank met damage, and retain the first for messages. Collective."""
         damaged = [row["damaged"] for row in ranks.all_gather_object({"damaged": mine is not None})]
         if any(damaged) and self._damage is None:
             assert mine is None or isinstance(mine, Exception)
@@ -597,10 +595,10 @@ class RestoreJob:
     # -- checks ------------------------------------------------------------------------------------
 
     def _prepare(self, model: torch.nn.Module, given: object, checkpoint: Checkpoint) -> _Prepared:
-        """Check everything that may be refused, and read the small state."""
+        """Match everything, raise for differences, and read the small state."""
         saver, strict = self._saver, self._strict
         saver.check_between_steps("inf.restore()")
-        # Lengths now, contents as they are read: a missing file is found before any write.
+        # Existence and lengths are checked before any write, contents when they are read.
         if not self._reports:
             checkpoint.check_files()
         params = [param for unit in saver.units for param in unit.params]
@@ -637,7 +635,8 @@ class RestoreJob:
         return _Prepared(found, matched, buffers, extra, notes)
 
     def _attachment(self, checkpoint: Checkpoint, kind: str) -> tuple[bytes | None, bool]:
-        """Return this rank's buffers or small state, and whether they could be read."""
+        """Return this rank's buffers or small state, and whether they were read, maybe from an
+        older commit."""
         try:
             return checkpoint.attachment(kind, self._comm.rank), True
         except AioError as error:
@@ -657,10 +656,10 @@ class RestoreJob:
         return None, None
 
     def _origin(self, step: int | None) -> str:
-        """Say from which step the values come that stand for what is damaged."""
+        """Describe the step from which damaged values were read instead."""
         if step is not None:
             return f"; it is of step {step} instead"
-        # `damaged="report"` asks for none.
+        # `damaged="report"` reads no older commits.
         if self._damage is None:
             return ""
         return "; no older commit has it" if self._older else "; there is no older commit here"
@@ -716,11 +715,11 @@ class RestoreJob:
     ) -> Restored:
         found, optimizers = prepared.found, prepared.optimizers
         for param in (param for unit in self._saver.units for param in unit.params):
-            # Gradients of before belong to other values.
+            # These gradients belong to the values before the restore.
             if param.grad is not None or param.at_rest.grad is not None:
                 self._states.set_full_grad(param, None)
         for unit in self._saver.units:
-            # Gathered memory of the unit has the old values: gather it anew.
+            # The gathered unit has the old values: the next use gathers it anew.
             if any(param in found for param in unit.params):
                 self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
@@ -755,11 +754,11 @@ class RestoreJob:
         for param in (param for optimizer in optimizers for param in optimizer.begun):
             start, _, numel = param.flat.layout.shard_range(param.param_index, self._comm.rank)
             self._states.store.forget(param.flat, start, numel)
-        # Small state last: until here a fault leaves the optimizers as they were.
+        # Small state last: a fault before this does not change the optimizers.
         for optimizer in optimizers:
             optimizer.apply()
         metadata.write_buffers(model, prepared.buffers)
-        # After the states, so that a fault before leaves the count of the steps that they are of.
+        # After the states: a fault before this does not change the count of steps.
         self._pipeline.steps = checkpoint.step
         self._saver.mode.restored(checkpoint.step)
         self._gradients.forget()
@@ -769,13 +768,13 @@ class RestoreJob:
 
     @staticmethod
     def _make_states(prepared: _Prepared) -> None:
-        """Make the states of parameters that were unfrozen before the save. Collective, when all
-        ranks know that none refuses the checkpoint."""
+        """Make the states of parameters that were unfrozen before the save. Called when all ranks
+        have matched the checkpoint. Collective."""
         for matched in prepared.optimizers:
             matched.optimizer.make_states(matched.unfrozen)
 
     def _restored_bytes(self, flat: Flat, found: Container[Param]) -> int:
-        """Bytes of the chunks of a flat in which some parameter lies that is restored."""
+        """Return the bytes of the chunks of a flat that have parts of restored parameters."""
         chunks = flat.layout.chunks
         touched = np.zeros(len(chunks), dtype=np.bool_)
         for param in flat.params:
@@ -797,8 +796,7 @@ class RestoreJob:
                     if param not in found:
                         mixed.add(span.chunk)
                         continue
-                    # By chunk of this run: it is written once, whole, whatever saved chunks it
-                    # comes from.
+                    # By chunk of this run, which is written once, from any number of saved chunks.
                     parts = by_chunk.setdefault(span.chunk, [])
                     for each in found[param].within(span.element, span.numel):
                         pieces = tuple(checkpoint.pieces(each.saved, each.start, each.numel))
@@ -808,8 +806,8 @@ class RestoreJob:
                 yield _Chunk(records, chunk, tuple(parts), whole=chunk not in mixed)
 
     def _start(self, reader: ChunkReader, coming: Sequence[_Chunk]) -> None:
-        """Start the reads of the next chunks. A file that cannot be opened is met again when its
-        chunk is put together, and reported then."""
+        """Start to read the next chunks. The error of a file that cannot be opened is suppressed if
+        it is to be reported: composing the chunk raises it again."""
         met_again = self._reports or self._falls_back
         with contextlib.suppress(AioError) if met_again else contextlib.nullcontext():
             reader.start(refs_of([turn.parts for turn in coming]))
@@ -817,8 +815,8 @@ class RestoreJob:
     def _compose(
         self, reader: ChunkReader, buffer: ChunkBuffer, turn: _Chunk, held: Container[Param]
     ) -> None:
-        """Put a chunk together in a buffer. The values of the model stay in place of what cannot be
-        read, if that is to be reported.
+        """Compose a chunk in a buffer. If damage is to be reported, elements that cannot be read
+        keep the model's values.
         """
         try:
             self._put_together(reader, buffer, turn, held, over=not turn.whole)
@@ -837,19 +835,20 @@ class RestoreJob:
         over: bool,
         notes: bool = False,
     ) -> None:
-        """Read the parts of a chunk. over: the values of the model are there first. notes: note
-        what cannot be read, instead of raising."""
+        """Read the parts of a chunk into a buffer. over: first fetch the model's values, and write
+        over them. notes: record elements that cannot be read, instead of raising."""
         flat, sections = turn.records.flat, turn.sections(held)
         states, signs = turn.with_states(held), turn.records.format.sign_section
-        # Moments that stay have signs that belong to the masters of before.
+        # Moments that are not restored have signs for the masters before the restore.
         if not over and (states or signs is None):
-            # Nothing is fetched: every section that is stored is composed here in full.
+            # Nothing is fetched: every section that is stored is composed in full.
             buffer.assign(turn.records, turn.chunk)
             for section in sections:
                 # Between parameters there is padding, which no part covers.
                 buffer.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = 0
         else:
-            # Beside what is restored lie frozen parameters, whose values stay, or damage.
+            # The chunk also has elements that keep the model's values: of parameters that are not
+            # restored, or damaged ones.
             buffer.fetch(turn.records, turn.chunk, sections).wait()
         target = Target(turn.records.format, flat.dtype, buffer.section, states)
         for part in turn.parts:
@@ -863,7 +862,7 @@ class RestoreJob:
             except AioError as error:
                 if not self._falls_back:
                     raise
-                # Told apart from a drive that does not take what is restored.
+                # Distinguishes a damaged checkpoint from a fault of the drive that is written.
                 raise _Unreadable from error
 
     def _missed(
@@ -886,8 +885,8 @@ class RestoreJob:
                 self._note_damage(again, each, error, first.checkpoint.step)
 
     def _note_damage(self, part: Part, piece: Piece, error: AioError, step: int | None) -> None:
-        """Note a piece that cannot be read. Neighbours with the same fault are one range. step: of
-        the older commit that had it.
+        """Record a piece that cannot be read; adjacent pieces with the same reason are one range.
+        step: of the older commit that the piece was read from, or None.
         """
         start = part.element + piece.at
         found = DamagedRange(

@@ -1,9 +1,9 @@
 """Base of all optimizers over states at rest: parameter groups, the step, the manifest.
 
-An optimizer is an ordinary `torch.optim.Optimizer`. Its moments and masters live where the policy
-says. A subclass names the moments of a parameter, checks hyper-parameters, and makes the scalars of
-an update (one HYPER record for each parameter). The pipeline does the update itself. `Elementwise`
-replaces the last two by a class of torch.
+An optimizer is an ordinary `torch.optim.Optimizer`, whose moments and masters rest on the tiers of
+the policy. A subclass names the moments of a parameter, checks hyper-parameters, and makes the
+scalars of an update (one HYPER record for each parameter). The pipeline runs the update.
+`Elementwise` uses a class of torch in place of HYPER records and pipeline.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class StepEngine(Protocol):
         """Give these parameters optimizer states, as many moments as `optimizer.moments_of(param)`
         names. Blocks.
 
-        Raises: ValueError if another optimizer has one, BudgetError.
+        Raises: ValueError if another optimizer owns one of them; BudgetError.
         """
 
     def await_unfreezing(self, optimizer: Optimizer, params: list[Param]) -> None:
-        """Call `optimizer.make_states` for those of these frozen parameters that are unfrozen,
-        before the next training forward."""
+        """Call `optimizer.make_states` for these frozen parameters once they are unfrozen, before
+        the next training forward."""
 
     def check_open(self) -> None:
-        """Raise after close, and raise the fault of a background update."""
+        """Raise EngineClosed after `close`, or the fault of a background update."""
 
 
 class Optimizer(torch.optim.Optimizer, abc.ABC):
@@ -65,36 +65,35 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     defaults: hyper-parameters of groups that do not set them. Schedulers may change them in
     `param_groups` at any time.
 
-    The constructor makes the optimizer states, all zero, and writes them to the tiers; this may
-    take a while. A frozen parameter takes no room: its states are made when it is unfrozen, in the
-    next training forward or step. `state_dict()` is a manifest: hyper-parameters and step counts.
-    The tensors stay where they are (`inf.handle(model).optimizer_state(p)`).
+    The constructor makes the optimizer states, all zero, and blocks until they are written to their
+    tiers. A frozen parameter has no states: they are made after it is unfrozen, in the next
+    training forward or step. `state_dict()` contains hyper-parameters and step counts. The tensors
+    stay on their tiers (`inf.handle(model).optimizer_state(p)`).
 
-    Raises: ValueError for hyper-parameters out of range, for parameters that are not offloaded or
-    that another optimizer holds; BudgetError when the states' gradients do not fit the policy's
+    Raises: ValueError for hyper-parameters out of range, and for parameters that are not offloaded
+    or that another optimizer owns; BudgetError when states and gradients do not fit the policy's
     `ram`.
     """
 
     _step_supports_amp_scaling = False
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:  # noqa: ARG002
-        """Return the bytes that a step needs besides the executor's, for flats in these formats.
-        They count in the policy's `ram`.
+        """Return the bytes that a step needs in addition to the executor's, for flats in these
+        formats. The policy's `ram` includes them.
         """
         return 0
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._records: dict[int, Param] = {}
         self._groups: dict[Param, dict[str, Any]] = {}
-        # The names that the group had when it was added: states have that format from then on.
+        # Names for the group's values when the states were made, which fix the states' format.
         self._moments: dict[Param, tuple[str, ...]] = {}
         self._engines: dict[StepEngine, list[Param]] = {}
-        # Parameters of the groups without states: frozen since they were added. A dict as an
-        # ordered set.
+        # Parameters of the groups without states, frozen since they were added, in order.
         self.stateless: dict[Param, None] = {}
         self._built = False
-        # torch adds the groups here. States come after that, for all groups of an engine in one
-        # call: a second call would move what the first one placed.
+        # torch adds the groups here. Afterwards one call makes the states of all groups of an
+        # engine: a second call would move states that the first one placed.
         super().__init__(params, defaults)
         self._built = True
         self._admit(list(self.stateless))
@@ -120,8 +119,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     ) -> npt.NDArray[Any]:
         """Return the HYPER record of one update.
 
-        state: the parameter's; its `step` counts the update that is about to happen.
-        log: the factors that the loop applied to the gradient since backward accumulated it.
+        state: of the parameter; its `step` includes this update.
+        log: factors that the loop applied to the gradient since backward accumulated it.
         """
 
     @property
@@ -132,8 +131,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     # -- groups ------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch. Its parameters get their states now (once the optimizer is
-        built).
+        """Add a group, as in torch. Its parameters get their states at once if the optimizer is
+        built. Blocks. Raises: what the constructor raises; the group is not added then.
         """
         # torch checks first that no parameter is in two groups.
         super().add_param_group(param_group)
@@ -144,8 +143,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             if self._built:
                 self._admit(added)
         except BaseException:
-            # A group whose states could not be made is not added: the optimizer stays as it was.
-            # By position: to compare groups would compare the values of parameters.
+            # The optimizer stays as it was. Deleted by position: to compare groups would compare
+            # the values of parameters.
             del self.param_groups[-1]
             for key in {id(param) for param in group["params"]} & self._records.keys():
                 record = self._records.pop(key)
@@ -156,7 +155,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             raise
 
     def _take(self, at_rest: torch.Tensor, group: dict[str, Any]) -> Param:
-        """Take a parameter of a group, without states. Raises: ValueError if it is not offloaded.
+        """Record a parameter of a group, without states. Raises: ValueError if it is not offloaded.
         """
         if not isinstance(at_rest, ShardedParameter):
             raise ValueError(
@@ -172,17 +171,16 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         return record
 
     def _admit(self, params: Sequence[Param]) -> None:
-        """Make the states of those of these parameters that require a gradient. The others get
-        theirs when they are unfrozen."""
+        """Make the states of the parameters that require a gradient. The states of frozen ones are
+        made when they are unfrozen."""
         self.make_states([param for param in params if param.at_rest.requires_grad])
         for engine, frozen in _by_engine(p for p in params if p in self.stateless).items():
             engine.await_unfreezing(self, frozen)
 
     def make_states(self, params: Iterable[Param]) -> None:
-        """Make the states of parameters that have none. They begin now, as zeros. Blocks.
-        Collective.
+        """Make the states of parameters that have none, all zero. Blocks. Collective.
 
-        Raises: what the constructor raises; a parameter of that model has no states then.
+        Raises: what the constructor raises; then no parameter of the model that failed gets states.
         """
         by_engine = _by_engine(params)
         for engine in by_engine:
@@ -198,39 +196,37 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
 
     @property
     def params_with_states(self) -> list[Param]:
-        """Parameters with states: those of the groups, except any that were frozen all the time.
-        """
+        """Parameters with states: those of the groups, except parameters frozen since they were
+        added."""
         return [param for params in self._engines.values() for param in params]
 
     def group_of(self, param: Param) -> dict[str, Any]:
-        """Return the parameter's group as it is now."""
+        """Return the parameter's current group."""
         return self._groups[param]
 
     def moments_of(self, param: Param) -> tuple[str, ...]:
-        """Return the names of the parameter's moments. The format of its states has a section for
-        each.
-        """
+        """Return the names of the parameter's moments, in the order of their sections."""
         return self._moments[param]
 
     # -- the step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every parameter that has a gradient. Returns before the updates are done.
+        """Update every parameter that has a gradient. Blocks until the previous step's updates are
+        done, and returns before those of this step are.
 
-        Waits for the previous step's updates. Raises: NonFiniteGradient (before any state is
-        touched) as the policy's `on_nonfinite` says; the fault of an earlier background update.
+        Raises: NonFiniteGradient as the policy's `on_nonfinite` says, before any state has changed;
+        the fault of an earlier background update.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
-                # The closure runs forward and backward, as in torch, so it comes before every
-                # check.
+                # Before every check: as in torch, the closure runs forward and backward.
                 loss = closure()
         self.refresh_groups()
-        # Its gradient came without a training forward since (the loop assigned it, say).
+        # These have a gradient without a training forward, for example one that the loop assigned.
         self.make_states([p for p in self.stateless if p.at_rest.grad is not None])
-        # All engines are asked before any is informed: a step happens to every model, or to none.
+        # All engines are checked before any is updated: a step updates every model, or none.
         live: dict[StepEngine, list[Param]] = {}
         proceeds = False
         try:
@@ -244,33 +240,32 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         return loss
 
     def _check_all(self, live: dict[StepEngine, list[Param]]) -> bool:
-        """Check every engine before any update. Returns whether the step happens; `live` gets the
-        parameters of each engine that have a gradient.
+        """Check every engine before any update. Returns whether the step is taken. Adds the
+        parameters of each engine that have a gradient to `live`.
         """
         proceeds = True
         for engine, params in self._engines.items():
             engine.check_open()
             live[engine] = [param for param in params if self._has_gradient(engine, param)]
-            # Ranks compare first. Every later check is a collective over the same parameters.
+            # Ranks compare first: every later check is a collective over the same parameters.
             engine.pipeline.check_ranks_agree(self, live[engine])
             if live[engine]:
                 engine.pipeline.settle()
             engine.pipeline.check_idle(live[engine])
-            # All gradients are checked before any state is touched, so a refused step leaves no
-            # trace.
+            # All gradients are checked before any state changes, so a refused step has no effect.
             bad = engine.pipeline.check_finite(live[engine])
             proceeds = refuse_nonfinite(bad, engine.on_nonfinite) and proceeds
             if live[engine]:
-                # The updates of the step before end here, and their faults are raised before counts
+                # Waits for the updates of the step before, and raises their faults before counts
                 # advance.
                 engine.pipeline.begin()
         return proceeds
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
-        """Return the updates of these parameters with the gradients that they have now. Their step
-        counts advance.
+        """Return the updates of these parameters with their present gradients, and advance their
+        step counts.
 
-        Raises: any error of a hyper-parameter that is no number; no count has advanced then.
+        Raises: any error of a hyper-parameter that is not a number; then no count has advanced.
         """
         work, states = self.preview(params)
         for param, state in zip(params, states, strict=True):
@@ -284,23 +279,23 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         work, states = [], []
         for param in params:
             assert param.grad is not None
-            # A copy: the count advances only when the rows of all parameters could be made.
+            # A copy: counts advance only after the rows of all parameters were made.
             state = {**self.state[param.at_rest]}
             state["step"] = state.get("step", 0) + 1
             log = [entry for entry in param.grad.log if not is_exact(entry)]
             row = self.hyper(param, state, log)
-            # The key names step and parameter, not time or thread: stochastic rounding gives the
-            # same bits in every run.
+            # The key depends on step and parameter, not on time or thread, so that stochastic
+            # rounding gives the same bits in every run.
             row["key"] = rounding_key(engine_of(param).policy.seed, state["step"], param.name)
             work.append(Work(param, row))
             states.append(state)
         return work, states
 
     def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
-        """Update these parameters of each engine. All have finite gradients, and no update is
-        pending.
+        """Update these parameters of each engine. All have gradients that passed the check, and no
+        update is pending.
         """
-        # Counts as they are now: a fault in the background sets them back (two generations).
+        # Counts before the step: with two generations an undo restores them.
         before = {
             param: dict(self.state[param.at_rest]) for params in live.values() for param in params
         }
@@ -314,10 +309,10 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             engine.pipeline.submit([item for item in work if item.param in held], optimizer=self)
 
     def refresh_groups(self) -> None:
-        """Find each parameter's group anew: trainers replace and rearrange `param_groups`, and
-        callbacks that unfreeze layers put parameters there without `add_param_group`.
+        """Look up each parameter's group again: trainers replace and rearrange `param_groups`, and
+        callbacks that unfreeze layers add parameters without `add_param_group`.
 
-        Raises: ValueError for a parameter that is not offloaded, or that is in no group any more.
+        Raises: ValueError for a parameter that is not offloaded, or is no longer in any group.
         """
         found, added = 0, []
         for group in self.param_groups:
@@ -341,18 +336,18 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         if param.grad is None and param.at_rest.grad is None:
             return False
         accumulator = engine.gradients.accumulator(param)
-        # The loop may have assigned or cleared `p.grad` since backward; the accumulator follows it
-        # here.
+        # The loop may have assigned or cleared `p.grad` since backward; `reconcile` adopts that.
         return accumulator.reconcile(param.at_rest.grad) is AccumulatorState.HELD
 
     # -- single states -----------------------------------------------------------------------------
 
     def scalars(self, param: Param) -> dict[str, Any]:
-        """Return the parameter's states that are no tensors of its shape: its step count."""
+        """Return the parameter's states that are not tensors of its shape: its step count."""
         return {"step": self.state[param.at_rest].get("step", 0)}
 
     def set_scalar(self, param: Param, name: str, value: Any) -> None:
-        """Set one of `scalars`. Raises: ValueError for a value out of range."""
+        """Set a state of `scalars`. Raises: KeyError for another name; ValueError for a value out
+        of range."""
         if name != "step":
             raise KeyError(name)
         if type(value) is not int or value < 0:
@@ -368,7 +363,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         """Return a manifest: parameter groups by position, as in torch, and for each parameter its
         name and step count.
 
-        Moments and masters are not in it: they stay with the engine. Waits for no update.
+        Moments and masters are not included: they stay with the engine. Does not block.
         """
         packed = super().state_dict()
         packed["state"] = {
@@ -384,10 +379,10 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take hyper-parameters from a manifest of this optimizer's parameters.
 
-        The tensors stay those of the engine, so step counts must agree with them.
+        The tensors stay those of the engine, so the manifest must have the same step counts.
 
-        Raises: ValueError for a manifest of another optimizer, of other parameters, of other step
-        counts, or a torch optimizer's state.
+        Raises: ValueError for a manifest of another optimizer, of other parameters or other step
+        counts, and for the state of an optimizer of torch.
         """
         if state_dict.get("infinity_manifest") != MANIFEST_VERSION:
             raise ValueError(
@@ -402,7 +397,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         here = self.state_dict()
         for index, entry in state_dict["state"].items():
             mine = here["state"].get(index)
-            # A count that differs would make bias correction wrong for the moments that are there.
+            # With another count the bias correction would be wrong for the engine's moments.
             if mine != entry:
                 raise ValueError(
                     f"the manifest says {entry} for parameter {index}, the engine holds {mine}: "
@@ -441,7 +436,7 @@ def _by_engine(params: Iterable[Param]) -> dict[StepEngine, list[Param]]:
 def check_range(
     group: dict[str, Any], rules: Mapping[str, Callable[[Any], bool]], says: str
 ) -> None:
-    """Raise ValueError that names value and range, unless each named value of `group` keeps its
+    """Raise ValueError that names value and range, unless each named value of `group` satisfies its
     rule.
     """
     for name, rule in rules.items():

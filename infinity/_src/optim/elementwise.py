@@ -3,9 +3,9 @@
     fetch chunks k+1, k+2   |  chunk k: decode, torch_class.step() on   |  store chunk k-1
     (executor's threads)    |  each parameter's slice, encode           |  (executor's threads)
 
-The class sees a slice of the fp32 master as its parameter, the fp32 gradient, and slices of its own
-states; numbers that it keeps for the whole parameter stay here. The results are those of fp32
-masters in memory, bit for bit.
+The class gets a slice of the fp32 master as its parameter, the fp32 gradient, and slices of its
+states. Numbers that the class has for the whole parameter stay in memory. With exact states the
+results are those of fp32 masters in memory, bit for bit.
 """
 
 from __future__ import annotations
@@ -50,15 +50,14 @@ class _ChunkUpdate:
 
     @property
     def sections(self) -> range:
-        """The sections that are read and written: all but spilled gradients."""
+        """Sections that are read and written: all except spilled gradients."""
         return range(self.records.format.written_count)
 
 
 @dataclass
 class _Numbers:
-    """The numbers of the class for one parameter: before this step (None: it has not begun), and
-    after it.
-    """
+    """Numbers of the class for one parameter, before this step (None: no step has been taken) and
+    after it."""
 
     before: dict[str, Any] | None
     after: dict[str, Any] | None = None
@@ -67,16 +66,17 @@ class _Numbers:
 class Elementwise(Optimizer):
     """An elementwise class of torch.optim for the parameters of offloaded models.
 
-    inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2): any class whose update of an
-    element depends on that element alone, with up to three states for each: Adagrad, RMSprop,
-    Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop, Adam (amsgrad too) and classes of your own. It is
-    run on a small parameter first, for a few steps, and refused with the reason if it looks
-    further; what a class of your own does only after those, or only to larger parameters, is not
-    seen.
+    inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2) takes any class whose update
+    of an element depends on that element alone, with up to three states per element: Adagrad,
+    RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop, Adam (also amsgrad) and the user's
+    classes. The class is probed first: it runs a few steps on a small parameter, and is refused,
+    with the reason, if an element depends on others. The probe does not detect behaviour that
+    begins after these steps, or only with larger parameters.
 
-    `step()` returns when the update is done. Prefer AdamW, SGD and Lion where they will do: they
-    have kernels and overlap with the next forward. Raises: as AdamW; ValueError too for
-    Policy(state="compact") and update modes other than "deferred".
+    `step()` blocks until the update is done. Prefer AdamW, SGD and Lion where possible: they have
+    kernels, and overlap with the next forward. Raises: as `AdamW`; ValueError also for
+    Policy(state="compact"), update_on other than "cpu", and update modes that update outside of
+    `step()`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Elementwise(Optimizer):
         self._probe(group)
 
     def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the class's own names of the states that it keeps for each element."""
+        """Return the class's names of its states with one value per element."""
         return self._probe(group).moments
 
     def _probe(self, group: dict[str, Any]) -> Traits:
@@ -109,9 +109,7 @@ class Elementwise(Optimizer):
         return self._probed[shown]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch. Its parameters get their states now (once the optimizer is
-        built).
-        """
+        """Add a group; see `Optimizer.add_param_group`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for at_rest in group["params"]:
@@ -136,9 +134,8 @@ class Elementwise(Optimizer):
             )
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
-        """Return the bytes of the buffers, and of one chunk in fp32 with its gradient and
-        temporaries of the class (a third state, say).
-        """
+        """Return the bytes of the buffers, and of one chunk in fp32 with its gradient and the
+        class's temporaries."""
         chunks = [
             (form, flat.layout.chunks.numel_max) for flat, form in formats.items()
         ]
@@ -156,7 +153,8 @@ class Elementwise(Optimizer):
         return {**shown, **super().scalars(param)}
 
     def set_scalar(self, param: Param, name: str, value: Any) -> None:
-        """Set one of `scalars`. A parameter without a step has begun when all of them were set."""
+        """Set a state of `scalars`. A parameter without a step counts as begun once one number or
+        moment was written; then all numbers must be set before the next step."""
         state, template = self.state[param.at_rest], self._traits[param].scalars
         if name == "step":
             super().set_scalar(param, name, value)
@@ -169,7 +167,7 @@ class Elementwise(Optimizer):
                 numbers[name] = value
 
     def moment_written(self, param: Param, name: str) -> None:  # noqa: ARG002 - whichever it is
-        """Note a moment written by hand: the class must not begin the parameter's states anew."""
+        """Note that the user wrote a moment: the class must not initialize the states again."""
         self.state[param.at_rest].setdefault("numbers", {})
 
     def _numbers(self, param: Param) -> _Numbers:
@@ -206,8 +204,7 @@ class Elementwise(Optimizer):
         turns = list(_turns(engine, params))
         for unit in {param.unit: None for param in params}:
             unit.generation += 1
-            # Updated below in its tier, chunk by chunk: gathered values would be half old, half
-            # new.
+            # The values at rest change below, chunk by chunk; gathered values would be outdated.
             engine.unsharder.invalidate(unit)
         engine.pipeline.step_begins()
         fault = None
@@ -215,11 +212,11 @@ class Elementwise(Optimizer):
             self._run(engine, turns, numbers)
         except AioError as error:
             fault = error
-        # Ctrl-C, or the class's own error.
+        # KeyboardInterrupt, or an error of the class.
         except BaseException as error:
             engine.pipeline.set_fault(half_done(error))
             raise
-        # Before counts advance, and before a reader sees what was written.
+        # Before counts advance, and before the new values are read.
         engine.pipeline.end_updates(fault)
         if engine.pipeline.transaction is not None:
             # A later step may be undone together with this one.
@@ -229,7 +226,7 @@ class Elementwise(Optimizer):
         for param, number in numbers.items():
             state = self.state[param.at_rest]
             state["step"] = state.get("step", 0) + 1
-            # This rank holds no element of the parameter, and its numbers go on as on the others.
+            # This rank stores no element of the parameter, but its numbers advance as on others.
             if number.after is None:
                 self._step(
                     param,
@@ -293,14 +290,14 @@ class Elementwise(Optimizer):
         """Run the class's step on a slice: fp32 [numel] each, `master` and `moments` in place."""
         names = self.moments_of(param)
         make: Any = self._class  # of any signature
-        # A fresh instance for each slice: the class may keep more than `state`.
+        # A new instance for each slice: the class may have more attributes than `state`.
         inner: Any = make([make_group(self.group_of(param), master)], **self._settings)
         if number.before is not None:
             inner.state[master] = {name: _copy(value) for name, value in number.before.items()}
             inner.state[master].update(zip(names, moments, strict=True))
         master.grad = grad
         inner.step()
-        # The class may hold the parameter; the gradient's memory goes with the chunk.
+        # The class may retain the parameter; the gradient's memory is freed with the chunk.
         master.grad = None
         state = inner.state[master]
         for name, moment in zip(names, moments, strict=True):
@@ -315,7 +312,7 @@ def _turns(engine: StepEngine, params: Sequence[Param]) -> Iterator[_ChunkUpdate
     """Yield the chunks that hold parts of these parameters, flat by flat."""
     by_chunk: dict[tuple[Flat, int], list[ParamSpan]] = {}
     for param in sorted(params, key=lambda param: param.index):
-        # Chunks in the order of parameters, so that a chunk is read once for all that it holds.
+        # By chunk, so that a chunk is read once for all parameters in it.
         for span in spans_of(param, engine.states.rank):
             by_chunk.setdefault((param.flat, span.chunk), []).append(span)
     for (flat, chunk), spans in by_chunk.items():
@@ -331,7 +328,7 @@ def _number(value: Any) -> Any:
 
 
 class _Progress:
-    """A line on a terminal while a step takes long."""
+    """Progress line on a terminal for a step that takes longer than PROGRESS_S."""
 
     def __init__(self, title: str, total: int) -> None:
         self._title = title
@@ -358,17 +355,17 @@ class _Progress:
 
 
 # -- the probe of a class --------------------------------------------------------------------------
-# An update is elementwise if an element's new values depend on that element alone (its value,
+# An update is elementwise if an element's new values depend only on that element (its value,
 # gradient and states) and on numbers that all elements share (step count, rate). Then a parameter
 # may be updated slice by slice. The probe runs a class of torch.optim on a small parameter: STEPS
-# steps on NUMEL elements, on their two halves and on the same in two dimensions must leave the same
-# bits. It cannot see behaviour that begins later, or only with larger parameters.
+# steps on NUMEL elements, on their two halves and on the same elements in two dimensions must give
+# the same bits. It does not detect behaviour that begins later, or only with larger parameters.
 
 
-# Halves are whole vectors of every CPU.
+# A half is a multiple of the vector length of every CPU.
 NUMEL = 256
 SIDE = 16
-# RAdam, for one, becomes another update in its sixth step.
+# RAdam, for example, changes its update in the sixth step.
 STEPS = 8
 MOMENTS_MAX = 3
 
@@ -404,17 +401,16 @@ def defaults_of(torch_class: Any, settings: dict[str, Any]) -> dict[str, Any]:
 def probe(torch_class: Any, group: dict[str, Any], settings: dict[str, Any]) -> Traits:
     """Run the class on a small parameter, under the group's hyper-parameters.
 
-    settings: the arguments that the class was given. Raises: ValueError, with the reason, for a
-    class that is not elementwise or keeps more states than a chunk has capacity for.
+    settings: arguments of the class. Raises: ValueError, with the reason, for a class that is not
+    elementwise, or has more states per element than a chunk has sections for.
     """
     whole, states = _run(torch_class, torch.arange(NUMEL), group, settings)
     moments = tuple(name for name, value in states[-1].items() if _per_element(value, whole))
-    # The format is fixed when the optimizer is built, so a state that comes or goes later has no
-    # section.
+    # The format is fixed when the optimizer is built, so states must be the same in every step.
     for state in states[:-1]:
         if {name for name, value in state.items() if _per_element(value, whole)} != set(moments):
             _refuse(torch_class, "its states are not the same in every step")
-    # Sections hold fp32, bf16 or fp16 of fp32 values; others would be rounded twice.
+    # Sections encode fp32 values; a state of another dtype would be rounded twice.
     odd = [name for name in moments if states[-1][name].dtype is not torch.float32]
     if odd:
         _refuse(torch_class, f"its state {odd[0]} is {states[-1][odd[0]].dtype}, not float32")
@@ -431,7 +427,8 @@ def probe(torch_class: Any, group: dict[str, Any], settings: dict[str, Any]) -> 
             _refuse(
                 torch_class, f"its state {name} is neither a number nor of the parameter's shape"
             )
-    # Halves show a look at other elements or at the size; two dimensions show a look at the shape.
+    # If results differ when half of the elements is passed, the class reads other elements or the
+    # size; if they differ in two dimensions, it reads the shape.
     half = NUMEL // 2
     for index in (
         torch.arange(half),
@@ -449,7 +446,7 @@ def probe(torch_class: Any, group: dict[str, Any], settings: dict[str, Any]) -> 
                 "its step on a part of a parameter is not that part of its step on the whole: it "
                 "looks at more than one element at a time, or at the shape",
             )
-        # A number that follows the values would differ from slice to slice.
+        # A number that depends on the values would differ from slice to slice.
         if any(part_states[-1].get(name) != value for name, value in scalars.items()):
             _refuse(torch_class, "numbers that it keeps depend on the parameter's values")
     return Traits(moments, scalars)
@@ -473,14 +470,14 @@ def _run(
     """Run STEPS steps on the elements `index` of the probe. Returns the parameter afterwards, and
     its state after every step.
     """
-    # Values of many sizes, the same for an element in every slice.
+    # Values of many magnitudes, the same for an element in every slice.
     position = index.to(torch.float32)
     param = torch.cos(position * 0.7) * (0.1 + position / 50)
     states = []
     try:
         made = _make(torch_class, param, group, settings)
         for step in range(STEPS):
-            # Gradients that differ in size, sign and order from step to step.
+            # Gradients whose magnitude, sign and order differ from step to step.
             param.grad = torch.sin(position * (1.3 + step)) * (1e-3 + position / 100)
             made.step()  # type: ignore[call-arg]
             state = made.state[param]

@@ -7,49 +7,50 @@
     return                        (chunks of all units in flight up to the pools' size)
     next forward                  opens the gate of each unit with its buffers as targets
 
-Units are submitted in the order in which the next forward wants them. A gradient's memory belongs
-to the update until its ticket is done: whoever wants to change it earlier waits
-(`GradAccumulator.guard`).
+Units are submitted in the order in which the next forward uses them. A gradient's memory belongs to
+the update until its ticket is done: a write to it before that waits (`GradAccumulator.guard`).
 
-Clipping and unscaling come before the step: the loop calls torch's own functions, `p.grad` answers
+Clipping and unscaling come before the step: the loop calls torch's functions, `p.grad` answers
 them (`infinity._src.params.accumulator`), and updates replay the scalings.
 
 If a gradient is not finite on some rank, all ranks raise, skip the step or take it, as
 `Policy.on_nonfinite` says: `check_finite` and `refuse_nonfinite`, called by
 infinity/_src/optim/base.py.
 
-That is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
+This is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
 
-A fault in the background is sticky: it is raised by the next call that meets the engine. The
-executor knows which chunks the fault left half written, and refuses to read them. With two
+A fault in the background is sticky: the next call to the engine raises it, and so does every later
+one. The executor knows which chunks the fault left half written, and refuses to read them. With two
 generations the step is undone instead (`infinity._src.optim.transaction`), and the next call raises
 once.
 
-Several ranks with two generations undo a step together. A rank keeps a fault to itself until all
+Several ranks with two generations undo a step together. A rank does not raise a fault until all
 ranks are at the same point of the program, and know of it. There are two such points:
 
-    the end of a step   before the next one begins, and in whatever waits for all updates (flush,
-                        save, write, commit): each rank waits for its own, then one flag of each is
-                        united (`failed_anywhere`). Nothing is committed before
-    a gather            the names that ranks exchange before every gather say whether one lacks its
-                        shard, because its update failed. Then no rank runs it, and it raises
-                        CollectiveRefused on all, in the forward that waits for it
+    the end of a step   before the next step begins, and in every call that waits for all updates
+                        (flush, save, write, commit): each rank waits for its updates, then the
+                        ranks combine one flag of each (`failed_anywhere`). No commit comes earlier
+    a gather            the names that ranks exchange before every gather say whether a rank lacks
+                        its shard, because its update failed. Then no rank runs the gather, and all
+                        ranks raise CollectiveRefused in the forward that waits for it
 
-Then ranks exchange what failed, and each undoes the step on its own: gathers under way end first,
-on all ranks the same ones. All raise StepUndone. So no rank raises alone, or computes with units of
-which one is updated and another is not; a loss is of whole parameters, of a step that stays or of
-one that a later call says is undone.
+Then ranks exchange what failed, and each rank undoes its part of the step, after the gathers in
+flight have ended, which are the same on all ranks. All raise StepUndone. So no rank raises alone,
+or computes with a mixture of updated and older units. A loss belongs to one step's parameters: of a
+step that stays, or of a step that a later call reports as undone.
 
-**No deadlock.** A flag is sent when this rank's updates have ended, which depends on no other rank.
+**No deadlock.** A rank sends its flag when its updates have ended, which depends on no other rank.
 A shard that is lacking counts as ready in the order of gathers (`distributed.order_agreement`). A
-refused gather ends in its place, so ranks continue with the same collectives behind it.
+refused gather ends in its turn, so ranks continue with the same collectives after it.
 
-**Cost.** One all_gather of a flag for each rank and step, besides the exchange of its name. Flags
-of gathers ride on the names; on several nodes of several ranks they take one exchange of a byte
-more, beside the collective before. Not undone, but the end of all ranks as with one generation: a
-fault that opt.step() itself meets on one rank (update_on="device", an interrupt), since the others
-are not where it is; one that `close()` meets in a run that is not durable, which leaves no
-states to read; and all that is no fault of an update.
+**Cost.** One all_gather of a flag for each rank and step, in addition to the exchange of its name.
+Flags of gathers are sent with the names; on several nodes with several ranks each they take one
+more exchange of a byte, which overlaps with the collective before.
+
+Some faults are not undone, and end all ranks, as with one generation: a fault that opt.step()
+itself meets on one rank (update_on="device", an interrupt), since the other ranks are at other
+points of the program; a fault that `close()` meets in a run that is not durable, which leaves no
+states to read; and every fault that is not one of an update.
 """
 
 from __future__ import annotations
@@ -94,37 +95,38 @@ from infinity.errors import (
 )
 
 PREFETCH_CHUNKS_MAX = 64
-"""Chunks named for reading ahead; the executor takes as many as it has idle slots."""
+"""Most chunks that are named for prefetch; the executor reads as many as it has idle staging
+buffers."""
 PENDING_MIN = 16
-"""With so many pending updates the pipeline looks for the done ones."""
+"""Number of pending updates from which on the pipeline drops the done ones."""
 
 Gradients = Mapping[Param, torch.Tensor]
 
 
 class StepHooks(UpdateHooks, abc.ABC):
-    """The update mode as the pipeline sees it. By default a call does nothing, but for `submit`."""
+    """The calls of the pipeline to the update mode. By default all but `submit` do nothing."""
 
     def before_step(self) -> None:
-        """Check the step before `opt.step()` touches anything. Raises: RuntimeError where no step
-        can be taken.
+        """Check the step before `opt.step()` changes anything. Raises: RuntimeError if no step can
+        be taken.
         """
 
     @abc.abstractmethod
     def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
-        """Submit the updates of `opt.step()`. Updates of the step before have ended. Does not block
-        on I/O.
+        """Submit the updates of `opt.step()`; `by_unit` may be empty. Updates of the step before
+        have ended. Does not block on I/O.
 
-        optimizer: takes this step. Called also without any update.
+        optimizer: the one whose `step()` runs.
         """
 
     def undo_ahead(self) -> None:
-        """Undo all updates that ran ahead of their step: the states are those of the step before.
-        Blocks until they are.
+        """Undo all updates that ran ahead of their step. Blocks until the states are those of the
+        step before.
         """
 
     def undone(self) -> None:
-        """Note that the states are those of the last commit again. Updates ahead of their step are
-        gone.
+        """Note that an undo has restored the states of the last commit, without the updates that
+        ran ahead of their step.
         """
 
 
@@ -132,13 +134,13 @@ class StepWatch(Protocol):
     """The watch over drives and activations (`infinity._src.engine.storage`)."""
 
     def step_begins(self, steps: int) -> None:
-        """Note that forwards and backwards of a step are done. steps: those before it."""
+        """Note that forwards and backwards of a step are done. steps: number of steps before it."""
 
 
 class StepPipeline:
     """Submits updates and waits for them. One thread uses it at a time.
 
-    in_any_order: each rank may use other units than the others.
+    in_any_order: ranks may use different units.
     """
 
     def __init__(
@@ -177,20 +179,19 @@ class StepPipeline:
         self._pending: list[Ticket] = []
         self._pending_max = PENDING_MIN
         self._fault: Exception | None = None
-        # True: the fault stays, since no rollback mends it.
+        # True: every call raises the fault, since no undo repairs it.
         self._final = False
         # True while ranks have to agree whether updates have ended well; the same on all ranks.
         self._unagreed = False
         self._counts = {"steps": 0}
         self.transaction = transaction
-        # Units that were updated ahead of their step: those whose update the step kept, and those
-        # whose update was undone.
+        # Units updated ahead of their step: number whose update stayed, and whose was undone.
         self.updates_ahead = self.updates_withdrawn = 0
         # True once updates of the coming step were submitted.
         self.begun = False
 
     def prepare_jobs(self, flats: Sequence[Flat]) -> None:
-        """Prepare the jobs of every flat. Call it again when formats or places changed."""
+        """Prepare the jobs of these flats. Call it again when formats or places have changed."""
         self._jobs = {flat: jobs_of_flat(self._store, flat, self._comm.rank) for flat in flats}
 
     # -- faults and waiting ------------------------------------------------------------------------
@@ -202,14 +203,14 @@ class StepPipeline:
 
     @property
     def update_failed(self) -> bool:
-        """True once a pending update has failed on this rank. Any thread may ask."""
-        # A copy: the thread that trains adds to the list meanwhile.
+        """True once a pending update has failed on this rank. Safe in any thread."""
+        # A copy: the training thread may append meanwhile.
         return any(ticket.failed for ticket in list(self._pending))
 
     def raise_fault(self) -> None:
-        """Raise the fault of a background update, now and in every later call. Two generations on
-        one rank undo the step instead and raise once; on several ranks they keep it until the ranks
-        agree, and only other faults are raised here.
+        """Raise the fault of a background update, now and in every later call. With two generations
+        one rank undoes the step instead, and raises once. Several ranks with two generations defer
+        faults of updates until they agree; only other faults are raised here.
         """
         if self._fault is None and not self.undoes_together:
             self._fault = self._fault_of_update()
@@ -217,26 +218,26 @@ class StepPipeline:
         if fault is None:
             return
         if isinstance(fault.__cause__, DriveLostError):
-            # No step is undone on a drive that is gone, and no other error hides it.
+            # A step cannot be undone on a lost drive. The drive's error is raised itself.
             self._comm.report_failure(fault.__cause__)
             raise fault.__cause__.with_traceback(None)
         if self.transaction is not None and not (self.undoes_together or self._final):
-            # The fault is spent: training may continue.
+            # Raised once: training may continue after the undo.
             self._fault = None
             raise self._undo(self.transaction, fault.__cause__ or fault)
-        # Peers wait in collectives for this rank; without a word they would run into their timeout.
+        # Peers wait in collectives for this rank; without a report they would time out.
         self._comm.report_failure(fault)
         raise fault
 
     def _undo(
         self, transaction: Transaction, cause: BaseException, read: BaseException | None = None
     ) -> StepUndone:
-        """Go back to the states of the last commit on this rank. read: the fault of a gather beside
-        `cause`. Returns the error to raise.
+        """Restore the states of the last commit on this rank. read: the fault of a gather, if one
+        failed in addition to `cause`. Returns the error to raise.
         """
         try:
             undone = transaction.undo(cause, self._faults_of_updates, read)
-            # Not before: a commit would take updates that ran ahead and are not recorded here.
+            # After the undo: a commit before it would include updates that ran ahead.
             self.begun = self._unagreed = False
             self._mode.undone()
         except StateInvalid as lost:
@@ -246,10 +247,10 @@ class StepPipeline:
             self._forget_updates()
             raise
         except BaseException:
-            # Interrupted, before the states went back or after: the next call undoes, and tells.
+            # Interrupted before or after the states were restored: the next call undoes and raises.
             self.set_fault(half_done(cause))
             raise
-        # Not before: gathers that end meanwhile are excused by the updates that failed.
+        # After the undo: gathers that fail meanwhile are attributed to the failed updates.
         self._forget_updates()
         return undone
 
@@ -258,24 +259,22 @@ class StepPipeline:
         self._unsharder.updates_ended()
 
     def undo_together(self, read: BaseException | None = None) -> NoReturn:
-        """Undo the step on all ranks, since an update, or the read of a gather, has failed on one.
-        read: the fault of this rank's gather, if it has one. Collective. Raises: StepUndone,
-        always.
+        """Undo the step on all ranks, after an update or the read of a gather has failed on one.
+        read: the fault of this rank's gather, if it has one. Collective. Always raises StepUndone.
         """
         fault = self._fault_of_update()
         self._undo_for(read if fault is None else fault.__cause__, read)
 
     def may_undo(self, error: AioError) -> bool:
-        """Return whether undoing the step on all ranks is an answer to this fault of a gather. Any
-        thread may ask.
-        """
+        """Return whether an undo of the step on all ranks may repair this fault of a gather. Safe
+        in any thread."""
         repair = self.transaction.repair if self.transaction is not None else None
         return self.update_failed or (repair is not None and repair.concerns(error))
 
     def read_failed(self, error: AioError) -> None:
-        """Undo the step that is not committed if a gather's read failed again, or mend the chunk
-        where there is none. Ranks that undo together do so in the gather's turn. Blocks. Raises:
-        StepUndone, StateInvalid.
+        """Handle the read of a gather that has failed repeatedly: undo the step that is not
+        committed, or repair the chunk if there is no such step. Ranks that undo together do this in
+        the gather's turn instead. Blocks. Raises: StepUndone, StateInvalid.
         """
         transaction = self.transaction
         if transaction is None or self.undoes_together or not transaction.repair.concerns(error):
@@ -289,8 +288,8 @@ class StepPipeline:
             raise
 
     def end_updates(self, error: AioError | None) -> None:
-        """Note that updates that the calling thread made itself have ended; error: of the one that
-        failed. Raises the sticky fault. Collective where ranks undo steps together.
+        """End updates that the calling thread has made itself. error: of an update that failed.
+        Raises the sticky fault. Collective where ranks undo steps together.
         """
         if self.undoes_together:
             if failed_anywhere(self._comm, error):
@@ -300,22 +299,22 @@ class StepPipeline:
             self.raise_fault()
 
     def _undo_for(self, error: BaseException | None, read: BaseException | None = None) -> NoReturn:
-        """Undo the step on all ranks, and raise StepUndone. error: this rank's, if it has one;
-        read: that of its gather. Collective.
+        """Undo the step on all ranks, and raise StepUndone. error: this rank's fault, if any; read:
+        the fault of its gather, if any. Collective.
         """
         assert self.transaction is not None, "one generation undoes nothing"
         cause = cause_of_undo(self._comm, error)
         try:
             undone = self._undo(self.transaction, cause, read)
         except BaseException as error:
-            # The others resume from the last commit, and this rank cannot.
+            # The other ranks restore the last commit, and this rank cannot.
             self._comm.report_failure(error)
             raise
         raise undone
 
     def _agree(self) -> None:
-        """Return when the updates of all ranks have ended well. None of this rank's is pending.
-        Collective. Raises: StepUndone on all ranks where one has failed.
+        """Agree that the updates of all ranks have succeeded. None of this rank's is pending.
+        Collective. Raises: StepUndone on all ranks if an update of one has failed.
         """
         fault = self._fault_of_update()
         if failed_anywhere(self._comm, fault):
@@ -332,7 +331,7 @@ class StepPipeline:
         self._alarm.sound()
 
     def _fault_of_update(self) -> StateInvalid | None:
-        """Return the fault that the first failed update leaves; None while none has failed."""
+        """Return the fault of the first failed update; None if no update has failed."""
         failed = next((ticket for ticket in self._pending if ticket.failed), None)
         if failed is None:
             return None
@@ -359,20 +358,20 @@ class StepPipeline:
         return found
 
     def wait(self, *, together: bool = True) -> None:
-        """Block until no update is pending, and none has run ahead of its step. Raises the sticky
-        fault. Collective where ranks undo steps together.
+        """Undo updates that ran ahead of their step, and block until no update is pending. Raises
+        the sticky fault. Collective where ranks undo steps together.
 
-        together: False asks no other rank; a fault of this one is sticky then.
+        together: False communicates with no other rank; then a fault of this rank is sticky.
         """
         self._mode.undo_ahead()
         self._finish(together=together)
 
     def settle(self) -> None:
-        """Wait for the updates of the step before, and agree on them, if ranks undo steps together.
-        Collective. Raises as `begin`.
+        """If ranks undo steps together, wait for the updates of the step before, and agree on them.
+        Blocks. Collective. Raises as `begin`.
         """
-        # A drive that refused a write of them takes no gradients either: that rank would raise
-        # alone.
+        # Before spilled gradients are written: a drive that failed an update also refuses these
+        # writes, and its rank would raise alone.
         if self.undoes_together and not self.begun:
             self._finish()
 
@@ -380,7 +379,7 @@ class StepPipeline:
         """Begin the updates of a step. Blocks until those of the step before are done. Raises the
         sticky fault. Collective as `wait`.
         """
-        # An update of this step ran in backward already. Waiting here would wait for that one.
+        # Updates of this step have run in backward already: a wait here would wait for them.
         if self.begun:
             self.raise_fault()
             return
@@ -391,8 +390,8 @@ class StepPipeline:
             self.begun = True
 
     def commit(self) -> None:
-        """Commit the last step of a durable run now. Nothing may be pending, or ahead. Blocks;
-        collective.
+        """Commit the last step of a durable run. No update may be pending, or ahead of its step.
+        Blocks. Collective.
         """
         if self.transaction is not None:
             self.transaction.commit()
@@ -405,13 +404,12 @@ class StepPipeline:
     def _finish(self, *, together: bool = True) -> None:
         """Wait for all pending updates. Raises the sticky fault."""
         start = time.perf_counter()
-        # Every ticket is waited for, also after a failure: threads still write into memory of
-        # theirs.
+        # Every ticket is waited for, even after a failure: threads may still use its memory.
         for ticket in self._pending:
             wait_through(ticket)
         self._waits.updates_s += time.perf_counter() - start
         if self.undoes_together and together:
-            # A fault that the others cannot undo ends them first.
+            # A fault that cannot be undone is raised first, and ends all ranks.
             self.raise_fault()
             if self._unagreed:
                 self._agree()
@@ -426,11 +424,11 @@ class StepPipeline:
     # -- the step ----------------------------------------------------------------------------------
 
     def check_ranks_agree(self, optimizer: Grouped, params: Sequence[Param]) -> None:
-        """Return when all ranks are about to update these parameters in the same way. Collective.
+        """Check that all ranks update these parameters in the same way. Collective.
 
-        Raises: RanksDiverged; ValueError for an lr, or another number, of one rank's own.
+        Raises: RanksDiverged; ValueError for an lr, or another number, that differs on a rank.
         """
-        # One rank agrees with itself, and describing a step costs a pass over the groups.
+        # Not with one rank: a description costs a pass over the groups.
         if self._comm.world > 1:
             description = describe_step(optimizer, params)
             self._comm.check_same_numbers(description.what, description.numbers, description.names)
@@ -439,7 +437,7 @@ class StepPipeline:
         """Return the parameters whose gradient is not finite on some rank. Collective: all ranks
         pass the same parameters.
         """
-        # Every rank holds a shard, so one rank alone may see the inf.
+        # Each rank has a shard of the gradient, so an inf may be on one rank only.
         bad = self._comm.all_reduce_any(
             [param.grad is not None and not param.grad.finite() for param in params]
         )
@@ -454,11 +452,10 @@ class StepPipeline:
         """Raise RuntimeError if a forward, a backward or `gather()` uses the unit of one of these
         parameters.
 
-        Blocks until spilled gradients are written. Raises: AioError of a write that failed; no
-        state was touched then.
+        Blocks until spilled gradients are written. Raises: AioError of a write that failed; then no
+        state has changed.
         """
-        # The mode first: a backward that broke off explains a busy unit better than the check
-        # below.
+        # The mode first: an interrupted backward explains a busy unit better than the check below.
         self._mode.before_step()
         self._gradients.check_reduced()
         busy = next((param.unit for param in params if param.unit.refs), None)
@@ -479,32 +476,30 @@ class StepPipeline:
         Raises: RuntimeError while a forward or backward is running; the sticky fault of an earlier
         step.
         """
-        # The unit is what executor, gates and schedule work on.
+        # Executor, gates and schedule work on units.
         by_unit: dict[Unit, dict[Param, Work]] = {}
         for item in work:
             by_unit.setdefault(item.param.unit, {})[item.param] = item
         self.check_idle([item.param for item in work])
         self._clock.enter("step")
-        # An empty step waits for nothing: GradScaler skips steps, and a skipped one should cost no
-        # stall.
+        # An empty step does not wait: GradScaler skips steps, and a skipped step must not stall.
         if by_unit:
             self.begin()
         else:
             self.raise_fault()
         self.step_begins()
-        # Also where this rank has no part of what is updated.
+        # Also on a rank without a part of the updated parameters: the agreement is collective.
         self._unagreed = self._unagreed or (self.undoes_together and bool(by_unit))
         try:
             with profiled("infinity: step"):
                 self._mode.submit(by_unit, optimizer)
         except BaseException as error:
-            # Some units are submitted and others are not. StepUndone has restored the states
-            # already.
+            # Some units may be submitted and others not. After StepUndone the states are restored.
             if by_unit and not isinstance(error, StepUndone):
                 self.set_fault(half_done(error))
             raise
         self.count_step()
-        # The next forward starts with reads, and Python has time between the steps.
+        # Prefetch the reads with which the next forward starts.
         self._unsharder.prefetch_ahead()
         self._clock.enter("idle")
 
@@ -517,8 +512,7 @@ class StepPipeline:
         self.begun = False
         self._passes.step_taken()
         if self.transaction is not None:
-            # Remembered before the count changes, so that an interrupt between the two is undone
-            # right.
+            # Before the count changes, so that an undo is right after an interrupt between the two.
             self.transaction.remember(self._counts, dict(self._counts))
         self.steps += 1
         if self.transaction is not None:
@@ -534,7 +528,7 @@ class StepPipeline:
 
     @property
     def steps(self) -> int:
-        """Steps that were taken, less those that a fault undid."""
+        """Number of steps taken, without undone ones."""
         return self._counts["steps"]
 
     @steps.setter
@@ -544,10 +538,10 @@ class StepPipeline:
     def next_order(self, units: Sequence[Unit]) -> list[Unit]:
         """Return units in the order of the next training forward, then units that it does not use.
         """
-        # The units are gathered in this order, which each rank would learn another of.
+        # Units are gathered in this order. The learned order would differ between ranks.
         if self._in_any_order:
             return sorted(units, key=lambda unit: unit.index)
-        # The first use of a unit that runs twice in a forward decides.
+        # The first use counts for a unit that runs several times in a forward.
         place: dict[int, int] = {}
         for index in self._schedule.order(Phase.TRAIN):
             place.setdefault(index, len(place))
@@ -562,14 +556,14 @@ class StepPipeline:
         return self._executor.gate()
 
     def prefetch_states(self, phase: Phase, *, in_memory: bool) -> None:
-        """Let idle slots of the executor read the states of the first units of `phase`. Never
-        blocks.
+        """Prefetch the states of the first units of `phase` into idle staging buffers of the
+        executor. Never blocks.
 
-        in_memory: the updates will have the parameters in memory. The executor gives the slots up
-        when another job wants them.
+        in_memory: the updates will have the parameters in memory. The executor releases the buffers
+        when another job needs them.
         """
-        # Only the executor's idle slots read ahead. A byte of budget that keeps a section resident
-        # saves its read and its write in every step; a byte of read-ahead only hides a read.
+        # Only into idle buffers: a byte of the budget that keeps a section resident saves its read
+        # and its write in every step, while a byte of prefetch only hides a read.
         ids: list[int] = []
         for index in self._schedule.order(phase):
             for flat in self._units[index].flats:
@@ -586,18 +580,18 @@ class StepPipeline:
         return jobs_of_unit(unit, self._jobs, work, gradients)
 
     def add_pending(self, ticket: Ticket) -> None:
-        """Add an update that was submitted without `start`: the pipeline waits for it and raises
-        its fault.
+        """Add an update that was submitted without `start`, so that the pipeline waits for it and
+        raises its fault.
         """
         self._pending.append(ticket)
 
     def _forget_done(self) -> None:
-        """Forget done updates whenever the list has doubled: a constant cost per update. Raises the
-        sticky fault.
+        """Drop done updates whenever the list has doubled, at a constant cost per update. Raises
+        the sticky fault.
         """
         if len(self._pending) >= self._pending_max:
             self.raise_fault()
-            # `done` is asked first: a ticket that fails between the two questions is retained.
+            # `done` is read first, so that a ticket that fails between the two reads is retained.
             self._pending = [
                 ticket for ticket in self._pending if not ticket.done or ticket.failed
             ]
@@ -612,40 +606,39 @@ class StepPipeline:
         gate: Gate | None = None,
         targets: Sequence[int] = (),
     ) -> Ticket:
-        """Submit the update of one unit. Does not block, except while a save has yet to read its
+        """Submit the update of one unit. Blocks only while a save has not yet read the unit's
         states.
 
-        gate: delays the update until forward gathers the unit, and gives the addresses of the
+        gate: delays the update until forward gathers the unit, and supplies the addresses of the
         unit's flats.
-        targets: those addresses, without a gate. The flats hold the unit's parameters; the update
-        reads them there and replaces them.
+        targets: without a gate, addresses of flats with the gathered parameters, which the update
+        reads and replaces there.
 
-        Raises: the sticky fault of an earlier update; nothing is submitted then.
+        Raises: the sticky fault of an earlier update; then nothing is submitted.
         """
-        # A save may still read these chunks; it copies them, or this blocks until it has.
+        # Blocks until a running save has read these chunks.
         self._store.will_write(unit.flats)
         plan = jobs_of_unit(unit, self._jobs, work, gradients)
         jobs = plan.jobs
-        # Behind a gate the whole unit is handed over, so its other chunks are fetched too. The gate
-        # knows the addresses once the unit has memory.
+        # With a gate the whole unit is handed over, so chunks without work are fetched, too. The
+        # gate gets the addresses once the unit has memory.
         if gate is not None:
             jobs["mask"] |= self._device.mask
         else:
-            # Without a hand-over no gather waits for the chunks that have no work.
+            # Without a hand-over no gather waits for chunks without work.
             jobs = jobs[jobs["kind"] == JobKind.UPDATE]
             if targets:
                 jobs["ptr"][:, 0] += np.array(targets, dtype=np.uint64)[jobs["base"]]
-                # In and out are the same memory: the update reads the gathered parameters and
-                # replaces them, which saves their read from NVMe.
+                # Input and output are the same memory: the update replaces the gathered parameters
+                # in place, which saves their read from NVMe.
                 jobs["ptr"][:, 1] = jobs["ptr"][:, 0]
                 jobs["mask"] |= MASK_PARAM_IN_MEMORY | self._device.mask
             else:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1
-        # The device may still use the unit's memory or write gradients; the update comes behind it.
+        # Order the update after kernels that still use the unit's memory or write gradients.
         self._device.behind()
-        # Nothing may raise once it is submitted: only the caller keeps what threads then read and
-        # write.
+        # After the submission nothing may raise: the caller retains the memory that threads use.
         self._forget_done()
         self._unagreed = self.undoes_together
         ticket = self._executor.submit(
@@ -656,7 +649,7 @@ class StepPipeline:
 
 
 def accumulated_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
-    """Return the gradients of these parameters that lie in slots; spilled ones are left out."""
+    """Return the gradients of these parameters that lie in RAM; spilled ones are left out."""
     gradients = {}
     for param in work:
         assert param.grad is not None
@@ -666,9 +659,8 @@ def accumulated_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tenso
 
 
 def guard(params: Iterable[Param], ticket: Ticket) -> None:
-    """Block writes to these gradients until the update has read them. The update reads spilled
-    gradients from NVMe, so they need no guard.
-    """
+    """Make later writes to these gradients wait until the update has read them. Spilled gradients
+    need no guard: the update reads them from NVMe."""
     reader = ReadByUpdate(ticket)
     for param in params:
         assert param.grad is not None
@@ -676,9 +668,8 @@ def guard(params: Iterable[Param], ticket: Ticket) -> None:
 
 
 def half_done(error: BaseException) -> StateInvalid:
-    """Return the sticky fault of a step that broke off when some parameters were updated, or may
-    have been.
-    """
+    """Return the sticky fault of a step that was interrupted after some parameters were, or may
+    have been, updated."""
     fault = StateInvalid(
         f"opt.step() broke off ({type(error).__name__}: {error}); some parameters are updated and "
         "others are not, so the states cannot be trusted; close this engine and start again from "
@@ -689,8 +680,8 @@ def half_done(error: BaseException) -> StateInvalid:
 
 
 def refuse_nonfinite(bad: Sequence[Param], mode: str) -> bool:
-    """Apply `on_nonfinite` to the parameters found by `check_finite`. Returns whether the step goes
-    on.
+    """Apply `on_nonfinite` to the parameters that `check_finite` found. Returns whether the step is
+    taken.
 
     Raises: NonFiniteGradient when mode is "raise".
     """
