@@ -19,9 +19,9 @@ from infinity.errors import AioError, EngineClosed
 
 
 class Background(NamedTuple):
-    """The parts whose work is not done when a call returns: parts that work in the background,
-    whose faults are sticky, writes of the loop to whole parameters, and parameters that were
-    unfrozen and have no states yet."""
+    """Parts with work that is not done when a call returns: pipeline and saving run in the
+    background, and their faults are sticky; whole has the loop's writes to whole parameters;
+    registry has unfrozen parameters without states."""
 
     pipeline: StepPipeline
     saving: Saver
@@ -33,7 +33,7 @@ class EngineAccess:
     """The checks of one engine (`infinity._src.params.update_hooks.Access`). One thread uses it at
     a time.
 
-    alarm: has the next gather call `before_read`. It stays sounded as long as that raises.
+    alarm: makes the next gather call `before_read`. It stays sounded while `before_read` raises.
     """
 
     _background: Background
@@ -47,41 +47,42 @@ class EngineAccess:
         comm.on_failure(alarm.sound)
 
     def attach(self, background: Background) -> None:
-        """Take the parts whose faults are sticky. They are made after this object, which they need.
-        Called once, before anything else.
-        """
+        """Set the parts that are made after this object, since they need it. Called once, before
+        all other calls."""
         self._background = background
 
     def close(self) -> None:
-        """Let every later check raise EngineClosed."""
+        """Make every later check raise EngineClosed."""
         self.closed = True
         self._alarm.sound()
 
     def check_open(self) -> None:
-        """Raise after close, and the sticky fault of a background update."""
+        """Raise EngineClosed after `close`; DriveLostError; the fault of a background update or
+        save; the error of a rank that has failed."""
         if self.closed:
             raise EngineClosed(
                 "the engine of this model was closed; build the model anew and offload that"
             )
         self.check_drives()
-        # A fault of the background is raised by whatever comes next: no caller waited for it.
+        # Any next call raises a background fault: the call that began the work has returned.
         self._background.pipeline.raise_fault()
         self._background.saving.raise_fault()
         # A rank that has died is reported here, before a collective waits for it.
         self._comm.check()
 
     def check_drives(self) -> None:
-        """Raise DriveLostError if a drive is known to be lost, and end all ranks."""
+        """If a drive is known to be lost, report that to all ranks, which ends them, and raise
+        DriveLostError."""
         lost = self._storage.drives.lost
         if lost is not None:
             self._comm.report_failure(lost)
             self._storage.drives.check()
 
     def before_pass(self) -> None:
-        """Check the engine before an outermost forward, a write, or a call of its user. Keeps what
-        the loop has written to whole parameters.
+        """Check the engine before an outermost forward, a write, or a call of its user, and store
+        the loop's writes to whole parameters.
         """
-        # Each rank would continue with a different model, and no loss would show it.
+        # With another process group ranks would silently continue with different models.
         self._comm.check_group()
         self._background.whole.keep_writes()
 
@@ -94,7 +95,7 @@ class EngineAccess:
     def before_read(self, unit: Unit) -> None:
         """Check the engine, and undo an update that ran ahead of its step, before the unit's values
         are read. Raises: EngineClosed; the fault of an update, of a save, of a drive or a rank."""
-        # First: what is found from here on sounds it again.
+        # Lowered first: a fault from here on sounds it again.
         self._alarm.lower()
         try:
             self.check_open()

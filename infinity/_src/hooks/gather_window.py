@@ -1,8 +1,8 @@
 """`gather()`: parameters that are readable and writable for a while, outside of forward.
 
-A window is a call like that of a module: what is computed from its parameters inside makes a graph,
-whose backward may run inside, or later. Then it gathers the units again. The graph ends with the
-window if training computes with other values than `gather()` shows.
+A window is a call like that of a module. Code inside that computes with its parameters makes a
+graph, whose backward may run inside of the window, or later, and gathers the units again. If
+training computes with other values than `gather()` shows, a backward after the window raises.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ def chosen_params(lifecycle: Lifecycle, what: Gatherable) -> list[Param]:
 
 
 def gather(lifecycle: Lifecycle, what: Gatherable) -> AbstractContextManager[None]:
-    """Open windows: inside, `what` (a module, a parameter, or parameters) is readable and writable;
-    writes are retained.
+    """Return a context in which `what` (a module, a parameter, or parameters) is readable and
+    writable; writes are retained.
 
-    Blocks until it is gathered. Views kept past the end are undefined.
+    Its entry blocks until the parameters are gathered. After its end views of them are undefined.
     """
     lifecycle.require_open("gather()")
-    # Units that a broken-off pass has left would count as in use.
+    # Units of an interrupted pass would count as in use.
     lifecycle.recover()
     return _open_windows(lifecycle, what)
 
 
 @contextmanager
 def _open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
-    """Open windows on the chosen parameters: inside, they are readable and writable. Writes are
-    kept, also when the body raises."""
+    """Context with windows on the chosen parameters. Writes are retained, even if its body raises.
+    """
     params = [param for param in chosen_params(lifecycle, what) if param not in lifecycle.windows]
     # In one order on all ranks: gathering is a collective.
     params.sort(key=lambda param: (param.unit.index, param.flat.index, param.param_index))
@@ -93,8 +93,8 @@ def _open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
         well = True
     finally:
         try:
-            # After an exception other ranks may not close these windows: a collective would wait
-            # for them.
+            # After an exception other ranks may not close these windows, and a collective would
+            # wait for them.
             _close(lifecycle, opened, together=well)
         finally:
             _end_call(lifecycle, call, opened)
@@ -103,11 +103,11 @@ def _open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
 
 
 def _end_call(lifecycle: Lifecycle, call: BackwardUse, opened: list[WeightWindow]) -> None:
-    """Let backward gather the units again whose windows are in a graph. Every window must be
-    closed, and its writes stored."""
+    """Hook the graphs of windows, so that backward gathers the windows' units again. Every window
+    must be closed, and its writes stored."""
     used: dict[UnitRefs, None] = {}
     for window in opened:
-        # The Python object holds it, and nothing else, where no graph does.
+        # Without a graph only the Python object refers to the tensor.
         if tensor_refs(window.tensor) > 1:
             used[lifecycle.refs_of(window.param.unit)] = None
             window.closes(outlives=lifecycle.unsharder.trains_on_rest(window.param.unit))
@@ -117,10 +117,10 @@ def _end_call(lifecycle: Lifecycle, call: BackwardUse, opened: list[WeightWindow
 
 def _close(lifecycle: Lifecycle, opened: list[WeightWindow], *, together: bool) -> None:
     """Close windows and store the writes made through them. All are closed even if a write fails;
-    the first failure is raised. After StepUndone or RankFailed nothing more is stored.
+    then the first error is raised. After StepUndone or RankFailed nothing more is stored.
 
-    together: all ranks close these windows now. All of them then store what one has written: torch
-    counts no write when a collective (`dist.broadcast`) fills the windows of the others.
+    together: all ranks close these windows now. A window that one rank has written is stored on all
+    ranks: torch does not count the write of a collective (`dist.broadcast`) on receiving ranks.
     """
     for window in opened:
         refs = lifecycle.refs_of(window.param.unit)
@@ -134,11 +134,11 @@ def _close(lifecycle: Lifecycle, opened: list[WeightWindow], *, together: bool) 
     except Exception as error:  # noqa: BLE001  raised below
         failure = error
     for window, is_written in zip(opened, written, strict=True):
-        # Not after these two: the window showed values of an undone step, or ranks would differ.
+        # Not after these errors: a window shows values of an undone step, or ranks would differ.
         if is_written and not isinstance(failure, StepUndone | RankFailed):
             try:
                 lifecycle.unsharder.write_alike(window.param, window.tensor.detach())
-            except Exception as error:  # noqa: BLE001  raised below, when the others are written
+            except Exception as error:  # noqa: BLE001  raised below, after all writes
                 failure = failure or error
     if failure is not None:
         raise failure

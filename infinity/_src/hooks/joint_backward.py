@@ -1,10 +1,10 @@
 """`Handle.accumulate`: forwards of micro-batches in sequence, and one backward for all.
 
-    fn(micro-batch) of each, as a whole: the loop's own code and the model's run as in a plain loop
+    fn(micro-batch) for each in turn: code of the loop and of the model runs as in a plain loop
     one backward over all losses, block by block (`infinity._src.hooks.block_order`)
 
-Forward is not interleaved: that would let code of several micro-batches take turns, which share
-module attributes, globals and settings of the process (docs/architecture.md).
+Forwards are not interleaved: the code of all micro-batches shares module attributes, globals and
+settings of the process (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ R = TypeVar("R")
 class JointBackward:
     """One backward for the forwards of several micro-batches of one model.
 
-    named: `Policy.units`. on_any_rank: returns whether a flag of this rank's micro-batches is
-    set on some rank.
+    named: `Policy.units`. on_any_rank: returns whether a flag is set on some rank; collective.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class JointBackward:
     ) -> list[R]:
         """Run `fn` for each micro-batch, then backward; see `Handle.accumulate`.
 
-        no_sync: goes around backwards that are not the last, where there are several.
+        no_sync: context for all backwards but the last, if there are several.
         """
         if not micro_batches:
             raise ValueError("accumulate() got no micro-batches: a step needs at least one")
@@ -68,7 +67,7 @@ class JointBackward:
         odd = passed.odd_one()
         if odd is not None:
             self._say(*odd)
-        # All ranks run as many backwards.
+        # All ranks run the same number of backwards.
         if not self._on_any_rank(odd is not None):
             self._lifecycle.hook_before_renumbering(losses)
             reorder_backward(losses, passed.nodes, end)

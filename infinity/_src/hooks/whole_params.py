@@ -1,15 +1,16 @@
-"""Parameters between passes, where each rank has whole ones on its device: they can be read and
-written anywhere.
+"""Reads and writes of parameters between passes, where each rank has whole parameters on its
+device.
 
-    read     waits for the update of the parameter's unit, and returns its values where they lie
-    write    is found by the version counter of what was read, and kept before the next pass, step,
-             save or call of the handle. torch counts none through an array of numpy, nor by a
-             collective (`dist.all_reduce(parameter.data)`): these belong inside of `gather()`
+    read     waits for the update of the parameter's unit, and returns its values in place
+    write    is detected by the version counter of the tensor that was read, and stored before the
+             next pass, step, save or call of the handle. torch counts no write through an array of
+             numpy or by a collective (`dist.all_reduce(parameter.data)`): such writes need
+             `gather()`
     later    a tensor that is retained over a step shows the values of the step; a write through it
              raises. After `close()` it has no memory
 
-A read of parameters that rest elsewhere would have to move them, which `gather()` does in the
-open. On a device nothing moves.
+A read of parameters on other tiers would have to move them, which only `gather()` does, explicitly.
+On a device nothing moves.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from infinity.errors import StepUndone, WeightWritten
 
 
 class ShownWindow(WeightWindow):
-    """A parameter between passes. generation: of the unit's values that it was shown for last.
-    hooked: gradients that reach it are accumulated.
+    """Window on a parameter between passes. generation: of the unit's values at the last read.
+    hooked: its gradients are accumulated.
     """
 
     def __init__(self, param: Param) -> None:
@@ -35,7 +36,7 @@ class ShownWindow(WeightWindow):
 
     @property
     def current(self) -> bool:
-        """True until the parameter's unit has other values: those of a step, or of a write."""
+        """True until a step or a write changes the values of the parameter's unit."""
         return self.generation == self.param.unit.generation
 
     def check_current(self, _grad: torch.Tensor) -> None:
@@ -50,8 +51,8 @@ class ShownWindow(WeightWindow):
 class WholeParams:
     """The parameters of one model between passes. One thread uses it at a time.
 
-    shown: whether they can be read: they lie on the device, and no update begins before
-    `opt.step()`. alone: whether there is one rank only.
+    shown: parameters can be read: they lie on the device, and no update begins before `opt.step()`.
+    alone: there is only one rank.
     """
 
     def __init__(self, unsharder: Unsharder, *, shown: bool, alone: bool) -> None:
@@ -72,7 +73,7 @@ class WholeParams:
         if not self._shown or self._wants_other_ranks(unit):
             return None
         window = self._windows.get(param)
-        # Before the unit is in use: its memory, which a late write has spoilt, is filled anew.
+        # Before the unit is in use: memory that a late write has overwritten is filled anew.
         if window is not None and not window.current:
             window.poll_write()
             if window.written:
@@ -84,15 +85,15 @@ class WholeParams:
             return window
 
     def _wants_other_ranks(self, unit: Unit) -> bool:
-        """True where only a gather with the other ranks would fill the unit's memory: before the
-        first pass, and after its values were replaced at rest."""
+        """Return whether only a gather with all ranks would fill the unit's memory: before the
+        first pass, and after its values at rest were replaced."""
         return not self._alone and unit.state in (SHARDED, STALE)
 
     def keep_writes(self) -> None:
-        """Store what was written through windows since the last call. Waits for pending updates if
-        there is something to store. On several ranks all have written the same.
+        """Store the writes through windows since the last call. If there are any, blocks for
+        pending updates, and is collective: all ranks have written the same.
 
-        Raises: WeightWritten for a write to values of before the last step, which is lost; what
+        Raises: WeightWritten for a write to outdated values, which is lost; what
         `Unsharder.write_alike` raises. After StepUndone nothing is stored.
         """
         for window in self._windows.values():
@@ -103,12 +104,12 @@ class WholeParams:
         late = [window for window in written if not window.current]
         if late:
             self._refuse_late_writes(late)
-        # One order on all ranks: storing is a collective, and each rank has read in another order.
+        # In one order on all ranks: a store is a collective, and the order of reads may differ.
         written.sort(key=lambda each: each.param.index)
         current = [window for window in self._windows.values() if window.current]
         try:
             for window in written:
-                # First: the store asks the engine's checks, which call this method.
+                # Cleared first: the store runs the engine's checks, which call this method.
                 window.written = False
                 try:
                     self._unsharder.write_alike(window.param, window.tensor.detach())

@@ -1,10 +1,10 @@
-"""Transaction of a step (Policy.generations = 2): a step writes beside the committed states, until
-the next one begins.
+"""Transaction of a step (Policy.generations of 2 and more): a step does not overwrite the committed
+states, until the next step begins.
 
-    begin     the updates before have ended well -> commit them; new writes go to the other places
-    undo      one of them failed -> states, step counts and gathered parameters of the last commit
+    begin     earlier updates have succeeded -> commit them; new writes go to the other places
+    undo      an update failed -> states, step counts and gathered parameters of the last commit
 
-A commit moves nothing: it says which of a chunk's two places is written next.
+A commit moves nothing: it determines which of a chunk's two places is written next.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from infinity.aio import Executor
 from infinity.errors import AioError, StepUndone
 
 ASKED_AGAIN_S = 0.5
-"""Seconds after which a drive that fails is asked again outside of steps."""
+"""Seconds between two attempts to read from a failing drive, outside of steps."""
 
 
 class Durable(Protocol):
-    """A durable run, as a transaction sees it: its commits outlive the process."""
+    """The part of a durable run that a transaction uses. Its commits outlive the process."""
 
     @property
     def waits(self) -> bool:
-        """True while nothing may be committed."""
+        """True while no commit is allowed: the run waits for its restore."""
 
     def check(self) -> None:
-        """Raise ValueError while nothing may be committed."""
+        """Raise ValueError while no commit is allowed."""
 
     def count_step(self) -> None:
         """Note that a step was taken."""
 
     def undone(self) -> None:
-        """Note that the states are those of the last commit again."""
+        """Note that an undo has restored the states of the last commit."""
 
     def states_moved(self, *, complete: bool) -> None:
-        """Note that states got other places or formats. The last commit names places that are out
-        of use. complete: every parameter that learns has states now.
+        """Commit states that have other places or formats, since the last commit names old places.
+        complete: every trainable parameter has states now.
         """
 
     def prepare_next(self) -> None:
-        """Prepare the places that are written next; the executor has committed too. Raises:
+        """Prepare the places that are written next, after the executor has committed. Raises:
         SwapFullError.
         """
 
@@ -57,8 +57,7 @@ class Durable(Protocol):
         """Return True if the last captured step is to be committed."""
 
     def commit(self) -> None:
-        """Commit. Blocks; collective. Raises: AioError, PeerFailed; the last commit is still whole
-        then.
+        """Commit. Blocks. Collective. Raises: AioError, PeerFailed; then the last commit is intact.
         """
 
 
@@ -80,10 +79,10 @@ class Transaction:
         self._executor = executor
         self._unsharder = unsharder
         self._durable: Durable | None = None
-        # Tables of counts, and entries of them as they were, in the order of the counts; an undo
-        # puts them back from the last to the first.
+        # Tables of counts, each with former entries, oldest first. An undo restores the entries,
+        # newest first.
         self._counts_before: list[tuple[MutableMapping[Any, Any], Mapping[Any, Any]]] = []
-        # True while a commit has begun and not ended, also after it broke off.
+        # True while a commit has begun and not ended, also after an interruption.
         self._committing = False
         self.undone_steps = 0
         self.commit_s = 0.0
@@ -96,7 +95,7 @@ class Transaction:
         """Commit all writes so far. No update may be pending. Blocks for drives only in a durable
         run; collective there.
 
-        Raises: ValueError, AioError and PeerFailed of a durable run; nothing changed then.
+        Raises: ValueError, AioError and PeerFailed of a durable run; then nothing has changed.
         """
         if self._durable is not None:
             # Before anything is written: a run that waits for its restore must not be overwritten.
@@ -107,11 +106,11 @@ class Transaction:
         self._commit_now()
 
     def _commit_now(self) -> None:
-        # Where this breaks off, a manifest may name what was just written, or a place may still be
-        # a checkpoint's: the next step writes nothing before a commit has ended, due or not.
+        # After an interruption here a manifest may name the places just written, or a place may
+        # still belong to a checkpoint: no step writes before a commit has ended, due or not.
         self._committing = True
         if self._durable is not None:
-            # The flush to the drives is the price of durability, and the statistics show it.
+            # `commit_s` in the statistics shows the cost of durability.
             start = time.perf_counter()
             try:
                 self._durable.commit()
@@ -137,8 +136,8 @@ class Transaction:
             self._commit_now()
 
     def states_moved(self, *, complete: bool) -> None:
-        """Commit flats that got other places or formats, with the values they had; the first time
-        when set-up is `complete`: every parameter that learns has states. As `begin`.
+        """Commit flats with new places or formats, and the same values. The first commit of a run
+        comes when set-up is `complete`: every trainable parameter has states. As `begin`.
         """
         if self._durable is not None:
             self._committing = True
@@ -151,9 +150,7 @@ class Transaction:
             self._durable.count_step()
 
     def remember(self, table: MutableMapping[Any, Any], before: Mapping[Any, Any]) -> None:
-        """Remember entries of a table of counts as they are `before` a step. An undo of it puts
-        them back.
-        """
+        """Remember entries of a table of counts `before` a step, for an undo to restore them."""
         # One entry of the list, so that an interrupt leaves all of them or none.
         self._counts_before.append((table, before))
 
@@ -163,24 +160,24 @@ class Transaction:
         faults: Callable[[], Sequence[BaseException]] = tuple,
         read: BaseException | None = None,
     ) -> StepUndone:
-        """Go back to the last commit after an update, or a read, has failed. faults: returns those
-        of all updates that failed; read: that of a gather, where `cause` is another. Returns the
-        error to raise. Blocks until nothing is in flight.
+        """Restore the last commit after an update, or a read, has failed. faults: returns the
+        faults of all failed updates. read: the fault of a gather, if `cause` is another. Returns
+        the error to raise. Blocks until nothing is in flight.
 
-        Drives that refused writes after the fault take them again. Chunks that cannot be read are
-        mended as far as can be. Raises: StateInvalid, StatesLost; the step is undone then, too.
+        Drives that refused writes after the fault accept them again. Chunks that cannot be read are
+        repaired where possible. Raises: StateInvalid, StatesLost; the step is undone nevertheless.
         """
-        # Gathered units may hold parameters of the undone step. They are read anew.
+        # Gathered units may have parameters of the undone step: they are read anew.
         self._unsharder.mark_stale(self._units)
-        # A save under way would take the rest of its states from the step before.
+        # A running save would read its remaining states from the step before.
         self._store.wait_for_reader([flat for unit in self._units for flat in unit.flats])
-        # A write that is still in flight would land in a place that is written next.
+        # A write in flight would reach a place that is written next.
         self._executor.wait_all()
         failed = faults()
         misread = self.repair.misread((cause, *failed, *([] if read is None else [read])))
         self._executor.rollback(self._ids(flat for unit in self._units for flat in unit.flats))
-        # Started before the counts go back, waited for after: both must happen, whatever the drives
-        # say.
+        # Started before the counts are restored, and awaited afterwards: counts must be restored
+        # even if a drive fails again.
         recovery = self._executor.recover()
         for table, before in reversed(self._counts_before):
             table.update(before)
@@ -193,43 +190,43 @@ class Transaction:
         except AioError as error:
             cause = error
         self.repair.mend(misread)
-        # A read outside of an update is one of a gather. Returned instead of raised: the pipeline
-        # first tells the other ranks.
+        # A failed read without a failed update belongs to a gather. The error is returned, not
+        # raised: the pipeline first resets its own state.
         return _undone(cause, of_gather=bool(misread) and not failed)
 
     @property
     def has_steps(self) -> bool:
-        """True while a step was taken that is not committed."""
+        """True while a step has been taken that is not committed."""
         return bool(self._counts_before)
 
     def mend(self, error: AioError) -> None:
-        """Mend a chunk that cannot be read, while no step is to be undone: it can be read then.
-        Blocks until nothing is in flight. Raises: StateInvalid where it cannot.
+        """Repair a chunk that cannot be read, while there is no step to undo. Blocks until nothing
+        is in flight, and the chunk can be read. Raises: StateInvalid if it cannot be repaired.
         """
         self._executor.wait_all()
         older = self.repair.older_chunks
         misread = self.repair.misread([error])
         try:
-            # No step comes between, after which the drive would be asked again.
+            # No step runs meanwhile that would try the drive again, so this loop does.
             while not self.repair.mend(misread, of_step=False):
                 time.sleep(ASKED_AGAIN_S)
         finally:
-            # Not where values are as they were: units in use would be filled anew under autograd.
+            # Only if values have changed: units in use would be filled anew under autograd.
             if self.repair.older_chunks > older:
                 self._unsharder.mark_stale(self._units)
-        # It can be read: no later fault is one more of these.
+        # The chunk can be read: the repair counts later faults anew.
         self.repair.passed()
 
     def states_replaced(self) -> None:
-        """Note that a restore has replaced all states: no undo goes back to those before. No update
-        may be pending. A durable run commits by itself.
+        """Note that a restore has replaced all states, so that no undo returns to the states before
+        it. No update may be pending. A durable run makes a separate commit instead.
         """
         if self._durable is None:
             self._flip()
 
     def undo_units(self, units: Sequence[Unit]) -> None:
         """Undo the writes to these units since the last commit. None of their updates may be
-        pending. Blocks while others read the units.
+        pending. Blocks until nothing is in flight.
         """
         self._unsharder.mark_stale(units)
         ids = self._ids(flat for unit in units for flat in unit.flats)
@@ -241,7 +238,7 @@ class Transaction:
 
 
 def _undone(cause: BaseException, *, of_gather: bool) -> StepUndone:
-    """Return the error of a step that was undone. of_gather: for the read of a gather."""
+    """Return the error of an undone step. of_gather: the cause is the read of a gather."""
     met, since = "an optimizer update failed", ""
     if of_gather:
         met, since = "a unit cannot be read", ", with what was written to parameters since,"
