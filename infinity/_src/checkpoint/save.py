@@ -2,11 +2,11 @@
 copied by a thread.
 
     inf.save    waits for updates; captures scalars, groups, buffers, extra; starts a thread
-    training    continues; a write to states waits until these were read
-    thread      data file, small files  ->  all ranks wrote? manifests  ->  all there? older ones go
+    training    continues; a write to states waits until the save has read them
+    thread      data file, small files  ->  all ranks done: manifests  ->  all done: remove older
 
-The ranks agree in a group of their own, so that training's collectives and these do not meet. The
-thread copies a few chunks at a time, two for each drive that is read and two more:
+The ranks agree in a separate process group, so that collectives of a save and of training do not
+mix. The thread copies a few chunks at a time, two for each drive that is read and two more:
 
     executor of the run                        this thread          executor of the data file
     FETCH all sections of a chunk -> buffer -> pads with zeros  ->  STORE, checksum, write
@@ -68,19 +68,19 @@ log = logging.getLogger("infinity")
 
 
 def rows_of(shards: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
-    """Return the chunks of these flats as rows, without places. key: the first of as many keys as
-    there are sections.
+    """Return the chunks of these flats as rows, without places. key: the first key; each section
+    takes one.
     """
     return new_rows([(np.asarray(shard.starts), shard.records["numel"]) for shard in shards], key)
 
 
 class Snapshot:
-    """Copies all flats of a rank as they are at construction; no update may be pending then.
+    """Copies all flats of a rank as they are at construction, when no update may be pending.
     `copy_to` runs in one thread, `before_write` in others.
 
-    shards, flats: the flats as records, and as entries of the manifest. order: the order of
-    reading, except that flats for which a writer waits come first. drives: how many are read.
-    progress: gets the bytes of each chunk that was read.
+    shards, flats: the flats as records, and as entries of the manifest. order: order of reading,
+    except that flats for which a writer waits are read first. drives: number of drives that are
+    read. progress: called with the bytes of each chunk that was read.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Snapshot:
         self._rows = rows
         self._flats = [shard.flat for shard in shards]
         self._entries = flats
-        # Padded to 4096, as the data file has them; `_exact` is what the run's executor gives.
+        # Padded to 4096, as in the data file; `_exact` has the sizes that the run's executor reads.
         self._sizes = section_bytes(rows, flats)
         # Guards the queue: training waits in `before_write` while the save's thread copies.
         self._changed = threading.Condition()
@@ -115,17 +115,17 @@ class Snapshot:
         }
         assert of_flat.keys() == set(order), "every flat is copied"
         self._queue: OrderedDict[Flat, range] = OrderedDict((each, of_flat[each]) for each in order)
-        # Not the same as the queue: a row that was taken is read only later.
+        # Rows leave the queue when their read begins, and `_unread` when it has ended.
         self._unread = {flat: len(rows_left) for flat, rows_left in self._queue.items()}
         self._ended = False
 
     def before_write(self, flats: Sequence[Flat]) -> None:
-        """Block until these flats were read, or the copying has ended, well or not."""
+        """Block until these flats were read, or the copying has ended or failed."""
         with self._changed:
-            # Most writes come here long after their flats were read, and continue at once.
+            # The common case: the flats were read long ago.
             if self._ended or not any(self._unread.get(flat) for flat in flats):
                 return
-            # A writer waits for these: they are read next.
+            # Read these flats next.
             for flat in reversed(flats):
                 if flat in self._queue:
                     self._queue.move_to_end(flat, last=False)
@@ -133,19 +133,20 @@ class Snapshot:
                 self._changed.wait(0.5)
 
     def end(self) -> None:
-        """End the copying: writers that wait continue, since nothing is read any more."""
+        """End the copying, and let waiting writers continue. No chunk may be read afterwards."""
         with self._changed:
-            # Also after a fault: training must not wait for a copy that will not be made.
+            # Also after a fault: training must not wait for a copy that is never made.
             self._ended = True
             self._changed.notify_all()
 
     def copy_to(self, writer: DataWriter) -> None:
-        """Copy all. Blocks. Raises the fault of a read or a write; then the file is of no use."""
+        """Copy all flats. Blocks. Raises the fault of a read or a write; then the file is useless.
+        """
         try:
             size = int(self._sizes.sum(axis=1).max(initial=4096))
-            # Two for the writes, as many as read.
+            # One buffer for each read in flight, and those that `BUFFERS` has for writes.
             with slab_buffers(size, self._ahead + BUFFERS - READ_AHEAD) as buffers:
-                # `reusable` waits until filled, not done: the data file's executor has a copy then.
+                # `reusable` waits until filled, not done: then the data file's executor has a copy.
                 pipeline = ChunkPipeline(
                     buffers,
                     ahead=self._ahead,
@@ -158,7 +159,7 @@ class Snapshot:
                 )
                 pipeline.run(self._upcoming())
         finally:
-            # Whoever waits in `before_write` continues, however this ended.
+            # Also after an error: writers that wait in `before_write` continue.
             self.end()
 
     def _upcoming(self) -> Iterator[int]:
@@ -177,7 +178,7 @@ class Snapshot:
 
     def _was_read(self, row: int) -> None:
         with self._changed:
-            # After the read, not when it began: only now may training overwrite the chunk.
+            # Counted when the read has ended: only now may training overwrite the chunk.
             self._unread[self._flats[self._rows[row]["flat"]]] -= 1
             self._changed.notify_all()
         self._progress(int(self._sizes[row].sum()))
@@ -193,7 +194,7 @@ class Snapshot:
 
     def _fetch(self, row: int, buffer: Bytes) -> Ticket:
         start = 0
-        # The data file has checksums over whole pages: the padding of a section must be zero.
+        # The data file's checksums cover the padding of sections, which must be zero.
         for exact, padded in zip(self._exact(row), self._sizes[row], strict=False):
             buffer[start + exact : start + padded] = 0
             start += int(padded)
@@ -202,7 +203,7 @@ class Snapshot:
         job["chunk"], job["kind"], job["base"] = self._ids[row], JobKind.FETCH, -1
         job["mask"] = (1 << len(addresses)) - 1
         job["ptr"][0, : len(addresses)] = list(addresses.values())
-        # The least urgent priority: training's own transfers go first.
+        # The least urgent priority: transfers of training go first.
         return self._executor.submit(job, priority=Priority.WRITEBACK)
 
 
@@ -210,8 +211,8 @@ class Linkable(Protocol):
     """A durable run, whose files a checkpoint may share (durable/run.py)."""
 
     def link(self, directory: Path, generation: int) -> StoredStates | None:
-        """Give the newest generation's files second names in `directory`. Returns None where that
-        is not possible.
+        """Make hard links to the newest generation's files in `directory`. Returns None if that is
+        not possible.
 
         Raises: AioError.
         """
@@ -230,11 +231,11 @@ class _Captured:
 
 
 class Save:
-    """A save under way into `directory`. step: optimizer steps completed by then; generation: the
-    checkpoint's number in the directory.
+    """A save into `directory`, running or ended. step: optimizer steps completed when it began.
+    generation: the checkpoint's number in the directory.
 
-    size_bytes: bytes of this rank's states; copied_bytes: how many of them are copied (0 where
-    files of a durable run get second names instead).
+    size_bytes: bytes of this rank's states. copied_bytes: bytes of them that are copied; 0 if the
+    files of a durable run are hard-linked instead.
     """
 
     def __init__(
@@ -245,25 +246,25 @@ class Save:
         self.generation = generation
         self.size_bytes = size_bytes
         self.copied_bytes = copied_bytes
-        # Set by the save's thread, waited for by any.
+        # The save's thread sets it; any thread may wait.
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        # True once the error was reported to the user; else a later call raises it.
+        # True once the error was reported to the user; otherwise a later call raises it.
         self.reported = False
-        # True where only `wait` is to raise the error, and has not done so.
+        # True if only `wait` shall raise the error, and has not done so.
         self.left = False
 
     @property
     def done(self) -> bool:
-        """Return whether the save has ended, well or not. Does not block."""
+        """True once the save has ended or failed. Does not block."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the checkpoint is whole and on the drive, on all ranks.
+        """Block until the checkpoint is complete and on the drive, on all ranks.
 
-        Raises: the error that stopped the save, at every call (SwapFullError, DeviceFailedError,
-        ChecksumError of stored states, AioError when it was another rank): then the directory is as
-        it was before. TimeoutError after `timeout` seconds.
+        Raises: at every call, the error that stopped the save (SwapFullError, DeviceFailedError,
+        ChecksumError of stored states, AioError if another rank failed); then the directory is as
+        before the save. TimeoutError after `timeout` seconds.
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save into {self.directory} is not done after {timeout} s")
@@ -272,13 +273,13 @@ class Save:
             raise self._error
 
     def leave_error_to_wait(self) -> None:
-        """Leave the error of a save that fails to `wait`: no other call raises it. One warning
-        tells it if the next save begins, or the engine closes, and `wait` was not called.
+        """Let only `wait` raise the error of this save. If `wait` was not called when the next save
+        begins, or the engine closes, the error is logged once as a warning.
         """
         self.reported = self.left = True
 
     def report_error(self) -> None:
-        """Warn of an error that was left to `wait` and was not raised, once. Does not
+        """Warn once of an error that only `wait` would raise, and that it has not raised. Does not
         block.
         """
         if self.left and self.done and self._error is not None:
@@ -287,7 +288,7 @@ class Save:
             log.warning("no checkpoint of step %d was written: %s", self.step, text)
 
     def end(self, error: BaseException | None) -> None:
-        # Before the event: a waiter that wakes up reads it.
+        # Before the event: a thread that wakes up reads the error.
         self._error = error
         self._ended.set()
 
@@ -303,7 +304,8 @@ class Save:
 
 
 class Saver:
-    """The saves of one model, one at a time. One thread uses it; another copies the states."""
+    """Makes the saves of one model, one at a time. One thread uses it; another copies the states.
+    """
 
     def __init__(
         self,
@@ -335,9 +337,8 @@ class Saver:
         return [flat for unit in self.units for flat in unit.flats]
 
     def check_between_steps(self, what: str) -> None:
-        """Raise RuntimeError inside forward, backward and `gather()`, and where a step is half
-        done.
-        """
+        """Raise RuntimeError inside forward, backward and `gather()`, and while some parameters of
+        a step are updated and others are not."""
         busy = next((unit for unit in self.units if unit.refs), None)
         if busy is not None:
             raise RuntimeError(
@@ -357,19 +358,19 @@ class Saver:
         run: Linkable | None = None,
         frozen: bool = True,
     ) -> Save:
-        """Capture everything small and start copying to `target`, an absolute path: the thread
-        uses it, whatever the current directory is by then. No update may be pending. Waits for the
-        save before.
+        """Capture small state and start copying to `target`, an absolute path, since the current
+        directory may change while the thread runs. No update may be pending. Blocks for the save
+        before. Collective.
 
-        run: the durable run whose files may be linked instead. frozen: whether flats in which
-        nothing learns are saved, too.
+        run: the durable run whose files may be linked instead. frozen: also save flats without
+        trainable parameters.
 
-        Raises: ValueError, RuntimeError, MemoryError; the error of the save before, if it was not
-        raised yet.
+        Raises: ValueError, RuntimeError, MemoryError; AioError where another rank cannot save; the
+        error of the save before, if it was not raised yet.
         """
-        # One save at a time: two would take the memory of two, and guard the same states.
+        # One save at a time: two would take twice the memory, and guard the same states.
         self.wait_for_last()
-        # A save that failed in the background must not go unseen.
+        # The error of a save in the background must be reported.
         self.raise_fault()
         self.report_last()
         problem: BaseException | None = None
@@ -382,16 +383,16 @@ class Saver:
             check_no_run(target)
             make_directory(target)
             if self.comm.rank == 0:
-                # Rank 0 alone: one lock for the save, and one number for all ranks.
+                # Only on rank 0: one lock for the save, and the same numbers for all ranks.
                 undo.callback(DirectoryLock(target).release)
-                # The second is random: manifests of two saves are never taken for one generation.
-                # Both are exact, as floats are up to 2^53.
+                # The second number is random, so that manifests of two saves never make up one
+                # generation. Both are below 2^53, so floats hold them exactly.
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
-        # Lets the directory go if the save does not start.
+        # Releases the directory if the save does not start.
         with undo:
-            # Rank 0's numbers, since the others give zeros; and how many ranks have a problem.
+            # Sums: rank 0's numbers, as other ranks contribute zeros; and how many ranks failed.
             agreed = self.comm.all_reduce_sum(mine)
             if problem is not None:
                 raise problem
@@ -399,7 +400,7 @@ class Saver:
                 raise AioError(
                     "another rank cannot save, and its error says why", path=str(target), op="write"
                 )
-            # Before anything older is replaced: parts of ranks that differ make up no checkpoint.
+            # Before an older checkpoint is replaced: parts that differ do not make up a checkpoint.
             if self._differs(captured.layout):
                 raise ValueError(
                     "inf.save() would save other parameters on some ranks than on others: give "
@@ -408,12 +409,12 @@ class Saver:
             try:
                 return self._start(captured, target, agreed, step, undo, run)
             except Exception as error:
-                # The others have begun, and would wait for this rank's part.
+                # The other ranks have begun, and would wait for this rank's part.
                 self.comm.report_failure(error)
                 raise
 
     def _differs(self, layout: Layout) -> bool:
-        """Return whether ranks would save other parameters. Blocks. Collective."""
+        """Return whether ranks would save different parameters. Blocks. Collective."""
         if self.comm.world == 1:
             return False
         text = repr((layout.flats, layout.left_out))
@@ -431,7 +432,7 @@ class Saver:
         """Start copying. agreed: the generation's number and the save's. undo: closed when
         the save has ended.
         """
-        # A group of the saves' own: collectives of training continue in the model's.
+        # A separate group: collectives of training continue in the model's group.
         if self._aside is None:
             self._aside = self.comm.fork()
         flats = captured.layout.flats
@@ -447,8 +448,8 @@ class Saver:
             drives=len(self.policy.directories),
             progress=line.advance,
         )
-        # An error is retained for the thread: the ranks agree there, and none may leave before.
-        # The run's files have the frozen parameters, too: a save without them is a small copy.
+        # An error is passed to the thread, where the ranks agree: no rank may return before that.
+        # A save without frozen parameters is a copy: the run's files contain them.
         linked, refused = _try_link(
             None if captured.layout.left_out else run, target, int(agreed[0])
         )
@@ -474,22 +475,22 @@ class Saver:
             int(agreed[1]),
             self.policy.io_backend,
         )
-        # The directory's lock is the thread's from here on.
+        # From here on the thread releases the directory's lock.
         kept = undo.pop_all()
-        # Not a daemon: the interpreter waits for it at its end, so a save is never cut off.
+        # Not a daemon: at exit the interpreter waits for the thread, so a save is not cut off.
         thread = threading.Thread(target=self._run, args=(job, line, kept), name="infinity-save")
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
-            # The system gives no thread. The job fails here, as on any refusal: the other ranks
-            # wait for this one's part, and states, lock and line are free again.
+            # The system cannot start a thread. Run the job here with this error, so that it tells
+            # the other ranks, and releases states, lock and line.
             self._run(dataclasses.replace(job, refused=error), line, kept)
         return save
 
     def _capture(
         self, model: torch.nn.Module, given: object, extra: Any, *, frozen: bool
     ) -> _Captured:
-        # In mid-step, states and small state would be of different steps.
+        # Within a step, states and small state would belong to different steps.
         self.check_between_steps("inf.save()")
         optimizers = metadata.optimizers_of(given, self.units)
         metadata.check_all_held(self.units, optimizers, self.optimizer_of)
@@ -502,7 +503,7 @@ class Saver:
                 "inf.save(frozen=False) would save no parameter: none requires a gradient or has "
                 "optimizer states; save with frozen=True"
             )
-        # Tiles of one weight go together: some of them would be taken for a smaller weight.
+        # All tiles of a weight are saved together: a part of them would look like a smaller weight.
         whole = {param.keys[0] for flat in flats for param in flat.params}
         flats = [flat for flat in self.flats if any(p.keys[0] in whole for p in flat.params)]
         held = set(flats)
@@ -513,18 +514,16 @@ class Saver:
         return _Captured(layout, tuple(flats), entries, buffers, kept, rows)
 
     def learns(self, param: Param) -> bool:
-        """Return whether training changes a parameter: it requires a gradient, or an optimizer
-        holds states of it."""
+        """Return whether training changes a parameter: it requires a gradient, or has optimizer
+        states."""
         return param.at_rest.requires_grad or self.optimizer_of(param) is not None
 
     def _order(self, saved: Sequence[Flat]) -> list[Flat]:
-        """Order these flats as the next step's updates come: the first forward unit first, or the
-        last if backward updates.
-        """
+        """Order these flats as the next step updates them: in the order of forward, or in reverse
+        if backward updates."""
         units = list(self.units)
         if self.policy.last_unit_first:
-            # Backward updates the last unit first; units that are written first are to be copied
-            # first.
+            # Backward updates the last unit first, so that unit is copied first.
             units.reverse()
         wanted = set(saved)
         return [flat for unit in units for flat in unit.flats if flat in wanted]
@@ -538,7 +537,7 @@ class Saver:
         finally:
             job.snapshot.end()
             line.end()
-            # In this order: directory and states are free before a caller sees that the save ended.
+            # In this order: directory and states are released before `Save.done` is true.
             undo.close()
             self.states.store.guard(None)
             if error is None:
@@ -548,11 +547,11 @@ class Saver:
                 self._alarm.sound()  # the next gather raises it
 
     def wait_for_last(self) -> None:
-        """Block until no save is under way, however the last one ended."""
+        """Block until no save is running. Does not raise the save's error."""
         if self._last is not None:
-            # Its error is raised by `raise_fault` or `Save.wait`, not here.
+            # `raise_fault` or `Save.wait` raises its error.
             with contextlib.suppress(Exception):
-                # Waiting here tells the user nothing.
+                # Restored below: this wait does not report the error to the user.
                 reported, left = self._last.reported, self._last.left
                 try:
                     self._last.wait()
@@ -562,14 +561,13 @@ class Saver:
     def raise_fault(self) -> None:
         """Raise the error of the last save, if it was not raised before. Does not block."""
         if self._last is not None and self._last.done and not self._last.reported:
-            # Told once, then saves continue.
+            # Raised once; then further saves are possible.
             self._last.reported = True
             self._last.wait()
 
     def report_last(self) -> None:
-        """Warn of the error of the last save if `Save.wait`, which was to raise it, was not called.
-        Does not block.
-        """
+        """Warn of the error of the last save if only `Save.wait` would raise it, and was not
+        called. Does not block."""
         if self._last is not None:
             self._last.report_error()
 
@@ -577,7 +575,8 @@ class Saver:
 def _try_link(
     run: Linkable | None, target: Path, generation: int
 ) -> tuple[StoredStates | None, Exception | None]:
-    """Return the states that need no copying; and the error, to be raised where all ranks agree."""
+    """Return the linked states, or None if states are copied; and an error of the link, which is
+    raised where all ranks agree."""
     if run is None:
         return None, None
     try:
@@ -600,27 +599,28 @@ class _SaveJob:
     backend: str
 
     def save(self) -> None:
-        """Write this rank's files, agree, commit, agree, remove what is older."""
+        """Write this rank's files, agree, commit, agree, remove older checkpoints. Collective."""
         directory, rank = self.handle.directory, self.comm.rank
         try:
-            # All data is on all drives before the first manifest gets its name.
+            # The data of all ranks is on the drives before the first manifest gets its name.
             self._raise(*self._together(self._write))
         except BaseException:
             remove_part(directory, self.handle.generation, rank)
             raise
-        # From here on this rank's part may be one of a whole: it goes only if all know that it is
-        # not.
+        # From here on this rank's part may belong to a complete checkpoint. It is removed only when
+        # all ranks know that it does not.
         problem, failed = self._together(self._commit)
         if failed:
             remove_part(directory, self.handle.generation, rank)
             self._raise(problem, failed)
-        # Only now, when every rank's manifest has its name: until here a crash leaves the older
-        # one.
+        # Only now, when every rank's manifest has its name: after a crash before this, the older
+        # checkpoint is valid.
         if rank == 0:
             self._remove_older()
 
     def _together(self, part: Callable[[], None]) -> tuple[BaseException | None, bool]:
-        """Do a part. Returns its error here, and whether it failed on any rank."""
+        """Run `part` on all ranks. Returns its error on this rank, and whether it failed on any.
+        Collective."""
         problem: BaseException | None = None
         try:
             part()
@@ -653,7 +653,7 @@ class _SaveJob:
         )
         try:
             if self.refused is not None:
-                # In here, so that the other ranks learn of it as of any other failure.
+                # Raised here, so that other ranks learn of it as of any other error.
                 raise self.refused
             write_part(
                 self.handle.directory,
@@ -664,7 +664,7 @@ class _SaveJob:
                 backend=self.backend,
                 stored=self.linked,
             )
-        # The message says what the save needs in all, not the one file that found no capacity.
+        # The message gives the bytes of the whole save, not of the file that did not fit.
         except SwapFullError as error:
             raise SwapFullError(
                 f"no room for a checkpoint of {self.handle.size_bytes} bytes in "
@@ -682,7 +682,7 @@ class _SaveJob:
 
     def _remove_older(self) -> None:
         try:
-            # A file that stays is no fault of this save: it is logged, and goes with a later one.
+            # A file that cannot be removed does not fail this save: a later one removes it.
             remove_others(self.handle.directory, self.handle.generation)
         except OSError as error:
             log.warning(

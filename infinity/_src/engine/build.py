@@ -1,19 +1,19 @@
 """Typed wiring of one engine, in the order of a parameter's life. Each part takes earlier ones.
 
-    take_apart        ranks, device, units: what the model is
-    open_tiers        budget, gradient memory, swap files, executor, state store: where values rest
-    fill_tiers        the model's values go there
-    start_progress    which pass runs, in what order units are wanted, and what time it takes
-    choose_mode       when updates happen, which all that follows asks
+    take_apart        ranks, device and units of the model
+    open_tiers        budget, gradient memory, swap files, executor, state store
+    fill_tiers        writes the model's values to their tiers
+    start_progress    tracks passes, the order of units, and times
+    choose_mode       the update mode, which all later parts use
     build_grads       from autograd to the accumulators
     build_unsharder   gathers units, prefetches, evicts
     build_optimizer   step pipeline, registry, states, saves
     open_durable_run  commits that outlive the process
     build_hooks       the hooks by which torch calls the engine
 
-Collaborators are given by constructors. Two parts may need each other. Then the one that is made
-first gets the later one by one call of `attach`: the update mode, the access checks, and the
-transaction in a durable run.
+Collaborators are passed to constructors. If two parts need each other, the part that is made
+first gets the later one by a call of `attach`: the update mode, the access checks, and the
+transaction of a durable run.
 """
 
 from __future__ import annotations
@@ -96,20 +96,18 @@ log = logging.getLogger("infinity")
 
 
 class EngineHandle(Protocol):
-    """The engine's handle. Units know it; the parts below read its user's settings and report to
-    it.
-    """
+    """The engine's handle. Units refer to it; the parts below read the user's settings from it."""
 
     extra: Any
 
     def check_state_dict(self, size_bytes: int) -> None:
-        """Raise where a `state_dict()` of so many bytes cannot be made."""
+        """Raise MemoryError if a `state_dict()` of `size_bytes` does not fit into memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
     """Ranks, device and units of a model, on this rank. policy: with this rank's directories, and
-    its part of the bandwidths. passes: the use that they make of the device.
+    its share of the bandwidths. passes: how forward and backward use the device.
     """
 
     policy: Policy
@@ -134,7 +132,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Tiers:
-    """Storage of all values. offload: the way of gradients from a device with separate memory."""
+    """Storage of all values. offload: copies gradients from a device with separate memory."""
 
     planner: PlacementPlanner
     buffers: GradBuffers
@@ -152,8 +150,8 @@ class Tiers:
 
 @dataclasses.dataclass(frozen=True)
 class Grads:
-    """The way of a gradient. registry: the accumulators of the model. reducer: from autograd into
-    them."""
+    """The path of gradients. registry: the accumulators of the model. reducer: brings gradients
+    from autograd to the accumulators."""
 
     registry: GradRegistry
     reducer: GradReducer
@@ -171,7 +169,7 @@ class OptimizerParts:
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The parts that all later parts are made of. undo: gets the calls that close parts."""
+    """The parts that all later parts need. undo: stack of calls that close parts."""
 
     split: Split
     tiers: Tiers
@@ -210,20 +208,20 @@ def build_engine(
     undo: contextlib.ExitStack,
     rollback: Rollback,
 ) -> EngineParts:
-    """Take `model` apart and wire its engine. `undo` gets the calls that close the parts, also if
-    this raises; `rollback` notes what changes the model. Collective.
+    """Split `model` into units and wire its engine. undo: gets the calls that close the parts, also
+    if this raises. rollback: records changes of the model. Collective.
     """
-    # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
+    # Ranks meet before anything is opened: a rank that cannot continue stops all of them here.
     split = take_apart(model, policy, device, transport, owner, undo)
     source, in_parts = find_source(split, model, load, init)
-    # The source was opened before: a missing file is found before drives are written.
+    # After the source was opened: a missing file is found before drives are written.
     alarm = Alarm()
     tiers = open_tiers(split, seam, alarm, owner, undo, source, in_parts=in_parts)
-    # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
+    # Let malloc retain some memory of evicted units: a gather would otherwise fault it in again.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     fill_tiers(split, tiers, source, Heap.for_stream(), rollback, in_parts=in_parts)
     buffers = sync_buffers(split, model, rollback)
-    # The mode comes first of the parts that behave: all that follows asks it.
+    # Before the parts below, which call the mode.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress, alarm)
     access = EngineAccess(split.comm, tiers.storage, mode, alarm)
@@ -232,17 +230,17 @@ def build_engine(
     unsharder = build_unsharder(core, grads, buffers)
     whole = WholeParams(
         unsharder,
-        # Where backward updates, the values at rest are those of a step that is not taken yet.
+        # With updates in backward, values at rest may belong to a step that is not taken yet.
         shown=split.ranks.whole_params and policy.update == "deferred",
         alone=split.comm.world == 1,
     )
     optimizer = build_optimizer(core, grads, unsharder, whole)
-    # Late: the first commit names places that are filled by now.
+    # After `fill_tiers`: the first commit names the filled places.
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
-    # Last: once hooks are on, any forward may call every part above.
+    # Last: with hooks installed, a forward may call every part above.
     lifecycle = build_hooks(core, grads, unsharder, whole, model, owner, rollback)
-    # Every flat was made once outside of the gathers' pool: torch would keep an unused block as
-    # large as the largest.
+    # Each flat was made once outside of the gathers' memory pool: torch would retain an unused
+    # block as large as the largest flat.
     split.device.free_cache()
     return EngineParts(
         **vars(core), grads=grads, unsharder=unsharder, buffers=buffers, optimizer=optimizer,
@@ -257,15 +255,15 @@ def find_source(
     init: Callable[[], torch.nn.Module] | None,
 ) -> tuple[OpenSource, bool]:
     """Open the source of the model's values. Returns it, and whether all ranks read the same files,
-    each its part. Collective. Raises: ValueError for a source that does not fit the model.
+    each rank its part. Collective. Raises: ValueError for a source that does not fit the model.
     """
     if isinstance(load, Path):
         load = open_weights(model, load)
-    # Ranks build alike, and the first one tells of it.
+    # All ranks build the same; only rank 0 logs it.
     first = split.comm.rank == 0
     received = split.ranks.syncs_states and not first
     source = open_source(model, load, init, shown=first, received=received)
-    # Also where no part can be read: every rank holds this round.
+    # A round of the rendezvous, so every rank takes part, even if it cannot read parts.
     in_parts = split.resources.are_alike(_read_alike(split, source))
     read_by_all = split.comm.world > 1 and not (in_parts or split.ranks.syncs_states)
     if source.files and read_by_all and first:
@@ -289,9 +287,9 @@ def take_apart(
     """
     ranks = RankSetup(policy, device, undo, transport)
     resources = undo.enter_context(open_node_resources(ranks.comm, policy))
-    # With the rank's own directories in place of "{rank}", and its part of shared drives.
+    # With this rank's directories in place of "{rank}", and its share of the drives' bandwidth.
     policy = resources.policy
-    # Inside the rendezvous of the resources: the other ranks hear of it, and do not wait.
+    # Within the rendezvous of the resources, which reports an error here to the other ranks.
     if ranks.several:
         check_current(device)
     bytes_max = int(policy.unit_bytes_max)
@@ -299,7 +297,7 @@ def take_apart(
         model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several
     )
     if policy.durable:
-        # Before the run has files: its first commit could not keep them.
+        # Before the run has files: a commit could not store such buffers.
         check_kept(persistent_buffers(model).items(), "a durable run")
     there = open_device(device, check=ranks.comm.check)
     passes = Passes(
@@ -307,10 +305,10 @@ def take_apart(
         several=ranks.several,
         in_backward=policy.consumes_grads,
         whole=ranks.whole_params,
-        # What stays gathered follows from it, so it is the same on all ranks.
+        # The same on all ranks: it determines which units stay gathered.
         device_bytes=resources.least(device_memory_bytes(device)),
     )
-    # Checked on shapes alone, before any value is read.
+    # Checked by shapes, before any value is read.
     check_gatherable(
         model,
         specs,
@@ -320,7 +318,7 @@ def take_apart(
         passes,
         slice_grads(model, policy.grad_dtype),
     )
-    # Before anything is opened; it is looked up again when the parameters become sharded ones.
+    # Raises before anything is opened; `install` finds the aliases again.
     find_aliases(model)
     units = build(
         model,
@@ -344,11 +342,11 @@ def open_tiers(
     *,
     in_parts: bool,
 ) -> Tiers:
-    """Plan the budget and open the storage of values; it is empty yet. source, in_parts: how it
-    will be filled. Raises: BudgetError, MemoryLimitError, SwapFullError, OSError.
+    """Plan the budget and open the storage of values, still empty. source, in_parts: how it will be
+    initialized. Raises: BudgetError, MemoryLimitError, SwapFullError, OSError.
     """
     policy = split.policy
-    # Capacity for the gradients of a few units on their way.
+    # Capacity for the gradients of a few units in flight to the host.
     leaving = overlap_bytes([unit.size_bytes for unit in split.units], OFFLOAD_UNITS)
     offload = GradOffload(split.device, leaving) if split.device.copies else None
     buffers = GradBuffers(split.comm.rank, policy.grad_dtype, split.device)
@@ -360,16 +358,16 @@ def open_tiers(
         default_bytes=split.resources.default_bytes,
         transit_bytes=functools.partial(_transit_bytes, split, buffers),
     )
-    # The budget is the process's: a failed offload must give it back.
+    # The ledger counts for the whole process: a failed offload must release its part.
     undo.callback(planner.close)
-    # Raises before any file is made, if the budget is too small.
+    # Raises before any file is made if the budget is too small.
     plan = planner.first()
-    # Nothing is taken yet. All ranks check, so those that share drives measure them together next.
+    # Before anything is allocated. After this round ranks that share drives measure them together.
     shards = sum(flat.layout.shard_bytes for flat in split.flats)
     filling, running = _beside_bytes(split, source, in_parts=in_parts)
     split.resources.check_memory(
         plan,
-        # Pools, and parameters that stay in RAM, beside the values that the model holds until then.
+        # Pools, and parameters that stay in RAM: allocated while the model still has its values.
         begun_bytes=plan.pool_bytes + plan.sums_bytes + min(plan.resident_bytes, shards),
         filling_bytes=filling,
         running_bytes=running,
@@ -392,8 +390,8 @@ def open_tiers(
 
 
 def _read_alike(split: Split, source: OpenSource) -> str:
-    """Say which files give which flats their values; empty where no files do. Ranks that say the
-    same may each read a part, and nothing else compares what they read."""
+    """Describe the files and the flats that get their values from them; empty without files. Ranks
+    with equal descriptions may each read a part. There is no other comparison of their values."""
     place = place_of(source.files)
     flats = [
         (
@@ -407,8 +405,8 @@ def _read_alike(split: Split, source: OpenSource) -> str:
 
 
 def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[int, int]:
-    """Bytes that this rank takes beside its plan: while it is filled, and in a step. A save finds
-    out by itself whether there is memory for it."""
+    """Return the host overhead of this rank outside of its plan: during initialization, and in a
+    step. A save checks itself whether there is memory for it."""
     policy = split.policy
     layouts = [flat.layout for flat in split.flats]
     chunks = sum(len(layout.chunks) for layout in layouts)
@@ -427,36 +425,36 @@ def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[
 
 
 def _freed_bytes(params: Sequence[Param]) -> int:
-    """Bytes of RAM that the model's values take for themselves, and give back once at rest."""
+    """Return the bytes of RAM of the model's values that are freed once the values are at rest."""
     held = (param.sites[0][0]._parameters[param.sites[0][1]] for param in params)
     size = sum(value.nbytes for value in held if value is not None and value.device.type == "cpu")
-    # Values that are mapped from files are memory that remains already.
+    # Values mapped from files count as free memory already.
     own = psutil.Process().memory_info()
     return min(size, int(own.rss - own.shared))
 
 
 def _create_chunks(split: Split, storage: Storage, plan: PlacementPlan) -> None:
-    """Give chunks their places, and no values. There is room for the states that an optimizer will
-    bring, or, where the drives have none, for the parameters alone: inference needs no more.
+    """Reserve places for all chunks, without values. The places have space for the states of a
+    later optimizer, or, if the drives lack it, only for the parameters, as inference needs.
 
     Raises: SwapFullError.
     """
     try:
         storage.store.create(split.flats, plan.nvme_masks, plan.formats)
     except SwapFullError as error:
-        # Another rank may have found room: only an error of all of them may be passed over.
+        # Another rank may have found space: only an error of all ranks may be ignored.
         if split.comm.world > 1 and not isinstance(error, NoRoomError):
             raise
         log.warning("the drives have no room for training with this policy: %s", error)
         if storage.run is not None:
-            # With the room that was refused went the ends of the files, whatever was there.
+            # The refused reservation has cut the files, and with them initialized values.
             storage.run.fill.forget()
         storage.store.create(split.flats, plan.nvme_masks)
 
 
 def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
-    """Return the pinned memory through which gradients reach their accumulators or updates.
-    Unfreezing parameters makes it grow.
+    """Return the bytes of pinned memory through which gradients reach accumulators or updates.
+    They grow when parameters are unfrozen.
     """
     sizes = grad_sizes(split.units, buffers.dtype)
     of_windows = windows_bytes(split.policy, sizes, copies=split.device.copies)
@@ -476,8 +474,8 @@ def fill_tiers(
     """Write the model's values to their tiers, unit by unit, and fill its buffers. Blocks;
     collective.
 
-    in_parts: all ranks read the same files, and each reads its part of them. Raises:
-    PeerFailed, ValueError, AioError.
+    in_parts: all ranks read the same files, each rank its part. Raises: PeerFailed, ValueError,
+    AioError.
     """
     # Ranks that read the same files have the same values.
     synced = split.ranks.syncs_states and not in_parts
@@ -491,13 +489,13 @@ def fill_tiers(
                 _fill_from_first(split, unit, flats, source, filling)
             else:
                 fill_flats(flats, source, filling.store)
-            # A fill takes long: the others do not continue to its end when one rank has failed.
+            # An initialization takes long: when one rank has failed, the others stop here.
             split.resources.check_peers()
         filling.end()
     source.fill_buffers(split.device.torch_device, rollback.keep)
-    # From here on collectives report the error of a rank, and no longer the rendezvous.
+    # From here on collectives, and not the rendezvous, report the error of a rank.
     split.resources.end_rendezvous()
-    # Each rank stores a part: from different values the whole would be no rank's model.
+    # Each rank stores a part: if values differed, the whole would be a mixture of models.
     split.ranks.check_values()
 
 
@@ -511,7 +509,7 @@ def sync_buffers(split: Split, model: torch.nn.Module, rollback: Rollback) -> Mo
 
 
 def _way(*, in_parts: bool, synced: bool) -> str:
-    """Name the way in which a rank reads values, for a fill that goes on later."""
+    """Name the way in which a rank reads values; a resumed initialization compares it."""
     return "parts" if in_parts else "rank 0" if synced else "parameters"
 
 
@@ -520,7 +518,7 @@ def _fill_from_first(
 ) -> None:
     """Fill the flats of a unit that some rank lacks with the values that rank 0 reads. Blocks;
     collective."""
-    # Another rank may have filled more before its fill broke off.
+    # Another rank may have initialized other flats before an interruption.
     wanted = split.comm.all_reduce_any([flat in lacking for flat in unit.flats])
     flats = [flat for flat, is_wanted in zip(unit.flats, wanted, strict=True) if is_wanted]
     if split.comm.rank == 0:
@@ -531,8 +529,8 @@ def _fill_from_first(
 
 
 class _Filling:
-    """Values on their way to their tiers: one flat is written while the next one is read from its
-    source. way: as `_way`."""
+    """Writer of initial values: one flat is written while the next one is read from its source.
+    way: as `_way`."""
 
     def __init__(
         self, split: Split, tiers: Tiers, heap: Heap, source: OpenSource, *, way: str
@@ -540,7 +538,7 @@ class _Filling:
         self._split, self._tiers, self._heap = split, tiers, heap
         storage = tiers.storage
         self._compares = way == "parameters"
-        # A durable run has files that outlive the process, in which a fill may continue.
+        # The files of a durable run outlive the process, so its initialization may be resumed.
         self._run = None
         if storage.run is not None:
             self._run = Initialization(
@@ -551,13 +549,13 @@ class _Filling:
                 shares=storage.shares,
                 way=way,
             )
-        # Kept with the values that the drives read.
+        # The write in flight, with the values that it reads.
         self._under_way: tuple[Flat, int, Ticket, torch.Tensor] | None = None
         total = sum(flat.layout.shard_bytes for flat in split.flats)
         self._line = ProgressLine("loading parameters", total, shown=split.comm.rank == 0)
 
     def is_filled(self, flat: Flat) -> bool:
-        """Return whether a fill that broke off has written this rank's shard of a flat."""
+        """Return whether an interrupted initialization has written this rank's shard of a flat."""
         found = self._run.resumed(flat) if self._run is not None else None
         if found is None:
             return False
@@ -572,18 +570,18 @@ class _Filling:
         digest = self._split.ranks.note(flat, values)
         start = self._split.comm.rank * flat.layout.shard_numel
         shard = values[start : start + flat.layout.shard_numel]
-        # Before the copy, so that the flat on its way is not a third in memory.
+        # Before the copy: the values of the flat before would be a third tensor in memory.
         self._wait()
         if shard.numel() < values.numel():
-            # A copy: the whole flat need not stay until the shard is written.
+            # A copy, so that the whole flat can be freed before the shard is written.
             shard = shard.clone()
         self.store_shard(flat, shard, digest)
 
     def scatter(self, flat: Flat, values: torch.Tensor | None) -> None:
-        """Start writing this rank's shard of a flat whose values [layout.numel] rank 0 has; None on
-        the others. Blocks until the flat before is written; collective. Raises: AioError,
+        """Start writing this rank's shard of a flat. values: [layout.numel] on rank 0, None on
+        other ranks. Blocks until the flat before is written. Collective. Raises: AioError,
         PeerFailed."""
-        # Rank 0 may have failed to read it, and does not scatter then.
+        # If rank 0 has failed to read the flat, it does not scatter.
         self._split.resources.check_peers()
         self.store_shard(flat, self._split.ranks.scatter(flat, values))
 
@@ -617,13 +615,13 @@ class _Filling:
             error.args = (text,)
             raise
         self._under_way = None
-        # Flats and what their values came from are of many sizes: their holes would stay.
+        # Flats and the tensors of their source have many sizes, and fragment the heap.
         self._heap.freed()
         if self._run is not None:
             self._run.wrote(flat, digest)
 
     def close(self) -> None:
-        """Block until no write is under way, however it ends."""
+        """Block until no write is in flight, whether it fails or not."""
         self._line.end()
         with contextlib.suppress(AioError):
             self._wait()
@@ -644,7 +642,8 @@ def start_progress(tiers: Tiers, timeline: Timeline) -> Progress:
 
 
 def choose_mode(split: Split, tiers: Tiers, progress: Progress, alarm: Alarm) -> UpdateMode:
-    """Return the update mode of the policy. Raises: ValueError where the model cannot have it."""
+    """Return the update mode of the policy. Raises: ValueError if the device does not support it.
+    """
     policy, device = split.policy, split.device
     if policy.update_on == "device":
         if not device.copies:
@@ -677,7 +676,7 @@ def choose_mode(split: Split, tiers: Tiers, progress: Progress, alarm: Alarm) ->
 
 
 def build_grads(core: Core) -> Grads:
-    """Build the way of gradients from autograd to their accumulators."""
+    """Build the path of gradients from autograd to their accumulators."""
     split, tiers, undo = core.split, core.tiers, core.undo
     comm, ranks = split.comm, split.ranks
     registry = GradRegistry(
@@ -686,9 +685,9 @@ def build_grads(core: Core) -> Grads:
     )
     if tiers.offload is not None:
         undo.callback(tiers.offload.close)
-    # Accumulators may outlive the engine in the user's hands; the scratch does not.
+    # The user may hold accumulators after the engine has closed; their scratch memory is freed.
     undo.callback(registry.release)
-    # Only these have gradients to reduce.
+    # Only these flats have gradients to reduce.
     learning = [flat for flat in split.flats if flat.learns]
     reducer = GradReducer(
         split.units,
@@ -732,7 +731,7 @@ def build_unsharder(core: Core, grads: Grads, buffers: ModuleBuffers) -> Unshard
 
 
 def build_repair(policy: Policy, tiers: Tiers, rank: int) -> ChunkRepair:
-    """Build the repair of chunks that a drive cannot give back."""
+    """Build the repair of chunks that cannot be read from their drive."""
     advice = "Start again from the last save"
     if policy.durable:
         word = "from-older" if policy.older_commits else "report"
@@ -744,17 +743,17 @@ def build_repair(policy: Policy, tiers: Tiers, rank: int) -> ChunkRepair:
         tiers.executor,
         rank=rank,
         takes_older=policy.damaged == "from-older",
-        # So many reads verify all of a chunk.
+        # With sampled verification, this many reads verify a whole chunk.
         reads=VERIFY_STRIDE if policy.verify == "sample" else 1,
         advice=advice,
     )
 
 
 def build_pipeline(core: Core, grads: Grads, unsharder: Unsharder) -> StepPipeline:
-    """Build the step, a transaction where there are two generations."""
+    """Build the step pipeline; with two generations each step is a transaction."""
     split, tiers = core.split, core.tiers
     transaction = None
-    # Two places for each chunk make a step a transaction.
+    # Two places for each chunk: a step writes one, and the other retains the last commit.
     if split.policy.generations > 1:
         transaction = Transaction(
             split.units,
@@ -804,15 +803,15 @@ def build_optimizer(
         check_open=access.check_open,
         open_rendezvous=split.resources.open_rendezvous,
     )
-    # The mode asks the pipeline, and the pipeline the mode.
+    # Mode and pipeline call each other.
     mode.attach(
         ModeParts(
             pipeline, unsharder, grads.reducer, registry.optimizer_of, registry.make_gradients
         )
     )
-    # Registered after the mode has its collaborators, so that it closes before them.
+    # Pushed after the collaborators, so that the mode closes before them.
     core.undo.callback(mode.close)
-    # No optimizer exists yet; the registry prepares the jobs anew when one is registered.
+    # For flats without an optimizer; the registry prepares jobs anew when it registers one.
     pipeline.prepare_jobs(split.flats)
     states = States(
         tiers.store,
@@ -833,7 +832,7 @@ def build_optimizer(
         drives=tiers.storage.drives,
         alarm=core.alarm,
     )
-    # Each gather raises the faults of updates and saves; both are made from the unsharder.
+    # Each gather raises the faults of updates and saves, which are built after the unsharder.
     access.attach(Background(pipeline, saving, whole, registry))
     return OptimizerParts(pipeline, registry, states, saving)
 
@@ -867,11 +866,11 @@ def build_hooks(
     owner: EngineHandle,
     rollback: Rollback,
 ) -> Lifecycle:
-    """Make the model's parameters sharded ones, and put the hooks on it: from here on torch calls
-    the engine.
+    """Turn the model's parameters into sharded parameters, and install the hooks by which torch
+    calls the engine.
     """
     split, activations = core.split, core.tiers.storage.open_activations
-    # One stack for hooks and activations: both ask which module runs.
+    # Hooks and activations share one stack: both need to know which module runs.
     frames = FrameStack()
     lifecycle = Lifecycle(
         model,
@@ -892,9 +891,8 @@ def build_hooks(
 
 
 def sum_slices_as_they_wait(flats: Iterable[Flat], dtype: Callable[[Flat], torch.dtype]) -> None:
-    """Have autograd add up the gradients of slices in the dtype in which gradients wait, as a loop
-    over micro-batches adds up its own.
-    """
+    """Make autograd sum the gradients of micro-batches in the dtype of accumulated gradients, in
+    which a loop over micro-batches sums them."""
     for flat in flats:
         for param in flat.params if dtype(flat) is not flat.dtype else ():
             param.gathered.grad_dtype = dtype(flat)

@@ -1,15 +1,15 @@
 """Updates in backward (update="backward"): a unit is updated as soon as backward has its gradient,
 which is then freed.
 
-    backward of unit k ends (nothing uses it, no gradient is to come)
-        -> UPDATE of unit k: gradients straight from autograd; parameters from the gathered unit,
-           which gets the new ones
+    backward of unit k ends (the unit is not in use, and no further gradient is expected)
+        -> UPDATE of unit k: gradients directly from autograd; parameters from the gathered unit,
+           which gets the new parameters
     backward of unit k-1 continues meanwhile
-    opt.step()   counts the step, and updates the parameters that backward did not
+    opt.step()   counts the step, and updates the parameters that backward did not update
 
-Micro-batches but the last run in `handle.no_sync()`: they accumulate in gradient memory, and the
-last adds to it. The scalars of the update are captured in backward, so they are set before it, as
-schedulers do.
+All micro-batches except the last run in `handle.no_sync()`: they accumulate in gradient memory, and
+the last one adds to it. The update's scalars are captured in backward, so they must be set before
+backward, as schedulers do.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from infinity.errors import AioError, NonFiniteGradient, StateInvalid
 
 @dataclasses.dataclass
 class _Flight:
-    """A pending update and the fresh gradients that it reads. size_bytes: theirs, outside of
-    windows."""
+    """A pending update and the fresh gradients that it reads. size_bytes: of these gradients, 0 for
+    gradients in windows."""
 
     ticket: Ticket
     gradients: list[torch.Tensor]
@@ -55,7 +55,7 @@ class BackwardUpdate(UpdateMode):
     """Updates units as backward completes their gradients. Parameters without an optimizer
     accumulate as usual.
 
-    dtype_of: the dtype of a flat's waiting gradients.
+    dtype_of: returns the dtype of a flat's accumulated gradients.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class BackwardUpdate(UpdateMode):
     ) -> None:
         self._passes = passes
         self._on_nonfinite = on_nonfinite
-        # Gradients that are complete; None for one that has spilled.
+        # Complete gradients; None for a gradient whose sum has spilled.
         self._ready: dict[Unit, dict[Param, torch.Tensor | None]] = {}
-        # Bytes of gradients outside of accumulators and windows, waiting or in flight.
+        # Bytes of gradients outside of accumulators and windows that wait for updates.
         self._fresh_bytes = 0
-        # Backward may run this far ahead of the updates before it waits for them.
+        # Backward waits for updates when more than these bytes of gradients are alive.
         self._bytes_max = overlap_bytes([unit.size_bytes for unit in units], UNITS_AHEAD)
         self._flights: deque[_Flight] = deque()
         self._updated: set[Param] = set()  # updated since the last step
@@ -93,8 +93,7 @@ class BackwardUpdate(UpdateMode):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        # Where sums wait for a reduction none is taken here before, and they have memory of their
-        # own.
+        # If gradients are reduced later, their unreduced sums have separate memory.
         if not (self._accumulated or self._parts.grads.reduces_later):
             self._accumulated = True
             try:
@@ -102,7 +101,7 @@ class BackwardUpdate(UpdateMode):
             except BaseException:
                 self._accumulated = False
                 raise
-        # Blocks may be nested; the outer one ends the accumulation.
+        # Contexts may be nested; the outermost ends the accumulation.
         before, self._accumulating = self._accumulating, True
         try:
             yield
@@ -121,12 +120,13 @@ class BackwardUpdate(UpdateMode):
         return self._fresh_bytes_peak
 
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:  # noqa: ARG002
-        """Make the windows fit all parameters that learn by now. Nothing may be pending."""
+        """Grow the windows to fit all parameters that are trainable now. No update may be pending.
+        """
         if self._windows is not None:
             self._windows.grow()
 
     def close(self) -> None:
-        """Free gradients that updates have read. Nothing may be pending."""
+        """Free gradients and windows. No update may be pending."""
         self._ready.clear()
         self._flights.clear()
         if self._windows is not None:
@@ -139,8 +139,8 @@ class BackwardUpdate(UpdateMode):
         return self.grad_ready
 
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
-        """Take a gradient into the unit's update; inside of `no_sync`, and where no optimizer holds
-        the parameter, into its accumulator. Raises: RuntimeError where the update came before.
+        """Add a gradient to the unit's update, or, in `no_sync` and for a parameter without an
+        optimizer, to its accumulator. Raises: RuntimeError if the parameter was already updated.
         """
         held = self._parts.optimizer_of(param) is not None
         if held and self._accumulating:
@@ -151,12 +151,11 @@ class BackwardUpdate(UpdateMode):
         # Bound first: torch reads `p.grad` through the accumulator's proxy.
         accumulator = self._parts.grads.accumulator(param)
         ready = self._ready.setdefault(param.unit, {})
-        # Reentrant checkpointing drains a gradient several times in one backward.
+        # Reentrant checkpointing delivers a gradient in several parts in one backward.
         if param in ready:
             if self._windows is not None and param.unit in self._windows:
                 raise _second_gradient(param)
-            # Micro-batches before this one have left a sum in the accumulator; the update reads it
-            # there.
+            # Earlier micro-batches have accumulated a sum, which the update reads there.
             if accumulator.state is AccumulatorState.HELD:
                 accumulator.accumulate(grad)
             elif (before := ready[param]) is not None:
@@ -170,21 +169,19 @@ class BackwardUpdate(UpdateMode):
                 "backward, is still in p.grad: call zero_grad() after opt.step(); with "
                 "update='backward' gradients cannot add up over steps"
             )
-        # The sum of the micro-batches before continues in the accumulator, and the update reads it
-        # there.
+        # Add to the sum of earlier micro-batches; the update reads it in the accumulator.
         if state is AccumulatorState.HELD:
             accumulator.accumulate(grad)
             ready[param] = accumulator.storage if accumulator.backing is None else None
         else:
-            # Autograd's own tensor, if its dtype is right already: no copy, no memory of the
-            # engine.
+            # Autograd's tensor itself if it has the right dtype, without a copy.
             fresh = grad.detach().reshape(-1).to(accumulator.dtype).contiguous()
             ready[param] = fresh
             self._fresh_bytes += fresh.nbytes
             leaving = self._windows.leaving_bytes if self._windows is not None else 0
             self._fresh_bytes_peak = max(self._fresh_bytes_peak, self._fresh_bytes + leaving)
             accumulator.consume()
-        # The loop sees that there is a gradient, as clipping or logging expect.
+        # Clipping and logging in the loop expect a gradient in `p.grad`.
         param.at_rest.grad = accumulator.proxy
 
     def _check_not_updated(self, param: Param) -> None:
@@ -198,7 +195,8 @@ class BackwardUpdate(UpdateMode):
     # -- updates go --------------------------------------------------------------------------------
 
     def unit_released(self, unit: Unit) -> None:
-        # Outside of backward (a state_dict after one that broke off) what waits here is not whole.
+        # Only in a backward: after an interrupted one (in a state_dict, for example) the gradients
+        # that wait here are incomplete.
         leaves = self._windows is not None and unit in self._windows
         if (
             self._ready.get(unit)
@@ -221,15 +219,15 @@ class BackwardUpdate(UpdateMode):
         self._ready.clear()
 
     def _complete(self, unit: Unit) -> None:
-        """Update a unit whose gradients have all come. If its gradients have yet to leave the
-        device, update units before it instead.
+        """Update a unit whose gradients are complete. If they are on a device with separate memory,
+        start their copies to the windows instead, and update earlier units.
         """
         if self._windows is None:
             self._update(unit)
             return
 
         def fresh(param: Param) -> bool:
-            # Only these are on the device; sums lie in host memory.
+            # Only fresh gradients are on the device; sums lie in host memory.
             return _accumulator_state(param) is AccumulatorState.CONSUMED
 
         while (due := self._windows.in_the_way(self._ready[unit], fresh)) is not None:
@@ -244,15 +242,15 @@ class BackwardUpdate(UpdateMode):
         for param in ready:
             assert param.grad is not None
             param.grad.wait_d2h()
-        # Before the counts advance and before the first write: a refused unit leaves no trace.
+        # Before counts advance and before the first write, so that a refused unit is unchanged.
         self._check_finite(ready)
         self._capture(ready)
         del self._ready[unit]
-        # A spilled sum must be on NVMe, whole, before the update reads it there.
+        # A spilled sum must be on NVMe before the update reads it there.
         if None in ready.values():
             self._parts.grads.flush_spilled(unit)
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
-        # From here on a step that breaks off is half done.
+        # From here on an interrupted step is half done.
         self._updated.update(ready)
         work = {item.param: item for item in self._work(list(ready))}
         fresh = [
@@ -260,14 +258,13 @@ class BackwardUpdate(UpdateMode):
             for param, grad in gradients.items()
             if _accumulator_state(param) is AccumulatorState.CONSUMED
         ]
-        # The gathered unit has the parameters: the update reads them there and spares the tier's
-        # read.
+        # In place: the update reads the parameters in the gathered unit, and not from their tier.
         in_place = self._parts.unsharder.can_update_in_place(unit)
         targets = self._parts.unsharder.targets(unit) if in_place else ()
         ticket = self._parts.pipeline.start(unit, work, gradients, targets=targets)
         if self._windows is not None:
             self._windows.update_submitted(unit, ticket)
-        # The tensors live until the update has read them; nothing else refers to them any more.
+        # Holds the tensors until the update has read them; nothing else refers to them.
         held_bytes = sum(grad.nbytes for grad in fresh) if self._windows is None else 0
         self._flights.append(_Flight(ticket, fresh, held_bytes))
         for param in ready:
@@ -276,17 +273,17 @@ class BackwardUpdate(UpdateMode):
                 guard([param], ticket)
                 param.grad.consume()
         self._parts.unsharder.updated(unit, ticket, in_place=in_place)
-        # Last: it may wait, and by now the unit is handed over.
+        # Last, after the hand-over of the unit, since it may block.
         self._make_room()
 
     def _capture(self, params: Iterable[Param]) -> None:
-        """Capture the group values of each optimizer at its first update of a step: they are those
-        of the step from here on.
+        """Capture the group values of each optimizer at its first update of a step. The whole step
+        uses these values.
 
-        Raises: ValueError, RanksDiverged where the values of other ranks differ; nothing of the
-        step has been updated then.
+        Raises: ValueError, RanksDiverged if the values differ between ranks; then the optimizer has
+        updated nothing in this step.
         """
-        # A dict instead of a set: every rank compares its optimizers in the same order.
+        # A dict, not a set: every rank compares its optimizers in the same order.
         for holder in {self._parts.optimizer_of(param): None for param in params}:
             if holder is not None and holder not in self._captured:
                 holder.refresh_groups()
@@ -305,8 +302,8 @@ class BackwardUpdate(UpdateMode):
         return work
 
     def _make_room(self) -> None:
-        """Free gradients that were read. Blocks for the oldest while too many bytes are alive;
-        those of a huge unit stay by themselves.
+        """Free gradients that updates have read. While too many bytes are alive, block for the
+        oldest update, but not for the only one, which may be of a huge unit.
         """
         while self._flights and (
             self._flights[0].ticket.filled
@@ -318,14 +315,14 @@ class BackwardUpdate(UpdateMode):
 
     def _check_finite(self, gradients: Mapping[Param, torch.Tensor | None]) -> None:
         """Raise NonFiniteGradient for a gradient that is not finite on some rank. Collective."""
-        # No rank enters the collective below, since all have the same policy.
+        # The policy is the same on all ranks, so none enters the collective below.
         if self._on_nonfinite == "ignore":
             return
         finite = [_is_finite(param, grad) for param, grad in gradients.items()]
         bad = self._parts.pipeline.first_on_any_rank(list(gradients), [not flag for flag in finite])
         if bad is None:
             return
-        # Other units are updated already, so the step can be neither taken nor left out.
+        # Other units are updated already, so the step can be neither taken nor skipped.
         if self._updated:
             self._parts.pipeline.set_fault(
                 StateInvalid(
@@ -341,12 +338,12 @@ class BackwardUpdate(UpdateMode):
     # -- the step ----------------------------------------------------------------------------------
 
     def before_step(self) -> None:
-        """Check the step. Raises: RuntimeError when the backward before it broke off, or runs, and
-        when a gradient would be applied besides the one that backward applied.
+        """Check the step. Raises: RuntimeError when the last backward was interrupted or still
+        runs, and when a second gradient would be applied after the one that backward applied.
         """
         if not self._passes.in_backward:
-            # What torch puts into `p.grad` past the engine (a tensor of another class) is met here
-            # first.
+            # The first check of a gradient that torch puts into `p.grad` past the engine (a tensor
+            # of another class).
             late = next(
                 (
                     param
@@ -377,11 +374,12 @@ class BackwardUpdate(UpdateMode):
             )
 
     def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
-        """Submit the updates that backward did not take (gradients that the loop assigned, say)."""
-        # The next backward begins a new step, also when this one raises below.
+        """Submit the updates that backward did not make, for example of gradients that the loop
+        assigned."""
+        # The next backward begins a new step, even if this one raises below.
         self._passes.step_taken()
-        # Backward updated with these values. A scheduler that steps between backward and opt.step()
-        # would be one step late, unseen.
+        # Backward updated with the captured values. A scheduler that steps between backward and
+        # opt.step() would silently take effect one step late.
         captured = self._captured.pop(optimizer, None)
         if captured is not None and captured != values_of(optimizer):
             self._parts.pipeline.set_fault(
@@ -392,7 +390,8 @@ class BackwardUpdate(UpdateMode):
                 )
             )
             self._parts.pipeline.raise_fault()
-        # What other optimizers hold waits for their step: without one, its next gradient raises.
+        # Parameters of other optimizers stay updated until their step: before it, another gradient
+        # raises.
         self._updated = {
             param
             for param in self._updated
@@ -404,8 +403,8 @@ class BackwardUpdate(UpdateMode):
         self._ready.clear()
         if self._windows is not None:
             self._windows.reset()
-        # Gradients that only waited are freed, and those in windows are not counted; those of
-        # pending updates are still read.
+        # Gradients without an update are freed, and gradients in windows are not counted. Pending
+        # updates still read theirs.
         self._fresh_bytes = sum(flight.size_bytes for flight in self._flights)
         if self._updated:
             self._parts.pipeline.set_fault(
@@ -418,7 +417,7 @@ class BackwardUpdate(UpdateMode):
 
 
 def wait_filled_quietly(ticket: Ticket) -> None:
-    """Block until the update has read its gradients. The pipeline raises its fault."""
+    """Block until the update has read its gradients. An error is left to the pipeline to raise."""
     while not ticket.filled:
         try:
             ticket.wait_filled()
