@@ -1,13 +1,13 @@
-"""Placement of one model's states: builds the planner's input, reserves the budget, keeps the plan
-in force.
+"""Placement of one model's states: builds the planner's input, reserves the budget, and holds the
+plan in force.
 
-    first plan    at offload, for the steps to come: chooses pools and spilled gradients, once
-    later plans   when an optimizer registers parameters: their formats, and room for gradients
+    first plan    at offload, for later training: chooses pools and spilled gradients, once
+    later plans   when an optimizer registers parameters: their formats, and memory for gradients
 
 Pools are allocated and spilled gradients are chosen for all parameters that require a gradient when
-the model is offloaded. An optimizer that holds fewer leaves budget, which goes to resident
-sections. One that holds more (parameters that were unfrozen) may want larger pools. Their gradients
-spill where the budget does not hold them.
+the model is offloaded. If an optimizer owns fewer parameters, resident sections get the remaining
+budget. If it owns more (unfrozen parameters), it may need larger pools, and the gradients of the
+unfrozen parameters spill where the budget does not hold them.
 
 `memory.ledger` has the budget itself; `memory.ram_budget` computes the plan that fits into it.
 """
@@ -43,7 +43,7 @@ _GRADS = {
 
 
 class SavedPlacement(NamedTuple):
-    """Snapshot of a `PlacementPlanner`, which `restore` takes."""
+    """Snapshot of a `PlacementPlanner`, for its `restore`."""
 
     plan: PlacementPlan
     spilled: frozenset[Flat] | None
@@ -55,9 +55,10 @@ class PlacementPlanner:
     """Planner of one model's placement; `plan` is the one in force.
 
     ledger_owner: key of the model's entry in the RAM ledger.
-    transit_bytes: returns the RAM of buffers between autograd and the gradients' place; it grows
-    when parameters are unfrozen. Formats are those of states without gradients; `plan.formats` has
-    a section for gradients that spill.
+    transit_bytes: returns the bytes of buffers between autograd and accumulators; they grow when
+        parameters are unfrozen.
+    Arguments named `formats` have formats without a gradient section; `plan.formats` has the
+    section for gradients that spill.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class PlacementPlanner:
         transit_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._policy = policy
-        # In one order: plans and choices name a flat by its index.
+        # A list: plans refer to a flat by its index.
         self._flats = list(flats)
         self._gradients = gradients
         # Called at every plan: unfreezing a parameter adds buffers.
@@ -80,10 +81,10 @@ class PlacementPlanner:
         # made since that plan count beside it.
         self._transit_planned = 0
         self._owner = ledger_owner
-        # Once: the memory that remains shrinks as this model takes its share, and must not be
-        # halved again for the optimizer.
+        # Computed once: free memory shrinks as this model allocates, and must not be halved again
+        # for the optimizer.
         self._default_bytes = default_bytes
-        # Sizes of the slots in the pools that exist; every later plan counts these, at least.
+        # Sizes of the staging buffers in the present pools, the least for every later plan.
         self.pools: tuple[int, int] | None = None
         self._pool_bytes = 0
         # Chosen once, for all parameters that require a gradient when the model is offloaded.
@@ -98,7 +99,7 @@ class PlacementPlanner:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Bytes that the policy's `ram` lets this model hold; None: the least that works."""
+        """Most bytes of this model under the policy's `ram`; None for the least that works."""
         return budget_bytes(self._policy.ram, self._owner, self._default_bytes)
 
     @property
@@ -106,33 +107,30 @@ class PlacementPlanner:
         return [flat for flat, gone in zip(self._flats, self.plan.spilled, strict=True) if gone]
 
     def state_format(self, flat: Flat, moments: int = 2) -> Format:
-        """Choose the format of a flat's states with so many moments; RAW for a dtype that has none.
-        """
+        """Choose the format of a flat's states with `moments` moments; RAW for a dtype without
+        state formats."""
         return state_format(self._policy.state, flat.dtype, moments) or Format.RAW
 
     def first(self) -> PlacementPlan:
-        """Plan for the time before an optimizer exists: parameters only, but pools for the steps to
-        come.
+        """Plan for the time before an optimizer exists: only parameters, but pools for training.
 
-        Raises: BudgetError when the parameters alone do not fit; a budget too small for training is
-            a warning.
+        Raises: BudgetError when the parameters alone do not fit. A budget that is too small for
+            training is logged as a warning.
         """
         trainable = {flat: self.state_format(flat) for flat in self._flats if flat.trainable}
         formats = {flat: found for flat, found in trainable.items() if found is not Format.RAW}
-        # Gradients that wait for the step are in RAM, or spill; they are part of what training
-        # needs.
         try:
             plan = self._plan_first(formats)
-        # Inference needs the parameters alone, so a budget too small for training is no error yet.
+        # Inference needs only parameters, so a budget too small for training is no error yet.
         except BudgetError as error:
             try:
                 plan = self._make({}, stores_gradients=True)
             except BudgetError:
-                # The first error, which says what training needs.
+                # The first error, which gives the bytes that training needs.
                 raise error from None
             log.warning("this budget does not allow training: %s", error)
         plan = self._enforce(plan)
-        # The executor is opened with these; every later plan counts them.
+        # The executor is opened with these pools; every later plan includes them.
         self.pools_resized()
         return plan
 
@@ -144,10 +142,10 @@ class PlacementPlanner:
             self._spilled = self._spilled_of(plan)
             return plan
         plan = self._make(formats, stores_gradients=False)
-        # Micro-batches may accumulate one day: pools are large enough for that, if the budget is.
+        # Micro-batches may accumulate later: make pools large enough for that, if the budget is.
         try:
             later = self._make(formats, stores_gradients=True)
-        # The budget does not hold gradients beside the rest: this model never accumulates, then.
+        # The budget cannot hold gradients, so this model cannot accumulate.
         except BudgetError:
             return plan
         self._spilled = self._spilled_of(later)
@@ -155,20 +153,20 @@ class PlacementPlanner:
             max(plan.small_bytes, later.small_bytes),
             max(plan.large_bytes, later.large_bytes),
         )
-        # Once more, with the pools that both need.
+        # Plan again, with pools that are large enough for both.
         return self._make(formats, stores_gradients=False)
 
     def replan(
         self, formats: Mapping[Flat, Format], *, stores_gradients: bool = True
     ) -> PlacementPlan:
-        """Plan for flats with states in these formats, in force from now on; `restore` takes it
-        back.
+        """Make a plan for flats with states in these formats, and put it in force; `restore` undoes
+        that.
 
-        stores_gradients: they wait in RAM (or spill) for the step; not so under update="backward"
-            without accumulation.
-        Its pools are the present ones, or larger: parameters that were frozen when the model was
-        offloaded may have larger chunks, and an optimizer more moments.
-        Raises: BudgetError. Then the plan in force stays.
+        stores_gradients: gradients wait in RAM (or spill) for the step, as in all modes except
+            update="backward" without accumulation.
+        The pools of the plan are the present ones, or larger: parameters that were frozen when the
+        model was offloaded may have larger chunks, and an optimizer more moments.
+        Raises: BudgetError; then the plan in force stays.
         """
         try:
             plan = self._make(formats, stores_gradients=stores_gradients)
@@ -176,14 +174,14 @@ class PlacementPlanner:
             if not stores_gradients:
                 raise
             plan = self._spill_unfrozen(formats, error)
-        # The first plan for training fell short, or kept no gradients: this one chooses.
+        # The first plan has not chosen spilled gradients: it did not fit, or had no gradients.
         if self._spilled is None and stores_gradients:
             self._spilled = self._spilled_of(plan)
         return self._enforce(plan)
 
     def _spill_unfrozen(self, formats: Mapping[Flat, Format], error: BudgetError) -> PlacementPlan:
-        """Let the gradients of flats spill that were frozen when spilled ones were chosen. Raises:
-        the first error where that does not help."""
+        """Plan with spilled gradients for flats that were frozen when spilled gradients were
+        chosen. Raises: the first error if that does not help."""
         spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
         planned = {
             flat
@@ -205,22 +203,22 @@ class PlacementPlanner:
         self.pools, self._pool_bytes = self.plan.pools, self.plan.pool_bytes
 
     def saved(self) -> SavedPlacement:
-        """Take a snapshot for `restore`."""
+        """Return a snapshot for `restore`."""
         return SavedPlacement(self.plan, self._spilled, self.scratch_bytes, self._transit_planned)
 
     def restore(self, saved: SavedPlacement, *, resident_bytes: int, gradient_bytes: int) -> None:
         """Put a former plan in force again.
 
-        resident_bytes: states in RAM now. gradient_bytes: memory of gradients, and of the
-        parameters that compute, which a later plan will find there. Bytes beyond the plan are
+        resident_bytes: states in RAM now. gradient_bytes: present memory of gradients and of
+        second copies of parameters, which a later plan will find. Bytes beyond the plan are
         reserved, too.
         """
         plan, self._spilled, self.scratch_bytes, self._transit_planned = saved
-        # Reserved beyond the plan: bytes that exist now are not given to other models.
+        # Reserved beyond the plan: other models must not get bytes that are allocated now.
         more = max(resident_bytes - plan.resident_bytes, 0)
         more += max(gradient_bytes - plan.grad_bytes - plan.delayed_params_bytes, 0)
         more += max(self._pool_bytes - plan.pool_bytes, 0)
-        # Buffers of parameters unfrozen since: they exist, or will with the first gradient.
+        # Buffers of parameters unfrozen since: the first gradient allocates them.
         more += max(self._transit_bytes() - self._transit_planned, 0)
         LEDGER.reserve(self._owner, plan.ram_bytes + more, plan.min_bytes)
         self._plan = plan
@@ -229,7 +227,7 @@ class PlacementPlanner:
         LEDGER.release(self._owner)
 
     def _enforce(self, plan: PlacementPlan) -> PlacementPlan:
-        # With the least beside it: the message for another model says how much could be given back.
+        # With the least that works: an error of another model says how much this one could release.
         LEDGER.reserve(self._owner, plan.ram_bytes, plan.min_bytes)
         self._plan, self._transit_planned = plan, self._transit_bytes()
         return plan
@@ -239,7 +237,7 @@ class PlacementPlanner:
         needs = [self._need(flat, formats.get(flat), stores_gradients) for flat in self._flats]
         # Norms are taken of gradients, so only flats with states count.
         largest = max((param.numel for flat in formats for param in flat.params), default=0)
-        # Later plans keep the choice of the first.
+        # Later plans have the same spilled gradients as the first.
         spill = None
         if self._spilled is not None and stores_gradients:
             spill = [flat in self._spilled and flat in formats for flat in self._flats]
@@ -251,20 +249,20 @@ class PlacementPlanner:
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL)
             + self.scratch_bytes
             + self._transit_bytes()
-            # Gradients that came before an optimizer, or that none will take.
+            # Gradients of parameters without an optimizer.
             + self._gradients.unheld_bytes(formats if stores_gradients else ()),
             pools=self.pools,
             resident=self._policy.resident_parts,
-            # A resident byte is valued for a step of one micro-batch: how many a step will have is
-            # not known at placement (`infinity plan` takes the number).
+            # A resident byte is valued for a step of one micro-batch: the number of micro-batches
+            # is not known at placement (`infinity plan` takes it as an argument).
             load=StepLoad(
                 update=policy.placement_update,
                 bandwidths=self._bandwidths(),
             ),
             spill=spill,
-            # Activations go through the same small slots, in chunks of their own size.
+            # Chunks of activations pass through the same small staging buffers.
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
-            # Only an explicit size is the process's, which other models share.
+            # All models of the process share an explicit size, and only that.
             held_bytes=LEDGER.others_bytes(self._owner) if isinstance(policy.ram, int) else 0,
             advice=f"Policy(ram=...) is {describe_budget(policy.ram)}"
             f"{describe_others(policy.ram, self._owner)}: raise it"
@@ -275,12 +273,12 @@ class PlacementPlanner:
     def _need(self, flat: Flat, held_format: Format | None, stores_gradients: bool) -> FlatNeed:
         tiers = (self._policy.params, self._policy.optim)
         if held_format is None:
-            # Frozen: no optimizer states; a durable model keeps a second copy of its parameters.
+            # Frozen: no optimizer states. A durable run has a second place for its parameters.
             return FlatNeed(
                 flat.layout, Format.RAW, *tiers, versions=2 if self._policy.durable else 1
             )
         delayed = self._policy.delays
-        # This rank's shard: gradients wait for the step after they were reduced.
+        # The bytes of this rank's shard: gradients are reduced before they wait for the step.
         grads = self._gradients.shard_bytes(flat)
         delayed_bytes = DelayedParams.shard_bytes(flat) if delayed else 0
         if not stores_gradients:
@@ -291,8 +289,8 @@ class PlacementPlanner:
                 delayed_params_bytes=delayed_bytes,
                 versions=self._policy.places,
             )
-        # Without an explicit size the budget is a share of what happens to be free, and nothing
-        # spills for that.
+        # Only with an explicit size: otherwise the budget is a share of memory that happens to be
+        # free, which is no reason to spill.
         spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
         return FlatNeed(
             flat.layout,
@@ -309,7 +307,7 @@ class PlacementPlanner:
         )
 
     def _spill_advice(self) -> str:
-        """Return the advice how to let gradients spill, where they do not."""
+        """Return advice on how to make gradients spill; empty if they do."""
         if self._policy.grads != "nvme":
             return ", let gradients spill with Policy(grads='nvme') and a size for ram"
         return (
@@ -319,7 +317,8 @@ class PlacementPlanner:
         )
 
     def _bandwidths(self) -> tuple[float, float]:
-        """(read, write) of all drives as the settings have them; equal where they do not."""
+        """Return the summed (read, write) bytes/s of all drives in the settings; (1, 1) without
+        them."""
         known = self._policy.io_settings.bandwidths.values()
         return (
             (sum(pair[0] for pair in known), sum(pair[1] for pair in known))
