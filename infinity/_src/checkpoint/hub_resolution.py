@@ -36,8 +36,8 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _VARIANT = re.compile(r"model\.(?:safetensors\.index\.)?(?P<variant>[^.]+)\.(safetensors|json)")
-"""Weights and indices that `from_pretrained` takes only with variant=. Shards of a variant do not
-match: only their index can be loaded.
+"""Weights and indices that `from_pretrained` takes only with variant=. A shard of a variant cannot
+be loaded by its name, only by the index.
 """
 
 
