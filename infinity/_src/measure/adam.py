@@ -11,6 +11,7 @@ overhead of `step()`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -61,8 +62,7 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One arm's figures. of_memory: the arm's traffic over the memory's bandwidth; None from cache.
-    """
+    """One arm's figures. of_memory: the arm's traffic over the memory's bandwidth; None from cache."""
 
     name: str
     isa: str
@@ -236,7 +236,7 @@ def measure_adam(
     progress: Progress | None = None,
 ) -> AdamFigures:
     """Measure every kernel on `threads` threads. Blocks for about 15 s; takes about 120 bytes of
-    memory per parameter of `numel`. Sets torch's number of threads.
+    memory per parameter of `numel`.
 
     Raises: ValueError without native kernels, or for arguments out of range.
     """
@@ -250,18 +250,18 @@ def measure_adam(
     if numel < threads * PIECE_NUMEL:
         raise ValueError(f"numel={numel} is too small; use at least {threads * PIECE_NUMEL}")
     say = progress or (lambda _phase, _share: None)
-    # The instruction set is a setting of the process: restore it at the end.
     before = native.isa()
-    torch_arm, version = _torch_arm(numel, threads)
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            cached, _ = _measure(pool, _arms(CACHE_NUMEL, threads), "cache", rounds, say)
-            arms = [*_arms(numel // threads, threads), *torch_arm]
-            in_memory, memory = _measure(
-                pool, arms, "memory", rounds, say, _additions(numel // threads, threads)
-            )
-        finally:
-            native.select_isa(before)
+    # The instruction set and torch's number of threads are settings of the process: `undo` restores
+    # them.
+    with contextlib.ExitStack() as undo:
+        undo.callback(native.select_isa, before)
+        torch_arm, version = _torch_arm(numel, threads, undo)
+        pool = undo.enter_context(ThreadPoolExecutor(threads))
+        cached, _ = _measure(pool, _arms(CACHE_NUMEL, threads), "cache", rounds, say)
+        arms = [*_arms(numel // threads, threads), *torch_arm]
+        in_memory, memory = _measure(
+            pool, arms, "memory", rounds, say, _additions(numel // threads, threads)
+        )
     return AdamFigures((*cached, *in_memory), threads, memory / 1e9, version, before)
 
 
@@ -292,14 +292,15 @@ def _arms(numel: int, threads: int) -> list[Arm]:
     return found
 
 
-def _torch_arm(numel: int, threads: int) -> tuple[list[Arm], str]:
+def _torch_arm(numel: int, threads: int, undo: contextlib.ExitStack) -> tuple[list[Arm], str]:
     """Return ([the arm of torch's optimizer], torch's version); ([], "") if torch cannot be
-    imported.
+    imported. Sets torch's number of threads until `undo` is closed.
     """
     try:
         import torch
     except ImportError:
         return [], ""
+    undo.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(threads)
     # torch divides the work itself; a parameter per thread would only lengthen its loop.
     parameter = torch.randn(numel, requires_grad=True)

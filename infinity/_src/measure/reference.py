@@ -49,9 +49,9 @@ def open_reference(
     name: str, files: Sequence[aio.SwapFile], content: Content, *, block_bytes: int, depth: int
 ) -> Reference | None:
     """Open the reference named `name` (one of REFERENCES) over `files`, after writing all of them.
-    Return None for "off". Blocks.
+    Return None for "off". Blocks. The caller has asked `check_reference`.
 
-    If fio cannot run, this returns the probe, also for "fio": `check_reference` refuses that.
+    "auto" is fio, or the probe if fio cannot run.
     """
     if name == "off":
         return None
@@ -59,6 +59,7 @@ def open_reference(
     probe = PlainIo(files, content, block_bytes=block_bytes, depth=depth)
     probe.fill()
     missing = why_no_fio()
+    assert name != "fio" or not missing, missing
     if name == "auto" and missing:
         probe.name += f" ({missing})"
     if name == "probe" or missing:

@@ -265,7 +265,8 @@ class SwapTask:
     def __post_init__(self) -> None:
         if self.size_bytes < 4 * CHUNK_BYTES:
             raise ValueError(
-                f"size={self.size_bytes} bytes is too small to measure; use at least 32MiB"
+                f"size={self.size_bytes} bytes is too small to measure; use at least "
+                f"{4 * CHUNK_BYTES >> 20}MiB"
             )
         if self.rounds < 1:
             raise ValueError(f"rounds={self.rounds} must be at least 1")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from infinity._src.cabi import native
 from infinity._src.kernels.hyper import hyper_row_adamw
@@ -24,8 +25,8 @@ def test_the_scalars_are_those_of_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_kernel_is_measured_and_the_isa_in_use_stays(threads: int) -> None:
-    before = native.isa()
+def test_every_kernel_is_measured_and_the_settings_of_the_process_stay(threads: int) -> None:
+    before = native.isa(), torch.get_num_threads()
     phases: list[str] = []
     figures = measure_adam(
         threads=threads,
@@ -33,7 +34,7 @@ def test_every_kernel_is_measured_and_the_isa_in_use_stays(threads: int) -> None
         numel=4 * CACHE_NUMEL,
         progress=lambda name, _: phases.append(name),
     )
-    assert native.isa() == before
+    assert (native.isa(), torch.get_num_threads()) == before
     for where in ("cache", "memory"):
         rows = [row for row in figures.rows if row.where == where]
         for state in ("exact", "bf16", "compact", "fp32"):
@@ -59,8 +60,6 @@ def test_the_kernels_json_and_table(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_without_a_device_copy_says_so_and_is_no_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     target = tmp_path / "copy.json"
@@ -73,8 +72,6 @@ def test_without_a_device_copy_says_so_and_is_no_error(
 
 @pytest.mark.gpu
 def test_copies_are_measured_where_there_is_a_device(tmp_path: Path) -> None:
-    import torch
-
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     target = tmp_path / "copy.json"

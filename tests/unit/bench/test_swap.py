@@ -213,7 +213,7 @@ def test_default_directories_are_on_a_drive_and_writable(
         (["--dir", "/nonexistent/here"], "does not exist"),
         (["--dir", __file__], "not a directory"),
         (["--dir", ".", "--dir", "."], "twice"),
-        (["--dir", ".", "--size", "1MiB"], "32MiB"),
+        (["--dir", ".", "--size", "1MiB"], "18MiB"),
         (["--dir", ".", "--size", "1000TiB"], "not enough space"),
         (["--dir", ".", "--size", "64MiB", "--depth", "1"], "depth"),
         (["--dir", ".", "--size", "64MiB", "--depth", "5000"], "depth"),
