@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import infinity as inf
 from infinity._src.cli import doctor
 from infinity._src.cli.main import main
+from infinity._src.config import choices
 from tests import forks
 
 
@@ -230,3 +233,12 @@ def test_an_error_that_a_command_leaves_to_its_caller_is_a_line(
         monkeypatch.setattr(doctor, "run_doctor", fails)
         assert main(["doctor"]) == status
         assert capsys.readouterr().err == shown
+
+
+def test_the_options_of_the_policys_fields_have_its_defaults_and_say_them() -> None:
+    policy = inf.Policy()
+    for field, option in choices._OPTIONS.items():
+        default = getattr(policy, field)
+        assert option.default in (None, default), field
+        said = re.search(r"\(([^ )]+)\)$", option.text)
+        assert said is None or said[1] == str(default), field
