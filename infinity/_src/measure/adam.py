@@ -62,7 +62,7 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One arm's figures. of_memory: the arm's traffic over the memory's bandwidth; None from cache."""
+    """One arm's figures. of_memory: its traffic over the memory's bandwidth; None from cache."""
 
     name: str
     isa: str
