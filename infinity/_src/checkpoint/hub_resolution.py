@@ -35,7 +35,9 @@ _INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
-_VARIANT = re.compile(r"model\.(?:safetensors\.index\.)?(?P<variant>[^.]+)\.(safetensors|json)")
+_VARIANT = re.compile(
+    r"model\.(?:safetensors\.index\.)?(?P<variant>[^.]+)(?<!-of-\d{5})\.(safetensors|json)"
+)
 """Weights and indices that `from_pretrained` takes only with variant=. A shard of a variant cannot
 be loaded by its name, only by the index.
 """

@@ -298,6 +298,13 @@ def variant_in_shards(place: Path) -> None:
     (place / INDEX).rename(place / "model.safetensors.index.fp16.json")
 
 
+def variant_in_shards_of_its_name(place: Path) -> None:
+    variant_in_shards(place)
+    # As newer releases of transformers name them; sorted, they come before the index.
+    for shard in place.glob("model-*-of-*.safetensors"):
+        shard.rename(place / shard.name.replace("model-", "model.fp16-"))
+
+
 def adapter(place: Path) -> None:
     single(place)
     (place / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
@@ -363,6 +370,7 @@ REFUSED = [
     (pickled_shards, r"pytorch_model\.bin\.index\.json holds the weights; only safetensors"),
     (variant, r"with variant='fp16' alone; name the file: .*model\.fp16\.safetensors"),
     (variant_in_shards, r"variant='fp16' alone; name the file: .*index\.fp16\.json"),
+    (variant_in_shards_of_its_name, r"variant='fp16' alone; name the file: .*index\.fp16\.json"),
     (adapter, r"gives these weights with an adapter; load= the file of the weights.*by peft"),
     (adapter_alone, r"gives some/base with an adapter; load= the directory of some/base"),
     (distributed, r"shard-00000-model-00001-of-00001\.safetensors, a part of a distributed save"),
