@@ -440,14 +440,14 @@ def llama() -> Iterator[Any]:
 
 
 def test_what_fn_returns_comes_back_without_graphs(llama: Any) -> None:
-    def loss_of(batch: models.Batch) -> tuple[torch.Tensor, str, torch.Tensor]:
+    def loss_of(batch: models.Batch) -> tuple[Any, ...]:
         out = llama(**batch)
-        return out.loss, "kept", out.logits
+        return out.loss, "kept", out.logits, {"more": [out.logits.exp()]}, out
 
-    for loss, word, logits in inf.handle(llama).accumulate(ragged(), loss_of):
-        assert loss.grad_fn is None
+    for loss, word, logits, more, out in inf.handle(llama).accumulate(ragged(), loss_of):
         assert word == "kept"
-        assert logits.grad_fn is None
+        for tensor in (loss, logits, *more["more"], out.loss, out.logits):
+            assert tensor.grad_fn is None
     batches = iter(ragged())
     (loss,) = inf.handle(llama).accumulate(
         itertools.islice(batches, 1), lambda batch: llama(**batch).loss

@@ -348,8 +348,8 @@ class Handle:
 
         micro_batches: read as a whole before the first call of `fn`. fn: takes a micro-batch and
         returns its loss (a tensor of one element, scaled as the sum of losses requires), or a tuple
-        that begins with the loss. Returns the results of `fn`; plain tensors, and plain tensors in
-        a tuple, are detached.
+        that begins with the loss. Returns the results of `fn`; tensors are detached, those in
+        tuples, lists and dicts, too.
 
         Parameters get the bits of `for mb in micro_batches: fn(mb).backward()` where a micro-batch
         uses them once. The gradients of a parameter that is used several times are added use by

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
 
 from infinity._src.base.torch_compat import sequence_number
 from infinity._src.hooks.block_order import block_modules, reorder_backward
@@ -121,9 +122,7 @@ def _loss_of(result: Any, index: int) -> torch.Tensor:
 
 
 def _detached(result: Any) -> Any:
-    if type(result) is torch.Tensor:
-        return result.detach()
-    if not isinstance(result, tuple):
-        return result
-    items = [item.detach() if type(item) is torch.Tensor else item for item in result]
-    return type(result)(*items) if hasattr(result, "_fields") else tuple(items)
+    # An attached tensor would keep the graph of its micro-batch.
+    return pytree.tree_map(
+        lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result
+    )
