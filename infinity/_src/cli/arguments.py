@@ -67,11 +67,11 @@ _RESUME = (
         "none (0)", "STEPS"),
     Row("save-dir", argument, "where the checkpoint goes; it replaces the one before (checkpoint "
         "in --out)", "DIR"),
-    Row("resume", False, "go on from the durable run or the checkpoint in --save-dir, whichever "
+    Row("resume", False, "resume from the durable run or the checkpoint in --save-dir, whichever "
         "has the later step, if they are of one run; begin where there is neither"),
     # "report" is for `inf.restore` alone: no policy has it.
     Row("damaged", ("raise", "report", "from-older"), "where a drive cannot give states back: stop "
-        "and name them; report: with --resume, go on without them; from-older: go on with those of "
+        "and name them; report: with --resume, continue without them; from-older: with those of "
         "an earlier step, also within the run, with --durable or --generations 2 (raise)",
         more={"default": "raise"}),
 )  # fmt: skip
@@ -206,7 +206,7 @@ _JOB = (
     *field_rows(
         "state", "update", "generations", "update_on", "durable", "params", "optim", "grads",
         "activations", "resident", "grad_dtype",
-        durable="after a crash the run goes on from the last step: two generations of everything "
+        durable="after a crash the run resumes from the last step: two generations of everything "
         "on the drives, nothing resident",
         params="the lowest tier of parameters (nvme; device with --zero 1 and 2)",
         optim="the lowest tier of optimizer states (nvme)",

@@ -537,8 +537,8 @@ def _facts(runs: Sequence[RunHistory]) -> tuple[tuple[str, ...], ...]:
 
 def _steps_text(run: RunHistory) -> str:
     after = run.resumed
-    went_on = f", went on {len(after)} times, last after step {after[-1]}" if after else ""
-    return f"{run.steps}, up to step {run.last_step}{went_on}" if run.steps else "none"
+    resumed = f", resumed {len(after)} times, last after step {after[-1]}" if after else ""
+    return f"{run.steps}, up to step {run.last_step}{resumed}" if run.steps else "none"
 
 
 def _time_text(run: RunHistory) -> str:

@@ -573,12 +573,12 @@ def _step(found: Prediction) -> Table:
 
 def _outside(shape: ModelShape, found: Prediction) -> Table:
     costs, ranks = outside(shape, found), found.machine.ranks
-    table = make_table("Besides", "", "")
+    table = make_table("Also", "", "")
     table.show_header = False
     on_each = " on each rank" if ranks > 1 else ""
     each = f", {costs.ram.chunks:,} chunks{on_each}"
     table.add_row("Policy(ram=...)", f"at most {format_size(found.policy_ram)}{on_each}")
-    table.add_row("RAM beside it", f"{format_size(costs.ram.held)} of records{each}")
+    table.add_row("RAM overhead", f"{format_size(costs.ram.held)} of records{each}")
     for phase, size in costs.ram.passing.items():
         if size:
             table.add_row(f"  more in a {phase}", format_size(size))
@@ -597,7 +597,7 @@ def _outside(shape: ModelShape, found: Prediction) -> Table:
     filling = format_size(costs.ram.fill_without_files)
     table.add_row(
         "  from scratch (init=)",
-        f"draws the values, reads none; {drawn_s} s, and {filling} of RAM beside it in the fill",
+        f"draws the values, reads none; {drawn_s} s, and {filling} of RAM while it fills",
     )
     return table
 

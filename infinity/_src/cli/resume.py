@@ -104,9 +104,9 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Sou
         saved = _look(options, "checkpoint", place, _newest(place))
     if run is not None and run.lost and saved is None:
         raise AioError(
-            f"the durable run cannot go on from step {run.step}: {run.lost}; and there is no "
+            f"the durable run cannot resume from step {run.step}: {run.lost}; and there is no "
             f"checkpoint in {save_directory(options)}. Mount the drive again and name it in "
-            "--nvme, give --save-dir, or go on in a loop of yours with what is left, by "
+            "--nvme, give --save-dir, or continue in your own loop with what is left, by "
             "inf.restore(damaged='report')"
         )
     if run is None or saved is None:
@@ -116,9 +116,9 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Sou
     if not same and (run.step or not saved.step):
         raise ValueError(
             f"{run.place} holds a durable run at step {run.step}, and {saved.place} a checkpoint "
-            f"at step {saved.step} that is not known to be of the same run; going on would replace "
-            "one of them. Give another --save-dir to go on with the run, or another first --nvme "
-            "to go on from the checkpoint"
+            f"at step {saved.step} that is not known to be of the same run; resuming would replace "
+            "one of them. Give another --save-dir to continue the run, or another first --nvme "
+            "to resume from the checkpoint"
         )
     if run.lost:
         return dataclasses.replace(saved, lost=f"step {run.step} of the durable run: {run.lost}")
@@ -137,7 +137,7 @@ def _look(
     if not options.resume:
         option = "--nvme" if kind == "durable run" else "--save-dir"
         raise ValueError(
-            f"{place} holds a {kind} already: go on with it by --resume; for another run name "
+            f"{place} holds a {kind} already: continue it by --resume; for another run name "
             f"another directory ({option}), or move {found.place} to where you keep it"
         )
     # All ranks read the state of rank 0, so all decide alike; the rules are the same on each rank.
@@ -241,7 +241,7 @@ class SmallState:
         if not isinstance(extra, Mapping) or "train" not in extra:
             raise ValueError(
                 f"{source.place} was not written by infinity train: it does not say how far in the "
-                "text its step is; go on with it by inf.restore in the loop that wrote it"
+                "text its step is; continue it by inf.restore in the loop that wrote it"
             )
         changed = [
             f"{name} was {extra['train'].get(name, BEFORE.get(name))} and is {now}"
@@ -251,7 +251,7 @@ class SmallState:
         ]
         if changed:
             raise ValueError(
-                f"{source.place}, step {source.step}, cannot go on under other rules: "
+                f"{source.place}, step {source.step}, cannot resume under other rules: "
                 f"{'; '.join(changed)}. Give them as they were, or begin anew from an exported "
                 "model"
             )

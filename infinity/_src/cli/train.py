@@ -459,13 +459,13 @@ class _Run:
         """Print where a run that a signal has stopped can resume. Raises the error of its save."""
         options, step = self.options, self.handle.stats().step_count
         self._check_saved(step)
-        goes_on = "; the same command with --resume goes on"
+        resumes = "; the same command with --resume continues"
         if not step:
             kept = "no step was taken"
         elif options.durable:
-            kept = f"the durable run in {self.directories[0]} has it{goes_on}"
+            kept = f"the durable run in {self.directories[0]} has it{resumes}"
         elif options.save_every:
-            kept = f"it is saved in {save_directory(options)}{goes_on}"
+            kept = f"it is saved in {save_directory(options)}{resumes}"
         else:
             kept = "nothing was saved, as neither --save-every nor --durable was given"
         self._say(f"{name_of(self.ranks.signal)}: stopped after step {step}; {kept}")

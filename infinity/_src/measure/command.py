@@ -85,7 +85,7 @@ _SWAP = (
     Row("checksums", CHECKSUMS, "off: the drive and the rings alone; full: every chunk copied, its "
         "checksums computed and compared, as training does; sample: compared in part (off)",
         more={"default": "off"}),
-    Row("limit", REFERENCES, "what to measure beside it: fio, plain preads and pwrites (probe), "
+    Row("limit", REFERENCES, "what to compare with: fio, plain preads and pwrites (probe), "
         "nothing (off), or fio where it is installed (auto)", more={"default": "auto"}),
     Row("verify", False, "read everything back and compare all checksums, not a sample; with "
         "--checksums again at the end"),

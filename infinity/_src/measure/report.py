@@ -282,7 +282,7 @@ def show_adam(console: Console, figures: AdamFigures) -> None:
         markup=False,
     )
     if not figures.torch:
-        say(console, "torch cannot be imported, so its optimizer is not beside them", markup=False)
+        say(console, "torch cannot be imported, so its optimizer is not compared", markup=False)
 
 
 def show_copy(console: Console, figures: CopyFigures) -> None:

@@ -392,5 +392,5 @@ def test_a_resumed_run_is_one_run(tmp_path: Path) -> None:
     assert (run.steps, run.last_step, run.resumed) == (3, 3, [2])
     (section,) = [each for each in sections([run]) if each.title == "Runs"]
     facts = dict(section.table[1:])
-    assert facts["steps"] == "3, up to step 3, went on 1 times, last after step 2"
+    assert facts["steps"] == "3, up to step 3, resumed 1 times, last after step 2"
     assert "η 0.90" in facts["time per step"]

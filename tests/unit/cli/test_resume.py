@@ -181,7 +181,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
 
     status, shown = train(arguments)
     assert status == 2
-    assert "go on with it by --resume" in shown
+    assert "continue it by --resume" in shown
     source = tmp_path / "drive" / "infinity-run" if kept == "durable" else out / "checkpoint"
     before = contents(source)
     status, shown = train([*arguments, "--resume", "--state", "bf16"])
@@ -596,7 +596,7 @@ def test_a_run_that_has_lost_a_drive_goes_on_from_the_last_save(
     (out / "checkpoint").rename(tmp_path / "aside")
     status, shown = train([*left, "--resume"])
     assert status == 1
-    assert "cannot go on from step 4: a file of a checkpoint is missing" in shown
+    assert "cannot resume from step 4: a file of a checkpoint is missing" in shown
     (tmp_path / "aside").rename(out / "checkpoint")
     status, shown = train([*left, "--resume"])
     assert status == 0, shown
@@ -816,7 +816,7 @@ def test_the_later_step_is_gone_on_with(
         assert find_source(options(*given), [drive]) is None
         return
     with pytest.raises(
-        ValueError, match=r"holds a .* already: go on with it by --resume; .* another directory"
+        ValueError, match=r"holds a .* already: continue it by --resume; .* another directory"
     ) as refused:
         find_source(options(*given), [drive])
     # What it advises loses nothing.
@@ -894,7 +894,7 @@ def test_a_run_that_signals_stop_again_and_again_has_the_same_bits(
             assert f"{name_of(number)}: stopped at once" in shown
         elif step < STEPS:
             assert f"{name_of(number)}: stopped after step {step}; " in shown
-            assert ("the same command with --resume goes on" in shown) == (step > 0)
+            assert ("the same command with --resume continues" in shown) == (step > 0)
         if (out / "metrics.jsonl").exists():
             assert [row["step"] for row in records(out, "step")] == list(range(1, step + 1))
         assert (out / "report.html").exists() == (step > 0)
