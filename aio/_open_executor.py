@@ -47,8 +47,9 @@ def open_executor(
     `workers`: threads that verify, update and copy. `verify`: "full", "sample" or "off"
     (_validate.VERIFY). `block_bytes`: bytes of the longest request (None: the backend's default);
     `depth`: maximum requests in flight, one number for all drives or one per drive. block_bytes and
-    depth are reduced to the drive's limits. `hold_s`: idle seconds after which jobs held behind a
-    closed gate run without the gate's target buffers. `check`: called every 100 ms in each wait for
+    depth are reduced to the drive's limits. `hold_s`: jobs wait at a gate (`Executor.gate`) until
+    it is opened with target buffers; after so many seconds in which the executor is idle they run
+    without these buffers. `check`: called every 100 ms in each wait for
     a ticket and in `wait_all`; an exception from it ends the wait, and the jobs continue.
     `examine`: maps a job's error to the error to raise. `alarm`: sounded whenever a ticket fails.
     Raises ImportError when the C extension is missing, ValueError for an unknown backend, OSError

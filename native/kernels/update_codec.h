@@ -11,7 +11,7 @@
 static void INF_ISA(fill_random)(uint32_t *restrict random, uint64_t key, int64_t element,
                                  int64_t numel) {
     for (int64_t done = 0; done < numel;) {
-        /* until the upper half of the element changes */
+        /* up to the next multiple of 2^32: the keys depend on the upper half of the index */
         const int64_t left = 0x100000000 - (int64_t)(uint32_t)element;
         const int64_t n = numel - done < left ? numel - done : left;
         const inf_keys keys = inf_keys_of(key, element);
@@ -161,9 +161,9 @@ INF_INLINE uint32_t INF_ISA(group_scale)(const float *restrict x, uint32_t sign_
     return up < INF_SCALE_LEAST ? INF_SCALE_LEAST : up > INF_SCALE_MOST ? INF_SCALE_MOST : up;
 }
 
-/* The codes of a group of finite numbers; factor: 127^2 or 255^4 / scale. If rounding puts a root
- * on the wrong side of a code, the number equals that code up to its last bits, so either side is
- * right. */
+/* The codes of a group of finite numbers; factor: 127^2 / scale, or 255^4 / scale. Where rounding
+ * takes a root across an integer, `low` is off by one; the number then equals that code up to its
+ * last bits, so both codes are right. */
 INF_INLINE void INF_ISA(encode_square)(uint8_t *restrict code, const float *restrict x,
                                        const uint32_t *restrict random, inf_draw draw,
                                        float factor) {

@@ -77,8 +77,8 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
     is_running                   sys._current_frames                the same
     is_replicating               the name of a module:              DataParallel is refused without
                                  torch.nn.parallel.replicate        being named
-    address_of                   Tensor.data_ptr raises where there an output that is a view of a
-                                 is no address                      unit is not noticed, or an
+    address_of                   Tensor.data_ptr raises without     an output that is a view of a
+                                 an address                         unit is not noticed, or an
                                                                     ordinary output raises
     dynamo_disable               torch.compiler.disable             torch.compile traces the
                                                                     engine's hooks
@@ -87,8 +87,8 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
     named_checkpoints            _CheckpointFrame.save_inputs
                                  (from 2.12), _NoopSaveInputs (to
                                  2.11), Node._raw_saved_tensors
-    hooks_of                     Module._forward_hooks and its      hooks on a head in slices do not
-                                 like, nn.modules.module.           see its logits
+    hooks_of                     Module._forward_hooks and its      hooks on a head whose logits are
+                                 like, nn.modules.module.           deferred do not see them
                                  _global_forward_hooks and its like
     is_compiled                  Module._compiled_call_impl,        a compiled model is refused in
                                  OptimizedModule._orig_mod,         its first forward, and not by

@@ -93,16 +93,16 @@ def begun_commits(directory: Path) -> list[int]:
 def read_generation(directory: Path, generation: int) -> list[Manifest]:
     """Read the manifests of all ranks of one generation.
 
-    Raises: AioError with ENOENT for a missing manifest; AioError without an errno for a manifest of
-    another save, so that `newest_generation` reports it and goes to no older generation;
-    ChecksumError for a damaged manifest. The error names the manifest.
+    Raises: AioError with ENOENT for a missing manifest, by which `newest_generation` tries an older
+    generation; AioError without an errno for a manifest of another save, which `newest_generation`
+    reports; ChecksumError for a damaged manifest. The error names the manifest.
     """
     return _of_all_ranks(directory, generation, read_manifest)
 
 
 def read_heads(directory: Path, generation: int) -> list[Head]:
     """Read the heads of all ranks' manifests of one generation: a fraction of the memory, and no
-    tables of chunks. `optimizers`, which are equal in all ranks' heads, are in rank 0's head alone.
+    tables of chunks. `optimizers` is the same in each manifest: the first head alone keeps it.
 
     Raises: as `read_generation`; damage inside of a table is not seen.
     """
@@ -367,8 +367,8 @@ def _read(path: Path, size_bytes: int | None = None) -> bytes:
             # A device of that name may have no end.
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "no regular file")
-            # Before reading. A wrong size is no ChecksumError: the user's copy of a file that was
-            # interrupted is cut short, not damaged.
+            # Before reading, so that a wrong size is no ChecksumError: a file that the user copied,
+            # and whose copying was interrupted, is short and not damaged.
             if size_bytes is not None and status.st_size != size_bytes:
                 raise AioError(
                     f"the file has {status.st_size} bytes, not {size_bytes}",

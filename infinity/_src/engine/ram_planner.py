@@ -10,6 +10,7 @@ budget. If it owns more (unfrozen parameters), it may need larger pools, and the
 unfrozen parameters spill where the budget does not hold them.
 
 `memory.ledger` has the budget itself; `memory.ram_budget` computes the plan that fits into it.
+`engine.storage` opens the executor with its pools; `params.ram_buffers` holds gradients.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 device.
 
     read     waits for the update of the parameter's unit, and returns its values in place
-    write    is detected by the version counter of the tensor that was read, and stored before the
-             next pass, step, save or call of the handle. torch counts no write through an array of
-             numpy or by a collective (`dist.all_reduce(parameter.data)`): such writes need
-             `gather()`
+    write    changes the version counter of the tensor that was read, by which it is detected and
+             stored before the next pass, step, save or call of the handle. A write through an array
+             of numpy or by a collective (`dist.all_reduce(parameter.data)`) does not change the
+             counter: it needs `gather()`
     later    a tensor that is retained over a step shows the values of the step; a write through it
              raises. After `close()` it has no memory
 
-A read of parameters on other tiers would have to move them, which only `gather()` does, explicitly.
-On a device nothing moves.
+Parameters in CPU memory or on NVMe cannot be read so: the read would hide a transfer, and
+`gather()` is an explicit one. Whole parameters on the device need no transfer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from infinity.errors import StepUndone, WeightWritten
 
 
 class ShownWindow(WeightWindow):
-    """Window on a parameter between passes. generation: of the unit's values at the last read.
-    hooked: its gradients are accumulated.
+    """Window on a parameter between passes. generation: `Unit.generation` at the last read. hooked:
+    its gradients are accumulated.
     """
 
     def __init__(self, param: Param) -> None:
@@ -73,7 +73,7 @@ class WholeParams:
         if not self._shown or self._wants_other_ranks(unit):
             return None
         window = self._windows.get(param)
-        # Before the unit is in use: memory that a late write has overwritten is filled anew.
+        # Here, before the unit is in use: refusing a late write fills the unit's memory again.
         if window is not None and not window.current:
             window.poll_write()
             if window.written:
@@ -109,7 +109,8 @@ class WholeParams:
         current = [window for window in self._windows.values() if window.current]
         try:
             for window in written:
-                # Cleared first: the store runs the engine's checks, which call this method.
+                # Cleared before the store, which runs the engine's checks, which call
+                # `keep_writes` again.
                 window.written = False
                 try:
                     self._unsharder.write_alike(window.param, window.tensor.detach())

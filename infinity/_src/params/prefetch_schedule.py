@@ -7,6 +7,9 @@ phase is foreseen even where two kinds of forward alternate:
 
     forward  0 1 2 3      followed by  backward  3 2 1 0      followed by  forward ...
 
+How far ahead units are gathered: `Unsharder.prefetch_ahead` (params/unshard.py), as many as fit the
+bytes of `gathered_capacity` (memory/device_capacity.py), at most AHEAD_MAX.
+
 A unit that is used last in forward is used first in backward, and needs no second read.
 
 While a phase runs, a cursor follows one trace. A demand of another unit than the next one is a

@@ -1,5 +1,5 @@
-"""Attributes that scripts read from a parameter under ZeRO-3 (`ds_id`, `ds_status`, ...), and the
-lookup of the engine that holds a parameter.
+"""`GatheredParameters`, attributes that scripts read from a parameter under ZeRO-3 (`ds_id`,
+`ds_status`, ...), and the lookup of the engine that holds a parameter.
 """
 
 from __future__ import annotations

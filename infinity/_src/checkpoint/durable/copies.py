@@ -47,8 +47,8 @@ RUN_DIRECTORY = "infinity-run"
 _HOME = "drive0"
 _HERE = "here"
 _SAVE_BITS = 24
-"""The low bits of `Head.save`, drawn anew whenever training begins or resumes. The bits above them
-are the run's number."""
+"""Number of the low bits of `Head.save`, which are drawn at random whenever training begins or
+resumes. The bits above them are the run's number."""
 
 
 class FoundRun(NamedTuple):
@@ -154,9 +154,8 @@ def newest_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
     """Return the newest whole generation of a run: the home's, or a copy's if the home has no whole
     generation. None if no place has one.
 
-    Raises: ChecksumError, AioError, ValueError for a damaged manifest in the home, unless a copy
-    has the generation of the home's newest manifest, or a later one; the same for a damaged
-    manifest in a copy, if no place has a whole generation; SeveralRunsError.
+    Raises: ChecksumError, AioError, ValueError for a damaged manifest: in the home, if no copy has
+    that generation or a later one; in a copy, if no place has a whole generation. SeveralRunsError.
     """
     copies = _check_one_run(home, copies)
     problem: AioError | ValueError | None = None
@@ -296,7 +295,7 @@ def are_of_one_run(one: Path, other: Path) -> bool:
 
 def _by_run(places: Iterable[Path]) -> list[list[Path]]:
     """Sort places into runs, by the run numbers in the manifests there. A place without a readable
-    manifest counts as one of the first run."""
+    manifest joins the run of the first of `places`."""
     found: list[tuple[set[int], list[Path]]] = []
     for place in places:
         runs = _runs_in(place)
@@ -358,8 +357,8 @@ def _told_by(copy: Path) -> Path:
 
 def run_among(directories: Sequence[str | os.PathLike[str]]) -> Path:
     """Return the place of the newest manifest of the run that has all these directories as drives.
-    If several runs have, of the run whose home is in the first directory, as in Policy.nvme. One
-    directory: `run_directory`.
+    If several runs use all of them, the run whose home is in the first directory is taken, as for
+    Policy.nvme. One directory: `run_directory`.
 
     Raises: SeveralRunsError naming two places, if the directories belong to different runs or
     checkpoints; ValueError for an empty list; as `run_directory`.

@@ -121,7 +121,8 @@ class Initialization:
             # Before the journal: after a power cut, every flat that it lists must be on the drives.
             self._files.sync()
             for flat, digest in self._written:
-                # The journal has only planned places: a flat with a moved chunk is not listed.
+                # The journal does not say where a failed write has moved a chunk: a flat with such
+                # a chunk is not listed, and is loaded again on resume.
                 if not self._store.in_its_places(flat):
                     continue
                 sums = self._store[flat].sums[0].tobytes()

@@ -1,4 +1,5 @@
 """Access to states and gradients of single parameters: `safe_get_*` and `safe_set_*`.
+`GatheredParameters` is in compat/deepspeed/parameters.py.
 
 "full" means the whole parameter. "local" means this rank's part, as DeepSpeed splits: the flattened
 parameter in one equal part a rank, the last one padded with zeros. All functions block and are
