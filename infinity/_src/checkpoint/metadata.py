@@ -80,8 +80,8 @@ def _left_out(flats: Sequence[Flat]) -> tuple[LeftOutEntry, ...]:
 
 
 def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
-    """List the optimizers that the user gave: of infinity, and of this model alone. Raises:
-    ValueError.
+    """List the optimizers that the user gave. Raises: ValueError for an optimizer that is not
+    infinity's, or that holds parameters of another model.
     """
     optimizers: list[Any] = (
         [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
@@ -92,7 +92,7 @@ def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
                 f"{type(optimizer).__name__} is no optimizer of infinity: give the inf.AdamW (SGD, "
                 "Lion, Elementwise) that holds the model's parameters, a list of them, or None"
             )
-    # A checkpoint is of one model, so an optimizer of two would be saved in part.
+    # A checkpoint is of one model, so an optimizer of two models would be saved in part.
     engine = units[0].engine if units else None
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -107,7 +107,7 @@ def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
 def check_all_held(
     units: Sequence[Unit], optimizers: Sequence[Optimizer], optimizer_of: Callable[[Param], object]
 ) -> None:
-    """Raise ValueError when an optimizer holds a parameter and was not given."""
+    """Raise ValueError if an optimizer that the user did not give holds a parameter."""
     for unit in units:
         for param in unit.params:
             holder = optimizer_of(param)
@@ -135,7 +135,7 @@ def describe_optimizer(
         records = [param_of(at_rest) for at_rest in group["params"]]
         values = {}
         for key, value in group.items():
-            # Parameters go by name, beside the values.
+            # The parameters are listed by name, apart from the values.
             if key != "params":
                 try:
                     values[key] = to_json(value)
@@ -155,7 +155,7 @@ def describe_optimizer(
 
 def buffer_bytes(model: torch.nn.Module) -> bytes | None:
     """Encode the persistent buffers as safetensors; None where there are none. Raises: ValueError
-    for one whose values are more than its shape and its bits.
+    for a buffer whose values need more than its shape and its bits, such as a quantized tensor.
     """
     check_kept(persistent_buffers(model).items(), "a checkpoint")
     found = buffers_of(model)
@@ -219,7 +219,7 @@ def check_buffers(
 
 
 def write_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
-    """Give the buffers these values, in place; others keep theirs."""
+    """Copy these values into the buffers, in place. Buffers without a value stay unchanged."""
     with torch.no_grad():
         for name, buffer in persistent_buffers(model).items():
             # In place: several modules may share the tensor.

@@ -9,15 +9,14 @@ executor, plain bytes, so that the padding up to 4096 has checksums as well, and
 parameters, say) is read without the others. A row of a durable run is one chunk, as the run's
 executor wrote it.
 
-Elements of a model's parameters in a checkpoint, where a weight may be cut into other tiles than
-in the model, or into none.
+A checkpoint may cut a weight into other tiles than the model does, or may hold it uncut:
 
     saved    tile 0: experts 0-3    tile 1: experts 4-7           elements of the whole weight,
     model    tile 0: experts 0-2    tile 1: 3-5    tile 2: 6-7    first to last
 
-A tile of whole rows is a range of its weight's elements, and an uncut weight is all of them; so
-ranges of one tiling make up those of another. A tile along columns is no range: it matches a tile
-of the same place alone.
+A tile of whole rows is a range of the weight's elements, and an uncut weight is the range of all
+elements. So a range of one tiling is put together from ranges of another. A tile along columns is
+no range: its values are read only from a saved tile at the same place.
 """
 
 from __future__ import annotations
@@ -83,12 +82,14 @@ Chunks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 READERS_MAX = 16
 """Ranks whose data files are open at once."""
 SLOTS = 8
-"""Sections, or chunks of a run, in flight for a rank's files; with more files two for each."""
+"""Sections (of a run: chunks) in flight for the files of a rank; two for each file if that is
+more."""
 BLOCK_ROWS = 256
 BLOCKS_MAX = 8
-"""Blocks of rows that an executor knows at once, but for those with jobs under way."""
+"""Blocks of rows that are defined in an executor at once. Blocks with pending jobs may exceed it.
+"""
 ALGORITHM = "crc32c"
-"""The checksums that executors take; manifests name them."""
+"""The name, in manifests, of the checksums that executors compute."""
 
 
 class ChunkRef(NamedTuple):
@@ -113,9 +114,9 @@ class Checkpoint:
     """A whole generation of a directory: all ranks' manifests, read and checked. Use it in a
     `with`. One thread uses it.
 
-    params: by first name. left_out: frozen ones that were not saved. Raises (`open`): AioError
-    (ENOENT) where there is no whole checkpoint, ChecksumError for a damaged manifest, ValueError
-    for one of a later release.
+    params: the parameters, by first name. left_out: frozen parameters that were not saved. Raises
+    (`open`): AioError (ENOENT) if there is no whole checkpoint, ChecksumError for a damaged
+    manifest, ValueError for a manifest of a later release.
     """
 
     def __init__(
@@ -161,9 +162,9 @@ class Checkpoint:
         backend: str = "auto",
         partial: bool = False,
     ) -> Checkpoint:
-        """Open the newest whole generation, or this one. backend: of the executors that read.
-        partial: as in `DataReader`. Of a durable run, copies on its other drives stand for
-        manifests that are damaged.
+        """Open the newest whole generation, or the given one. backend: of the executors that read.
+        partial: as in `DataReader`. If manifests of a durable run are damaged, a copy on another
+        drive of the run is read instead.
         """
         copies = others_of(directory)
         place, manifests = _manifests_of(directory, generation, copies)
@@ -195,16 +196,16 @@ class Checkpoint:
         return sum(file.size_bytes for manifest in self.manifests for file in manifest.files)
 
     def check_files(self) -> None:
-        """Check the length of every data file, and that its checksums can be taken, without reading
-        states.
+        """Check the length of every data file, and that executors can compute its checksums,
+        without reading states.
 
         Raises: AioError for a file that is missing or was cut short, ValueError for checksums that
-        nothing here takes.
+        no executor computes.
         """
         for manifest in self.manifests:
             for file in manifest.files:
                 check_length(self.directory / file.name, file)
-                # It may be there and not be readable.
+                # The file may exist and not be readable.
                 SwapFile.existing(self.directory / file.name).close()
         check_algorithm(self.manifests[0].algorithm)
 
@@ -219,8 +220,8 @@ class Checkpoint:
         )
 
     def file_of(self, param: SavedParam) -> str:
-        """Return the name of the file that has the first element of a parameter; empty for one
-        without elements.
+        """Return the name of the file that has the first element of a parameter; empty for a
+        parameter without elements.
         """
         if not param.entry.numel:
             return ""
@@ -235,7 +236,7 @@ class Checkpoint:
 
         Raises: ChecksumError, AioError.
         """
-        # A run that continues with more ranks: the new ones begin as rank 0.
+        # If a run continues with more ranks, the new ranks begin with the state of rank 0.
         manifest = self.manifests[rank if rank < self.world else 0]
         file = manifest.buffers if kind == "buffers" else manifest.extra
         if file is None:
@@ -244,7 +245,7 @@ class Checkpoint:
             return read_attachment(self.directory, file)
         except AioError as error:
             for copy in self._copies:
-                # The digest in the manifest says that it is the same file.
+                # The digest in the manifest proves that the copy has the same bytes.
                 with contextlib.suppress(AioError):
                     data = read_attachment(copy, file)
                     log.warning("%s; going by the copy in %s", error, copy)
@@ -252,11 +253,11 @@ class Checkpoint:
             raise
 
     def fetch(self, ref: ChunkRef, addresses: dict[int, int]) -> list[Ticket]:
-        """Start reading sections of a chunk to addresses, where each has its bytes up to a multiple
-        of 4096. Does not block.
+        """Start reading sections of a chunk to addresses. Each address has memory for the bytes of
+        its section, rounded up to a multiple of 4096. Does not block.
 
-        Raises: AioError for a file that is missing or was cut short; the tickets: ChecksumError and
-        DeviceFailedError.
+        Raises: AioError for a file that is missing or was cut short. The tickets raise
+        ChecksumError and DeviceFailedError.
         """
         manifest, rows = self.manifests[ref.rank], self._of_rank(ref.rank)
         tickets: list[Ticket] = []
@@ -269,7 +270,7 @@ class Checkpoint:
                 if here:
                     tickets.append(self._reader(ref.rank).fetch(row, here))
         except BaseException:
-            # The caller gets no ticket, and releases the memory that the first reads still fill.
+            # The caller gets no ticket, and releases the memory: wait for the reads that began.
             _wait_out(tickets)
             raise
         return tickets
@@ -289,9 +290,9 @@ class Checkpoint:
 
     def _reader(self, rank: int) -> DataReader:
         if rank not in self._readers:
-            # A restore comes to all ranks with every flat; each has threads and buffers.
+            # A restore reads from all ranks for every flat; each reader has threads and buffers.
             while len(self._readers) >= READERS_MAX:
-                # The one used longest ago; closing waits for what it still reads.
+                # The reader used longest ago. `close` waits for its pending reads.
                 self._readers.popitem(last=False)[1].close()
             manifest = self.manifests[rank]
             self._readers[rank] = DataReader(
@@ -321,18 +322,19 @@ class Checkpoint:
 def _manifests_of(
     directory: Path, generation: int | None, copies: Sequence[Path]
 ) -> tuple[Path, list[Manifest]]:
-    """Read the manifests of the newest whole generation, or of this one; those of a copy where they
-    are damaged. Returns them and their place. Raises: as `Checkpoint.open`."""
+    """Read the manifests of the newest whole generation, or of the given one; if they are damaged,
+    the manifests of a copy. Returns their place, and the manifests. Raises: as `Checkpoint.open`.
+    """
     try:
         return directory, _read(directory, generation)
     except (AioError, ValueError) as error:
-        # What is missing was never committed.
+        # A generation that is missing was never committed.
         if isinstance(error, AioError) and error.errno == errno.ENOENT:
             raise
         for copy in copies:
             with contextlib.suppress(AioError, ValueError):
                 found = _read(copy, generation)
-                # A damaged commit is never stepped over for an older one.
+                # An older commit must never stand in for a damaged one.
                 newer = found[0].generation >= (generation or max(generations(directory)))
                 if newer and are_of_one_run(directory, copy):
                     log.warning("%s; going by the copy of the manifests in %s", error, copy)
@@ -388,20 +390,20 @@ class ChunkReader:
         self._held: OrderedDict[ChunkRef, tuple[list[Bytes], list[Ticket]]] = OrderedDict()
 
     def start(self, refs: Iterable[ChunkRef]) -> None:
-        """Start reading these, as many as there is capacity for beside each other."""
+        """Start reading these chunks: the first `capacity` different ones."""
         # Without repeats, and no more than fit: later ones would push earlier ones out unread.
         wanted = list(dict.fromkeys(refs))[: self._capacity]
         for ref in wanted:
-            # All that are wanted are made the youngest before one goes to make room.
+            # First make all wanted chunks the youngest, so that none of them is evicted below.
             if ref in self._held:
                 self._held.move_to_end(ref)
         for ref in wanted:
             if ref not in self._held:
-                # The oldest goes, whose memory a read may still be filling.
+                # Evict the oldest chunk. A read may still be writing to its memory.
                 while len(self._held) >= self._capacity:
                     oldest = next(iter(self._held))
-                    # Taken out after the wait: Ctrl-C in it must leave the memory held. A fault is
-                    # not raised here: the call that asks for the chunk reads it again.
+                    # Deleted after the wait: Ctrl-C in the wait must leave the memory held. An
+                    # error is not raised here: a call that asks for the chunk reads it again.
                     _wait_out(self._held[oldest][1])
                     del self._held[oldest]
                 self._held[ref] = self._fetch(ref)
@@ -413,7 +415,7 @@ class ChunkReader:
         Raises: ChecksumError naming file, offset and length; DeviceFailedError; AioError.
         """
         self.start([ref])
-        # Kept after it is read: the next chunk to be composed often needs its rest.
+        # The chunk stays cached: the next chunk to be composed often needs the rest of it.
         arrays, tickets = self._held[ref]
         for ticket in tickets:
             ticket.wait()
@@ -422,8 +424,8 @@ class ChunkReader:
     def read(
         self, wanted: Iterable[tuple[SavedParam, Piece]], ahead: int
     ) -> Iterator[tuple[Piece, list[Bytes]]]:
-        """Yield the chunk of each piece, in order, while those of the next `ahead` are read. Valid
-        and raises: as `get`.
+        """Yield each piece with the sections of its chunk, in order, while the chunks of up to
+        `ahead` pieces are read. The arrays are valid as long as those of `get`. Raises: as `get`.
         """
         pairs = ((ChunkRef(p.rank, saved.flat_index, p.chunk), p) for saved, p in wanted)
         upcoming = list(itertools.islice(pairs, ahead))
@@ -435,9 +437,9 @@ class ChunkReader:
             yield piece, arrays
 
     def close(self) -> None:
-        """Wait for what is in flight, however it ends, and release all."""
+        """Wait for all pending reads, also for those that fail, and release all memory."""
         for _, tickets in self._held.values():
-            # No call asks for these chunks any more.
+            # No call asks for these chunks any more, so errors are not raised.
             _wait_out(tickets)
         self._held.clear()
 
@@ -455,7 +457,7 @@ class ChunkReader:
 
 
 def _wait_out(tickets: Iterable[Ticket]) -> None:
-    """Wait for reads however they end, so that their memory may go."""
+    """Wait for reads and ignore their errors, so that their memory can be released."""
     for ticket in tickets:
         with contextlib.suppress(AioError):
             ticket.wait()
@@ -488,7 +490,7 @@ def pieces(
         rank = at // shard_numel
         starts, numels = chunks_of(rank)
         local = at - rank * shard_numel
-        # The last chunk that begins at or before it; chunks of a shard have no gaps.
+        # The last chunk that begins at or before `local`; chunks of a shard have no gaps.
         chunk = int(np.searchsorted(starts, local, side="right")) - 1
         start = local - int(starts[chunk])
         count = min(int(numels[chunk]) - start, end - at)
@@ -516,10 +518,11 @@ def check_algorithm(algorithm: str) -> None:
 
 
 class DataReader:
-    """Data files, open to read: all of a rank, each a drive of one executor. One thread uses it.
+    """All data files of a rank, open to read. One executor reads them: each file is one of its
+    drives. One thread uses it.
 
     rows, sums, flats: a manifest's; `rows["file"]` is an index into `files`. partial: files may be
-    missing or cut short; a read of what they had raises. Raises: AioError for a file that is
+    missing or cut short; a read of missing data raises. Raises: AioError for a file that is
     missing or was cut short; ValueError for checksums that cannot be checked here.
     """
 
@@ -543,8 +546,8 @@ class DataReader:
             drives = np.zeros(len(files), dtype=rows["file"].dtype)
             for index, file in enumerate(files):
                 path = directory / file.name
-                # Before it is opened: a fault while reading would tell of a drive, not of a file
-                # cut short.
+                # Before the file is opened: a later read error would blame the drive, not a file
+                # that was cut short.
                 if not partial:
                     check_length(path, file)
                 try:
@@ -559,13 +562,13 @@ class DataReader:
                 rows = rows.copy()
                 rows["file"] = drives[rows["file"]]
             sizes = section_bytes(rows, flats)
-            # A padded row is read section by section, one of a run as a whole.
+            # A padded row is read section by section, a row of a run as a whole.
             largest = np.where(rows["padded"] == PADDED, sizes.max(axis=1), rows["run_bytes"])
             pool = PoolSpec(max(SLOTS, 2 * len(files)), int(largest.max(initial=4096)))
             self._executor = open_executor(
                 opened, small=PoolSpec(0, 0), large=pool, backend=backend
             )
-            # On the way out the files go after the executor, whose threads use its descriptors.
+            # `undo` closes the executor before the files, whose descriptors its threads use.
             undo.callback(self._executor.close, wait=False)
             self._chunks = RowChunks(self._executor, rows, flats, sums)
             self._undo = undo.pop_all()
@@ -574,8 +577,8 @@ class DataReader:
         """Start reading sections of a row to these addresses (of a padded row: up to a multiple of
         4096). Does not block.
 
-        The ticket raises ChecksumError naming file, offset and length of what is not as it was
-        written. Raises: AioError for a row of a file that is missing.
+        The ticket raises ChecksumError naming file, offset and length of the damage. Raises:
+        AioError for a row of a file that is missing.
         """
         missing = self._missing.get(int(self._file_of[row]))
         if missing is not None:
@@ -583,18 +586,18 @@ class DataReader:
         return self._chunks.submit(row, JobKind.FETCH, addresses)
 
     def close(self) -> None:
-        # Targets are the caller's memory: no read may still be filling it.
+        # Reads write to the caller's memory: after this no read may be pending.
         self._executor.wait_all()
         self._undo.close()
 
 
 class RowChunks:
-    """The rows of files as chunks of an executor, whose drives the files are.
+    """The rows of data files, as chunks of an executor that has these files as drives.
 
-    They become known to it in blocks of BLOCK_ROWS when one is asked for, and are forgotten when
-    others are: a checkpoint may have a million, and each takes kilobytes there. A block that is
-    made known again has the checksums' seeds of before, since chunks of one place keep their
-    generation.
+    Rows are defined in the executor in blocks of BLOCK_ROWS, when one of their rows is needed, and
+    are dropped when other blocks are needed: a checkpoint may have a million rows, and each takes
+    kilobytes in the executor. A block that is defined again has the same seeds of checksums as
+    before, since the executor does not change the generation of a chunk with only one place.
     """
 
     def __init__(
@@ -607,12 +610,12 @@ class RowChunks:
         self._executor = executor
         self._rows = rows
         self._flats = flats
-        # Kept, since the executor has their address.
+        # Held, since the executor has only the address of the checksums.
         self._sums = sums
-        # An address for sections that lie elsewhere; nothing reads it.
+        # Its address stands for sections that lie in other rows; nothing reads this memory.
         self._absent = np.zeros(64, dtype=np.uint8)
-        # Ids of the sections of rows, [rows, SECTION_MAX], by the number of the block. The one used
-        # longest ago comes first.
+        # Ids of the sections of rows, [rows, SECTION_MAX], by the number of the block. The block
+        # used longest ago comes first.
         self._blocks: OrderedDict[int, npt.NDArray[np.int32]] = OrderedDict()
 
     def _block(self, number: int) -> npt.NDArray[np.int32]:
@@ -624,8 +627,8 @@ class RowChunks:
         return self._blocks[number]
 
     def _define(self, number: int) -> npt.NDArray[np.int32]:
-        """Make the rows of a block known. Returns the ids of their sections, -1 where there is
-        none.
+        """Define the rows of a block in the executor. Returns the ids of their sections, -1 for a
+        section that is not in the row.
         """
         rows = self._rows[number * BLOCK_ROWS :][:BLOCK_ROWS]
         ids: npt.NDArray[np.int32] = np.full((len(rows), SECTION_MAX), -1, dtype=np.int32)
@@ -642,22 +645,22 @@ class RowChunks:
                 )
         whole = np.flatnonzero(~padded & (rows["section_at"] >= 0).any(axis=1))
         if len(whole):
-            # As the run wrote them, or its checksums, which are seeded by chunk and section, would
-            # not match.
+            # As the run defined its chunks: checksums are seeded by chunk and section, and would
+            # not match otherwise.
             made = self._executor.define(self._chunk_records(rows[whole]))
             ids[whole] = np.where(rows[whole]["section_at"] >= 0, made[:, None], -1)
         return ids
 
     def _forget(self, number: int) -> None:
-        """Forget a block, if none of its jobs is pending."""
+        """Drop a block from the executor, unless one of its jobs is pending."""
         ids = self._blocks[number]
         # Sections of a whole row share an id.
         if self._executor.drop(np.unique(ids[ids >= 0]), unless_pending=True):
             del self._blocks[number]
 
     def _chunk_records(self, rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """Chunks as the executor of a run wrote them. Sections that lie elsewhere are named at
-        memory that nothing reads.
+        """Make the records of chunks as the executor of a run wrote them. Sections that lie in
+        other rows get the address of memory that nothing reads.
         """
         records = np.zeros(len(rows), dtype=CHUNK)
         for name in ("key", "generation", "numel", "file_offset", "run_bytes", "section_at"):
@@ -679,7 +682,7 @@ class RowChunks:
         for name in ("format", "section_count", "itemsize", "group_numel"):
             records[name] = table[name][of_row]
         for s in range(SECTION_MAX):
-            # Not in this file: the executor wants an address, and nothing is read there.
+            # Not in this row: the executor requires an address, but reads nothing there.
             elsewhere = (s < records["section_count"]) & (records["section_at"][:, s] < 0)
             records["section_ptr"][elsewhere, s] = self._absent.ctypes.data
         return records
@@ -706,7 +709,7 @@ class RowChunks:
 def _section_records(
     rows: npt.NDArray[np.void], s: int, sizes: npt.NDArray[np.int64], sums: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.void]:
-    """Section `s` of padded rows: `sizes` bytes each."""
+    """Make the records of section `s` of padded rows. sizes: its bytes in each row."""
     records = np.zeros(len(rows), dtype=CHUNK)
     # A separate key for each section: checksums are seeded with it.
     records["key"], records["generation"] = rows["key"] + np.uint64(s), rows["generation"]
@@ -723,8 +726,8 @@ def _section_records(
 
 @dataclasses.dataclass(frozen=True)
 class SavedRange:
-    """Elements [at, at + numel) of a parameter, or of a part of one: they are those from `start` on
-    of a saved parameter.
+    """Elements [at, at + numel) of a parameter, or of a part of a parameter. The checkpoint has
+    them as the elements of `saved` from `start` on.
     """
 
     saved: SavedParam
@@ -745,7 +748,9 @@ class SavedRanges:
         return [each.saved for each in self.ranges]
 
     def within(self, element: int, numel: int) -> Iterator[SavedRange]:
-        """Yield what has elements [element, element + numel); `at` counts from `element`."""
+        """Yield the ranges that make up elements [element, element + numel). Their `at` counts
+        from `element`.
+        """
         index = bisect.bisect_right(self._at, element) - 1
         done = 0
         while done < numel:
@@ -760,7 +765,8 @@ class SavedRanges:
 class SavedWeight:
     """A weight of a checkpoint.
 
-    shape: of the whole. tiles: its parameters with their places, in order; an uncut one has None.
+    shape: of the whole weight. tiles: the saved parameters of the weight with their places, in
+    order; the place of an uncut weight is None.
     """
 
     def __init__(
@@ -770,7 +776,7 @@ class SavedWeight:
         self.tiles = list(tiles)
         self.saved = [saved for saved, _ in tiles]
         self._at_place = {place: saved for saved, place in tiles}
-        # None: some are no ranges.
+        # None: some tiles have parts of rows, and are no ranges.
         self._ranges: SavedRanges | None = None
         starts = [_start(place) for _, place in tiles]
         if None not in starts:
@@ -781,8 +787,8 @@ class SavedWeight:
             )
 
     def ranges_of(self, param: Param) -> SavedRanges | None:
-        """Return where the elements of a parameter lie that is this weight, or a tile of it; None
-        where the tiles of the two are along columns, and differ.
+        """Return the saved ranges of a parameter that is this weight, or a tile of it. None if no
+        saved tile has the parameter's place, and the parameter or a saved tile has parts of rows.
         """
         place = param.place
         if place in self._at_place:
@@ -794,13 +800,14 @@ class SavedWeight:
 
 
 def weights_by_name(params: Iterable[SavedParam]) -> dict[str, SavedWeight]:
-    """Return the weights that saved parameters are, by all their names in state dicts."""
+    """Return the weights that saved parameters make up, by all their names in state dicts."""
     found: dict[str, SavedWeight] = {}
     grids: dict[str, dict[tuple[int, int], SavedParam]] = {}
     for saved in params:
         uncut = SavedWeight(saved.entry.shape, [(saved, None)])
         for name in saved.entry.names:
-            # Of a tile, too: a user's own module may have such a name, and is no tile.
+            # Also under the name of a tile: a module of the user may have such a name without being
+            # a tile.
             found[name] = uncut
             whole = whole_name(name)
             if whole is not None:
@@ -808,14 +815,14 @@ def weights_by_name(params: Iterable[SavedParam]) -> dict[str, SavedWeight]:
     for name, grid in grids.items():
         weight = _joined(grid)
         if weight is not None:
-            # A parameter that has the name itself comes first: then the others are no tiles of it.
+            # A parameter with this very name takes precedence: then the others are no tiles.
             found.setdefault(name, weight)
     return found
 
 
 def _joined(grid: dict[tuple[int, int], SavedParam]) -> SavedWeight | None:
-    """Return the weight of these tiles by (row, column); None where some are missing, or do not fit
-    together: a user's own modules may have such names.
+    """Join tiles, given by (row, column), to a weight. None if some are missing or do not fit
+    together: then the user's own modules have such names.
     """
     height, width = (1 + max(index[axis] for index in grid) for axis in (0, 1))
     shapes = {index: saved.entry.shape for index, saved in grid.items()}
@@ -839,8 +846,8 @@ def _joined(grid: dict[tuple[int, int], SavedParam]) -> SavedWeight | None:
 
 
 def _start(place: TilePlace | None) -> int | None:
-    """Return the element of the weight with which a tile of whole rows begins; None for a tile that
-    has parts of rows.
+    """Return the index, in the weight, of the first element of a tile of whole rows; 0 for an uncut
+    weight; None for a tile that has parts of rows.
     """
     if place is None:
         return 0

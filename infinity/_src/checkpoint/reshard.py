@@ -4,9 +4,9 @@ and state format.
     compose       one chunk, from the saved chunks that hold its parameters; a restore uses it too
     ReshardJob    a whole checkpoint, written anew for another number of ranks
 
-The same format is copied byte for byte: parameters start at whole quantization groups in every
-layout, and shards and chunks end at such, so a part of a parameter is whole groups. Another one
-goes through fp32, rounded to nearest.
+States that keep their format are copied byte for byte: in every layout parameters start, and shards
+and chunks end, at the boundary of a quantization group, so a part of a parameter is whole groups.
+States that get another format are converted through fp32, rounded to nearest.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ from infinity.errors import AioError, SwapFullError
 
 # Neighbours share saved chunks, since boundaries of old and new chunks differ.
 CHUNKS_CACHED = 8
-"""Saved chunks in memory: chunks read ahead, and chunks that the next one wants as well.
-"""
+"""Saved chunks in memory: chunks read ahead, and chunks that the next composed chunk needs, too."""
 LOOK_AHEAD = 4
 """Chunks to be put together whose saved chunks are read ahead."""
 
@@ -67,8 +66,8 @@ LOOK_AHEAD = 4
 @dataclasses.dataclass(frozen=True)
 class Target:
     """A chunk that is put together. section: gives the memory of (section, first element,
-    elements). states: of optimizers, too, as in `convert`; without them the moments stay, and
-    `format.master_sections` have their values of before.
+    elements). states: also take the optimizers' states, as in `convert`. If False, the moments
+    stay as they are, and `section` must give `format.master_sections` with their present values.
     """
 
     format: Format
@@ -79,8 +78,8 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a parameter in the chunk that is put together, from element `start` on, and where
-    it lies in the checkpoint. element: its first one, of the saved parameter.
+    """A part of a parameter. start: its first element in the chunk that is put together. saved,
+    pieces: its place in the checkpoint. element: its first element in the saved parameter.
     """
 
     start: int
@@ -108,7 +107,8 @@ def compose(
     """Read a part and put it into a chunk. Blocks. Raises: as `ChunkReader.get`; the error names
     the parameter, too.
 
-    missed: gets a piece that cannot be read, in place of the error; its elements stay as they are.
+    missed: gets a piece that cannot be read, and the error, which is then not raised. The piece's
+    elements in the chunk stay as they are.
     """
     source, form, section = part.saved.flat.state_format, target.format, target.section
     for piece, ref in zip(part.pieces, part.refs, strict=True):
@@ -139,8 +139,8 @@ def compose(
 def convert(
     source: Format, given: Sequence[Bytes], target: Format, dtype: torch.dtype, *, states: bool
 ) -> list[Bytes]:
-    """Convert sections of whole groups to another format; without `states` the master alone, from
-    the parameter.
+    """Convert sections of whole groups to another format. states: convert the saved states. If
+    False, the master is made from the parameter, and the moments are zero.
 
     The given arrays are not changed. A parameter that was saved without states gets moments of
     zero.
@@ -217,7 +217,7 @@ class ReshardJob:
 
     state: another `Policy.state`; None keeps the formats.
 
-    Raises: ValueError for a number of ranks or a state that cannot be.
+    Raises: ValueError for a number of ranks below 1, or a state that the engine refuses.
     """
 
     def __init__(
@@ -233,8 +233,8 @@ class ReshardJob:
         self.checkpoint = checkpoint
         self._world = world
         self._backend = backend
-        # Before any layout: a state that the engine refuses would be found only when it is
-        # restored.
+        # Before any layout: otherwise the user would learn only at the restore that the engine
+        # refuses this state.
         _check_state(checkpoint, state)
         numerics: dict[str, Any] = {
             **checkpoint.numerics,
@@ -243,7 +243,8 @@ class ReshardJob:
         self._layouts: list[FlatLayout] = []
         flats = []
         for flat in checkpoint.flats:
-            # By the planner that lays out a model, so that a model of so many ranks fits it.
+            # By the planner that lays out a model, so that a model on `world` ranks has this
+            # layout, too.
             layout = _layout_of(flat, world, numerics.get("state", "exact"))
             target = _format_of(flat, state)
             flats.append(
@@ -268,7 +269,8 @@ class ReshardJob:
         """Write the checkpoint; `progress` gets the bytes of states of each chunk. Blocks.
 
         Raises: ValueError for a directory that has a checkpoint or a durable run, SwapFullError,
-        AioError (EWOULDBLOCK while another is written there); then nothing of it stays.
+        AioError (EWOULDBLOCK while another is written there). After an error the files written so
+        far are removed.
         """
         # inf.restore would take the run there for the checkpoint.
         check_no_run(target)
@@ -286,7 +288,8 @@ class ReshardJob:
 
     def _write(self, target: Path, progress: Callable[[int], object]) -> Resharded:
         checkpoint = self.checkpoint
-        # For all ranks at once: each data file is preallocated only when its turn comes.
+        # Space for all ranks is checked first: each data file is preallocated only when its turn
+        # comes.
         free = shutil.disk_usage(target).free
         if free < self.size_bytes:
             raise SwapFullError(
@@ -294,11 +297,11 @@ class ReshardJob:
                 "space, or name another directory",
                 errno=errno.ENOSPC, path=str(target), op="allocate", length=self.size_bytes,
             )  # fmt: skip
-        # Ranks of one save have this number in common: manifests of two saves never make a whole.
+        # All ranks of a save share `save`, so manifests of two saves never make a whole generation.
         generation, save = next_generation(target), secrets.randbits(48)
         try:
             for rank in range(self._world):
-                # A random key: no checksum of another save fits stale bytes of this place.
+                # A random key, which seeds the checksums: stale bytes of another save never match.
                 rows = new_rows(self._shards, secrets.randbits(62))
                 part = new_part(
                     self._layout,
@@ -318,7 +321,7 @@ class ReshardJob:
                     extra=checkpoint.attachment("extra", rank),
                     backend=self._backend,
                 )
-            # Only now: a manifest of one rank would be a begun commit.
+            # Only after all parts are written: a manifest of one rank would be a begun commit.
             for rank in range(self._world):
                 commit_part(target, generation, rank)
         # Ctrl-C too: half a checkpoint must not stay.
@@ -326,7 +329,7 @@ class ReshardJob:
             for rank in range(self._world):
                 remove_part(target, generation, rank)
             raise
-        # Rests of saves that broke off; `_check_empty` saw to it that no checkpoint is among them.
+        # These are parts of interrupted saves: `_check_empty` made sure that no checkpoint is here.
         remove_others(target, generation)
         return Resharded(
             generation, checkpoint.step, self._world, self.size_bytes, self.rounded, self._notes()
@@ -377,11 +380,11 @@ class _RankShards:
         self._at = np.cumsum(self._sizes, axis=1) - self._sizes
 
     def store_all(self, writer: DataWriter) -> None:
-        """Compose and write. Blocks. Raises what a read or a write met."""
+        """Compose and write all chunks. Blocks. Raises the error of a read or a write."""
         reader = ChunkReader(self._of.checkpoint, CHUNKS_CACHED)
 
         def finish(turn: _NewRow, _buffer: Bytes) -> None:
-            # A failed write ends it now, not after the last chunk.
+            # A failed write ends the job now, not after the last chunk.
             writer.check()
             self._progress(int(self._sizes[turn.row].sum()))
 
@@ -396,7 +399,8 @@ class _RankShards:
                         turn.row, self._addresses(turn.row, buffer)
                     ),
                     finish=finish,
-                    # Filled is enough: the executor has a copy. The writer's finish waits for all.
+                    # `wait_filled` is enough: the executor then has a copy of the buffer.
+                    # `DataWriter.finish` waits for all writes.
                     reusable=lambda ticket: ticket.wait_filled(),
                 )
                 pipeline.run(self._turns())
@@ -434,8 +438,8 @@ class _RankShards:
 
 
 def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:
-    """Lay the flat out over so many ranks, as a model does. Raises: ValueError if its parameters
-    lie elsewhere.
+    """Lay the flat out over `world` ranks, as a model does. Raises: ValueError if the saved flat
+    has its parameters at other offsets.
     """
     dtype = dtype_of(flat.dtype)
     # As a model's own planner: frozen parameters have no states, and chunks of the default size.

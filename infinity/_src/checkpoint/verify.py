@@ -1,11 +1,11 @@
 """Inspection of checkpoints without a model: list the generations of a directory, and verify every
-byte of one against its checksums.
+byte of a generation against its checksums.
 
     list_generations    manifests and the lengths of files; reads no states
     VerifyJob           reads all, and names all damage: file, range, parameter
 
-A damaged manifest of one rank does not keep others from being read. A chunk that fails is
-looked at piece by piece.
+If the manifest of one rank is damaged, the manifests of the other ranks are still read. If the
+checksums of a chunk do not match, the chunk is checked piece by piece.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ class ListedFile:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A generation of a directory. why_not: why it is not whole, "" if it is; then the rest is what
-    its manifests say.
+    """A generation of a directory. why_not: why the generation is not whole, "" if it is whole. The
+    other fields are what the readable manifests say.
 
-    params, formats: elements, and those by state format. left_out: elements of frozen parameters
-    that were not saved. written_s: when the last manifest was, in seconds since 1970.
+    params: elements of the saved parameters. formats: these elements by state format. left_out:
+    elements of frozen parameters that were not saved. written_s: the time of the last written
+    manifest, in seconds since 1970.
     """
 
     number: int
@@ -85,8 +86,8 @@ class Generation:
 
 
 def find_checkpoints(directory: Path) -> list[Path]:
-    """Find the checkpoints in a directory: itself or the durable run in it, and those of its
-    sub-directories.
+    """Find the checkpoints in a directory: the directory itself or the durable run in it, and the
+    same for each sub-directory.
     """
     found: list[Path] = []
     if not directory.is_dir():
@@ -118,7 +119,7 @@ def _describe(directory: Path, number: int) -> Generation:
         try:
             manifest = read_manifest(path)
         except (AioError, ValueError) as error:
-            # The other ranks' manifests are read all the same: they tell what is left.
+            # The other ranks' manifests are still read: they show what remains.
             how = f"damaged: {error}" if path.exists() else "missing"
             problems.append(f"the manifest of rank {rank} is {how}")
         else:
@@ -196,7 +197,7 @@ def _written(directory: Path, number: int, world: int) -> float | None:
 
 
 AHEAD = 4
-"""Chunks that are read at once, so the buffers of the pipeline: nothing is written."""
+"""Chunks that are read at once. The pipeline has as many buffers: nothing is written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,16 +214,16 @@ class Damage:
 
 
 class VerifyJob:
-    """Verification of one generation: the newest that has all manifests (else: any), or
-    this one.
+    """Verification of one generation: the given one; else the newest that has the manifests of all
+    ranks; else the newest that has any manifest.
 
-    Raises: AioError (ENOENT) where there is none.
+    Raises: AioError (ENOENT) if there is no such generation.
     """
 
     def __init__(
         self, directory: Path, generation: int | None = None, *, backend: str = "auto"
     ) -> None:
-        # Not partial ones: a save that is under way is no damage.
+        # Without generations that have partial manifests only: a save under way is no damage.
         there = begun_commits(directory) if directory.is_dir() else []
         if generation is not None and generation not in there:
             known = ", ".join(map(str, there)) or "none"
@@ -237,14 +238,15 @@ class VerifyJob:
                 "there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open"
             )
         self.directory = directory
-        # The one that a restore would take; damaged manifests count, or damage would hide it.
+        # The generation that a restore would take. A damaged manifest counts as there: otherwise
+        # the damage would hide the generation.
         whole = next((number for number in there if self._is_committed(number)), there[0])
         self.generation = whole if generation is None else generation
         self._backend = backend
         self.damage: list[Damage] = []
         self.manifests = self._read_manifests()
         self.size_bytes = sum(int(_row_bytes(manifest).sum()) for manifest in self.manifests)
-        """Bytes of states that there are to read."""
+        """Bytes of states that `verify` reads."""
 
     def verify(
         self, progress: Callable[[str, int], object] = lambda _file, _size: None
@@ -266,15 +268,15 @@ class VerifyJob:
             try:
                 world = read_manifest(self.directory / name).world
             except (AioError, ValueError):
-                # Verifying reports it.
+                # `_read_manifests` reports the damage.
                 continue
             # Any readable manifest tells how many ranks there are.
             return all(manifest_name(generation, rank) in names for rank in range(world))
         return bool(names)
 
     def _read_manifests(self) -> list[Manifest]:
-        # All are read, whatever the first of them is like: one's damage hides nothing of the
-        # others.
+        # All manifests are read, even if the first is damaged: the damage of one manifest must not
+        # hide the damage of others.
         found: list[Manifest] = []
         world, rank = 1, 0
         while rank < world:
@@ -283,11 +285,11 @@ class VerifyJob:
                 manifest = read_manifest(path)
             except AioError as error:
                 reason = "is missing" if error.errno == errno.ENOENT else "is not what was written"
-                # Itself, or the table that it names.
+                # The manifest, or the table that it names.
                 where = Path(error.path) if error.path else path
                 self._report(where, 0, error.length, f"the manifest of rank {rank}", reason)
                 world = max(world, self._ranks())
-            # A later version wrote it, or it is damaged just there.
+            # A later release wrote the manifest, its version is damaged, or no engine wrote it.
             except ValueError as error:
                 what = f"the manifest of rank {rank}"
                 self._report(path, 0, path.stat().st_size, what, str(error))
@@ -309,7 +311,8 @@ class VerifyJob:
         return found
 
     def _ranks(self) -> int:
-        # With a damaged manifest nothing says how many there are, so the names are counted.
+        # A damaged manifest does not say how many ranks there are: go by the highest rank in the
+        # names of the manifests.
         prefix = manifest_name(self.generation, 0).removesuffix("0")
         ranks = [path.name.removeprefix(prefix) for path in self.directory.glob(f"{prefix}*")]
         return 1 + max((int(rank) for rank in ranks if rank.isdigit()), default=0)
@@ -374,7 +377,7 @@ class VerifyJob:
             algorithm=manifest.algorithm,
             backend=self._backend,
         )
-        # Threads and slots end before the next file is opened.
+        # The reader's threads and staging buffers end before the next file is opened.
         with contextlib.closing(reader):
             self._rows(
                 manifest,
@@ -392,19 +395,19 @@ class VerifyJob:
         path: Path,
         done: Callable[[int], object],
     ) -> None:
-        """Read these rows, which are all that the reader has."""
+        """Read and check these rows, which are all rows of the reader."""
         padded = section_bytes(manifest.rows, manifest.layout.flats)
         size = int(padded[mine].sum(axis=1).max(initial=4096))
 
         def read(item: tuple[int, int], buffer: Bytes) -> Ticket:
             in_file, row = item
             at = np.cumsum(padded[row]) - padded[row] + buffer.ctypes.data
-            # Other sections of the chunk lie in other rows, which have their own turn.
+            # Other sections of the chunk lie in other rows, which are read in their turn.
             here = np.flatnonzero(manifest.rows[row]["section_at"] >= 0)
             return reader.fetch(in_file, {int(s): int(at[s]) for s in here})
 
         def failed(item: tuple[int, int], error: AioError) -> None:
-            # The executor tells the first piece that is wrong; the user wants all of them.
+            # The executor reports only the first damaged piece; the user wants all of them.
             if isinstance(error, ChecksumError):
                 self._look_closer(manifest, item[1], path, error)
             else:
@@ -414,7 +417,7 @@ class VerifyJob:
         with slab_buffers(size, AHEAD) as buffers:
             pipeline = ChunkPipeline(
                 buffers,
-                # All buffers read: nothing is written that would need one.
+                # All buffers serve reads: nothing is written, so no write needs a buffer.
                 ahead=AHEAD,
                 read=read,
                 # The executor has compared the checksums.
@@ -429,14 +432,15 @@ class VerifyJob:
         error of the first read.
         """
         before = len(self.damage)
-        # A second read, through the page cache; the executor's may have gone around it.
+        # A second read, through the page cache. The executor's read may have bypassed the cache.
         with path.open("rb") as file:
             for piece in _pieces(manifest, row):
                 file.seek(piece.offset)
                 if not piece.matches(file.read(piece.length)):
                     what = ", ".join(_places(manifest, row, piece))
                     self._report(path, piece.offset, piece.length, what, "is not what was written")
-        # Well this time: the drive gave other bytes before, and that is reported, not forgotten.
+        # The second read found the right bytes, so the drive gave wrong bytes the first time:
+        # report that.
         if len(self.damage) == before:
             what = ", ".join(_places(manifest, row))
             self._report(
@@ -449,7 +453,7 @@ class VerifyJob:
 
 
 def _row_bytes(manifest: Manifest) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Count the bytes that are read of every row: the sections that are in it."""
+    """Count the bytes that are read of every row: the sections in the row, except zero sections."""
     sizes = section_bytes(manifest.rows, manifest.layout.flats)
     zeros = manifest.rows["zeros"][:, None] >> np.arange(SECTION_MAX) & 1 != 0
     read: np.ndarray[tuple[int], np.dtype[np.int64]] = np.where(
@@ -461,8 +465,8 @@ def _row_bytes(manifest: Manifest) -> np.ndarray[tuple[int], np.dtype[np.int64]]
 @dataclasses.dataclass(frozen=True)
 class _Piece:
     """A part of a section that has a checksum: elements [low, high) of the chunk, and their bytes
-    in the file. seeds: of its checksum or, where it is folded, of the checksums of every `step`
-    bytes.
+    in the file. seeds: the seed of the checksum. A folded checksum is the checksum of the checksums
+    of every `step` bytes, and `seeds` has the seed of each of these.
     """
 
     section: int
@@ -496,7 +500,7 @@ def _pieces(manifest: Manifest, row: int) -> Iterator[_Piece]:
             continue
         start = int(entry["file_offset"]) + int(entry["section_at"][s])
         total = int(padded[s]) if how == PADDED else section.size_bytes(numel)
-        # As the executor took them: by bytes for padded rows, by elements for a run's.
+        # As the executor took checksums: by bytes for padded rows, by elements for rows of a run.
         step = PIECE_BYTES if how == PADDED else section.size_bytes(PIECE_NUMEL)
         # A padded section is a separate chunk, so its key differs and its number is 0.
         key, number = int(entry["key"]) + s * (how == PADDED), s * (how != PADDED)

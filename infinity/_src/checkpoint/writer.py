@@ -4,7 +4,7 @@
     write_part     data-…  buffers-…  extra-…  manifest-….partial      all on the drive
     commit_part    manifest-….partial -> manifest-…                    the parts of all are written
 
-The manifest gets its name last: a part without one belongs to no checkpoint.
+The manifest gets its name last: a part without a manifest belongs to no checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KINDS = ("data", "buffers", "extra")
 def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
     """Return the chunks of a rank's shards, one of each flat, as rows without places.
 
-    key: the first of as many keys as there are sections.
+    key: the first key. Row i takes the SECTION_MAX keys from key + i * SECTION_MAX on.
     """
     parts = []
     for index, (starts, numels) in enumerate(shards):
@@ -63,12 +63,12 @@ def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
 
 
 class DataWriter:
-    """A new data file: rows are written in any order, several at once, and are there after
+    """A new data file: rows are written in any order, several at once, and are on the drive after
     `finish`. One thread uses it.
 
-    rows: ROW [n], whose places are set here. flats: the flats that rows["flat"] counts.
-    Preallocates all, so that a full drive is found first. Raises: SwapFullError, AioError; then the
-    file may be there, of no use.
+    rows: ROW [n]; the constructor sets their places. flats: the flats that rows["flat"] indexes.
+    The constructor preallocates the whole file, so that a full drive is found before any write.
+    Raises: SwapFullError, AioError; an unusable file may then remain.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DataWriter:
         self.rows = rows
         sizes = section_bytes(rows, flats)
         before = np.cumsum(sizes, axis=1) - sizes
-        # A section of no bytes is one that the format lacks.
+        # The format lacks a section that has no bytes.
         rows["section_at"], rows["padded"] = np.where(sizes > 0, before, -1), PADDED
         rows["zeros"] = 0  # all is written
         rows["run_bytes"] = sizes.sum(axis=1)
@@ -90,12 +90,12 @@ class DataWriter:
             self._file = undo.enter_context(SwapFile.new(path))
             # All at once: a drive that is too full is known before anything is written.
             self._file.grow(self.entry.size_bytes)
-            # A slot holds one section: a padded row is written section by section.
+            # A staging buffer holds one section: a padded row is written section by section.
             pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
             self._executor = open_executor(
                 [self._file], small=PoolSpec(0, 0), large=pool, backend=backend
             )
-            # Goes before the file does, since its threads write there.
+            # `undo` closes the executor before the file, since its threads write to the file.
             undo.callback(self._executor.close, wait=False)
             self._chunks = RowChunks(self._executor, rows, flats, self.sums)
             self._undo = undo.pop_all()
@@ -113,13 +113,13 @@ class DataWriter:
             raise fault
 
     def finish(self) -> None:
-        """Return when all is on the drive; then `rows` and `sums` are what a manifest says. Raises
-        what a write met.
+        """Wait until all rows are on the drive. `rows` and `sums` are then final, as a manifest
+        needs them. Raises the error of a write that failed.
         """
         self._executor.wait_all()
-        # Tickets were waited for until filled only: a write may have failed since.
+        # The error of a write that failed after its caller's last wait.
         self.check()
-        # Before the manifest is written, which makes these bytes a checkpoint.
+        # Before a manifest is written, which makes these bytes a checkpoint.
         self._file.fsync()
 
     def close(self) -> None:
@@ -169,8 +169,8 @@ def write_part(
     """Write all files of a part (`new_part`); `fill` stores every row, unless the states are
     `stored` already. Blocks. buffers, extra: bytes of these files.
 
-    Raises: SwapFullError, AioError, what `fill` raises; then `remove_part` clears away what is
-    there.
+    Raises: SwapFullError, AioError, and what `fill` raises; the caller then removes the files with
+    `remove_part`.
     """
     names = {kind: file_name(kind, part.generation, part.rank) for kind in _KINDS}
     # Data first, manifest last: a crash in between leaves files that no manifest names.
@@ -180,7 +180,8 @@ def write_part(
         for kind, data in (("buffers", buffers), ("extra", extra))
     }
     manifest = dataclasses.replace(part, **vars(stored), **attached)
-    # Under another name: only when all ranks have written does it become a manifest.
+    # Under the name .partial: `commit_part` gives the manifest its name when all ranks have
+    # written.
     write_attachment(directory, _partial(manifest.name), *manifest.parts())
 
 
@@ -207,11 +208,11 @@ def commit_part(directory: Path, generation: int, rank: int) -> None:
 
 
 def remove_part(directory: Path, generation: int, rank: int) -> None:
-    """Remove a part after a fault. Files that cannot be removed stay, without an error: the user is
-    told of the fault.
+    """Remove a part after a fault. Files that cannot be removed stay, without an error: the caller
+    reports the fault.
     """
     manifest = directory / manifest_name(generation, rank)
-    # The first fault is on its way to the user, and must not be replaced by this one.
+    # The fault is on its way to the user: an error of the removal must not replace it.
     with contextlib.suppress(OSError):
         mine = [
             path
@@ -223,8 +224,8 @@ def remove_part(directory: Path, generation: int, rank: int) -> None:
 
 def remove_others(directory: Path, generation: int) -> None:
     """Remove what belongs to other generations. Raises: OSError."""
-    # Manifests first: data without one is ignored, a manifest without data would be a damaged
-    # checkpoint.
+    # Manifests first: data without a manifest are ignored, a manifest without data would be a
+    # damaged checkpoint.
     older = [path for path, number in files_of(directory) if number != generation]
     remove(sorted(older, key=lambda path: not path.name.startswith("manifest-")))
 

@@ -3,8 +3,8 @@
     <nvme[0]>/infinity-run/
         manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    (directory.py)
         states-<id>-<n>.rank<r>                  this rank's chunks; more after linked saves
-        bad-<id>-<n>.rank<r>                     states with ranges that refused a write
-        drive1 -> <nvme[1]>/infinity-run/        for each further drive (or another number)
+        bad-<id>-<n>.rank<r>                     a retired states file, reduced to its bad ranges
+        drive1 -> <nvme[1]>/infinity-run/        a link to each further drive, with any number
         fill.rank<r>                             until the first commit (initialization_journal.py)
         lock.rank<r>
     <nvme[1]>/infinity-run/
@@ -12,12 +12,18 @@
         home-<sum> -> <nvme[0]>/infinity-run/    the home of the states here
         copy-<sum>/                              of the manifests (copies.py)
 
-A run's states lie in two files on each drive. Each process names its files anew, and so overwrites
-none; a process that resumes an interrupted initialization uses the files of that one. Files that no
-manifest names are removed: when a rank begins, which needs their space, its own and those of ranks
-that only an earlier run had; and all when a step was committed. An id begins with a sum of the
-run's first directory. A directory may also hold files of other runs: of the run that this one is a
-copy of, and, in the home, of runs to which it is a further drive.
+Each rank has two states files on each drive; linked saves add more. Each process gives its states
+files new names, and so overwrites no file of an earlier process. A process that resumes an
+interrupted initialization takes over the states files of that initialization.
+
+States files that no manifest names are removed. When a rank begins, it removes its own files, as it
+needs their space; rank 0 also removes the files of ranks that only an earlier, larger run had.
+After the first commit of a process, rank 0 removes the rest, except files that another process
+holds or that another run may name.
+
+An id begins with a checksum of the path of the run's home. A directory may also hold files of other
+runs: of the original, if this run's directory is a copy; in the home, of runs that use the
+directory as a further drive.
 """
 
 from __future__ import annotations
@@ -69,13 +75,13 @@ from infinity.errors import AioError
 
 log = logging.getLogger("infinity")
 
-# The first 8 digits are a sum of the run's first directory, the others the process's own.
+# The first 8 digits are a checksum of the home's path. Each process draws the next 8 at random.
 _STATES = re.compile(r"states-([0-9a-f]{8})[0-9a-f]{8}-\d+\.rank\d+")
 _DRIVE = re.compile(r"drive\d+")
 
 
 def _real(path: Path) -> Path:
-    # Path.resolve raises RuntimeError for one.
+    # Path.resolve raises RuntimeError for a loop of links.
     return Path(os.path.realpath(path))
 
 
@@ -93,12 +99,12 @@ def check_no_run(directory: Path) -> None:
 class RunFiles:
     """One rank's files of a durable run in these directories.
 
-    world: how many ranks the run has now; rank 0 alone removes files of others.
-    released: the run that lies there is released, so its manifests may be damaged.
+    world: number of ranks that the run has now; rank 0 removes files of ranks from `world` on.
+    released: the user released the run in these directories, so its manifests may be damaged.
 
     Raises: AioError (EWOULDBLOCK) while another process holds the run, ChecksumError for a damaged
-    manifest, ValueError for directories that are not this user's, or of which another one than the
-    first has a run's manifests.
+    manifest, ValueError for directories of another user, or if a directory after the first is the
+    home of a run.
     """
 
     def __init__(
@@ -107,11 +113,13 @@ class RunFiles:
         self.rank = rank
         self.directories = [directory / RUN_DIRECTORY for directory in directories]
         self.layers: dict[int, list[SwapFile]] = {}
-        """The states files, by layer of the swap space and drive. Set with the layers."""
+        """The states files, by layer of the swap space, then by drive. The caller of `add` sets an
+        entry when it adds the layer to the swap space."""
         self._made: list[list[SwapFile]] = []
         # Counts released files, too: each file gets a new name.
         self._made_count = 0
-        # By the first directory: on other drives several runs may share one infinity-run.
+        # Of the home's path, which differs between runs: on a further drive several runs may share
+        # one infinity-run.
         self._sum = sum_of(self.home)
         self.copies = [copy_in(run, self.home) for run in self.directories[1:]]
         """The places of the copies of the manifests."""
@@ -122,14 +130,14 @@ class RunFiles:
             # First: nothing below is read or changed while another process has the run.
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
             self.fill = InitializationJournal(self.home / f"fill.rank{rank}")
-            # Before the lock goes: another process may begin the moment it does.
+            # Runs before the lock is released: another process may begin at that moment.
             undo.callback(self._remove_states)
             for run, copy in zip(self.directories[1:], self.copies, strict=True):
                 _check_no_home(run, copy)
             self.source = self.home
             """The place of the manifests of `before`: the home, or a copy."""
             self.before = self._newest(directories, released)
-            # As all ranks see it: none removes a manifest before all have come so far.
+            # The same on all ranks: no rank removes a manifest before all ranks have looked here.
             newest = self.before[0].generation if self.before else 0
             self._older = any(number < newest for number in generations(self.source))
             self._id = self._adopted()
@@ -160,13 +168,13 @@ class RunFiles:
         return self._made[-1]
 
     def release(self, files: Sequence[SwapFile]) -> None:
-        # The run's names only: the names in a checkpoint keep the bytes.
+        # Only the run's names are removed: the hard links in a checkpoint keep the bytes.
         unlink_states(Path(file.path) for file in files)
         self._made = [made for made in self._made if made is not files]
 
     def check_place(self) -> None:
-        """Raise AioError where the home is no longer the directory whose lock is held here: another
-        run may have begun in the one that has its name now.
+        """Raise AioError if the home's path leads to another directory than the one whose lock this
+        process holds: another run may have begun in that directory.
         """
         with typed_errors(self.home, "open", 0):
             there = os.lstat(self._lock.path)
@@ -181,7 +189,7 @@ class RunFiles:
     @property
     def places(self) -> list[Path]:
         """The directories of manifests, in the order in which a commit writes them: copies, then
-        the home, which decides."""
+        the home, whose manifest makes the generation count."""
         return [*self.copies, self.home]
 
     def next_generation(self) -> int:
@@ -195,10 +203,10 @@ class RunFiles:
                 file.fsync()
 
     def remember_bad(self, place: SwapExtent) -> None:
-        """Remember a range that refused a write, so that no later file of the drive gets it. Blocks
-        for the drive. A drive that refuses this, too, is only warned of.
+        """Remember a range that refused a write, so that no later file of the drive gets the range.
+        Blocks for the drive. If the drive refuses this record, too, a warning is logged.
         """
-        # Layer 0 is of nameless files, which end with the process.
+        # Layer 0 has files without a name, which end with the process.
         if place.layer not in self.layers:
             return
         path = Path(self.layers[place.layer][place.drive].path)
@@ -211,8 +219,8 @@ class RunFiles:
         return described([Path(file.path) for files in self._made for file in files])
 
     def _adopted(self) -> str:
-        """Return the id of the states files: that of a fill that broke off, whose files are all
-        here, or a new one.
+        """Return the id for the states files: the id of an interrupted initialization if all its
+        files are here, else a new id.
         """
         head, start, mine = self.fill.head, self.fill.started, self._sum + secrets.token_hex(4)
         directories = [str(_real(directory)) for directory in self.directories]
@@ -222,17 +230,18 @@ class RunFiles:
             for layer in (1, 2)
             for directory in self.directories
         ]
-        # Files with the sum of another directory are those of the run that this is a copy of; and
-        # what a manifest names is a commit's, however the journal came to outlive it.
+        # Files with the checksum of another home belong to the run of which this directory is a
+        # copy. Files that a manifest names belong to a commit, even if a journal is still here.
         if found.startswith(self._sum) and not self._may_be_named(states):
             with contextlib.suppress(OSError):
                 whole = start is not None and described(states) == states_of(start)
                 if head is not None and head["directories"] == directories and whole:
                     return found
-            # No other process knows of them, and their space is wanted.
+            # No manifest names these files, and this process cannot resume the initialization: it
+            # needs their space.
             with typed_errors(self.home, "unlink", 0):
                 unlink_states(states)
-        # Random: a process that has just begun overwrites nothing of the run before.
+        # `mine` is random, so a new process overwrites no file of an earlier one.
         self.fill.begin({"id": mine, "directories": directories})
         return mine
 
@@ -241,12 +250,14 @@ class RunFiles:
             named = {path.name for path in self._all_named(self.rank)}
         except (OSError, ValueError):
             return True
-        # By name: where the earlier process had them, another drive may be mounted now.
+        # Compare names, not paths: another drive may be mounted now at the path that the earlier
+        # process used.
         return any(path.name in named for path in states)
 
     def _name_home(self, link: Path) -> None:
         with typed_errors(link, "open", 0), contextlib.suppress(FileExistsError):
-            # Leads back from a further drive: `_of_others` asks that run what it names.
+            # From the further drive back to the home: by this link `_of_others` of another run
+            # finds the manifests of this run.
             link.symlink_to(_real(self.home))
 
     def name(self, layer: int, drive: int) -> str:
@@ -258,12 +269,12 @@ class RunFiles:
         try:
             found = newest_run(directories)
         except (AioError, ValueError) as error:
-            # A damaged run is never passed over: only one that the user releases is.
+            # Only a damaged run that the user released may be ignored.
             if released:
                 return None
             if isinstance(error, SeveralRunsError):
                 raise
-            # An older commit can be gone on with; the restore tells of the damage.
+            # Training can resume from an older commit; the restore reports the damage.
             found = readable_run(directories)
             if found is None:
                 raise
@@ -273,18 +284,18 @@ class RunFiles:
         return found.heads
 
     def _find_moved(self) -> None:
-        """Mend the links of the earlier run: lead each to the directory, among these, in which its
-        files are now.
+        """Mend the links of the earlier run: make each link lead to that directory of this run
+        which has the link's files now.
 
-        Drives may be mounted elsewhere than when it was committed, or copied together with the
-        first.
+        Since the last commit, drives may have been mounted elsewhere, or copied together with the
+        first drive.
         """
         mine = {_real(run): run for run in self.directories if run != self.source}
         names = {entry.name for manifest in self.before or () for entry in manifest.files}
         files = {each[0]: each[2] for each in sorted(name.rpartition("/") for name in names)}
         files = {link: file for link, file in files.items() if _DRIVE.fullmatch(link)}
-        # Files of all drives have one name, so each drive says which it is (where it is of an
-        # earlier release, nothing).
+        # A states file has the same name on all drives, so `link_to` asks each drive for the link
+        # that leads to it. The answer is "" if an earlier release used the drive.
         there = {
             link: place
             for link, file in files.items()
@@ -308,8 +319,8 @@ class RunFiles:
                     lead(self.source / link, found.absolute(), self.rank)
 
     def _take_links(self) -> None:
-        """Give a home that is new the links of the copy, to which the earlier run's manifests
-        refer: the copy gets those of the home."""
+        """Give a new home the links of the copy that this run resumes from. The earlier manifests
+        name files by these links, and `add` gives every copy the home's links."""
         if self.source in self.copies:
             for link in self.source.glob("drive*"):
                 with typed_errors(link, "open", 0):
@@ -324,34 +335,36 @@ class RunFiles:
         ]
 
     def _all_named(self, rank: int | None = None) -> set[Path]:
-        """Return the files that manifests of this run name, or of the one whose copy it begins
-        from, as `_named_in`."""
+        """Return the files that manifests name: the manifests of this run, and of the run whose
+        copy this run resumes from. As `_named_in`."""
         return set[Path]().union(*(_named_in(place, rank) for place in self._all_places()))
 
     def _all_places(self) -> set[Path]:
-        """Return the directories that may have manifests of this run, or of the one whose copy it
-        begins from."""
-        # The copies of another run that this one begins from have one name on all drives.
+        """Return the directories that may have manifests of this run, or of the run whose copy
+        this run resumes from."""
+        # If `source` is a copy of another run, that run's copies have this name on all drives.
         places = {*self.places, *(run / self.source.name for run in self.directories)}
         return {place for place in places if place.is_dir()}
 
     def keep(self) -> None:
         """Keep the files when the process ends: a manifest is about to name them."""
         if not self._named:
-            # Before they are named: what they hold is the fill's no more. The head stays until all
-            # ranks have named theirs (`committed`).
+            # Before a manifest names the files: from then on no process may resume the
+            # initialization in them. The journal's head stays until the manifests of all ranks
+            # name their files (`committed`).
             self.fill.forget()
         self._named = True
 
     def committed(self) -> None:
-        """Note that manifests of all ranks name their files: the journal is not asked for them.
-        Blocks, once. Raises: AioError."""
+        """Remove the journal: the manifests of all ranks name the states files now. Blocks, once.
+        Raises: AioError."""
         if self.fill.head is not None:
             self.fill.remove()
 
     def release_older(self, world: int) -> bool:
-        """Remove this rank's part of the commits before the newest that an earlier process left:
-        their space is wanted. Returns whether there were any, the same on all ranks. Blocks.
+        """Remove this rank's part of the commits that an earlier process left, except the newest
+        commit: this process needs their space. Returns whether there were such commits; the answer
+        is the same on all ranks. Blocks.
         """
         if not self._older or self.before is None:
             return False
@@ -364,7 +377,7 @@ class RunFiles:
         )
         newest = self.before[0].generation
         tables = {head.table.name for head in self.before if head.table is not None}
-        # Rank 0 has those of ranks that this run has not, too.
+        # Rank 0 also removes the parts of ranks that only the earlier run had.
         ranks = {self.rank} | set(range(world, self.before[0].world) if self.rank == 0 else ())
         gone = [
             path
@@ -374,24 +387,24 @@ class RunFiles:
             and path.name not in tables
             and any(is_of(path, rank) for rank in ranks)
         ]
-        # Manifests first: nothing that one names goes before it.
+        # Manifests first: no manifest may outlive a file that it names.
         remove(sorted(gone, key=lambda path: not path.name.startswith("manifest-")))
         self._remove_unnamed(world)
         return True
 
     def _remove_unnamed(self, world: int) -> None:
         """Remove this rank's states files that no manifest names: the generation that a killed
-        process was about to write. The new process needs their space. Rank 0 removes those of ranks
-        that a larger run had before, too.
+        process was about to write. The new process needs their space. Rank 0 also removes such
+        files of ranks that only an earlier, larger run had.
         """
         try:
-            # No more of this rank will come, as its lock is held here.
+            # This process holds this rank's lock, so no other process adds manifests of the rank.
             keep = self._all_named(self.rank)
             gone = [
                 path
                 for path in self._states_here()
                 if path.suffix == f".rank{self.rank}"
-                # Those of a fill that continues.
+                # Keep the files of an initialization that this process resumes.
                 and not path.name.startswith(f"states-{self._id}-")
                 and self._is_own(path)
                 and _real(path) not in keep
@@ -400,12 +413,13 @@ class RunFiles:
             if self.rank == 0:
                 self._remove_unnamed_beyond(world)
         except (OSError, ValueError) as error:
-            # What a damaged manifest names is unknown; a run that is released may have one.
+            # A run that the user released may have a damaged manifest, and what that names is
+            # unknown.
             log.warning("%s: states that nothing names stay until a commit: %s", self.home, error)
 
     def _remove_unnamed_beyond(self, world: int) -> None:
-        """Remove states files that no manifest names of ranks from `world` on, whose processes are
-        gone. Raises: OSError, ValueError for a manifest that cannot be read."""
+        """Remove the states files of ranks from `world` on that no manifest names and no process
+        holds. Raises: OSError, ValueError for a manifest that cannot be read."""
         free = [
             path
             for path in self._states_here()
@@ -414,7 +428,7 @@ class RunFiles:
             and not _is_held(path)
         ]
         if free:
-            # Read after that: a process that is gone has named all that it ever will.
+            # Read after the check of the locks: a process that is gone writes no more manifests.
             keep = self._all_named()
             unlink_states(path for path in free if _real(path) not in keep)
 
@@ -432,19 +446,20 @@ class RunFiles:
     def _is_own(self, path: Path) -> bool:
         if path.name.startswith(f"states-{self._sum}"):
             return True
-        # In the home, as after a move of the run; but a link beside it says that it is of a run to
-        # which this directory was a further drive.
+        # The name has the checksum of another path. In the home the file is this run's, whose
+        # directory was moved. If a link home-<sum> lies beside the file, it is not: then the
+        # directory was a further drive of the file's run.
         return _real(path.parent) == _real(self.home) and not _home_link(path).is_symlink()
 
     def remove_strangers(self, named: Iterable[str]) -> None:
         """Remove states files that no manifest names and no process holds: files of the earlier
-        run, and of processes that died; those of another run only once that is gone. Also remove
-        links to drives on which no named file lies.
+        run and of processes that died. Files that another run may name stay (`_of_others`). Also
+        remove links to drives that hold no named file.
 
-        named: names of files as manifests have them.
+        named: names of files as they stand in manifests, relative to `home`.
         """
         names = set(named)
-        # Resolved: the same file may be reached by links of several numbers.
+        # Resolved: links with several numbers may lead to the same file.
         keep = {_real(self.home / name) for name in names}
         gone = {
             _real(self.source / entry.name)
@@ -452,8 +467,8 @@ class RunFiles:
             for entry in manifest.files
         }
         gone |= {_real(path) for path in self._states_here()}
-        # A manifest names the files that it points into; beside them lie others of the same
-        # process.
+        # A manifest names only files that hold its chunks. The same process may have made more
+        # files beside them.
         gone |= {
             each
             for path in gone
@@ -463,23 +478,24 @@ class RunFiles:
         keep |= {_real(Path(file.path)) for files in self._made for file in files}
         gone = {path for path in gone if _STATES.fullmatch(path.name) and _is_ordinary(path)}
         gone -= keep
-        # The lock of this rank is held here, so no other process has its files; other ranks hold
-        # theirs, and other runs.
+        # This process holds this rank's lock, so no other process uses the rank's files. The
+        # processes of other ranks and of other runs hold locks on their files.
         mine = f".rank{self.rank}"
         gone = {
             path
             for path in gone
             if (path.suffix == mine and self._is_own(path)) or not _is_held(path)
         }
-        # A copy of the first directory alone must not remove the original's states.
+        # If this run's home is a copy of another run's home, and its links still lead to the
+        # original's drives, the states there must stay.
         gone -= self._of_others(gone)
         unlink_states(gone)
-        # A link stays while a manifest, or this process, goes through it.
+        # A link stays while a manifest or this process uses it.
         links = {name.partition("/")[0] for name in names} | set(self._links)
         left = [path for path in self._drives() if path.name not in links]
         self._remove_copies(left)
         remove(left)
-        # The way back goes with the last states file that it is for.
+        # A link home-<sum> is removed with the last states file in its directory that has this sum.
         homes = {_home_link(path) for path in gone}
         remove(
             [
@@ -490,9 +506,9 @@ class RunFiles:
         )
 
     def _remove_copies(self, left: Sequence[Path]) -> None:
-        """Remove copies of runs that have no states here any more, such as the one that this run
-        began from; and this one's on drives that it has left. left: the links to them. Raises:
-        OSError."""
+        """Remove copies of manifests that are no longer needed: of other runs without states files
+        in the copy's directory, such as the run that this run resumed from; and of this run on
+        drives that it no longer uses. left: the links to those drives. Raises: OSError."""
         mine = {_real(run) for run in self.directories}
         for link in left:
             if _real(link) not in mine:
@@ -505,9 +521,10 @@ class RunFiles:
                     remove_copy(copy)
 
     def _of_others(self, states: Iterable[Path]) -> set[Path]:
-        """Return those of these files, resolved, that a run elsewhere names or continues with.
+        """Return the files among these, resolved, that another run names, or resumes an
+        initialization in, or may name because it cannot be read.
 
-        A copy of a run's first directory alone still has links to the original's other drives.
+        A copy of a run's first directory alone still has links to the original's further drives.
         """
         found = set()
         by_link: dict[Path, list[Path]] = {}
@@ -515,29 +532,29 @@ class RunFiles:
             if not self._is_own(path):
                 by_link.setdefault(_home_link(path), []).append(path)
         for link, paths in by_link.items():
-            # The run that this one resumes from a copy of, since its home cannot be read.
+            # This run resumes from a copy of that run, whose home cannot be read.
             if link.name.removeprefix("home-") == self.source.name.removeprefix("copy-"):
                 continue
             try:
-                # The directory that they lie in is the home of a run itself, which clears it.
+                # The directory is itself the home of another run, which removes such files.
                 if link.parent != _real(self.home) and generations(link.parent):
                     found.update(paths)
                     continue
                 home = link.readlink() if link.is_symlink() else None
-                # Only a run that is gone has none of them.
+                # A run without a home is gone, and names no file.
                 if home is None or not home.is_dir():
                     continue
                 kept, filling = _named_in(home), ids_of_journals(home)
             except (OSError, ValueError):
-                # A run that cannot be read may name them all.
+                # A run that cannot be read may name all these files.
                 found.update(paths)
                 continue
             found |= {path for path in paths if path in kept or _id_of(path) in filling}
         return found
 
     def _remove_states(self) -> None:
-        # Closed in any case; a file that a manifest names stays for the next process, and so does
-        # one of a fill that broke off.
+        # All files are closed. They stay for the next process if a manifest names them, or if the
+        # journal lets that process resume the initialization.
         stays = self._named or self.fill.resumes
         if self._made and not self._named and stays:
             log.warning(
@@ -551,7 +568,7 @@ class RunFiles:
                 if not stays:
                     unlink_states([Path(file.path)])
         self.fill.close()
-        # Without an id nothing was begun, and the journal is as it was found.
+        # Without an id `_adopted` did not end, and the journal may be that of an earlier process.
         if not stays and self._id:
             self.fill.remove()
 
@@ -560,11 +577,12 @@ class RunFiles:
 
 
 def _named_in(home: Path, rank: int | None = None) -> set[Path]:
-    """Return the files, resolved, that the manifests in a home name. rank: those of one alone.
-    Raises: OSError, ValueError for a manifest that cannot be read.
+    """Return the files, resolved, that the manifests in a home name. rank: the one rank whose
+    manifests are read; None for all. Raises: OSError, ValueError for a manifest that cannot be
+    read.
 
-    Each manifest that is there counts, also one of a commit that broke off: another rank of the
-    dead run may be about to write its part, and then that generation is whole.
+    Every manifest counts, also that of an interrupted commit: another rank of the dead run may
+    still be about to write its part, and the generation is then whole.
     """
     return {
         _real(home / entry.name)
@@ -577,10 +595,11 @@ def _named_in(home: Path, rank: int | None = None) -> set[Path]:
 
 
 def unlink_states(states: Iterable[Path]) -> None:
-    """Remove states files, the words of their owners, and their lists of bad ranges."""
+    """Remove states files, the .owner files beside them, and their lists of bad ranges. A file that
+    has bad ranges is retired to bad-… instead."""
     for path in states:
         kept = retire_states(path)
-        # The file last: one that is there is found again.
+        # The states file last: if this process is killed before, the next one finds the file.
         remove([_sidecar(path), list_of_bad(path), *([] if kept else [path])])
 
 
@@ -602,8 +621,8 @@ def _sidecar(states: Path) -> Path:
 
 
 def _is_ordinary(path: Path) -> bool:
-    """Return whether a states file is none of what no run makes: a link, which leads elsewhere, a
-    FIFO, a directory. One that is gone is ordinary.
+    """Return whether a path with the name of a states file is a regular file, as a run makes it,
+    not a link, a FIFO or a directory. True for a file that is gone.
     """
     try:
         return stat.S_ISREG(path.lstat().st_mode)
@@ -613,20 +632,20 @@ def _is_ordinary(path: Path) -> bool:
 
 def _is_held(path: Path) -> bool:
     try:
-        # O_NONBLOCK: a FIFO of that name must not hold this process.
+        # O_NONBLOCK: opening a FIFO of that name must not block this process.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:
-        # A lock taken for the test goes with the descriptor.
+        # Closing the descriptor releases a lock that the test took.
         return not lock(fd)
     finally:
         os.close(fd)
 
 
 def _check_no_home(directory: Path, copy: Path) -> None:
-    """Raise ValueError where a run's manifests lie in what is not the first directory now: its
-    states would be overwritten. copy: the place of this run's copy there.
+    """Raise ValueError if a directory after the first holds a run's manifests: that run has its
+    home there, and `newest_run` would not find it. copy: the place of this run's copy there.
     """
     # A copy says that this run was here first: the run in the directory has lost its first drive.
     if copy.is_dir() and generations(copy):
@@ -640,18 +659,18 @@ def _check_no_home(directory: Path, copy: Path) -> None:
 
 
 def _link(home: Path, target: Path) -> str:
-    """Make a symbolic link to `target` in `home`. Returns its name, or that of one that is there
-    already.
+    """Make a symbolic link to `target` in `home`, unless `home` has such a link. Returns the name
+    of the link.
     """
     number = 1
     while True:
-        # The first number that is free, or that leads there already.
+        # The first number without a link, or whose link leads to `target`.
         path = home / f"drive{number}"
         with typed_errors(path, "open", 0):
             try:
                 path.symlink_to(target)
             except FileExistsError:
-                # States of the run before are on this drive: its link stays as it is.
+                # A manifest of the earlier run may name files by this link: it stays as it is.
                 if not path.is_symlink() or path.readlink() != target:
                     number += 1
                     continue
@@ -710,7 +729,8 @@ def _ranges(lines: Iterable[bytes]) -> Iterator[tuple[int, int]]:
             found = json.loads(line)
             start, stop = int(found["offset"]), int(found["offset"]) + int(found["size_bytes"])
         except (ValueError, KeyError, TypeError):
-            # Empty, or torn by a kill: then a write to that range fails once more.
+            # Empty, or torn by a kill. If a range is lost so, a write to that range fails once
+            # more.
             continue
         if 0 <= start < stop:
             yield start, stop

@@ -1,15 +1,15 @@
-"""Durable runs: every committed step has a manifest beside the swap files, from which training goes
-on after a crash.
+"""Durable runs: every committed step has a manifest beside the swap files, from which training
+resumes after a crash.
 
-    set-up          when all that learns has its states: a manifest of step 0
+    set-up          when all trainable parameters have states: a manifest of step 0
     opt.step()      captures the step's small state: step counts, groups, buffers, handle.extra
-    the next one    updates have ended -> flush the drives -> manifest of each rank -> all have one
+    the next step   updates have ended -> flush the drives -> manifest of each rank -> all have one
                     -> the states of the step before may be overwritten
 
-Until then nothing that the last manifest names is written, so at any moment there is a whole
-generation: the last step that was committed, or the one before. With `Policy.generations` of 3 and
-more the commits before the last one stay, too (named_places.py): the oldest goes, manifest first,
-and its places are written next.
+Until then no write touches a place that the last manifest names. So at any moment there is a whole
+generation: the last committed step, or the step before. With `Policy.generations` of 3 or more,
+older commits stay, too (named_places.py). The run then removes the oldest commit, manifest first,
+before it writes to the places of that commit.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ BLOCK_CHUNKS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """The chunks at one moment. files: numbers of those in which live places lie, ascending.
-    digest: of all places, and shards: the records that they are of.
+    """The chunks at one moment. files: the numbers (`layer_and_drive`) of the files that hold live
+    places, ascending. digest: a checksum of all places. shards: the records of the chunks.
     """
 
     marks: Marks
@@ -84,7 +84,7 @@ class Described:
 
 
 def layer_and_drive(number: int) -> tuple[int, int]:
-    """Return the layer and the drive of a file, of its number in tables and rows."""
+    """Return the layer and the drive of a file from the file's number in tables and rows."""
     return divmod(number, _DRIVES_MAX)
 
 
@@ -95,7 +95,7 @@ class RunTable:
         self._executor = executor
         self._store = store
         self._flats = list(flats)
-        # The file, with the places and the records that it is of.
+        # The table's file, the digest of the places in the table, and the records of its chunks.
         self._committed: tuple[FileEntry, bytes, tuple[ShardRecords, ...]] | None = None
 
     @property
@@ -139,8 +139,8 @@ class RunTable:
         return np.concatenate(parts)
 
     def live_rows(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
-        """Return the live places as they are, ROW [chunks], and the checksums of their pieces.
-        rows["file"] are numbers (`layer_and_drive`).
+        """Return a row for the live place of each chunk, ROW [chunks], and the checksums of all
+        pieces. rows["file"] are numbers (`layer_and_drive`).
         """
         parts, sums, count = [], [], 0
         for index, flat in enumerate(self._flats):
@@ -155,15 +155,15 @@ class RunTable:
             # Each place has a table of checksums; the live place's is taken.
             second = (now["sums_ptr"] != shard.first_sums).astype(np.int64)
             taken = shard.sums[second, np.arange(len(now))]
-            # Chunk after chunk: those of a shorter one, and of gradients, end before the table's
-            # row does.
+            # Chunk after chunk. A row of `taken` has capacity for the longest chunk with gradients:
+            # the first `pieces` checksums are those of this chunk's states.
             sums.append(taken[np.arange(taken.shape[1]) < pieces[:, None]])
             count += len(sums[-1])
             parts.append(rows)
         return np.concatenate(parts), np.concatenate(sums)
 
     def committed(self, file: FileEntry, found: Described) -> None:
-        # Without the marks, which are most of it.
+        # Without the marks, which take most of the memory of `found`.
         self._committed = file, found.digest, found.shards
 
 
@@ -190,7 +190,7 @@ def _numbers(now: npt.NDArray[np.void], field: str) -> npt.NDArray[np.int32]:
 def _places(
     now: npt.NDArray[np.void], second: npt.NDArray[np.bool_]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Return the numbers of the files of both places, first and second, and the offsets there:
+    """Return the file numbers and the offsets of the first and the second place of each chunk:
     [chunks, 2] each.
     """
     files = np.stack([_numbers(now, "file"), _numbers(now, "other_file")], axis=1)
@@ -203,7 +203,8 @@ def _places(
 class _Small:
     """Small state of a step: all but its chunks.
 
-    whole: the user's `extra` was asked for and encoded (it may be None). False: still to be asked.
+    whole: `extra` is the user's state, encoded, or None if there is none. False: the commit must
+    still read and encode the user's state.
     """
 
     step: int
@@ -239,9 +240,9 @@ class DurableRun:
         self._pipeline = pipeline
         self._extra = extra
         before = files.before
-        # Ranks agree on both when the first commit begins.
+        # The ranks agree on both numbers when the first commit begins.
         self._generation = self._save = 0
-        # A run that is there is not overwritten before it was restored, or released by the user.
+        # The run in the directories is not overwritten before the user restores or releases it.
         self._waits_for = before[0].step if before is not None and policy.durable != "new" else None
         self._captured: _Small | None = None
         self._committed: _Small | None = None
@@ -260,7 +261,7 @@ class DurableRun:
         self._stepped = False
         self._cleaned = False
         self._table = RunTable(self._executor, self._store, self.flats)
-        # Before the first step: its forward may change buffers already.
+        # The forward of the first step may change buffers: the hook captures them before.
         self._first_forward = model.register_forward_pre_hook(
             dynamo_disable(self._before_forward), prepend=True
         )
@@ -273,12 +274,13 @@ class DurableRun:
         if not self._stepped and not self.waits:
             self.capture()
             if self._captured == self._committed:
-                # As they were at set-up: the first step finds them committed.
+                # Unchanged since set-up: `commit` compares identities, and finds nothing new.
                 self._captured = self._committed
-        # A forward of evaluation leaves the hook for the first one that trains.
+        # A forward for evaluation leaves the hook in place for the first forward that trains.
         if self._model.training and torch.is_grad_enabled():
             self._first_forward.remove()
-            # Where some parameters learn without an optimizer, set-up could not tell its end.
+            # If some trainable parameters have no optimizer, set-up could not tell when all states
+            # were there, and committed nothing.
             if not self.begun and self._captured is not None and self._captured.optimizers:
                 self._pipeline.commit()
 
@@ -290,7 +292,8 @@ class DurableRun:
         """Raise ValueError while the directories hold a run that was not restored or released."""
         if self._waits_for is not None:
             place, files = str(self.files.home.parent), self.files
-            # Of a copy of another run the first drive is gone, and what it had with it.
+            # If this run resumes from a copy of another run, that run's first drive is gone, and
+            # the states there with it.
             reports = "" if files.source in (files.home, *files.copies) else ", damaged='report'"
             raise ValueError(
                 f"{files.source.parent} holds a durable run, committed up to step "
@@ -299,16 +302,15 @@ class DurableRun:
             )
 
     def must_restore(self, directories: Sequence[str | os.PathLike[str]]) -> bool:
-        """Return whether this run has to be restored first, and all of these are directories of
-        it."""
+        """Return whether the run must be restored first, and all these directories belong to it."""
         mine = {os.path.realpath(run.parent) for run in self.files.directories}
         named = {os.path.realpath(each) for each in directories}
         return self._waits_for is not None and bool(named) and named <= mine
 
     @property
     def before(self) -> int | None:
-        """The generation that the directories held when this run began, as long as nothing was
-        committed since.
+        """The generation that the directories held when this process began; None if they held no
+        run, and once this process has committed.
         """
         return (
             self.files.before[0].generation
@@ -346,7 +348,8 @@ class DurableRun:
     def count_step(self) -> None:
         """Note that a step was taken, and capture the small state to commit with it.
 
-        Raises: ValueError for `handle.extra`; then no commit goes on before it is mended.
+        Raises: ValueError for a `handle.extra` that cannot be encoded; then every commit fails
+        until the user mends it.
         """
         self._stepped = True
         self.capture()
@@ -356,8 +359,8 @@ class DurableRun:
         self._capture(self._extra if self._stepped else lambda: None)
 
     def _capture(self, extra: Callable[[], object]) -> None:
-        # First without `extra`: if that cannot be kept, the step's own state is captured all the
-        # same.
+        # First without `extra`: if `extra` cannot be encoded, the rest of the step's state is still
+        # captured.
         self._captured = self._described()
         self._captured = dataclasses.replace(self._captured, extra=extra_bytes(extra()), whole=True)
 
@@ -381,10 +384,10 @@ class DurableRun:
         self._captured = self._committed
 
     def states_moved(self, *, complete: bool) -> None:
-        """Commit the last step anew: its flats moved, and others will use their old places.
-        complete: all that learns has its states, so a run without a commit gets its first.
+        """Commit the last step again: flats moved, and other flats will use their old places.
+        complete: all trainable parameters have states, so a run without a commit gets its first.
         """
-        # None first: should describing fail, the next commit captures anew.
+        # None first: if `_described` fails, the next commit captures again.
         before, self._captured = self._captured, None
         if self._written >= 0:
             # `extra` is that of the last step, or of the run that was restored.
@@ -394,28 +397,30 @@ class DurableRun:
                 )
             self.commit()
         elif complete and not self.waits:
-            # Not earlier: a second optimizer's states would find no room beside named places.
+            # Not before all states exist: a commit names places, and beside these the states of a
+            # second optimizer would find no space.
             try:
                 self.commit()
             except BaseException:
-                # The optimizer is not registered then, and its groups do not count.
+                # The optimizer is then not registered: no commit may describe its groups.
                 self._captured = None
                 raise
 
     def prepare_next(self) -> None:
-        """Move chunks away from places that a checkpoint names, and that must never be written
-        again, or that an older commit names which is retained. Called after a commit.
+        """Move chunks away from places that the next step must not write: places that a linked
+        checkpoint names, and places that a retained older commit names. Called after a commit.
 
         Collective where older commits are retained, and once a checkpoint was linked. Raises:
         SwapFullError, AioError, and PeerFailed when it was another rank.
         """
-        # Alike on all ranks (linked on one is linked on all), so that none waits alone.
+        # The same on all ranks (if one rank linked, all have `_linked`), so that no rank waits
+        # alone in the collective below.
         if not (self._linked or self._policy.older_commits):
             return
         problem: Exception | None = None
         try:
-            # Without room for a further place the older commit goes that names the one to be
-            # written.
+            # If there is no space for a further place, `make_way` drops older commits that name
+            # places to be written: remove their manifests first.
             if self._older.make_way():
                 self._remove_older()
             if self._linked:
@@ -440,7 +445,8 @@ class DurableRun:
         """
         if self.waits:
             return None
-        # Before the attempt: another rank's may succeed, and then all meet in `make_way`.
+        # Before the attempt: it may fail here and succeed on another rank, and `prepare_next` is
+        # collective.
         self._linked = True
         rows, sums = self._table.live_rows()
         numbers, rows["file"] = np.unique(rows["file"], return_inverse=True)
@@ -450,7 +456,7 @@ class DurableRun:
         ]
         targets = {each: directory / name for each, name in zip(used, names, strict=True)}
         now = np.concatenate([self._executor.look(self._store[flat].ids) for flat in self.flats])
-        # Other file system, or too many layers: the save copies instead.
+        # On another file system, or with too many layers, the save copies instead.
         if not self._pinned.link(now, targets, spare=self._older.capacity > 0):
             return None
         entries = (
@@ -465,14 +471,14 @@ class DurableRun:
         return small is None or small.step % self._policy.durable_every == 0
 
     def commit(self) -> None:
-        """Make the states as they are the newest generation, on all ranks. No update may be
+        """Commit the present states as the newest generation, on all ranks. No update may be
         pending. Blocks; collective.
 
-        Raises: SwapFullError, DeviceFailedError, AioError, and PeerFailed when it was another rank:
-        then the generation before is what a crash would leave, and nothing that it names was
+        Raises: SwapFullError, DeviceFailedError, AioError, and PeerFailed if another rank failed.
+        After an error a run still resumes from the previous generation: nothing that it names was
         overwritten.
         """
-        # Writes between steps may be one rank's alone.
+        # One rank alone may have written between steps, so the ranks decide together.
         if not self._comm.all_reduce_any(
             [self._store.writes != self._written or self._captured is not self._committed]
         )[0]:
@@ -484,7 +490,7 @@ class DurableRun:
             if self._captured is None:
                 self.capture()
             elif not self._captured.whole:
-                # `extra` could not be retained when the step ended; it may have been mended since.
+                # `extra` could not be encoded when the step ended; the user may have mended it.
                 kept = extra_bytes(self._extra())
                 self._captured = dataclasses.replace(self._captured, extra=kept, whole=True)
             written = self._write(generation)
@@ -493,14 +499,15 @@ class DurableRun:
         if isinstance(problem, AioError):
             problem = self._drives.examine(problem)
         if isinstance(problem, DriveLostError):
-            # The other ranks learn which drive, instead of waiting for a word on the commit.
+            # Tell the other ranks which drive is lost: else they wait in the collective below.
             self._comm.report_failure(problem)
             self._drives.check()
-        # Of older commits all keep as many as the rank with the least room: others are not whole.
+        # All ranks retain as many older commits as the rank with the least capacity: any further
+        # commit would lack that rank's part.
         lacks = [self._older.capacity <= count for count in range(self._policy.older_commits)]
         failed, *lacks = self._comm.all_reduce_any([problem is not None, *lacks])
         if failed:
-            # Some rank has no manifest, so the generation is of no use; this rank's part goes.
+            # Some rank has no manifest, so the generation is not whole: remove this rank's part.
             self._remove(lambda path, number: number == generation and is_of(path, self.files.rank))
         if problem is not None:
             raise problem
@@ -512,14 +519,15 @@ class DurableRun:
         assert written is not None
         manifest, found = written
         assert manifest.table is not None
-        # From here on a crash leaves this step: the places of the one before may be written.
+        # From here on a run resumes from this step after a crash, so the places of the step before
+        # may be written.
         self._written, self._committed = self._store.writes, self._captured
         self._table.committed(manifest.table, found)
         self._drives.committed(manifest.step)
         self._older.committed(generation, manifest.table.name, lacks.count(False))
-        # Only after every rank has its manifest: until here the older generation is the whole one.
+        # Only after every rank has its manifest: until then only the older generation is whole.
         self._remove_older()
-        # Named by a manifest: the next step writes beside these places, not into them.
+        # A manifest names these places now: the next step writes each chunk to its other place.
         self._store.commit_named_places()
         try:
             self.files.committed()
@@ -530,10 +538,10 @@ class DurableRun:
             )
 
     def _next_generation(self) -> int:
-        """Return a number that no file has, and no attempt had: ranks that died may have left parts
-        of a commit. Collective.
+        """Return a generation number that no file has and no attempt had: ranks that died may have
+        left parts of a commit. Collective.
         """
-        # Once: afterwards every rank counts by itself, in step with the others.
+        # Only the first time: afterwards every rank counts by itself, and all count alike.
         if not self._generation:
             mine = [0.0, 0.0]
             if self.files.rank == 0:
@@ -545,10 +553,10 @@ class DurableRun:
         return self._generation
 
     def _write(self, generation: int) -> tuple[Head, Described]:
-        # Before anything is written by name.
+        # First, since the files below are written by their paths.
         self.files.check_place()
-        # What a write that failed has left in memory alone is no commit's: it is written now, or
-        # its error is this commit's.
+        # After a failed write, chunks may be in memory only. Write them to the drives now; if that
+        # fails, the commit fails with its error.
         if self._executor.stats().kept_chunks:
             self._executor.recover().wait()
             self._store.settle_moves()
@@ -587,32 +595,34 @@ class DurableRun:
             table=table,
             numbers=found.files,
         )
-        # Before the first rename: if this breaks off or a rank dies right after it, the manifest
-        # names these files, and the end of the process must not remove them.
+        # Before the first rename: if the commit is interrupted after the rename, a manifest names
+        # these files, and the end of the process must not remove them.
         self.files.keep()
-        # The home last: the copies are of a commit that counts only once it has that.
+        # The home last: the generation counts only when the home has its manifest.
         for place in self.files.places:
             head = manifest if place == self.files.home else for_copy(manifest)
             _put_manifest(place, head, found.marks)
         return manifest, found
 
     def _attach(self, name: str, *parts: bytes | memoryview) -> FileEntry:
-        """Write a small file beside every manifest. Returns its entry there."""
-        # Alike in all: the home is the last.
+        """Write a small file to the home and to every copy. Returns the entry for the manifest."""
+        # All entries are equal; the last is the home's.
         return [write_attachment(place, name, *parts) for place in self.files.places][-1]
 
     def _remove_older(self) -> None:
-        """Remove this rank's part of generations that are not kept; and, the first time, the states
-        of the run before.
+        """Remove this rank's part of generations that are not retained. The first time, rank 0 also
+        removes states files that no manifest names, such as the earlier run's.
         """
-        # Each rank removes its files alone, so no rank removes what another still writes.
+        # Each rank removes only its own files, so no rank removes a file that another still writes.
         rank, first = self.files.rank, not self._cleaned
-        # Rank 0 also removes the files of ranks that a larger run before this one had. Those of the
-        # ranks that there are may be named by them, such as a table of an earlier commit.
+        # Rank 0 also removes the files of ranks that only an earlier, larger run had. It leaves the
+        # files of present ranks to these: their manifests may still name such a file, for example
+        # the table of an earlier commit.
         everything = rank == 0 and first
         world, kept = self._comm.world, self._older.generations
         newest = max(kept)
-        # The table may be of an earlier commit: it is written when a place changes.
+        # A manifest may name the table of an earlier commit: a commit writes a table only if a
+        # place changed.
         tables = self._older.tables
         self._remove(
             lambda path, number: (
@@ -628,7 +638,8 @@ class DurableRun:
         if self._policy.older_commits:
             for place in self.files.places:
                 try:
-                    # A manifest that a crash brought back would name what was written since.
+                    # Make the removal durable: a manifest that a crash brings back would name
+                    # places that were written since.
                     sync_directory(place)
                 except AioError as error:
                     log.warning("%s: %s", place, error)
@@ -646,10 +657,10 @@ class DurableRun:
         self._cleaned = True
 
     def _remove(self, goes: Callable[[Path, int], bool]) -> None:
-        """Remove files of generations. A file that stays is no fault of the commit, and goes with a
-        later one.
+        """Remove files of generations. A file that cannot be removed does not fail the commit: a
+        later commit removes it.
         """
-        # Also where another drive is gone: what is left of a commit that failed must not be found.
+        # At every place, even if one drive is gone: no restore may find parts of a failed commit.
         for place in self.files.places:
             try:
                 found = [path for path, number in files_of(place) if goes(path, number)]
