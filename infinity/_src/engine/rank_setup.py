@@ -1,4 +1,4 @@
-"""Setup of the parts of the engine that only several ranks need, as the policy says.
+"""Setup, by the policy, of the parts of the engine that only several ranks need.
 
     stage   parameters                 gradients                          optimizer states
     1       whole, on the device       whole sums, then this rank's shard  this rank's shard
@@ -31,14 +31,15 @@ from infinity._src.params.reduce import FlagBuffers, ReduceScatter
 from infinity._src.params.unit import Flat, Unit
 
 _ENGINES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
-"""Counters of the engines of each default process group; all its ranks make theirs in one order."""
+"""Counter of engines for each default process group. All ranks of a group build their engines in
+the same order."""
 
 
 class RankSetup:
     """Ranks of one model: their communicator, and the parts that the policy wants for them.
 
-    The constructor is collective, and blocks. transport: of tensors of the device; None: the
-    device's own.
+    The constructor is collective, and blocks. transport: moves tensors of the device between ranks;
+    None: the default transport of the device.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class RankSetup:
         transport: type[Transport] | None = None,
     ) -> None:
         self._policy = policy
-        # Counted for each default group: a second group in the process has a store without old
-        # records. A rank's own engine counts nothing, since the others may have none.
+        # The counter is per default group: a second default group in the process has a new store,
+        # without records of the first. An engine of this rank alone does not advance the counter,
+        # since the other ranks may build no such engine.
         name = (
             f"engine {next(_ENGINES.setdefault(dist.group.WORLD, itertools.count()))}"
             if dist.is_initialized() and not is_own(policy.mesh)
@@ -65,21 +67,20 @@ class RankSetup:
         )
         self.several = self.comm.world > 1
         self._values: dict[Flat, int] = {}
-        self._by_param: dict[Flat, list[int]] = {}  # of these, the digest of each parameter
+        self._by_param: dict[Flat, list[int]] = {}  # the digest of each parameter of a flat
         self._secondary_bytes = 0
         self._unreduced: UnreducedGrads | None = None
         self._reduces: ReduceScatter | None = None
-        # Registered before anything else is made: later parts are closed before the communication
-        # streams.
+        # Registered first, so that closed last: other parts close before the communication streams.
         undo.callback(self.comm.close)
 
     def note(self, flat: Flat, values: torch.Tensor) -> int:
-        """Note a digest of a flat's values [layout.numel] on this rank, for `check_values`. Returns
-        it; 0 on one rank."""
+        """Record a digest of a flat's values [layout.numel] on this rank, for `check_values`.
+        Returns the digest; 0 on one rank."""
         if not self.several:
             return 0
-        # Digests, not the values: the whole model never exists in RAM. Parameter by parameter, so
-        # that the error can name one.
+        # Digests, not values: the whole model never exists in RAM. One digest per parameter, so
+        # that the error of `check_values` can name the parameter.
         each = [digest(values[one.offset : one.offset + one.numel]) for one in flat.params]
         self._by_param[flat] = each
         found = digest(torch.tensor(each, dtype=torch.int64))
@@ -93,19 +94,19 @@ class RankSetup:
     def check_values(self) -> None:
         """Check that all ranks began with the same values. Collective; blocks. Raises: ValueError.
 
-        Each rank keeps its part of the values: parts of different values would make a whole that no
-        rank had.
+        Each rank keeps its shard of the values: shards of different values would make up a model
+        that no rank had.
         """
         flats = list(self._values)
         differing = self.comm.differing_indices(list(self._values.values()))
         by_param = dict(self._by_param)
-        # Cleared in any case: the digests hold their flats.
+        # Cleared even when the check fails: the dicts hold references to flats.
         self._values.clear()
         self._by_param.clear()
         if not differing:
             return
         flat = flats[differing[0]]
-        # A rank that continues with a fill that broke off knows no more than the whole.
+        # A rank that resumes an interrupted initialization has only the digest of the whole flat.
         known = flat in by_param
         found = self.comm.differing_indices(
             [known, *by_param.get(flat, [0] * len(flat.params))]
@@ -121,12 +122,12 @@ class RankSetup:
 
     @property
     def syncs_states(self) -> bool:
-        """True where all ranks take the first values of rank 0."""
+        """True where all ranks take their initial values from rank 0."""
         return self.several and self._policy.sync_module_states
 
     def scatter(self, flat: Flat, values: torch.Tensor | None) -> torch.Tensor:
-        """Return this rank's shard of a flat's first values [layout.numel], which rank 0 has; None
-        on the others. Collective; blocks."""
+        """Return this rank's shard [layout.shard_numel] of a flat's initial values. values:
+        [layout.numel] on rank 0, None on the other ranks. Collective; blocks."""
         shard = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
         parts = None if values is None else list(values.view(self.comm.world, -1))
         self.comm.scatter(f"first values of {flat.params[0].name}", shard, parts)
@@ -139,18 +140,19 @@ class RankSetup:
 
     @property
     def in_any_order(self) -> bool:
-        """True where each rank may use other units than the others, in another order."""
+        """True where ranks may use different units, in different orders."""
         return self.several and self._policy.find_unused_parameters
 
     def on_any_rank(self, flag: bool) -> bool:
-        """Return whether a flag of this rank's micro-batches is set on some rank. Collective where
-        these may differ by rank."""
+        """Return whether `flag` is set on any rank. Collective where ranks may use different units
+        (`in_any_order`); elsewhere all ranks have the same flag, and it is returned as is."""
         return self.comm.all_reduce_any([flag])[0] if self.in_any_order else flag
 
     def transit_bytes(
         self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype], *, copies: bool
     ) -> int:
-        """CPU memory of the buffers that several ranks need; it grows when parameters are unfrozen.
+        """Return the bytes of CPU memory of the buffers that several ranks need. The result grows
+        when parameters are unfrozen.
 
         copies: the model computes on a device with separate memory.
         """
@@ -177,11 +179,12 @@ class RankSetup:
         offload: GradOffload | None,
         undo: contextlib.ExitStack,
     ) -> UnreducedGrads | None:
-        """Make the buffers in which micro-batches add up inside `no_sync`; None where shards do.
+        """Make the buffers that sum whole gradients over micro-batches inside `no_sync`; None where
+        each micro-batch is reduced, and shards are summed.
 
         Called once.
         """
-        # Without accumulation in whole gradients the shards add up, as on one rank.
+        # Without accumulation of whole gradients, accumulators sum shards, as on one rank.
         if not (self.several and self._policy.accumulates_locally):
             return None
         unreduced = UnreducedGrads(gradients.dtype, device, offload)
@@ -217,7 +220,8 @@ class RankSetup:
         return reducer
 
     def secondary_shards(self, units: Sequence[Unit], device: Device) -> SecondaryShards | None:
-        """Make the secondary shards, which gathers read until weights change; None without them.
+        """Make the secondary shards, which gathers read until weights change; None where the policy
+        uses none.
 
         The caller closes them.
         """
@@ -226,7 +230,8 @@ class RankSetup:
             return None
         found = None
         if self._policy.hpz is not None:
-            # Counterparts' shards: with them a gather stays inside the node.
+            # This node keeps the shards of its counterparts on other nodes, so that a gather stays
+            # inside the node.
             found = SecondaryShards(
                 units, self.comm.topology.counterparts, self._policy.hpz, device
             )

@@ -1,15 +1,15 @@
 """Order of one backward over several micro-batches: block by block, and in a block micro-batch 0
 first.
 
-Of the nodes that are ready autograd runs the one with the highest sequence number, and it numbers
-nodes as forward makes them. So one backward over forwards that ran in sequence would go
-through the whole last micro-batch first. `deal` gives nodes each other's numbers:
+Autograd runs, among the ready nodes, the node with the highest sequence number. It numbers nodes in
+the order in which forward makes them. So one backward over several forwards in sequence would
+process the whole last micro-batch first. `deal` permutes the numbers among the nodes:
 
     made     0: a b c | 1: a b c | 2: a b c     micro-batches 0, 1, 2 through blocks a, b, c
-    dealt    a: 2 1 0 | b: 2 1 0 | c: 2 1 0     backward begins at the end
+    dealt    a: 2 1 0 | b: 2 1 0 | c: 2 1 0     backward begins at the right end
 
-A micro-batch's own nodes keep their order. Numbers decide between nodes that are ready, and the
-graph alone says which are: an order of numbers can make a backward slow, and never wrong.
+The nodes of one micro-batch keep their order. Numbers only choose among ready nodes, and the graph
+alone determines which nodes are ready: the numbers can make a backward slow, but never wrong.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from infinity._src.params.discover import Named, find_blocks
 from infinity._src.params.unit import Unit
 
 Marks = Sequence[Sequence[int]]
-"""For each micro-batch the first number of all, then the first one behind each block: ascending,
-and those of a micro-batch above those of the one before."""
+"""For each micro-batch its first number (of a node, or of a checkpointed call), then the first
+number after each block. Numbers ascend within a micro-batch, and from micro-batch to micro-batch.
+"""
 
 
 class Exit(NamedTuple):
-    """Block that a micro-batch has left, or None where the micro-batch begins.
+    """Exit of a micro-batch from a block in forward; block is None at the start of the micro-batch.
 
-    node: the number of the first autograd node that it can make from here on. call: of the first
-    checkpointed call.
+    node: the number of the next autograd node. call: the number of the next checkpointed call.
     """
 
     block: nn.Module | None
@@ -46,8 +46,8 @@ class Exit(NamedTuple):
 class BlockLog:
     """Log of the blocks that micro-batches go through in forward.
 
-    Blocks are noted where they are left, and what lies between two of them goes with the second: a
-    checkpoint makes its node before the block that it calls begins.
+    The log records where a micro-batch leaves a block. Nodes between two blocks belong to the
+    second block: a checkpoint makes its node before the block inside of it begins.
     """
 
     def __init__(self) -> None:
@@ -56,25 +56,27 @@ class BlockLog:
         self._exits: list[list[Exit]] = []
 
     def start(self, blocks: frozenset[nn.Module]) -> None:
-        """Start anew: note exits of `blocks` until `stop`."""
+        """Clear the log, and record exits from `blocks` until `stop`."""
         self.noting = True
         self.blocks = blocks
         self._exits.clear()
 
     def stop(self) -> None:
-        """Note no more. The exits stay until the next `start`."""
+        """Stop recording. The recorded exits stay until the next `start`."""
         self.noting = False
 
     def begin(self, node: int, call: int) -> None:
         self._exits.append([Exit(None, node, call)])
 
     def leave(self, block: nn.Module, node: int, call: int) -> None:
-        """Note that the micro-batch leaves a block, with the next number of nodes and of calls."""
+        """Record that the micro-batch leaves a block. node, call: the next node's and the next
+        call's number."""
         self._exits[-1].append(Exit(block, node, call))
 
     def odd_one(self) -> tuple[int, nn.Module | None, nn.Module | None] | None:
-        """Return the first micro-batch that went through other blocks than micro-batch 0, the
-        block, and that of micro-batch 0 in its place; None where all went through the same."""
+        """Return the first micro-batch whose sequence of blocks differs from that of micro-batch 0,
+        and the first two blocks that differ: of this micro-batch, and of micro-batch 0. None if all
+        micro-batches went through the same blocks."""
         for index, exits in enumerate(self._exits):
             for mine, first in itertools.zip_longest(exits, self._exits[0]):
                 block, other = (None if left is None else left.block for left in (mine, first))
@@ -92,8 +94,9 @@ class BlockLog:
 
 
 def deal(numbers: Iterable[int], marks: Marks) -> dict[int, int]:
-    """Return a new number for each of `numbers` from the first mark on: the same numbers, the
-    highest for the last block of micro-batch 0, then for that of 1."""
+    """Return a new number for each of `numbers` from the first mark on. The result is a permutation
+    of these numbers: the last block of micro-batch 0 gets the highest, the last block of
+    micro-batch 1 the next, and so on."""
     starts = [mark[0] for mark in marks]
     own = sorted({number for number in numbers if number >= starts[0]})
 
@@ -106,14 +109,15 @@ def deal(numbers: Iterable[int], marks: Marks) -> dict[int, int]:
 
 
 def reorder_backward(losses: Sequence[torch.Tensor], marks: Marks, end: int) -> None:
-    """Have one backward over `losses` go block by block.
+    """Renumber the nodes of `losses`, so that one backward over all losses runs block by block.
 
-    marks: of nodes. end: the number of the first node that was made after all micro-batches.
+    marks: numbers of nodes. end: the number of the first node made after all micro-batches.
     """
     numbered = [
         (number, node)
         for node in _nodes(losses, marks[0][0])
-        # Leaves have the highest number there is: their gradients go as soon as they are there.
+        # AccumulateGrad nodes have the highest number of all and keep it: autograd accumulates a
+        # gradient as soon as the gradient is ready.
         if (number := node_sequence_number(node)) < end
     ]
     dealt = deal((number for number, _ in numbered), marks)
@@ -125,7 +129,7 @@ def _nodes(losses: Sequence[torch.Tensor], first: int) -> Iterator[Any]:
     pending: list[Any] = [loss.grad_fn for loss in losses]
     seen = set(pending)
     for node in pending:
-        # Nodes from before were made by other nodes from before.
+        # All nodes that an older node leads to are older still.
         if node_sequence_number(node) < first:
             continue
         yield node
@@ -139,10 +143,11 @@ def block_modules(
     model: nn.Module, units: Sequence[Unit], named: Named | None
 ) -> frozenset[nn.Module]:
     """Return the modules that backward finishes for all micro-batches before the next one: blocks,
-    and outside of them modules with units of their own. One inside of another counts as a part
-    of it.
+    and the modules with units outside of blocks. A module inside of another of these modules counts
+    as a part of the outer module.
 
-    named: as `Policy.units`. In a model without blocks: the innermost modules with units.
+    named: as `Policy.units`. In a model without blocks, the innermost modules with units are the
+    blocks.
     """
     served = {module for unit in units for module in unit.modules}
 

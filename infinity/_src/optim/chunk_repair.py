@@ -1,17 +1,18 @@
-"""Repair of chunks that a drive cannot give back, when the step that met them was undone.
+"""Repair of chunks that cannot be read from their drive, after the step that met the read error was
+undone.
 
-    undone write   what cannot be read belongs to the step that was undone, and nothing is lost. The
-                   chunk gets another second place: the step, taken again, is written there
-    passing        it can be read again by now, or the drive fails and may answer when the step is
-                   taken again: nothing is lost yet
-    older states   its second place still has the states before its last update, which
-                   Policy(damaged="from-older") takes, with a warning
+    undone write   the undone step wrote the unreadable bytes, so no states are lost. The chunk gets
+                   another second place, and the repeated step writes its states there
+    transient      the chunk can be read again, or its drive fails and may answer when the step is
+                   repeated: no states are lost yet
+    older states   the chunk's second place still holds the states before the chunk's last update.
+                   Policy(damaged="from-older") takes these states, with a warning
     lost           StatesLost names parameters, elements and file
 
-There is no other copy. Parameters that the device, or another rank, has gathered are used where
-they are and not read from the drive; masters and moments are in one place only. A save by links
-has the same blocks as the run, and a save elsewhere is of an earlier step: `inf.restore` takes all
-of it.
+The repair has no other copy to read. Gathered parameters are used where the device, or another
+rank, holds them, without a read of the drive; masters and moments exist in the chunk alone. A save
+by links shares the run's blocks of the file system, and a save elsewhere is of an earlier step, so
+`inf.restore` must take all states of that save.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from infinity.errors import (
 log = logging.getLogger("infinity")
 
 ROUNDS_MAX = 3
-"""A chunk whose read fails in so many consecutive steps is lost."""
+"""Consecutive steps in which reads of a chunk may fail; after the last of them it is lost."""
 
 
 class Misread(NamedTuple):
-    """A read of a chunk that failed, and the chunk's generation then. stays: it failed once more
-    before its step was undone.
+    """A failed read of a chunk. generation: the chunk's generation at the time of the read. stays:
+    a second read of the chunk failed, too, before the step was undone.
     """
 
     at: ChunkAt
@@ -56,10 +57,11 @@ class Misread(NamedTuple):
 
 @final
 class ChunkRepair:
-    """Repair of one model's chunks. One thread uses it at a time; `concerns` is for any.
+    """Repair of one model's chunks. One thread uses it at a time; any thread may call `concerns`.
 
-    takes_older: take older states where the last are lost. reads: of a chunk that verify all of it.
-    advice: the way to continue where states are lost.
+    takes_older: whether to take a chunk's older states where its last states are lost. reads:
+    number of reads that verify a whole chunk (more than 1 with sampled verification). advice: a
+    sentence for the error message, which says how to continue after a loss of states.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class ChunkRepair:
         self.older_chunks = 0
 
     def concerns(self, error: BaseException) -> bool:
-        """Return whether this is a read that failed of a chunk that has versions."""
+        """Return whether the error is of a read of a chunk that has two generations."""
         return self._at(error) is not None
 
     def _at(self, error: BaseException) -> ChunkAt | None:
@@ -92,9 +94,10 @@ class ChunkRepair:
         return at if at is not None and self._store[at.flat].versioned else None
 
     def misread(self, faults: Iterable[BaseException]) -> dict[int, Misread]:
-        """Return the chunks whose reads failed, by their ids, with all others of their flats that
-        cannot be read: a ticket has one fault, and a bad area is larger than a chunk. Their step is
-        not undone yet. Nothing may be in flight. Blocks.
+        """Return the failed reads by the ids of their chunks. The result includes all other
+        unreadable chunks of the same flats: a ticket reports one fault only, and a bad area of a
+        drive may span several chunks. The caller has not undone the step yet, and has no transfer
+        in flight. Blocks.
         """
         met: dict[int, tuple[ChunkAt, AioError]] = {}
         for fault in faults:
@@ -105,7 +108,7 @@ class ChunkRepair:
         found = {
             at.id: Misread(at, error, self._generation(at), stays=True)
             for at, error in self._unreadable(at.flat for at, _ in met.values())
-            # An update that failed left a chunk that refuses to be read: its fault is of a write.
+            # A chunk whose update failed refuses reads with the error of the write: skip it.
             if error.op == "read"
         }
         for id_, (at, error) in met.items():
@@ -114,13 +117,14 @@ class ChunkRepair:
         return found
 
     def passed(self) -> None:
-        """Note that faults so far have passed: a step has ended well, or all can be read."""
+        """Reset the counts of failed steps: a step was committed, or all chunks can be read."""
         self._rounds.clear()
 
     def mend(self, misread: Mapping[int, Misread], *, of_step: bool = True) -> bool:
-        """Make every chunk of their flats readable; their step has been undone (of_step), or there
-        is none. Returns False where one is not, and its drive may answer again later. Blocks.
-        Raises: StatesLost; StateInvalid where states are whole, and their update cannot be made.
+        """Make every chunk of the flats in `misread` readable. of_step: the reads were of a step,
+        which the caller has undone. Returns False if a chunk is still unreadable, but its drive may
+        answer later. Blocks. Raises: StatesLost; StateInvalid where no states are lost, but an
+        update has failed in ROUNDS_MAX consecutive steps.
         """
         lost: list[DamagedRange] = []
         cause: AioError | None = None
@@ -132,12 +136,13 @@ class ChunkRepair:
         for id_, each in misread.items():
             if id_ in bad:
                 continue
-            # The states are whole: what fails lies beside them, such as spilled gradients.
+            # The states can be read, so another section of the chunk fails, such as spilled
+            # gradients.
             if of_step and self._rounds[id_] >= ROUNDS_MAX:
                 whole = whole or each
             elif each.stays and self._generation(each.at) != each.generation:
                 self._retire(each.at, each.error)
-        # Bytes that are wrong stay so. A drive that fails may answer again a moment later.
+        # A wrong checksum is permanent. A drive that reports an error may answer a moment later.
         gone = [
             (at, error)
             for id_, (at, error) in bad.items()
@@ -148,8 +153,8 @@ class ChunkRepair:
             if not self._take_older(at, error, ranges[at.id]):
                 lost += ranges[at.id]
                 cause = cause or error
-        # Not `if lost`: a rank's part of a small unit may be padding alone, which has no ranges,
-        # and every gather of the unit reads it all the same.
+        # Not `if lost`: this rank's shard of a small unit may be padding alone. Padding has no
+        # ranges, but every gather of the unit reads it.
         if cause is not None:
             raise StatesLost(
                 f"the drive can no longer give back the states of {_listed(lost)}, and nothing "
@@ -167,20 +172,22 @@ class ChunkRepair:
         return len(gone) == len(bad)
 
     def _take_older(self, at: ChunkAt, error: AioError, ranges: Sequence[DamagedRange]) -> bool:
-        """Take the states of before a chunk's last update. ranges: its parameters. Returns False
-        where the drive has none.
+        """Take the states before a chunk's last update. ranges: the chunk's parameters, for the
+        warning. Returns False where the policy forbids it, or no older states can be read.
         """
         if not self._takes_older or not self._store.has_older(at):
             return False
         try:
             self._store.exchange(at)
         except ValueError:
-            # A part of it is in memory; or it was restored, or written to, since its last update.
+            # A part of the chunk is in memory; or a restore or a write has changed the chunk since
+            # its last update.
             return False
         try:
             problems = self._store.verify([at], reads=self._reads)
         except BaseException:
-            # Interrupted before a warning said that they are older: they are not taken.
+            # An interrupt came before the warning: the run must not continue with older states
+            # that no message has announced.
             self._executor.wait_all()
             self._store.exchange(at)
             raise
@@ -199,7 +206,7 @@ class ChunkRepair:
         return True
 
     def _retire(self, at: ChunkAt, error: AioError) -> None:
-        """Give a chunk another second place, since the present one cannot be read."""
+        """Give a chunk another second place, and retire the extent that cannot be read."""
         try:
             bad = self._store.renew_second_place(at)
         except (SwapFullError, OSError, ValueError) as problem:
@@ -223,12 +230,12 @@ class ChunkRepair:
         return int(self._executor.look(ids)["generation"][0])
 
     def _ranges(self, chunks: Sequence[tuple[ChunkAt, AioError]]) -> dict[int, list[DamagedRange]]:
-        """Return the parameters of chunks, with their elements in them, by the chunks' ids."""
+        """Return by chunk id the parameters of each chunk, and their elements inside the chunk."""
         by_flat: dict[Flat, dict[int, tuple[int, AioError]]] = {}
         for at, error in chunks:
             by_flat.setdefault(at.flat, {})[at.index] = (at.id, error)
         found: dict[int, list[DamagedRange]] = {at.id: [] for at, _ in chunks}
-        # A flat's spans once: all of its chunks may be bad.
+        # One pass over the spans of each flat: all chunks of the flat may be bad.
         for flat, bad in by_flat.items():
             for param in flat.params:
                 for chunk, _, start, numel in flat.layout.spans(param.param_index, self._rank):

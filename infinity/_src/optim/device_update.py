@@ -1,14 +1,15 @@
-"""Updates on the device (update_on="device"): states stream through it, and the bits are the same
-as on the CPU.
+"""Updates on the device (update_on="device"): the states stream through windows of device memory,
+and the results are bit for bit those of an update on the CPU.
 
     opt.step()    chunk k + 3   NVMe or RAM --> window
                   chunk k       kernel: reads the gradient in its slot, in pinned memory
                   chunk k - 3   window --> RAM or NVMe
 
-`submit` returns when the last kernel is launched; its result is written behind the next forward.
-All sections of a chunk go over the link both ways (12 bytes per parameter of `exact`), and the next
-forward gathers the new parameters again. As many bytes go through the CPU's memory as when the CPU
-updates, so the mode can pay only where the CPU's cores are slower than its memory.
+`submit` returns when it has launched the last kernel; the last write-backs overlap the next
+forward. All sections of a chunk cross the link in both directions (12 bytes per parameter of
+`exact`), and the next forward gathers the new parameters again. The CPU's memory transfers as many
+bytes as in an update on the CPU, so the mode pays only where the CPU's cores are slower than its
+memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ _ALIGNMENT_BYTES = 256
 
 
 class _Chunk(NamedTuple):
-    """A chunk that a step updates. position: in the plan. start, numel: elements of the shard."""
+    """A chunk that a step updates. position: the chunk's index in the plan. start, numel: its range
+    of elements in the shard.
+    """
 
     flat: Flat
     plan: UpdatePlan
@@ -45,11 +48,11 @@ class _Chunk(NamedTuple):
     id: int
     start: int
     numel: int
-    reads: int  # mask of sections
+    reads: int  # bit mask of the sections that the update reads
 
 
 class _DeviceBuffer:
-    """Device memory for one chunk. stored: the write that still reads it."""
+    """Device memory for one chunk (a window). stored: ticket of the write-back that reads it."""
 
     def __init__(self, memory: torch.Tensor, device: Device) -> None:
         self.memory = memory
@@ -57,7 +60,8 @@ class _DeviceBuffer:
         self._device = device
 
     def wait(self) -> None:
-        """Block until it is free. A failed write reads it no more; the pipeline raises its fault.
+        """Block until the write-back no longer reads the buffer. A failed write-back reads nothing
+        any more, and the pipeline raises its error.
         """
         if self.stored is not None and not self.stored.failed:
             self._device.wait_filled(self.stored)
@@ -85,14 +89,14 @@ class JointTicket:
     def wait(
         self, timeout: float | None = None, *, check: Callable[[], None] | None = None
     ) -> None:
-        """Block until all are done; `timeout` is for each."""
+        """Block until all tickets are done. `timeout` (s) applies to each ticket."""
         for ticket in self._tickets:
             ticket.wait(timeout, check=check)
 
     def wait_filled(
         self, timeout: float | None = None, *, check: Callable[[], None] | None = None
     ) -> None:
-        """Block until all are filled; `timeout` is for each."""
+        """Block until all tickets are filled. `timeout` (s) applies to each ticket."""
         for ticket in self._tickets:
             ticket.wait_filled(timeout, check=check)
 
@@ -101,7 +105,7 @@ class JointTicket:
 
 
 class DeviceUpdate(UpdateMode):
-    """Updates units on the device, in `opt.step()`."""
+    """Update mode that updates units on the device, in `opt.step()`."""
 
     def __init__(self, *, store: StateStore, executor: Executor, device: Device) -> None:
         self._store = store
@@ -110,7 +114,9 @@ class DeviceUpdate(UpdateMode):
         self._windows: deque[_DeviceBuffer] = deque()
 
     def backward_begin(self) -> None:
-        """Prefetch nothing: windows would read again any states that executor slots read ahead."""
+        """Prefetch nothing: a prefetch reads states to the executor's slots, and the windows would
+        read the same states again.
+        """
 
     def close(self) -> None:
         """Free the windows. Nothing may be pending."""
@@ -120,7 +126,7 @@ class DeviceUpdate(UpdateMode):
         self._make_windows([flat for unit in by_unit for flat in unit.flats])
         for unit in self._parts.pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
-            # A save may still read these chunks.
+            # Blocks while a save reads these chunks.
             self._store.will_write(unit.flats)
             in_place = self._parts.unsharder.can_update_in_place(unit)
             submission = self._parts.pipeline.jobs_of(unit, work, accumulated_gradients(work))
@@ -153,7 +159,7 @@ class DeviceUpdate(UpdateMode):
                     shard.format.grad is not GradSection.NONE
                     and (segs[index]["grad_dtype"] == GradDtype.SECTION).any()
                 )
-                # A spilled gradient is the section after the states, and is read but not written.
+                # A spilled gradient is the section after the states: fetched, but not written back.
                 reads = states | (1 << shard.format.written_count if spilled else 0)
                 span = flat.layout.chunks[at]
                 yield _Chunk(flat, plan, index, int(shard.ids[at]), span.start, span.numel, reads)
@@ -163,13 +169,13 @@ class DeviceUpdate(UpdateMode):
         fetching: deque[tuple[_Chunk, _DeviceBuffer, Ticket]] = deque()
         for chunk in chunks:
             window = self._windows.popleft()
-            # Windows go round: the one taken is the one whose write-back is oldest.
+            # Windows rotate: this window has the oldest write-back.
             self._windows.append(window)
             window.wait()
             fetching.append(
                 (chunk, window, self._submit(JobKind.FETCH, chunk, window, chunk.reads))
             )
-            # So many fetches run ahead of the kernels; as many write-backs run behind them.
+            # AHEAD_CHUNKS fetches run ahead of the kernels, and as many write-backs behind them.
             if len(fetching) >= AHEAD_CHUNKS:
                 yield self._update_chunk(*fetching.popleft(), in_place=in_place)
         while fetching:
@@ -178,14 +184,14 @@ class DeviceUpdate(UpdateMode):
     def _update_chunk(
         self, chunk: _Chunk, window: _DeviceBuffer, fetched: Ticket, *, in_place: bool
     ) -> Ticket:
-        """Update a chunk that is fetched, or being fetched, and start its write-back. Blocks until
-        the fetch is done.
+        """Launch the kernel that updates a chunk, and start the chunk's write-back. Blocks until
+        the fetch to the window is done.
         """
         self._device.wait_filled(fetched)
         sections = [window.memory[low:high] for low, high in self._bounds(chunk)]
         chunk.plan.run(chunk.position, sections)
-        # The unit is gathered on this device, so the new parameters need not come back from the
-        # tier.
+        # The unit is gathered on this device: the device copies the new parameters, without a read
+        # from the tier.
         if in_place:
             with torch.no_grad():
                 values = sections[0].view(chunk.flat.dtype)
@@ -196,7 +202,7 @@ class DeviceUpdate(UpdateMode):
         return window.stored
 
     def _bounds(self, chunk: _Chunk) -> list[tuple[int, int]]:
-        """Return the bounds of each section in a window: its first byte, and the one after its
+        """Return for each section its bounds in a window: the first byte, and the byte after the
         last.
         """
         found, at = [], 0
@@ -213,17 +219,17 @@ class DeviceUpdate(UpdateMode):
         for section, (low, _) in enumerate(self._bounds(chunk)):
             if mask >> section & 1:
                 job["ptr"][0, section] = window.memory.data_ptr() + low
-        # The copy starts behind the kernels that use the window.
+        # The copy starts after the kernels that use the window.
         self._device.behind()
         priority = Priority.WRITEBACK if kind is JobKind.STORE else Priority.DEMAND
         return self._executor.submit(job, priority=priority)
 
     def _make_windows(self, flats: Sequence[Flat]) -> None:
-        """Make windows large enough for a chunk of each of these flats."""
+        """Allocate windows that are large enough for the largest chunk of these flats."""
         size_bytes = max((self._window_bytes(flat) for flat in flats), default=0)
         if self._windows and self._windows[0].memory.numel() >= size_bytes:
             return
-        # Old windows go only when no write reads them.
+        # No write-back may read an old window when its memory is freed.
         for window in self._windows:
             window.wait()
         self._windows = deque(

@@ -3,10 +3,12 @@
     backward of unit k ends        copy its gradients to a window (D2H)
     backward of unit k - 2 ends    submit the update of unit k, which reads them there
 
-The units in between keep the device busy. Waiting for the last unit's copies would let it run dry.
+The lag of two units keeps the device busy: a wait for the last unit's copies would leave the device
+idle.
 
-Windows lie in sequence in a ring of memory, each as large as its unit's gradients. A unit
-for which there is no capacity makes updates come earlier, so a huge one has the ring to itself.
+Windows lie one after another in a ring buffer, each as large as its unit's gradients. If the ring
+has no free range for a unit's gradients, pending updates are submitted earlier. So a unit as large
+as the ring gets the whole ring.
 """
 
 from __future__ import annotations
@@ -31,24 +33,24 @@ _ALIGNMENT_BYTES = 64
 
 
 def window_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes of a window for gradients of these sizes."""
+    """Return the bytes of a window for gradients of these sizes (in bytes)."""
     return sum(round_up(size_bytes, _ALIGNMENT_BYTES) for size_bytes in sizes)
 
 
 def _place_bytes(sizes: Iterable[int]) -> int:
-    # Never none: a full ring with a window of no bytes at its wrap looks as if it had not wrapped,
-    # and windows behind it would be given out again.
+    # At least one aligned block: in a full ring, a window of 0 bytes at the wrap would look as if
+    # the ring had not wrapped, and `_gap` would return a range that other windows use.
     return max(window_bytes(sizes), _ALIGNMENT_BYTES)
 
 
 def windows_bytes(policy: Policy, unit_sizes: Iterable[Iterable[int]], *, copies: bool) -> int:
-    """Return the pinned memory of all windows, which the engine and `infinity plan` both count.
+    """Return the bytes of pinned memory of all windows. The engine and `infinity plan` call it.
 
     unit_sizes: for each unit the bytes of its parameters' gradients. copies: the model computes on
     a device with separate memory.
     """
-    # Only updates in backward read gradients from windows; others wait in accumulators. Speculation
-    # leaves them in accumulators too.
+    # Only updates in backward read gradients from windows. In all other modes, speculative updates
+    # included, gradients wait in accumulators.
     if not (copies and policy.consumes_grads):
         return 0
     return ring_bytes(unit_sizes)
@@ -62,7 +64,7 @@ def ring_bytes(unit_sizes: Iterable[Iterable[int]]) -> int:
 def grad_sizes(
     units: Sequence[Unit], dtype_of: Callable[[Flat], torch.dtype]
 ) -> Iterator[list[int]]:
-    """Yield for each unit the bytes of its parameters' gradients, of parameters that learn."""
+    """Yield for each unit the bytes of each gradient, of the parameters that learn."""
     for unit in units:
         yield [
             param.numel * dtype_of(param.flat).itemsize
@@ -73,8 +75,8 @@ def grad_sizes(
 
 @dataclasses.dataclass(eq=False)
 class _Window:
-    """Part of the ring with the gradients of a unit. read: the update that reads them, once it was
-    submitted."""
+    """Part [start, end) of the ring, in bytes, with the gradients of a unit. read: ticket of the
+    update that reads the gradients; None until the update is submitted."""
 
     unit: Unit
     start: int
@@ -86,8 +88,8 @@ class _Window:
 
 
 class GradWindows:
-    """The windows, each for one unit's gradients. One thread uses it at a time. dtype_of: the dtype
-    of a flat's waiting gradients.
+    """Ring of windows, each for one unit's gradients. One thread uses it at a time. dtype_of:
+    returns the dtype in which a flat's gradients wait for their update.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class GradWindows:
         self._offload = self._make_offload()
         self._slab: Slab | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        # In the order in which they were filled, which is the order of their updates.
+        # In the order in which backward filled the windows, which is the order of the updates.
         self._windows: deque[_Window] = deque()
         self._due: deque[Unit] = deque()
         self._tickets: dict[Unit, list[Ticket]] = {}
@@ -110,7 +112,9 @@ class GradWindows:
         return GradOffload(self._device, overlap_bytes(sizes, OFFLOAD_UNITS))
 
     def grow(self) -> None:
-        """Make the windows fit all parameters that learn by now. Nothing may be pending."""
+        """Enlarge the ring for all parameters that learn now, if it is too small. Nothing may be
+        pending.
+        """
         size_bytes = ring_bytes(grad_sizes(self._units, self._dtype_of))
         if size_bytes > self._size_bytes:
             self.close()
@@ -125,9 +129,9 @@ class GradWindows:
         gradients: Mapping[Param, torch.Tensor | None],
         fresh: Callable[[Param], bool],
     ) -> Unit | None:
-        """Return the next unit to update before the fresh ones of these gradients have a window;
-        None: they have one. Blocks while updates read windows that are in the way, and copies fill
-        that of the unit.
+        """Return the unit that must be updated before the ring has a free range for the fresh
+        gradients among `gradients`; None if the ring has such a range. Blocks while updates read
+        windows in that range, and until the copies of the returned unit's gradients are done.
         """
         leaving = (
             gradient.nbytes
@@ -143,14 +147,14 @@ class GradWindows:
         gradients: Mapping[Param, torch.Tensor | None],
         fresh: Callable[[Param], bool],
     ) -> tuple[dict[Param, torch.Tensor | None], int]:
-        """Start the D2H copies of the unit's fresh gradients to a window; nothing may be in its way
-        (`in_the_way`). Returns all its gradients, the fresh ones as views of the window, and the
-        bytes of these.
+        """Start the D2H copies of the unit's fresh gradients to a new window, for which
+        `in_the_way` has returned None. Returns all gradients of the unit, fresh gradients as views
+        of the window, and the bytes of the fresh gradients.
         """
         leaving = {
             param: gradient
             for param, gradient in gradients.items()
-            # A gradient that is not fresh lies in an accumulator already, in host memory.
+            # A gradient that is not fresh is in an accumulator, in host memory, already.
             if gradient is not None and fresh(param)
         }
         size_bytes = _place_bytes(gradient.nbytes for gradient in leaving.values())
@@ -175,8 +179,8 @@ class GradWindows:
         return self._offload.leaving_bytes
 
     def next(self, lag: int) -> Unit | None:
-        """Return the next unit to update, if copies of more than `lag` units are pending. Blocks
-        until its copies are done.
+        """Return the next unit to update, if more than `lag` units wait for their update; otherwise
+        None. Blocks until the copies of the unit's gradients are done.
         """
         if len(self._due) <= lag:
             return None
@@ -186,20 +190,20 @@ class GradWindows:
         return unit
 
     def update_submitted(self, unit: Unit, ticket: Ticket) -> None:
-        """Note that the unit's update was submitted. It reads the window until its ticket is
+        """Record the ticket of the unit's update, which reads the window until the ticket is
         filled.
         """
-        # One of an earlier backward may still be read.
+        # The unit may have a second window, which the update of an earlier backward still reads.
         waiting = (each for each in self._windows if each.unit is unit and each.read is None)
         next(waiting).read_by(ticket)
 
     def reset(self) -> None:
-        """Drop all pending units, after a backward broke off. Later copies to a window come behind
-        theirs on the stream.
+        """Drop all pending units, after an aborted backward. The stream runs later copies to the
+        ring after the copies of dropped units, so these overwrite nothing.
         """
         self._due.clear()
         self._tickets.clear()
-        # Updates that were submitted still read theirs.
+        # Submitted updates still read their windows.
         self._windows = deque(window for window in self._windows if window.read is not None)
 
     def close(self) -> None:
@@ -208,22 +212,23 @@ class GradWindows:
         self._windows.clear()
         self._offload.close()
         if self._slab is not None:
-            # Unpinned before it is freed: the driver would keep a mapping of memory that is gone.
+            # Unpinned before it is freed: otherwise the driver keeps a mapping of freed memory.
             self._device.unpin(self._slab)
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._slab.close()
             self._slab = None
 
     def allocate(self) -> None:
-        """Make the windows, if there are none. Blocks while they are pinned."""
+        """Allocate and pin the ring, unless it is allocated. Blocks."""
         if self._slab is None and self._size_bytes:
             self._slab = Slab(self._size_bytes)
             self._device.pin(self._slab)
             self._memory = torch.from_numpy(self._slab.array(np.uint8))
 
     def _free_start(self, size_bytes: int) -> int | None:
-        """Return the start of so many free bytes of the ring; None while a unit is in the way whose
-        update was not submitted yet. Blocks while updates read windows that are in the way.
+        """Return the start of a free range of `size_bytes` in the ring; None if the ring has none
+        and the update of its oldest window is not submitted yet. Blocks while submitted updates
+        read windows that must be freed first.
         """
         while (start := self._gap(size_bytes)) is None:
             oldest = self._windows[0]
@@ -234,7 +239,9 @@ class GradWindows:
         return start
 
     def _gap(self, size_bytes: int) -> int | None:
-        """Return the start of the next so many bytes that no window has."""
+        """Return the start of the next range of `size_bytes` that no window uses; None without
+        such a range.
+        """
         if not self._windows:
             return 0
         first, last = self._windows[0].start, self._windows[-1].end
@@ -247,8 +254,8 @@ class GradWindows:
     def _wait_read(self, ticket: Ticket) -> None:
         while not ticket.filled:
             try:
-                # Of the memory that it writes, some is on the device.
+                # Waits as for a copy of the device: the update also writes to device memory.
                 self._device.wait_filled(ticket)
             except AioError:
-                # A failed update reads no more, and the pipeline raises its error.
+                # A failed update reads nothing any more, and the pipeline raises its error.
                 return

@@ -1,18 +1,19 @@
 """Speculative updates (update="backward" with two generations): units update while backward runs,
 for every loop.
 
-    backward of unit k ends, and it is the last micro-batch as far as steps before tell
-        -> UPDATE of unit k to its other place, from the gradients in their accumulators, which stay
-    opt.step()   it asks for the update that was made          -> the update is part of the step
-                 it asks for another one (clipped, another lr) -> undo it; update from the old
-                 states
-                 gradients that are not finite                 -> undo it
-    a forward, another backward, a read of any state before opt.step() -> undo it
+    backward of unit k ends, in the last micro-batch (predicted from the step before)
+        -> UPDATE of unit k to its second place, from gradients that stay in their accumulators
+    opt.step()   asks for the same update                         -> the update becomes part of the
+                                                                     step
+                 asks for another update (clipped, another lr)    -> undo the update, and update
+                                                                     from the old states
+                 finds gradients that are not finite              -> undo the update
+    a forward, another backward, a read of any state before opt.step() -> undo the update
 
-The program's order and its numbers decide, never timing. The last steps decide whether to
-speculate. After two failures within `MEMORY` steps (a failure is an undone update, or one that no
-step came for) units wait for opt.step(), as with update="deferred", until `MEMORY` steps in a row
-would have been right.
+The order of the program's calls and its numbers decide, never timing. The last steps decide whether
+to speculate. A failure is an undone update, or an update without a step. After two failures within
+`MEMORY` steps units wait for opt.step(), as with update="deferred", until the prediction would have
+been right in `MEMORY` consecutive steps.
 """
 
 from __future__ import annotations
@@ -45,15 +46,16 @@ from infinity._src.params.update_hooks import OnGradient
 from infinity.aio import Ticket
 
 MEMORY = 4
-"""Steps that are remembered."""
+"""Number of the last steps that `History` records."""
 
 
 @dataclasses.dataclass
 class _Ahead:
-    """An update that ran ahead of its step, with its HYPER record (as bytes) for each parameter.
+    """An update that ran ahead of its step.
 
-    ticket: None while it is submitted. age: the unit's generation before it. Undoing it restores
-    that generation: a graph that saved those values may still run backward.
+    rows: the HYPER record (as bytes) of each parameter. ticket: None until the submission returns.
+    age: the unit's generation before the update. An undo restores this generation, since a graph
+    that saved the old values may still run backward.
     """
 
     rows: dict[Param, bytes]
@@ -62,18 +64,17 @@ class _Ahead:
 
 
 class History:
-    """Record of the last steps: decides if speculating pays. Pure."""
+    """Record of the last steps, which decides whether to speculate. No side effects."""
 
     def __init__(self) -> None:
         self._right: deque[bool] = deque(maxlen=MEMORY)
         self.speculates = True
 
     def add(self, right: bool) -> None:
-        """Add a step. right: the step asked for the update that was, or would have been, made in
-        backward.
+        """Add a step. right: the step asked for the update that backward made, or would have made.
         """
         self._right.append(right)
-        # Two, not one: a single clipped step among many is no pattern.
+        # Two, not one: a single clipped step among many must not end speculation.
         wrong = self._right.count(False)
         if self.speculates and wrong >= 2:
             self.speculates = False
@@ -82,21 +83,23 @@ class History:
 
 
 class SpeculativeUpdate(UpdateMode):
-    """Updates that run ahead of their step. Gradients wait, as with update="deferred"."""
+    """Update mode whose updates run ahead of their step. Gradients stay in accumulators, as with
+    update="deferred".
+    """
 
     def __init__(self, *, device: Device, passes: PassTracker, alarm: Alarm) -> None:
         self._alarm = alarm
         self._guards_reads = False
-        # Behind a device that copies, gradients come some units later.
+        # On a device with separate memory gradients reach their accumulators some units later.
         self._lag_units = LAG_UNITS if device.copies else 0
         self._passes = passes
         self._ready: set[Unit] = set()  # units that got gradients in this backward
-        self._due: deque[Unit] = deque()  # whose gradients are on their way from the device
+        self._due: deque[Unit] = deque()  # units whose D2H copies of gradients are in flight
         self._ahead: dict[Unit, _Ahead] = {}
         self._backwards = 0  # since the last step
-        self._expected = 0  # backwards of the step before; 0: none was taken yet
-        self._marked = False  # handle.no_sync() says which backward is the last
-        # False until this backward's first gradient shows if gradients were cleared before it.
+        self._expected = 0  # backwards of the step before; 0 before the first step
+        self._marked = False  # True if handle.no_sync() marks the last backward of this step
+        # False until the first gradient of this backward shows whether the loop cleared gradients.
         self._counted = True
         # Backwards since the last step that were expected to be the last before the next one.
         self._lasts = 0
@@ -123,7 +126,7 @@ class SpeculativeUpdate(UpdateMode):
 
     @property
     def _is_last(self) -> bool:
-        """True if this backward is the last before opt.step(), as far as can be told."""
+        """True if this backward is predicted to be the last before opt.step()."""
         if self._accumulating:
             return False
         return self._marked or self._backwards == self._expected
@@ -136,12 +139,12 @@ class SpeculativeUpdate(UpdateMode):
         """Accumulate a gradient, and note that its unit may be updated in this backward."""
         if not self._counted:
             self._counted = True
-            # A step that was left out (GradScaler) has cleared the gradients, so this backward is
-            # the first of the next step.
+            # The loop cleared the gradients without a step (GradScaler skipped the step), so this
+            # backward is the first of the next step.
             if param.at_rest.grad is None:
                 self._backwards = 1
         self._parts.grads.accumulate(param, grad)
-        # Also in micro-batches before the last: `_is_last` is asked when the unit is done.
+        # Also in micro-batches before the last: `_speculate` checks `_is_last`.
         self._ready.add(param.unit)
 
     def backward_begin(self) -> None:
@@ -154,20 +157,21 @@ class SpeculativeUpdate(UpdateMode):
         self._counted = False
         self._marked = self._marked or self._accumulating
         goes = self._is_last and self.history.speculates
-        # Another backward comes before the step, so nothing is worth reading ahead yet.
+        # Another backward is expected before the step.
         later = self._accumulating or self._backwards < self._expected
         if goes:
-            # The first updates come in this backward.
+            # The first updates run in this backward.
             self._parts.pipeline.prefetch_states(Phase.BACKWARD, in_memory=True)
         elif not (later and self.history.speculates):
-            # The updates that the next forward wants first. With another backward to come and
-            # speculation on, that backward's updates are the first to read.
+            # Prefetch for opt.step(), in the order in which the next forward uses the units. If
+            # another backward is expected and speculation is on, prefetch nothing: the updates of
+            # that backward read states first.
             self._parts.pipeline.prefetch_states(Phase.TRAIN, in_memory=False)
 
     def backward_end(self) -> None:
         while self._due:
             self._speculate(self._due.popleft())
-        # By index: a set's order follows memory addresses, and ranks must agree.
+        # By index: the iteration order of a set may differ by rank, and ranks must agree.
         for unit in sorted(self._ready, key=lambda unit: unit.index):
             self._speculate(unit)
         self._ready.clear()
@@ -177,7 +181,7 @@ class SpeculativeUpdate(UpdateMode):
         if unit in self._ready and graph_task_id() != NO_TASK and self._passes.all_ended(unit):
             self._ready.discard(unit)
             self._due.append(unit)
-            # Waiting for the last one's gradients would let the device run dry.
+            # A wait for the gradients of the last unit would leave the device idle.
             while len(self._due) > self._lag_units:
                 self._speculate(self._due.popleft())
 
@@ -192,7 +196,7 @@ class SpeculativeUpdate(UpdateMode):
         ]
         holders = {id(holder): holder for holder in map(self._parts.optimizer_of, params)}
         holder = next(iter(holders.values()), None)
-        # Two optimizers step at two times, so neither step can take the whole unit.
+        # Two optimizers step at different times, so no single step could take the unit's update.
         if holder is None or len(holders) > 1:
             return
         # The step before is committed here, so that an undo goes back to it.
@@ -200,7 +204,7 @@ class SpeculativeUpdate(UpdateMode):
         if any(param.grad is not None and param.grad.backing is not None for param in params):
             self._parts.grads.flush_spilled(unit)
         holder.refresh_groups()
-        # A preview: counts advance only when the step asks for this update.
+        # A preview: the step counts advance only in opt.step().
         work = {item.param: item for item in holder.preview(params)[0]}
         in_place = self._parts.unsharder.can_update_in_place(unit)
         # The gathered unit gets the new parameters; an undo marks it stale.
@@ -208,7 +212,7 @@ class SpeculativeUpdate(UpdateMode):
         ahead = _Ahead(
             {param: item.hyper.tobytes() for param, item in work.items()}, unit.generation
         )
-        # Before the start: an interrupt must not leave an update without a record.
+        # Recorded before the update starts: after an interrupt each update has a record.
         self._ahead[unit] = ahead
         ahead.ticket = self._parts.pipeline.start(
             unit, work, accumulated_gradients(work), targets=targets
@@ -229,12 +233,12 @@ class SpeculativeUpdate(UpdateMode):
     def undo_ahead(self) -> None:
         self._states_seen = True
         self._undo(list(self._ahead))
-        # No write until the step comes is a part of it.
+        # Writes between here and opt.step() are not part of that step.
         self._parts.pipeline.begun = False
         self._guards_reads = False
 
     def before_step(self) -> None:
-        # The step makes reads see other states.
+        # The step changes which states a read must see.
         self._guard_reads()
 
     def _guard_reads(self) -> None:
@@ -247,8 +251,8 @@ class SpeculativeUpdate(UpdateMode):
         return self._guards_reads
 
     def before_read(self, unit: Unit) -> None:
-        # Not this backward, if one runs, where the unit's update ran ahead: a hook inside.
-        # Outside of backward a caller sees all states, so all updates go.
+        # During backward (a hook reads the unit) undo the update of this unit only. Outside of
+        # backward the caller may read any state, so undo all updates.
         if not self._passes.in_backward:
             self.undo_ahead()
         elif unit in self._ahead:
@@ -261,19 +265,19 @@ class SpeculativeUpdate(UpdateMode):
             return
         for ahead in gone.values():
             if ahead.ticket is not None:
-                # The rollback follows, and the update must not write after it.
+                # The update must have ended before the rollback below.
                 wait_through(ahead.ticket)
             for param in ahead.rows:
                 if param.grad is not None:
                     param.grad.guard(None)
-        # A failed update has undone all of them.
+        # On one rank a failed update raises here.
         self._parts.pipeline.raise_fault()
         unchanged = [unit for unit, ahead in gone.items() if unit.generation == ahead.age + 1]
-        # Flips nothing: the committed places were never written.
+        # The updates wrote only to second places: the committed places stay as they are.
         self._transaction.undo_units(list(gone))
         for unit in unchanged:
             unit.generation = gone[unit].age
-        # Last: after an interrupt the next call undoes the units that remain.
+        # Removed last: after an interrupt the next call undoes the remaining units.
         for unit in gone:
             del self._ahead[unit]
         self._parts.pipeline.updates_withdrawn += len(gone)
@@ -293,20 +297,20 @@ class SpeculativeUpdate(UpdateMode):
         left, wrong = dict(by_unit), []
         for unit, ahead in self._ahead.items():
             wanted = {param: item.hyper.tobytes() for param, item in by_unit.get(unit, {}).items()}
-            # Compared as bytes, so that equal means the same bits of every scalar, step counts and
-            # clipping factors included.
+            # A comparison of bytes: equal records have the same bits in every scalar, step counts
+            # and clipping factors included.
             if ahead.ticket is not None and wanted == ahead.rows:
                 del left[unit]
                 guard(wanted, ahead.ticket)
             else:
                 wrong.append(unit)
         self._parts.pipeline.updates_ahead += len(self._ahead) - len(wrong)
-        # Before the submissions below: those units start from the committed states again.
+        # Before the submissions below: the undone units update from the committed states.
         self._undo(wrong)
         self._ahead.clear()
         if by_unit:
-            # Right is exactly one backward taken for the last: an update that no step came for was
-            # in vain, too. Before the first step nothing is expected.
+            # The prediction was right if exactly one backward since the last step was taken for the
+            # last backward. Before the first step no prediction exists.
             foreseen = self._lasts == 1 or not (self._lasts or self._expected)
             self.history.add(
                 foreseen
@@ -321,8 +325,8 @@ class SpeculativeUpdate(UpdateMode):
 
 @dataclasses.dataclass(frozen=True)
 class _UndoOnWrite:
-    """Reader of an accumulator's storage. When the loop changes the gradient, the update was of
-    another one, and is undone.
+    """Guard of an accumulator: undoes the unit's update before the loop changes the gradient that
+    the update has read.
     """
 
     updates: SpeculativeUpdate
@@ -333,8 +337,8 @@ class _UndoOnWrite:
 
 
 def _is_untouched(unit: Unit) -> bool:
-    """Return True if the loop left the unit's gradients as backward made them: an update in
-    backward would have read the same.
+    """Return True if the loop has not changed the unit's gradients since backward made them, so
+    that an update in backward would have read the same gradients.
     """
     return all(
         is_exact(entry)

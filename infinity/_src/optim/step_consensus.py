@@ -1,15 +1,15 @@
 """Agreement of ranks on a step: the values of parameter groups, described so that ranks can compare
 them.
 
-A scheduler that follows the loss of its rank (ReduceLROnPlateau) gives every rank another lr. A
-norm of one rank's part clips by another factor. Each rank would then update its shard of every
-parameter in its own way, and no loss would tell.
+A scheduler that follows the loss of one rank (ReduceLROnPlateau) gives each rank a different lr. A
+norm over one rank's gradients gives each rank a different clipping factor. Each rank would then
+update its shard of every parameter by a different rule, and no loss would show it.
 
-Names and kinds must be the same, in whatever order the ranks have them. Numbers may differ by
+All ranks must have the same names and kinds of values, in any order. Numbers may differ by
 rounding: processors differ in the last bits of a scheduler's or a norm's result.
 
-With two generations ranks also agree on the end of a step: whether the updates of all have ended
-well (`failed_anywhere`), and what failed where one's has not (`cause_of_undo`).
+With two generations ranks also agree on the outcome of a step: whether an update failed on any rank
+(`failed_anywhere`), and with which errors (`cause_of_undo`).
 
 Ranks agree on gradients that are not finite in `StepPipeline.check_finite`
 (infinity/_src/optim/step.py).
@@ -28,7 +28,7 @@ from infinity._src.params.unit import Param
 from infinity.errors import PeerFailed
 
 _TEXT_MAX = 500
-"""Characters of a fault that travel to the other ranks."""
+"""Characters of an error message that a rank sends to the other ranks."""
 
 
 class Grouped(Protocol):
@@ -42,7 +42,9 @@ class Grouped(Protocol):
 
 
 class StepDescription(NamedTuple):
-    """Description of a step, which ranks exchange. names: one for each of `numbers`, for messages.
+    """Description of a step, which ranks exchange. what: title and digest of the values that must
+    be equal. numbers: the values that are compared with a tolerance. names: a name for each of
+    `numbers`, for messages.
     """
 
     what: str
@@ -51,8 +53,8 @@ class StepDescription(NamedTuple):
 
 
 def values_of(optimizer: Grouped) -> list[dict[str, Any]]:
-    """Return the group values that an update uses. Entries of others (schedulers: `initial_lr`) are
-    left out.
+    """Return for each group the values that an update uses, without entries that other code adds
+    (a scheduler adds `initial_lr`).
     """
     used = optimizer.defaults
     return [
@@ -72,7 +74,7 @@ def describe_step(optimizer: Grouped, params: Sequence[Param]) -> StepDescriptio
     numbers: list[float] = []
     names: list[str] = []
 
-    # Numbers go apart from the text: they are compared with a tolerance, the text by its digest.
+    # Ranks compare numbers with a tolerance, and all other values by a digest.
     def number(name: str, value: float) -> str:
         numbers.append(float(value))
         names.append(name)
@@ -103,13 +105,13 @@ def describe_registration(optimizer: Grouped, params: Sequence[Param]) -> list[s
 
 
 def failed_anywhere(comm: Comm, fault: BaseException | None) -> bool:
-    """Return whether some rank has a fault of an update. fault: this rank's. Collective."""
+    """Return whether an update failed on any rank. fault: the error on this rank. Collective."""
     return comm.all_reduce_any([fault is not None])[0]
 
 
 def cause_of_undo(comm: Comm, fault: BaseException | None) -> BaseException:
-    """Return the cause for which all ranks undo the step: this rank's fault, or PeerFailed with the
-    faults of the others. Collective.
+    """Return the error for which all ranks undo the step: this rank's error, or PeerFailed with the
+    messages of the other ranks. Collective.
     """
     mine = "" if fault is None else str(fault)[:_TEXT_MAX]
     # A message may not be empty.
@@ -145,8 +147,8 @@ def _values_by_group(
 
 
 def _plain(name: str, value: Any, number: Callable[[str, float], str]) -> Any:
-    """Return plain data with its numbers as `number` gives them. Anything else becomes the name of
-    its type, since an address differs in every process.
+    """Return plain data in which `number` has replaced each number. Any other object becomes the
+    name of its type, since its repr has an address, which differs by process.
     """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()

@@ -4,10 +4,10 @@ one tensor at a time.
     .metadata     a pickle: names -> shapes, dtypes, boxes, and each box's range of a file
     *.distcp      boxes of tensors, one `torch.save` after another; read with weights_only=True
 
-torch's FileSystemReader calls `pickle.load` on `.metadata`, which runs anything that a file says;
-here it is read into inert records, then checked. torch's FileSystemWriter keeps every tensor that
-it was given until its file is whole; here each value is written at once, and `.metadata` comes
-last. Optimizer states have these names:
+torch's FileSystemReader calls `pickle.load` on `.metadata`, which executes any code in the file.
+This module reads `.metadata` into inert records, and checks them. torch's FileSystemWriter keeps
+every tensor in memory until its file is complete. This module writes each value at once, and
+`.metadata` last. Optimizer states have these names:
 
     optim.state.<parameter>.exp_avg        a tensor of the parameter's shape
     optim.state.<parameter>.step           a tensor of one number, fp32, as torch.optim keeps it
@@ -55,8 +55,8 @@ _RECORDS = (
     f"{_META}.TensorProperties", f"{_META}.StorageMeta",
     _TENSOR, _BYTES, _INDEX, f"{_META}._MEM_FORMAT_ENCODING", _STORAGE,
     "torch.serialization._get_layout",
-    # Some Pythons pickle the members of an enum by getattr, which becomes a record like the others,
-    # and is never called.
+    # Some versions of Python pickle the members of an enum as a call of getattr. The call becomes a
+    # record, too, and is never made.
     "builtins.getattr",
     "pathlib.PosixPath", "pathlib.WindowsPath",
     "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
@@ -102,9 +102,9 @@ class DCPFiles(NamedTensors):
 
     One file is open at a time.
 
-    Opening reads and checks `.metadata`. Raises: FileNotFoundError without one; ValueError for one
-    that names what it has no need of, points out of its directory, or describes tensors that its
-    files do not hold whole.
+    The constructor reads and checks `.metadata`. Raises: FileNotFoundError without `.metadata`;
+    ValueError where `.metadata` names a class or function that the format does not need, points out
+    of the directory, or describes a tensor that the files do not hold whole.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -121,12 +121,12 @@ class DCPFiles(NamedTensors):
                 "torch.distributed.checkpoint, or not whole"
             )
         try:
-            # The pickle runs nothing: every name in it becomes a record, or is refused.
+            # The unpickler runs no code: every name becomes a record, or is refused.
             root = InertUnpickler(path.read_bytes(), records=_RECORDS, values=_VALUES).load()
             self._take(root)
         except OSError:
             raise
-        # A damaged or hostile pickle makes the unpickler raise anything.
+        # A damaged or hostile pickle can make the unpickler raise any exception.
         except Exception as error:
             raise ValueError(f"{path} is refused: {error}") from error
 
@@ -140,10 +140,9 @@ class DCPFiles(NamedTensors):
         return self.tensors[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor, put together from its boxes; they are in memory one at a time besides.
-        Blocks.
+        """Read a tensor, and assemble it from its boxes. Memory: the tensor and one box. Blocks.
 
-        Raises: OSError; ValueError for contents that are not what `.metadata` says.
+        Raises: OSError; ValueError for contents that differ from `.metadata`.
         """
         stored = self.tensors[name]
         whole: torch.Tensor | None = None
@@ -157,7 +156,7 @@ class DCPFiles(NamedTensors):
                 raise ValueError(
                     f"{box.range.file} does not hold {name} as {METADATA} says: {_kind(part)}"
                 )
-            # One box is all of it: no second copy in memory.
+            # One box holds the whole tensor: no second copy in memory.
             if box.sizes == stored.shape:
                 return part
             if whole is None:
@@ -167,13 +166,13 @@ class DCPFiles(NamedTensors):
                     slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)
                 )
             ] = part
-        # The boxes cover the tensor, so there was one at least.
+        # The constructor has checked that boxes cover the tensor, so at least one box exists.
         assert whole is not None, name
         return whole
 
     def read_object(self, name: str) -> Any:
-        """Read a number or a string. Raises: OSError; ValueError for anything that would have to be
-        unpickled freely.
+        """Read a number or a string. Raises: OSError; ValueError for an object that only an
+        unrestricted unpickler can read.
         """
         return self._load(self.objects[name])
 
@@ -273,7 +272,8 @@ def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
         for low, size, whole in zip(box.offsets, box.sizes, shape, strict=True)
     ):
         return False
-    # As many elements as the tensor, and below no two overlap: so no gap either.
+    # The boxes have as many elements as the tensor. If no two boxes overlap (checked below), there
+    # is no gap either.
     if not boxes or sum(math.prod(box.sizes) for box in boxes) != math.prod(shape):
         return False
     low = np.array([box.offsets for box in boxes], dtype=np.int64)
@@ -308,7 +308,7 @@ def _kind(value: Any) -> str:
 
 
 class _Part(io.RawIOBase):
-    """A range of an open file, as a separate file: torch.load reads to the end."""
+    """A range of an open file as a separate file, since torch.load reads to the end of a file."""
 
     def __init__(self, file: BinaryIO, part: FileRange) -> None:
         self._file, self._start, self._length, self._at = file, part.offset, part.length, 0
@@ -328,7 +328,7 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        # torch.load reads to the end of a file, so the end is where the part ends.
+        # The file that torch.load sees ends where the range ends.
         target = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         self._file.seek(self._start + self._at)
         count = self._file.readinto(target)  # type: ignore[attr-defined]
@@ -340,8 +340,8 @@ FILE = "__0_0.distcp"
 _FORMAT_VERSION = "1.0.0"
 
 Key = tuple[str | int, ...]
-"""A path in the nested dict that the checkpoint stands for: ("model", "layers.0.weight"), or with a
-place in a list.
+"""A path in the nested dict that the checkpoint represents: ("model", "layers.0.weight"). An int is
+an index in a list.
 """
 
 
@@ -349,10 +349,10 @@ place in a list.
 
 
 class DCPWriter:
-    """A checkpoint that is being written into a directory that has none. `finish` makes it one;
-    until then it is not readable.
+    """Writer of a checkpoint into a directory without a checkpoint. No reader can open the
+    checkpoint before `finish`.
 
-    Raises: ValueError where a checkpoint is already; OSError naming the path.
+    Raises: ValueError if the directory has a checkpoint; OSError naming the path.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -365,15 +365,15 @@ class DCPWriter:
             )
         self._directory = directory
         self._partial = directory / (FILE + ".partial")
-        # Under another name: without `.metadata` and its data file nothing is a checkpoint yet.
+        # Under a temporary name: `finish` renames the data file, and then writes `.metadata`.
         self._stream = open_new(self._partial)
         self._entries: dict[str, Any] = {}
         self._ranges: dict[Any, Any] = {}
         self._paths: dict[str, Key] = {}
 
     def put(self, key: Key, value: Any) -> None:
-        """Append a CPU tensor, or something that is no tensor. Blocks. Raises: OSError; ValueError
-        for a name used twice.
+        """Append a CPU tensor, or another object. Blocks. Raises: OSError; ValueError for a name
+        used twice.
         """
         from torch.distributed.checkpoint import metadata as dcp
 
@@ -399,11 +399,11 @@ class DCPWriter:
         self._paths[name] = key
 
     def finish(self) -> None:
-        """Make it a checkpoint, which survives a crash from here on. Blocks. Raises: OSError."""
+        """Publish the checkpoint. It survives a crash after the call. Blocks. Raises: OSError."""
         from torch.distributed.checkpoint import metadata as dcp
 
         self._stream.close()
-        # The data first: `.metadata` makes it a checkpoint.
+        # The data file first: a directory with `.metadata` is a checkpoint.
         publish(self._partial, self._directory / FILE)
         fsync_directory(self._directory)
         whole = dcp.Metadata(
@@ -417,7 +417,7 @@ class DCPWriter:
         fsync_directory(self._directory.absolute().parent)
 
     def abandon(self) -> None:
-        """Remove what was written. Idempotent; does nothing after `finish`. Raises: OSError."""
+        """Remove the partial files. Idempotent; does nothing after `finish`. Raises: OSError."""
         self._stream.close()
         for name in (FILE, METADATA):
             (self._directory / (name + ".partial")).unlink(missing_ok=True)
@@ -427,7 +427,7 @@ class DCPWriter:
 
 
 class ModelPart(NamedTensors):
-    """The tensors of a checkpoint under one key, named without that key, as a model names them."""
+    """The tensors of a checkpoint under one key. Names lack the key, as in the model."""
 
     def __init__(self, files: DCPFiles, key: str) -> None:
         self._files = files
@@ -494,12 +494,12 @@ def _state_of(every: Mapping[Param, Held], state: str, param: Param) -> torch.Te
 def tensors_of(
     whole: Whole, every: Mapping[Param, Held], keys: tuple[str, str], *, with_master: bool
 ) -> Iterator[tuple[Key, torch.Tensor]]:
-    """Yield the states of one parameter, or of a weight in tiles, as a checkpoint has them, one at
-    a time. Collective. Blocks.
+    """Yield one at a time the states of a parameter, or of a tiled weight, with their keys in the
+    checkpoint. Collective. Blocks.
 
-    every: the parameters that an optimizer holds; a parameter that it does not hold has no states.
-    Numbers are the first tile's. Raises: ValueError where an optimizer holds some tiles of a weight
-    and not the others.
+    every: the parameters that an optimizer holds; other parameters have no states. A tiled weight
+    gets the numbers of its first tile. Raises: ValueError where an optimizer holds only some tiles
+    of a weight.
     """
     held = [every[param] for param in whole.params if param in every]
     if not held:
@@ -516,8 +516,7 @@ def tensors_of(
             tensor = whole.merged(functools.partial(_state_of, every, state))
         else:
             value = held[0].state[state]
-            # torch.optim keeps step counts as tensors of fp32; whole numbers up to 2^24 are exact
-            # in it.
+            # torch.optim keeps step counts as fp32 tensors, exact for whole numbers up to 2^24.
             tensor = (
                 value
                 if isinstance(value, torch.Tensor)
@@ -527,14 +526,15 @@ def tensors_of(
 
 
 def groups_of(optimizer: Optimizer, key: str) -> Iterator[tuple[Key, Any]]:
-    """Hyper-parameters, with all that the class of torch has by that name, so that it loads them.
-    Tensors become numbers.
+    """Yield the hyper-parameters of each group. The defaults of the torch.optim class of the same
+    name fill in missing hyper-parameters, so that this class can load the result. Tensors become
+    numbers.
     """
     like = getattr(torch.optim, optimizer.title, None)
     defaults = like([torch.zeros(1)]).defaults if isinstance(like, type) else {}
     for index, group in enumerate(optimizer.param_groups):
         for name, value in {**defaults, **group}.items():
-            # Objects of this process: their names stand in the file.
+            # Parameters are objects of this process: the file has their names instead.
             if name == "params":
                 value = list(dict.fromkeys(param.infinity_link.param.keys[0] for param in value))
             elif isinstance(value, torch.Tensor):

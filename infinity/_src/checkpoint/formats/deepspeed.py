@@ -1,5 +1,5 @@
-"""A ZeRO checkpoint of DeepSpeed, of stage 1, 2 or 3, written by any number of ranks; masters,
-moments and what a run resumes from.
+"""ZeRO checkpoints of DeepSpeed, of stage 1, 2 or 3, written by any number of ranks: masters,
+moments, and the fields from which a run resumes.
 
     latest              the name of the newest folder
     global_stepN/
@@ -7,15 +7,15 @@ moments and what a run resumes from.
       mp_rank_00_model_states.pt                            stages 1 and 2: names, shapes, 16 bits
       zero_pp_rank_R_mp_rank_00_model_states.pt             stage 3: names, shapes, buffers, frozen
 
-Stages 1 and 2 lay the parameters of a parameter group one after the other, in the order of
-`param_shapes` (which `round_robin_gradients` changes), pad the end, and cut the whole into one
-partition a rank. Files may leave the padding out, of masters and not of moments.
+Stages 1 and 2 concatenate the parameters of a parameter group in the order of `param_shapes` (which
+`round_robin_gradients` changes), pad the end, and cut the vector into one partition per rank. Files
+may omit the padding of masters, but not of moments.
 
-In stage 3 a rank holds, of each parameter, ceil(numel / ranks) elements, one parameter after the
-other in the order of `param_shapes`, in groups; the last rank's part of a parameter is padded.
+In stage 3 a rank holds ceil(numel / ranks) elements of each parameter. It concatenates them in the
+order of `param_shapes`, in sub-groups; the last rank's part of a parameter is padded.
 
-A universal checkpoint has a folder for each parameter, whatever the ranks;
-`deepspeed_export.py` writes one.
+A universal checkpoint has a folder for each parameter, independent of the number of ranks.
+`deepspeed_export.py` writes universal checkpoints.
 
     latest_universal                        the name of the newest folder
     global_stepN_universal/
@@ -25,7 +25,7 @@ A universal checkpoint has a folder for each parameter, whatever the ranks;
       mp_rank_00_model_states.pt            stages 1 and 2
       zero_pp_rank_R_mp_rank_00_…           stage 3: model states of each rank that saved
 
-There stages 1 and 2 keep the shapes of parameters, stage 3 makes vectors of them.
+A universal checkpoint of stage 1 or 2 keeps the shapes of parameters; stage 3 stores vectors.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _NVME = (
 
 
 class Vector:
-    """Vectors of files that lie one after the other. Raises: ValueError for several dtypes."""
+    """Concatenation of vectors that lie in files. Raises: ValueError for several dtypes."""
 
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self.tensors = tensors
@@ -88,7 +88,7 @@ class Vector:
         return self.starts[-1]
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
-        """Fill a vector with the elements from `start` on. Blocks."""
+        """Fill the vector `target` with the elements from `start` on. Blocks."""
         index, done = bisect.bisect_right(self.starts, start) - 1, 0
         while done < target.numel():
             skipped = start + done - self.starts[index]
@@ -100,8 +100,8 @@ class Vector:
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """A tensor: of each vector the elements [start, start + numel), one vector after the other;
-    those beyond its shape are padding.
+    """A tensor: the concatenation of the elements [start, start + numel) of each vector. Elements
+    beyond the size of `shape` are padding.
     """
 
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ class Pieces:
         return self.vectors[0].tensors[0].dtype
 
     def read(self) -> torch.Tensor:
-        """Put it together, without a second copy. Blocks. Raises: OSError, ValueError."""
+        """Assemble the tensor, without a second copy. Blocks. Raises: OSError, ValueError."""
         out = torch.empty(math.prod(self.shape), dtype=self.dtype)
         done = 0
         for vector in self.vectors:
@@ -126,11 +126,12 @@ class Pieces:
 
 
 class DeepSpeedCheckpoint(NamedTensors):
-    """A checkpoint of DeepSpeed. As NamedTensors it has the weights: fp32 masters, frozen
-    parameters and buffers in their dtype there; every name of shared ones.
+    """A checkpoint of DeepSpeed. As NamedTensors it has the weights: masters in fp32, frozen
+    parameters and buffers in their dtype in the file. A shared parameter appears under each of its
+    names.
 
-    Opening reads no tensors, and checks that the parts in the files make up all of them. `close` it
-    after use.
+    The constructor reads no tensors, and checks that the parts in the files make up whole tensors.
+    The caller must `close` the checkpoint after use.
 
     Raises: OSError; ValueError for files that are damaged, refused, or of a kind that is not read.
     """
@@ -143,7 +144,8 @@ class DeepSpeedCheckpoint(NamedTensors):
         self._values: dict[str, Pieces] = {}
         self._aliases: dict[str, str] = {}
         self.states: dict[str, dict[str, Pieces | int | float]] = {}
-        """Moments and numbers of each trained parameter, by its first name and theirs."""
+        """Moments and numbers of each trained parameter, by the parameter's first name and the
+        state's name."""
         self.group_of: dict[str, int] = {}
         """The parameter group of each trained parameter."""
         self.hyper: Sequence[Mapping[str, Any]] | None = None
@@ -151,7 +153,7 @@ class DeepSpeedCheckpoint(NamedTensors):
         try:
             self.run = self._take()
             self._check()
-        # What a damaged file has where numbers and dicts should be, may raise any of these.
+        # A damaged file may have any object in place of a number or a dict; its use raises these.
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             self.close()
             if isinstance(error, ValueError) and str(folder) in str(error):
@@ -164,7 +166,7 @@ class DeepSpeedCheckpoint(NamedTensors):
             raise
 
     def _take(self) -> RunFields:
-        """Take in what the files say. Returns what a run resumes from."""
+        """Read the descriptions of all tensors. Returns the fields from which a run resumes."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -198,7 +200,7 @@ class DeepSpeedCheckpoint(NamedTensors):
             raise ValueError(f"{error}. {WAY_OUT}") from error
 
     def take_whole(self, file: TorchFile, names: Iterable[str]) -> None:
-        """Take tensors of `module` that lie in it whole, and the names of shared ones."""
+        """Take the named whole tensors of `module`, and the names of shared parameters."""
         module, shared = file.root["module"], file.root.get("shared_params") or {}
         for alias, name in dict(shared).items():
             if alias not in self._values:
@@ -208,7 +210,7 @@ class DeepSpeedCheckpoint(NamedTensors):
                 self._whole[str(name)] = file.tensor(module[name])
 
     def take_frozen(self, first: TorchFile, others: Iterable[TorchFile]) -> None:
-        """Take the parameters that stage 3 did not train. Each rank has a part of them."""
+        """Take the frozen parameters of stage 3. Each rank has a part of each parameter."""
         shapes = dict(first.root.get("frozen_param_shapes") or {})
         files = [first, *(others if shapes else ())]
         for name, shape in shapes.items():
@@ -233,8 +235,9 @@ class DeepSpeedCheckpoint(NamedTensors):
             raise KeyError(lost)
 
     def verify(self, states: Iterable[str], part: int, of: int) -> None:
-        """Read every byte of masters, of these states and of all else against the files' checksums,
-        one file of `of` from `part` on. Blocks. Raises: OSError; ValueError naming the damage.
+        """Check masters, these states and all other weights against the files' checksums. The call
+        reads every `of`-th file, beginning with file number `part`. Blocks. Raises: OSError;
+        ValueError naming the damage.
         """
         wanted = set(states)
         found: dict[TorchFile, dict[str, None]] = {}
@@ -267,7 +270,7 @@ class DeepSpeedStates:
     """
 
     def __init__(self, source: DeepSpeedCheckpoint) -> None:
-        # Optimizers that keep no count have made as many updates as the run.
+        # An optimizer without a step count has made as many updates as the run.
         counted = {"step": source.run.step - source.run.skipped_steps}
         self._found = {
             self.name_of(param, state): value
@@ -312,7 +315,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         names = rank_files(self.folder, OPTIMIZER)
         optimizer = [self.open(name) for name in names]
         roots = [file.root["optimizer_state_dict"] for file in optimizer]
-        # BF16_Optimizer, of stage 1 with gradients in fp32, does not say it.
+        # BF16_Optimizer (stage 1 with fp32 gradients) writes no zero_stage.
         stages = {_stage(root["zero_stage"]) if "zero_stage" in root else 1 for root in roots}
         if not stages <= {1, 2, 3} or len(stages) != 1:
             raise ValueError(
@@ -358,7 +361,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
             ]
             found = self._vectors_of(files, states, parts, needed)
             if "step" not in found and states[0]:
-                # Older ones counted for the group, or for the run.
+                # Older versions keep one count for the group, or one for the run.
                 group = groups[index] if groups is not None else {}
                 counted = group.get("step", first.get("base_optimizer_state_step"))
                 if counted is not None:
@@ -385,13 +388,13 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         return found
 
     def _check_partitions(self, sizes: Sequence[int], needed: int, what: str) -> None:
-        """Check that partitions of equal size follow each other; the end may be left out
-        as padding.
+        """Check that partitions of these sizes cut a vector of `needed` elements and its padding
+        into equal parts. The files may omit padding at the end.
         """
         total, world = sum(sizes), len(sizes)
         size = max(sizes)
         expected = [min(size, max(0, total - rank * size)) for rank in range(world)]
-        # Padded to a multiple of twice the ranks.
+        # DeepSpeed pads the vector to a multiple of twice the number of ranks.
         if list(sizes) != expected or not 0 <= total - needed < 2 * world:
             raise ValueError(
                 f"{self.label} holds partitions of {', '.join(map(str, sizes))} elements of "
@@ -406,7 +409,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         parts: Sequence[StoredTensor],
         needed: int,
     ) -> dict[str, list[Vector] | int | float]:
-        """Return the states of a flat group by name, each of all ranks."""
+        """Return the states of a flat group by name: a vector over all ranks, or a number."""
         found: dict[str, list[Vector] | int | float] = {}
         for name in states[0]:
             values = [each[name] for each in states]
@@ -416,7 +419,8 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
                 continue
             vectors = [vector_of(file, each) for file, each in zip(files, values, strict=True)]
             self._check_partitions([vector.numel for vector in vectors], needed, str(name))
-            # With their padding or without: where a rank begins must be the same.
+            # Moments may have padding that masters lack. The ranks' partitions of both must still
+            # start at the same elements.
             if vectors[0].numel != parts[0].numel and parts[0].numel < needed:
                 raise ValueError(
                     f"{self.label} has {vectors[0].numel} elements of {name}, and "
@@ -458,7 +462,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         }
         start = 0
         for (name, shape), numel in zip(shapes, numels, strict=True):
-            # The sub-group that has its first element.
+            # The sub-group that contains the parameter's first element.
             at = bisect.bisect_right(parts[0].starts, min(start, parts[0].numel - 1)) - 1
             self._take_part(name, shape, parts, groups[at], start, numel)
             self.group_of[name] = group_of[at]
@@ -469,7 +473,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         return model
 
     def _check_whole(self, parts: Sequence[Vector], needed: int) -> None:
-        # With its optimizer on NVMe, DeepSpeed writes only the part that was in memory.
+        # With the optimizer on NVMe, DeepSpeed writes only the part that was in memory.
         held = {part.numel for part in parts}
         if held != {needed}:
             shown = " or ".join(map(str, sorted(held)))
@@ -481,8 +485,8 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
     def _stage_3_states(
         self, ranks: Sequence[tuple[TorchFile, Any]], parts: Sequence[Vector]
     ) -> list[dict[str, list[Vector] | int | float]]:
-        """Return the states of each sub-group by name. Vectors are a rank's, of all sub-groups that
-        have the state.
+        """Return the states of each sub-group by name. A state that is no number has one vector for
+        each rank, over all sub-groups.
         """
         files = [file for file, _ in ranks]
         by_rank = [root["optimizer_state_dict"]["state"] for _, root in ranks]
@@ -508,7 +512,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
                     mine.append(vector)
                 found[index][str(name)] = []
         for name, every in tensors.items():
-            # A place in a vector is that among the masters, if all sub-groups have the state.
+            # Only a state of all sub-groups has the same positions in its vectors as the masters.
             if any(len(mine) != count for mine in every):
                 raise ValueError(f"{self.label} has {name} of some sub-groups, and not of all")
             whole = [Vector(mine) for mine in every]
@@ -525,7 +529,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         start: int,
         numel: int,
     ) -> None:
-        """Take a trained parameter: of each vector the elements [start, start + numel)."""
+        """Take a trained parameter: the elements [start, start + numel) of each vector."""
         self._values[name] = Pieces(shape, masters, start, numel)
         self.states[name] = {
             state: value if isinstance(value, (int, float)) else Pieces(shape, value, start, numel)
@@ -537,8 +541,8 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
 
 
 def folder_of(directory: Path, tag: str | None) -> Path:
-    """Find the folder of a checkpoint: `directory` itself if it has the files; else the tag, or
-    what `latest` (or else `latest_universal`) names.
+    """Find the folder of a checkpoint: the folder `tag`. Without a tag: `directory` itself if it
+    has the files, or else the folder that `latest` (or else `latest_universal`) names.
 
     Raises: FileNotFoundError; ValueError for a tag that is a path.
     """
@@ -566,7 +570,7 @@ def folder_of(directory: Path, tag: str | None) -> Path:
         tag = latest.read_text(encoding="utf-8").strip()
     if tag is None:
         return directory
-    # `latest` is a file from elsewhere too: it must not lead out of the directory.
+    # The contents of `latest` are untrusted: the tag must not lead out of the directory.
     if not tag or Path(tag).name != tag or tag == "..":
         raise ValueError(
             f"tag={tag!r}: it is the name of a folder in {directory}, so a path is refused"
@@ -577,12 +581,12 @@ def folder_of(directory: Path, tag: str | None) -> Path:
 
 
 def rank_files(folder: Path, pattern: re.Pattern[str]) -> list[str]:
-    """Return the file of each rank, in order. Raises: FileNotFoundError; ValueError for files of a
-    model-parallel run, of a pipeline or of DeepSpeed's experts.
+    """Return the file of each rank, in the order of ranks. Raises: FileNotFoundError; ValueError
+    for files of a model-parallel run, of a pipeline or of DeepSpeed's experts.
     """
     found: dict[int, str] = {}
     for name in sorted(path.name for path in folder.iterdir()):
-        # Their weights lie in files of their own.
+        # Pipelines and DeepSpeed's experts keep their weights in separate files.
         if re.match(r"layer_\d+|expp_rank_|expert_", name):
             raise ValueError(
                 f"{folder / name} is of a run with pipeline parallelism or DeepSpeed's experts, "
@@ -591,7 +595,7 @@ def rank_files(folder: Path, pattern: re.Pattern[str]) -> list[str]:
         match = pattern.fullmatch(name)
         if match is None:
             continue
-        # Model-parallel ranks hold parts of weights, which are not put together here.
+        # Model-parallel ranks hold parts of weights, which this reader cannot assemble.
         if int(match[2]) or int(match[1]) in found:
             raise ValueError(
                 f"{folder / name} is of a model-parallel run, or a second one of its rank. "
@@ -641,7 +645,7 @@ GLOBAL_STATE = "optimizer_state.pt"
 
 
 def open_deepspeed(directory: Path, tag: str | None) -> DeepSpeedCheckpoint:
-    """Open a checkpoint of DeepSpeed, as `save_checkpoint` wrote it or a universal one.
+    """Open a checkpoint of DeepSpeed, from `save_checkpoint` or in the universal format.
 
     Raises: OSError; ValueError for files that are damaged, refused, or of a kind that is not read.
     """
@@ -653,7 +657,7 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
     """A checkpoint as `ds_to_universal` writes it."""
 
     def _take(self) -> RunFields:
-        # Of stage 3 each rank has model states.
+        # In stage 3 each rank writes model states.
         whole = (self.folder / WHOLE_MODEL).is_file()
         names = [WHOLE_MODEL] if whole else rank_files(self.folder, SHARDED_MODEL)
         model = self.open(names[0])
@@ -674,8 +678,9 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
         return RunFields.of(model, state, state.root, stage=2 if whole else 3)
 
     def _check_order(self, model: TorchFile, *, whole: bool) -> None:
-        """Refuse what DeepSpeed's converter puts under wrong names: it cuts partitions in the order
-        of the model, and with `round_robin_gradients` they are in another one.
+        """Refuse a checkpoint in which DeepSpeed's converter put tensors under wrong names. The
+        converter cuts partitions in the order of the model; with `round_robin_gradients` the
+        parameters in the partitions have another order.
         """
         if not whole or not zero_config(model).get("round_robin_gradients"):
             return
@@ -688,7 +693,7 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
 
     def _take_param(self, name: str, shape: tuple[int, ...], step: float | None) -> None:
         folder = self.folder / ZERO / name
-        # A name is no path.
+        # The name of a parameter must not be a path.
         if Path(name).name != name or name == "..":
             raise ValueError(f"{self.label} has a parameter {name!r}: a path is refused")
         found: dict[str, Pieces | int | float] = {} if step is None else {"step": step}
@@ -700,8 +705,8 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
                     found["step"] = number
                 continue
             stored = _tensor_of(file)
-            # A vector of stage 3 has the shape in the model states. One of another size, as of a
-            # vocabulary without its padding, has its own.
+            # Stage 3 stores a vector; its shape is in the model states. A tensor of another size
+            # (an embedding without the padding of its vocabulary) keeps its stored shape.
             flat = len(stored.shape) == 1 and stored.numel == math.prod(shape)
             whole = shape if flat else stored.shape
             found[path.stem] = Pieces(whole, [Vector([stored])], 0, stored.numel)
@@ -711,12 +716,12 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
                 f"{folder} has no {MASTERS}.pt: the checkpoint is not whole; convert it again"
             )
         self._values[name] = masters
-        # One that never got a gradient has a master alone.
+        # A parameter that never got a gradient has only a master.
         if any(isinstance(each, Pieces) for each in found.values()):
             self.states[name] = found
 
     def _take_others(self) -> None:
-        """Take what has masters alone and is nowhere else: parameters that were frozen."""
+        """Take the masters that no model state names: frozen parameters."""
         for path in sorted((self.folder / ZERO).glob(f"*/{MASTERS}.pt")):
             name = path.parent.name
             if name in self._values or name in self._whole or name in self._aliases:
@@ -728,8 +733,9 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
 def _groups_of(
     state: TorchFile, *, whole: bool
 ) -> tuple[dict[int, int | float], dict[int, int], list[Mapping[str, Any]]]:
-    """Return the step and the parameter group of each entry of `param_shapes`, as far as they are
-    not its own; and the groups.
+    """Return the step and the parameter group of each entry of `param_shapes`, by its index, and
+    the groups. Both dicts are empty for stages 1 and 2: there an entry is a parameter group, and
+    each parameter has a step.pt.
     """
     if whole:
         return {}, {}, list(state.root["param_groups"])

@@ -2,17 +2,17 @@
 
     each weight: its chunks -> master and moments, fp32 -> zero/NAME/fp32.pt, exp_avg.pt, …
 
-One weight is in memory at a time. The files are in a folder of another name until all are on the
-drive. DeepSpeed's loaders of stages 1 and 2, and of stage 3, look for counts, hyper-parameters and
-model states in different places; both are written.
+One weight is in memory at a time. The files lie in a folder with a temporary name until all are on
+the drive. DeepSpeed's loaders of stages 1 and 2, and of stage 3, read counts, hyper-parameters and
+model states from different places; the export writes both.
 
-Written are public facts of the format (DeepSpeed 0.19.8):
+The export relies on these properties of the format (DeepSpeed 0.19.8):
 
-- A file of a parameter has a tensor of its whole shape as {"param": …}.
+- The file of a parameter's state has a tensor of the parameter's whole shape as {"param": …}.
 - Stages 1 and 2 take hyper-parameters from `param_groups`, group by group, and the step from each
-  `step.pt`. Stage 3 takes the first group's for all, and the step of the first sub-group, as one
-  object for all sub-groups. Optimizers of torch want a tensor there.
-- Neither takes parameters that are not trained, buffers, or anything of `module`.
+  `step.pt`. Stage 3 takes the hyper-parameters of the first group for all groups, and the step of
+  the first sub-group, as one object for all sub-groups. Optimizers of torch need a tensor there.
+- No stage reads untrained parameters, buffers, or any entry of `module`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from infinity._src.kernels.tiling.tiled_module import whole_name
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FORMAT = "0.19.8"
-"""The DeepSpeed whose format it is. Its loaders compare it."""
+"""Version of DeepSpeed whose format the export writes. DeepSpeed's loaders compare it."""
 _MODEL_NOTE = (
     "DeepSpeed takes parameters that are not trained, and buffers, from the model that it is "
     "given, and its loss scaler from its configuration"
@@ -75,8 +75,8 @@ _STAGE_3_MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 @dataclasses.dataclass(frozen=True)
 class ExportedUniversal:
-    """The result of an export: the folder, its parameters and bytes of states, and what the reader
-    of it has to know.
+    """Result of an export: the folder, its number of parameters, the bytes of its tensors, and
+    notes for the user who loads it.
     """
 
     folder: Path
@@ -87,8 +87,8 @@ class ExportedUniversal:
 
 @dataclasses.dataclass(frozen=True)
 class _Weight:
-    """A weight under all its names, the first one first. step: updates so far; None for one without
-    states.
+    """A weight with all its names, the first name first. step: number of updates so far; None for a
+    weight without states.
     """
 
     names: tuple[str, ...]
@@ -103,8 +103,8 @@ class _Weight:
 class UniversalExport:
     """An export of a checkpoint as a universal checkpoint of DeepSpeed.
 
-    Raises: ValueError naming what DeepSpeed's format has no place for: several optimizers, or
-    another than AdamW's two moments; parameters with other counts of steps.
+    Raises: ValueError for a checkpoint that DeepSpeed's format cannot represent: several
+    optimizers; other states than AdamW's two moments; parameters with different step counts.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -114,7 +114,7 @@ class UniversalExport:
         trained = [weight for weight in self._weights if weight.step is not None]
         first = trained[0]
         other = next((weight for weight in trained if weight.step != first.step), None)
-        # Stages 1 and 2 refuse it, and stage 3 takes the first count for all.
+        # Stages 1 and 2 refuse different counts, and stage 3 takes the first count for all.
         if other is not None:
             raise ValueError(
                 f"{first.names[0]} has made {first.step} steps and {other.names[0]} {other.step}: "
@@ -140,20 +140,20 @@ class UniversalExport:
     def export(
         self, target: Path, progress: Callable[[int], object] = lambda _size: None
     ) -> ExportedUniversal:
-        """Write it into a new folder of `target`, which `latest_universal` then names; `progress`
-        gets the bytes of each parameter. Blocks.
+        """Write the checkpoint into a new folder of `target`, and the folder's name into
+        `latest_universal`. `progress` gets the bytes of each weight. Blocks.
 
-        Raises: ValueError for a folder that is there already; OSError naming the path;
-        ChecksumError naming what is damaged. Then nothing of it stays.
+        Raises: ValueError for a folder that exists already; OSError naming the path; ChecksumError
+        naming the damage. After an error while files are written, the partial folder is removed.
         """
         checkpoint = self._checkpoint
         folder = target / f"global_step{checkpoint.step}_universal"
         if folder.exists():
             raise ValueError(f"{folder} is there already: name another directory, or move it away")
-        # Before anything is written: a missing file is found at once.
+        # Before the first write, so that a missing file is reported at once.
         checkpoint.check_files()
         partial = folder.with_name(folder.name + ".partial")
-        # The rest of an export that was killed.
+        # Remains of an export that was killed.
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
@@ -177,7 +177,7 @@ class UniversalExport:
                 for name, value in self._states_of(weight, reader).items():
                     _save({"param": value, "cat_dim": 0}, folder / f"{name}.pt")
                 if weight.step is not None:
-                    # As optimizers of torch have it. DeepSpeed's own take it, too.
+                    # A tensor, as in optimizers of torch. DeepSpeed's optimizers accept it, too.
                     step = torch.tensor(float(weight.step))
                     _save(step, folder / "step.pt")
                 fsync_directory(folder)
@@ -185,7 +185,7 @@ class UniversalExport:
         fsync_directory(zero)
 
     def _states_of(self, weight: _Weight, reader: ChunkReader) -> dict[str, torch.Tensor]:
-        """Read master and moments of a weight, fp32; of one without states the value."""
+        """Read master and moments of a weight in fp32; without states, only the value."""
         names = (MASTERS, *(_MOMENTS if weight.step is not None else ()))
         whole = {name: torch.empty(weight.saved.shape) for name in names}
         for saved, place in weight.saved.tiles:
@@ -195,7 +195,7 @@ class UniversalExport:
         return whole
 
     def _read(self, saved: SavedParam, count: int, reader: ChunkReader) -> list[torch.Tensor]:
-        """Read a saved parameter: its master and moments, `count` vectors in fp32."""
+        """Read the first `count` of master and moments of a saved parameter, as fp32 vectors."""
         flat, numel = saved.flat, saved.entry.numel
         out = [torch.empty(numel) for _ in range(count)]
         pieces = self._checkpoint.pieces(saved, 0, numel)
@@ -249,8 +249,8 @@ class UniversalExport:
 
     @property
     def _several_sub_groups(self) -> bool:
-        """Return whether stage 3 has several sub-groups, which all get the object that is the step
-        in the file, and would all add to one tensor."""
+        """Return whether stage 3 has several sub-groups. All sub-groups get the same step object of
+        the file; if it were a tensor, each sub-group would increment it."""
         numel = sum(math.prod(weight.saved.shape) for weight in self._weights)
         return len(self._optimizer.groups) > 1 or numel > _SUB_GROUP_NUMEL
 
@@ -301,7 +301,7 @@ def _weights_of(checkpoint: Checkpoint, optimizer: OptimizerEntry) -> Iterator[_
         names = []
         for name in saved.entry.names:
             whole = whole_name(name)
-            # A user's own module may have such a name, and is no tile.
+            # A module of the user may have the name of a tile without being a tile.
             is_tile = whole in by_name and any(each is saved for each in by_name[whole].saved)
             names.append(whole if whole is not None and is_tile else name)
         weight = by_name[names[0]]
@@ -321,7 +321,7 @@ def _weights_of(checkpoint: Checkpoint, optimizer: OptimizerEntry) -> Iterator[_
 
 
 def _scheduler(steps: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the state of a scheduler of DeepSpeed, or of torch, after so many steps."""
+    """Return the state of a scheduler, of DeepSpeed or of torch, after `steps` steps."""
     return {
         "last_batch_iteration": steps - 1,
         "last_epoch": steps,
