@@ -23,7 +23,7 @@ _OWN = frozenset({
     "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "num_experts",
     "universal_checkpoint_info", "ds_config", "ds_version",
 })  # fmt: skip
-"""Keys of model states that DeepSpeed writes itself. Others are the caller's."""
+"""Keys of model states that DeepSpeed writes. All other keys are the caller's client state."""
 _REFUSED = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
 _NEUTRAL = {
     "bias_correction": True,
@@ -31,20 +31,23 @@ _NEUTRAL = {
     "maximize": False,
     "decoupled_weight_decay": True,
 }
-"""Hyper-parameters that an optimizer here may not have, and the values with which it computes."""
+"""Hyper-parameters that an optimizer of this library may lack. Such an optimizer computes with
+these values."""
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 @final
 class LoadedDeepSpeed(Loaded):
-    """The result of `inf.load_deepspeed`: as a pair, the names that strict=False left out.
+    """The result of `inf.load_deepspeed`. As a pair (missing, unexpected) it has the names that
+    strict=False left out.
 
-    step: steps that DeepSpeed counted (`global_steps`), `skipped_steps` of them without an update;
-    samples: `global_samples`. stage, world: of the run that saved. loss_scaler: the fields of
-    DeepSpeed's, None where nothing was scaled; `grad_scaler_state()` makes torch's of it.
-    lr_scheduler: the scheduler's `state_dict()`, None without one. client_state: what the caller
-    gave to `save_checkpoint`. rounded: how the policy's state format rounded the states, "" where
-    all bits are as saved. notes: what else is different.
+    step: steps that DeepSpeed counted (`global_steps`), `skipped_steps` of them without an update.
+    samples: `global_samples`. stage, world: ZeRO stage and number of ranks of the run that saved.
+    loss_scaler: the fields of DeepSpeed's loss scaler, None without scaling; `grad_scaler_state()`
+    converts them to torch's. lr_scheduler: the scheduler's `state_dict()`, None without a
+    scheduler. client_state: the state that the caller gave to `save_checkpoint`. rounded: how the
+    policy's state format rounded the states, "" where all bits are as saved. notes: all other
+    differences from the saved run.
     """
 
     step: int
@@ -68,10 +71,11 @@ class LoadedDeepSpeed(Loaded):
         return f"LoadedDeepSpeed(missing={self.missing}, unexpected={self.unexpected}, {given})"
 
     def grad_scaler_state(self) -> dict[str, Any] | None:
-        """Return a state for `torch.amp.GradScaler.load_state_dict`, None where nothing was scaled.
+        """Return a state for `torch.amp.GradScaler.load_state_dict`; None without scaling.
 
-        The scale grows at the step at which DeepSpeed's would. After the next overflow torch grows
-        it one step earlier, and at once lowers it, where DeepSpeed's hysteresis waits.
+        Until the next overflow torch's scale grows at the same steps as DeepSpeed's. At the
+        overflow torch lowers the scale at once, where DeepSpeed's hysteresis waits; after the
+        overflow torch raises the scale one step earlier.
         """
         given = self.loss_scaler
         if given is None:
@@ -85,7 +89,8 @@ class LoadedDeepSpeed(Loaded):
                 "_growth_tracker": 0,
             }
         factor, window = float(given["scale_factor"]), int(given["scale_window"])
-        # It grows after each `window` good steps; the first step is not counted.
+        # DeepSpeed raises the scale after each `window` steps without overflow, and does not count
+        # the first of them.
         good = int(given["cur_iter"]) - int(given["last_overflow_iter"]) - 2
         return {
             "scale": float(given["cur_scale"]),
@@ -114,8 +119,8 @@ class RunFields:
     def of(
         cls, model: TorchFile, states: TorchFile, scaled: Mapping[str, Any], *, stage: int
     ) -> RunFields:
-        """Read them. scaled: what has the loss scaler. Raises: ValueError for a run that is not
-        read here; KeyError, TypeError.
+        """Read the fields. scaled: the dict of the file `states` that contains the loss scaler.
+        Raises: ValueError for a run of an unsupported kind; KeyError, TypeError.
         """
         root = model.root
         check_kind(model, root)
@@ -143,7 +148,7 @@ class RunFields:
 
 
 def check_kind(file: TorchFile, root: Mapping[str, Any]) -> None:
-    """Refuse by name a run whose states lie in a way, or are of a kind, that is not read here."""
+    """Refuse a run whose layout or kind of states is not supported, with an error that names it."""
     found = next((name for name in _REFUSED if root.get(name)), None)
     if found is not None:
         raise ValueError(
@@ -180,7 +185,7 @@ def hyper_of(file: TorchFile, group: Mapping[str, Any]) -> dict[str, Any]:
     config = file.root.get("ds_config")
     optimizer = config.get("optimizer") if isinstance(config, dict) else None
     given = optimizer.get("params") if isinstance(optimizer, dict) else None
-    # DeepSpeed's own Adam does not keep it in its groups.
+    # DeepSpeed's Adam does not keep `adam_w_mode` in its parameter groups.
     if (
         isinstance(optimizer, dict)
         and str(optimizer.get("type")).lower() == "adam"
@@ -192,9 +197,9 @@ def hyper_of(file: TorchFile, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_of(files: Sequence[TorchFile], values: Sequence[Any], what: str) -> int | float | None:
-    """Return a number that all ranks have; None where they have vectors. Reads it.
+    """Read a state's number, which all ranks have; None if the ranks have vectors.
 
-    Raises: ValueError where they differ; TypeError for something else.
+    Raises: ValueError if the ranks have different numbers; TypeError for any other object.
     """
     numbers = []
     for file, value in zip(files, values, strict=True):
@@ -220,10 +225,10 @@ def match_groups(
     group_of: Mapping[str, int],
     label: str,
 ) -> list[dict[str, Any]]:
-    """Return the hyper-parameters that each group of an optimizer takes: those of its parameters in
-    the checkpoint. Nothing is set.
+    """Return for each group of an optimizer the hyper-parameters that its parameters have in the
+    checkpoint. The call changes no group.
 
-    Raises: ValueError for a group that joins parameters which had different ones, and for values
+    Raises: ValueError for a group whose parameters had different hyper-parameters, and for values
     with which this optimizer cannot compute.
     """
     taken = []
@@ -241,7 +246,7 @@ def match_groups(
             )
         given = dict(values[0]) if values else {}
         for name, neutral in _NEUTRAL.items():
-            # Without decay it does not matter how that is applied.
+            # Without weight decay, decoupled decay and L2 decay are the same.
             idle = name == "decoupled_weight_decay" and not given.get("weight_decay")
             if name not in group and given.get(name, neutral) != neutral and not idle:
                 raise ValueError(
@@ -249,7 +254,7 @@ def match_groups(
                     "does not: use inf.Elementwise with the class of torch.optim that does, or "
                     "load without opt="
                 )
-        # `initial_lr` is what schedulers of torch that resume from a step ask for.
+        # Schedulers of torch that resume from a step need `initial_lr`.
         mine = {
             name: value
             for name, value in given.items()
@@ -265,7 +270,7 @@ def match_groups(
 
 
 def notes_on(hyper: Sequence[Mapping[str, Any]] | None, label: str) -> tuple[str, ...]:
-    """Say what a checkpoint does not have for an optimizer."""
+    """Return notes on the parts of an optimizer that the checkpoint lacks."""
     if hyper is not None:
         return ()
     return (f"{label} is elastic and has no hyper-parameters: those of the optimizer stay",)
@@ -278,7 +283,9 @@ def _count(value: Any) -> int:
 
 
 def _scaler(file: TorchFile, value: Any) -> dict[str, Any] | None:
-    """Return the fields of a loss scaler, which was read as a record; None if it scales nothing."""
+    """Return the fields of a loss scaler, given as a record; None for a constant scale of 1, and
+    for any other object.
+    """
     if not isinstance(value, Record) or not value.kind.endswith("LossScaler"):
         return None
     if not isinstance(value.state, dict):

@@ -1,11 +1,12 @@
-"""GGUF files as a source of values: read and unpacked some rows at a time, with the values that
-`from_pretrained(gguf_file=)` gives.
+"""GGUF files as a source of weights, read and dequantized a few rows at a time. The values are
+those of `from_pretrained(gguf_file=)`.
 
-transformers has two ways. Architectures of the first have conversions, as checkpoints of the hub
-have them; their tensors are given as they are stored. Tensors of the second are unpacked here, by
-the package gguf and transformers' own operations, and have the names of the model.
+transformers loads GGUF files in two ways, by architecture. In the first, transformers has
+conversions, as for checkpoints of the hub, and this module returns tensors as they are stored. In
+the second, this module dequantizes tensors with the package gguf and transformers' own operations,
+and returns them under the model's names.
 
-The header is read, not mapped: a file that is cut short is an error that says so.
+The header is read, not mapped into memory, so that a truncated file raises a clear error.
 
     "GGUF", version, counts | key, value, … | name, shape, type, offset, … | tensors
 """
@@ -42,8 +43,8 @@ _REMEDY = "copy or download it again, or use the model's safetensors"
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor:
-    """One tensor as the header states it. shape: as torch has it. kind: the number of its type.
-    start: its first byte in the file.
+    """One tensor as the header describes it. shape: in torch's order of dimensions. kind: the
+    number of the GGUF type. start: offset in the file of the tensor's first byte.
     """
 
     name: str
@@ -66,8 +67,8 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read the header of a file. Raises: WeightsError for what is no GGUF file that transformers
-    reads: of another version or byte order, cut short, or a part of several; OSError.
+    """Read the header of a file. Raises: WeightsError for a file that transformers cannot read:
+    another format, version or byte order, a truncated header, one part of a split model; OSError.
     """
     with path.open("rb") as file:
         try:
@@ -129,12 +130,12 @@ def _tensor_row(path: Path, file: IO[bytes]) -> tuple[str, tuple[int, ...], int,
         raise _unreadable(path, f"{name} has {dims} dimensions")
     shape = _take(file, f"{dims}Q")
     kind, offset = _take(file, "IQ")
-    # GGUF names the dimension whose values are side by side first.
+    # GGUF lists the contiguous dimension first, torch lists it last.
     return name, tuple(reversed(shape)), kind, offset
 
 
 def _value(path: Path, file: IO[bytes], key: str, kind: int) -> Any:
-    """Read a value; None for an array, which is passed over."""
+    """Read a value. Skips an array, and returns None."""
     if kind in _SCALARS:
         return _take(file, _SCALARS[kind])[0]
     if kind == _STRING:
@@ -166,7 +167,7 @@ def _take(file: IO[bytes], layout: str) -> tuple[Any, ...]:
 
 
 def _bytes(file: IO[bytes], length: int) -> bytes:
-    # A length that is damaged may be larger than what memory holds.
+    # A damaged length may exceed the memory of the machine.
     found = file.read(min(length, 1 << 24))
     if len(found) != length:
         raise EOFError(f"{length:,} bytes are stated, {len(found):,} are there")
@@ -180,19 +181,20 @@ def _unreadable(path: Path, reason: str) -> WeightsError:
 
 
 _PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
-"""GGUF's types of plain values. All others are blocks, which are given as bytes."""
+"""GGUF's types of plain values. All other types are quantized blocks, which are read as bytes."""
 
 UNPACKED_BYTES = 4 << 20
-"""Bytes of fp32 that are unpacked together, where rows do not depend on each other."""
+"""Bytes of fp32 that are dequantized together, where rows do not depend on each other."""
 
 _Blocks = Callable[[int], tuple[int, int] | None]
-"""Gives values and bytes of a block of a type; None for a type that is not unpacked."""
+"""Returns for a type the number of values and the bytes of a block; None for a type that cannot be
+dequantized."""
 
 
 def open_gguf(model: Any, path: Path, dtype: torch.dtype) -> tuple[StoredTensors, list[Any]]:
-    """Open a file for a model that computes in `dtype`; return its tensors and the conversions that
-    they need. Raises: FileNotFoundError; WeightsError for a file that is damaged, or that
-    transformers does not read.
+    """Open a file for a model that computes in `dtype`. Returns the file's tensors, and the
+    conversions that the tensors need. Raises: FileNotFoundError; WeightsError for a file that is
+    damaged, or that transformers cannot read.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: there is no such file")
@@ -221,8 +223,8 @@ def _in_blocks(
 
 
 def _stored(path: Path, header: GgufHeader, blocks: _Blocks) -> dict[str, StoredTensor]:
-    """Return the tensors of a file as it stores them: blocks of quantized values are bytes. Raises:
-    WeightsError naming tensors of a type that is not unpacked.
+    """Return the tensors of a file as the file stores them, with quantized blocks as bytes (uint8).
+    Raises: WeightsError naming the tensors of a type that cannot be dequantized.
     """
     found: dict[str, StoredTensor] = {}
     refused: dict[str, list[str]] = {}
@@ -284,8 +286,8 @@ def _unpacked_blocks(kind: int) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """The making of a tensor of the model. sources: names in the file. joined: by an operation that
-    collects them. by_rows: row i is made of row i of each source.
+    """How a tensor of the model is made. sources: names in the file. joined: transformers collects
+    several sources in one tensor. by_rows: row i is made from row i of each source.
     """
 
     sources: list[str]
@@ -295,8 +297,8 @@ class _Target:
 
 
 class UnpackedGguf(StoredTensors):
-    """The tensors of a file under the names of the model, unpacked as they are read: to `dtype`,
-    and to fp32 those that transformers joins (experts), as it does.
+    """The tensors of a file under the names of the model. A read dequantizes to `dtype`; tensors
+    that transformers joins (experts) become fp32, as in transformers.
     """
 
     def __init__(self, model: Any, path: Path, header: GgufHeader, dtype: torch.dtype) -> None:
@@ -305,7 +307,7 @@ class UnpackedGguf(StoredTensors):
         self._unpacked_to = dtype
         self._raw = StoredTensors(path, stored)
         self._kinds = {info.name: info.kind for info in header.tensors}
-        # Values that an operation takes rows of: the shape in the file, and not of its bytes.
+        # Shapes of the values, not of the stored bytes.
         self._shapes = {info.name: info.shape for info in header.tensors}
         self._targets: dict[str, _Target] = {}
         for info in header.tensors:
@@ -323,7 +325,7 @@ class UnpackedGguf(StoredTensors):
             for name, target in self._targets.items()
         }
         super().__init__(path, tensors)
-        # The tensor read last: parts of a weight are asked for one after the other.
+        # The tensor of the last read: callers read a weight part by part, in sequence.
         self._last: tuple[str, torch.Tensor] | None = None
 
     def dtype(self, name: str) -> torch.dtype:
@@ -331,8 +333,8 @@ class UnpackedGguf(StoredTensors):
 
     @property
     def unpacking_bytes(self) -> int:
-        """Bytes that unpacking takes at most: blocks, their values in fp32, and these once more in
-        the model's order.
+        """Upper bound of the bytes of memory that a read takes while it dequantizes: blocks, values
+        in fp32, and the values once more in the model's order.
         """
         found = [0]
         for name, target in self._targets.items():
@@ -352,14 +354,14 @@ class UnpackedGguf(StoredTensors):
         return out
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read elements of one tensor: some rows at a time where rows do not depend on each other.
-        All of another one is unpacked, once for parts that come one after the other, and stays
-        until another one is read, or its end was.
+        """Read the elements of one tensor from `start` on, a few rows at a time where rows do not
+        depend on each other. Any other tensor is dequantized as a whole. It stays in memory for
+        further parts, until its last element or another such tensor is read.
         """
         target, end = self._targets[name], start + out.numel()
         if not target.by_rows:
             if self._last is None or self._last[0] != name:
-                # The one before goes first, so that two are never in memory.
+                # The previous tensor is freed first, so that memory never holds two.
                 self._last = None
                 self._last = name, self.read(name).reshape(-1)
             values = self._last[1]
@@ -376,7 +378,8 @@ class UnpackedGguf(StoredTensors):
             out[begin - start : stop - start].copy_(values[begin - at : stop - at])
 
     def _rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Return rows of a tensor of the model; all, if they depend on each other."""
+        """Return the rows [first, last) of a tensor of the model; all rows, if they depend on each
+        other."""
         target = self._targets[name]
         others: dict[str, torch.Tensor] = {}
         for source in target.sources:
@@ -386,7 +389,8 @@ class UnpackedGguf(StoredTensors):
         return torch.from_numpy(np.ascontiguousarray(made.weights)).to(self._unpacked_to)
 
     def _unpacked(self, source: str, target: _Target, first: int, last: int) -> Any:
-        """Return values of a tensor of the file in fp32: its rows, if they are taken by rows."""
+        """Return the values of a tensor of the file in fp32: the rows [first, last) if the target
+        is made by rows, otherwise all rows."""
         from gguf import GGMLQuantizationType, dequantize
 
         shape, raw_shape = self._shapes[source], self._raw.shape(source)
@@ -400,11 +404,12 @@ class UnpackedGguf(StoredTensors):
         return dequantize(raw.numpy(), GGMLQuantizationType(self._kinds[source])).reshape(shape)
 
     def _plan(self, info: GgufTensor) -> None:
-        """Find the tensor of the model that one of the file goes into, by what transformers makes
-        of values that are not there.
+        """Find the tensor of the model to which a tensor of the file belongs. The method runs
+        transformers' operation on placeholder values, and looks at the result.
         """
         others: dict[str, torch.Tensor] = {}
-        # One number stands for all, and takes no memory. Joined experts are copied: here one is.
+        # A broadcast number has the shape, and takes no memory. transformers copies joined experts,
+        # so the placeholder of a 3-dimensional tensor has only one of them.
         like = np.broadcast_to(np.float32(-1), info.shape)
         of_one = like[:1] if like.ndim == 3 else like
         made = self._processed(info.name, of_one, others)
@@ -418,14 +423,14 @@ class UnpackedGguf(StoredTensors):
                 raise ValueError(f"it is joined with {before.sources[0]} to {before.shape}")
             before.sources.append(info.name)
         target = None if others else self._model_names.get(made.name)
-        # What the model has no tensor for is left out by transformers, too.
+        # transformers, too, leaves out tensors that the model does not have.
         if target is not None:
             by_rows = made.weights is like and like.ndim > 1
             self._targets[target] = _Target([info.name], made.weights.shape, False, by_rows)
 
     def _processed(self, name: str, values: Any, others: dict[str, torch.Tensor]) -> Any:
-        """Return what transformers makes of one tensor: its name and its values in the model's
-        order. Joined tensors come into `others`, by the model's names.
+        """Return transformers' result for one tensor: its name, and its values in the model's
+        order. transformers puts joined tensors into `others`, by the model's names.
         """
         return self._processor.process(
             weights=values,
@@ -436,19 +441,21 @@ class UnpackedGguf(StoredTensors):
 
 
 def _rows_together(row: int) -> int:
-    """Return how many rows of so many values are unpacked together."""
+    """Return how many rows of `row` values are dequantized together."""
     return max(1, UNPACKED_BYTES // max(1, row * torch.float32.itemsize))
 
 
 def _processor(model: Any, path: Path, header: GgufHeader) -> tuple[Any, dict[str, str]]:
-    """Return transformers' operation for the tensors of such a file, and the model's names by the
-    file's. Raises: WeightsError for an architecture or a model that transformers does not know.
+    """Return transformers' operation for the tensors of a file, and the model's names by the names
+    in the file. Raises: WeightsError for an architecture or a model that transformers does not
+    know.
     """
     import transformers
     from transformers import modeling_gguf_pytorch_utils as legacy
 
     try:
-        # The numbers that an operation takes are those of the file, not those of the model.
+        # The operation needs the hyper-parameters (such as head counts) of the file, not the
+        # model's.
         config = legacy.load_gguf_checkpoint(str(path), return_tensors=False)["config"]
         kind = legacy.TENSOR_PROCESSORS.get(header.architecture, legacy.TensorProcessor)
         processor = kind(config=config)

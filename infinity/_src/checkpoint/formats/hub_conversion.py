@@ -3,18 +3,18 @@
     forward    experts.0.w1.weight, experts.0.w3.weight, …  ->  experts.gate_up_proj
     reverse    experts.gate_up_proj  ->  experts.0.w1.weight, experts.0.w3.weight, …
 
-transformers renames, fuses, splits and permutes with a mapping that belongs to the model; both
-directions are its own code, run on a *group*: tensors that are converted together, and depend on
-no other. A plan is made by running it on the meta device, so that names and shapes of all results
-are known before anything is read.
+transformers renames, fuses, splits and permutes tensors by a mapping that belongs to the model.
+Both directions run the code of transformers on one *group* at a time: tensors that are converted
+together, and depend on no tensor outside of the group. The planner runs the same code on the meta
+device, so that the names and shapes of all results are known before the first read.
 
-Weights in fp8 with a scale for each block; the last block may be partial.
+Weights in fp8 have a scale for each block; the last block may be partial.
 
     weight [rows, columns], scales [ceil(rows / block), ceil(columns / block)]  ->  plain weight
 
-transformers takes the size of a block from the two shapes, as if all blocks were whole: 192 rows
-with 2 scales would be blocks of 96, whatever the configuration says. Here a weight is padded to
-whole blocks, dequantized by transformers' own operation, and cut again.
+transformers computes the size of a block from the two shapes, as if all blocks were whole: it takes
+192 rows with 2 scales for blocks of 96 rows, and ignores the configuration. `WholeBlocks` pads a
+weight to whole blocks, dequantizes it by transformers' operation, and cuts the padding off.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ from infinity._src.params.materialize import find_buffers
 from infinity.errors import WeightsError
 
 Held = torch.Tensor | list[torch.Tensor]
-"""Tensors of one pattern of a conversion: in files a list, one for each name."""
+"""Tensors of one pattern of a conversion. Tensors of files are a list, with a tensor per name."""
 
 
 class ScaleGridError(ValueError):
-    """Scales that are not one for each block. pattern, index: of the weight in its conversion."""
+    """Error for a weight whose scales do not match its blocks. pattern, index: position of the
+    weight in its conversion.
+    """
 
     def __init__(self, message: str, pattern: str, index: int) -> None:
         super().__init__(message)
@@ -48,8 +50,8 @@ class ScaleGridError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class WholeBlocks:
-    """An operation of a conversion: `theirs`, which dequantizes, on weights that are padded to
-    whole blocks. block: rows and columns; None where a weight has one scale.
+    """Operation of a conversion: pads weights to whole blocks, and runs transformers' dequantizing
+    operation `theirs`. block: rows and columns; None where a weight has one scale.
     """
 
     theirs: Any
@@ -62,7 +64,7 @@ class WholeBlocks:
 
     @property
     def supports_many_to_many(self) -> bool:
-        """True if it makes several tensors of several."""
+        """True if the operation makes several tensors from several tensors."""
         return bool(self.theirs.supports_many_to_many)
 
     def convert(self, input_dict: Mapping[str, Held], **context: Any) -> dict[str, Held]:
@@ -73,7 +75,7 @@ class WholeBlocks:
         cuts: dict[str, list[tuple[int, int] | None]] = {}
         for key, weights in input_dict.items():
             scales = input_dict.get(f"{key}_scale_inv")
-            # Other numbers of weights than of scales are an error of theirs.
+            # If the numbers of weights and scales differ, `theirs` raises the error.
             if isinstance(weights, list) and scales is not None and len(weights) == len(scales):
                 whole = [
                     self._padded(key, index, *pair)
@@ -86,7 +88,7 @@ class WholeBlocks:
                 ]
         made: dict[str, Any] = self.theirs.convert(padded, **context)
         if "weight" in cuts:
-            # Alone, a weight comes back under the name of the model.
+            # `theirs` returns a single weight under the name of the model.
             return {key: _cut(value, cuts["weight"][0]) for key, value in made.items()}
         return {
             key: [_cut(*pair) for pair in zip(value, cuts[key], strict=True)]
@@ -98,8 +100,8 @@ class WholeBlocks:
     def _padded(
         self, pattern: str, index: int, weight: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        # Whole numbers are values of four bits in pairs, with blocks of their own; a number is the
-        # scale of all values.
+        # An integer weight holds pairs of 4-bit values, with blocks of another size. A scale
+        # without dimensions applies to all values.
         if not weight.is_floating_point() or weight.dim() < 2 or scales.dim() < 2:
             return weight
         rows, columns = weight.shape[-2:]
@@ -157,7 +159,7 @@ def transformers_loading() -> Any:
 
 
 def too_old_to_load() -> str:
-    """Say that the release cannot convert, and the ways out for a load."""
+    """Return a message: the release cannot convert, and these are the alternatives for a load."""
     return (
         f"{too_old()}, or give the tensors under the names of the modules, as a mapping or an "
         "inf.TensorSource"
@@ -165,7 +167,7 @@ def too_old_to_load() -> str:
 
 
 def too_old() -> str:
-    """Say that the installed release of transformers cannot convert."""
+    """Return a message: the installed release of transformers cannot convert."""
     import transformers
 
     return (
@@ -184,8 +186,8 @@ def _loading() -> Any:
 
 
 def has_conversions(model: Any) -> bool:
-    """Return whether the hub's names of such a model may be others than those of its modules. Works
-    with releases of transformers that cannot convert, too.
+    """Return whether names on the hub may differ from the names of the model's modules. Works with
+    releases of transformers that cannot convert, too.
     """
     held = getattr(model, "_weight_conversions", None)
     if held is not None:
@@ -206,7 +208,7 @@ def has_conversions(model: Any) -> bool:
 
 
 def conversions_of(model: Any, quantizer: Any = None) -> list[Any]:
-    """Return the conversions with which transformers loads such a model."""
+    """Return the conversions with which transformers loads a checkpoint into the model."""
     transformers_loading()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -228,7 +230,9 @@ def names_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _AskedModel:
-    """A model as conversions ask it for shapes and dtypes: a weight in tiles answers as a whole."""
+    """Proxy of a model, from which conversions read shapes and dtypes. A tiled weight appears as
+    one whole tensor.
+    """
 
     def __init__(self, model: Any, known: Mapping[str, torch.Tensor], prefix: str = "") -> None:
         self._model = model
@@ -253,11 +257,11 @@ class _AskedModel:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardGroup:
-    """Tensors of files that become tensors of the model together.
+    """Tensors of files that are converted together to tensors of the model.
 
-    model: answers what the transform asks. sources: (pattern, name in the files), in the order in
-    which they are stacked. targets: what they become, on meta. stacked: one tensor [n, …], whose
-    row i is made of the i-th tensor of each pattern alone.
+    model: the proxy from which the transform reads shapes and dtypes. sources: (pattern, name in
+    the files), in stacking order. targets: the resulting tensors, on meta. stacked: the result is
+    one tensor [n, …], whose row i depends only on the i-th tensor of each pattern.
     """
 
     model: Any
@@ -269,13 +273,13 @@ class ForwardGroup:
 
     @property
     def renamed(self) -> str | None:
-        """The name in the files of a tensor that stays as it is; None if values are converted."""
+        """The name in the files of a tensor that is only renamed; None if values are converted."""
         return None if _is_converter(self.transform) else self.sources[0][1]
 
     def convert(
         self, read: Read, first: int = 0, last: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the tensors of the model; of a stacked group the rows [first, last)."""
+        """Return the tensors of the model; for a stacked group only the rows [first, last)."""
         by_pattern: dict[str, list[str]] = {}
         for pattern, name in self.sources:
             by_pattern.setdefault(pattern, []).append(name)
@@ -287,9 +291,9 @@ class ForwardGroup:
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPlan:
-    """Groups by the names that the model has. unused: names of the files that no tensor of the
-    model is made of. unexpected: those of them that the model does not ignore. broken: tensors of
-    the model that cannot be made of what the files have, each with the reason.
+    """Plan of a load. groups: by the names of the model. unused: names in the files from which no
+    tensor of the model is made. unexpected: unused names that the model does not ignore. broken:
+    tensors of the model that cannot be made from the files, each with the reason.
     """
 
     groups: dict[str, ForwardGroup]
@@ -301,10 +305,10 @@ class ForwardPlan:
 def plan_forward(
     model: Any, names: Iterable[str], like: Read, mapping: Sequence[Any], label: str
 ) -> ForwardPlan:
-    """Plan how the tensors of files become those of the model. Nothing is read.
+    """Plan the conversion from the tensors of files to the tensors of the model. Reads nothing.
 
-    like: gives a tensor on meta for a name of the files. Raises: WeightsError for two tensors of
-    the files that are one of the model, and for scales that are not one for each block.
+    like: returns a tensor on meta for a name in the files. Raises: WeightsError for two tensors of
+    the files that map to one tensor of the model, and for scales that do not match the blocks.
     """
     found: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     known, unused = names_of(model), {}
