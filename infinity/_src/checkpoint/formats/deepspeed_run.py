@@ -89,8 +89,8 @@ class LoadedDeepSpeed(Loaded):
                 "_growth_tracker": 0,
             }
         factor, window = float(given["scale_factor"]), int(given["scale_window"])
-        # DeepSpeed raises the scale after each `window` steps without overflow, and does not count
-        # the first of them.
+        # DeepSpeed raises the scale after each `window` steps without overflow. It does not count
+        # the first step of the run, or the first step after an overflow.
         good = int(given["cur_iter"]) - int(given["last_overflow_iter"]) - 2
         return {
             "scale": float(given["cur_scale"]),
