@@ -286,7 +286,7 @@ def _unpacked_blocks(kind: int) -> tuple[int, int] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    """How a tensor of the model is made. sources: names in the file. joined: transformers collects
+    """Recipe of a tensor of the model. sources: names in the file. joined: transformers collects
     several sources in one tensor. by_rows: row i is made from row i of each source.
     """
 

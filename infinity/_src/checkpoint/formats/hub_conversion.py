@@ -349,8 +349,8 @@ def plan_forward(
 
 
 def in_whole_blocks(mapping: Sequence[Any], block: tuple[int, int] | None, label: str) -> list[Any]:
-    """Return the conversions of a quantizer that dequantizes, with operations that know the size of
-    a block. Raises: WeightsError where there is no such operation.
+    """Return the conversions of `mapping`, with each dequantizing operation wrapped in
+    `WholeBlocks`. Raises: WeightsError where `mapping` has no dequantizing operation.
     """
     found: list[Any] = []
     count = 0
@@ -379,8 +379,8 @@ def in_whole_blocks(mapping: Sequence[Any], block: tuple[int, int] | None, label
 
 
 def mark_used(model: Any, names: Iterable[str], mapping: Sequence[Any]) -> list[Any]:
-    """Return the conversions of `mapping` that names of the files need: transformers reverts these
-    when it saves.
+    """Return the conversions of `mapping` that apply to names in the files. transformers reverts
+    these conversions when it saves.
     """
     for _ in _renamed(model, names_of(model), names, mapping):
         pass
@@ -390,15 +390,16 @@ def mark_used(model: Any, names: Iterable[str], mapping: Sequence[Any]) -> list[
 def _renamed(
     model: Any, known: Mapping[str, torch.Tensor], names: Iterable[str], mapping: Sequence[Any]
 ) -> Iterable[tuple[str, str, Any, str | None]]:
-    """Yield for each name of the files: the name of the (first) tensor that it goes into, which the
-    model may not have (`known`), the transform, and the pattern of the converter that takes it.
+    """Yield for each name in the files: the name, the name of the (first) resulting tensor, the
+    transform, and the pattern of the converter (None if the tensor is only renamed). The model may
+    lack the resulting tensor (`known` has the model's names).
     """
     core = transformers_loading()
     renamings = [each for each in mapping if isinstance(each, core.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, core.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     prefix = model.base_model_prefix
-    # Some renamings hold from the first name of a group on: the order is that of transformers.
+    # In the order of transformers: some renamings apply only from the first name of a group on.
     for name in sorted(names, key=core.dot_natural_key):
         target, pattern = core.rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
@@ -412,10 +413,10 @@ def _renamed(
 def _convert(
     first: str, transform: Any, sources: Iterable[tuple[str, str]], model: Any, read: Read
 ) -> dict[str, torch.Tensor]:
-    # A copy: a transform collects what it converts.
+    # A copy, since a transform keeps the tensors that are added to it.
     held = copy.deepcopy(transform)
     for pattern, name in sources:
-        # Called when the group is converted: nothing is read before.
+        # `convert` calls the function: no tensor is read before.
         held.add_tensor(first, name, pattern, lambda name=name: read(name))
     with torch.no_grad():
         made = held.convert(first, model=model, config=model.config)
@@ -434,10 +435,12 @@ def _is_of_quantizer(operation: Any) -> bool:
 def _is_stack(
     transform: Any, sources: Sequence[tuple[str, str]], targets: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Return whether row i of the one target is made of the i-th tensor of each pattern alone."""
+    """Return whether the group has one target, whose row i depends only on the i-th tensor of each
+    pattern.
+    """
     core = transformers_loading()
     operations = list(getattr(transform, "operations", ()))
-    # Dequantization works on pairs of a weight and its scales, before anything is stacked.
+    # Dequantization works on a weight and its scales at a time, before tensors are stacked.
     while operations and hasattr(operations[0], "hf_quantizer"):
         operations.pop(0)
     if not operations or len(targets) != 1:
@@ -464,12 +467,12 @@ def _keeps_rows(core: Any, operation: Any, dims: int) -> bool:
 
 
 def _not_ignored(model: Any, unused: Mapping[str, Sequence[str]]) -> Iterable[str]:
-    """Leave out what such a model never takes, as `from_pretrained` does without a word. unused:
-    each with the names that the model would have for it.
+    """Return the unused names that the model does not ignore. `from_pretrained` ignores the others
+    silently, too. unused: names in the files, each with its names after conversion.
     """
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
-    # Buffers of earlier releases, which are computed now.
+    # Earlier releases saved these buffers; current releases compute them.
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
@@ -486,11 +489,11 @@ def _not_ignored(model: Any, unused: Mapping[str, Sequence[str]]) -> Iterable[st
 
 @dataclasses.dataclass(frozen=True)
 class ReverseGroup:
-    """Tensors of the model that become tensors of files together.
+    """Tensors of the model that are converted together to tensors of files.
 
-    model: answers what the transform asks. sources: (pattern, name of the model). names: from each
-    name that the conversion gives to that in the files. targets: what the files get, on meta, under
-    their names.
+    model: the proxy from which the transform reads shapes and dtypes. sources: (pattern, name in
+    the model). names: maps each name that the conversion returns to the name in the files. targets:
+    the resulting tensors on meta, by their names in the files.
     """
 
     model: Any
@@ -502,18 +505,19 @@ class ReverseGroup:
 
     @property
     def renamed(self) -> bool:
-        """True if the one tensor stays as it is."""
+        """True if the group is one tensor that is only renamed."""
         return not _is_converter(self.transform)
 
     def convert(self, read: Read) -> dict[str, torch.Tensor]:
-        """Return the tensors of the files, contiguous or views of what was read."""
+        """Return the tensors of the files, contiguous or views of the tensors that `read` gave."""
         made = _convert(self.first, self.transform, self.sources, self.model, read)
         return {self.names[name]: value for name, value in made.items()}
 
 
 def saved_conversions(model: Any) -> list[Any]:
-    """Return the conversions that transformers would revert to save this model: those with which
-    it was loaded, else the ones that its kind has. None of them quantizes.
+    """Return the conversions that transformers would revert to save this model: the conversions
+    with which the model was loaded, or else those of its type. The result has no operations of a
+    quantizer.
     """
     held = getattr(model, "_weight_conversions", None)
     if held is not None:
@@ -521,15 +525,16 @@ def saved_conversions(model: Any) -> list[Any]:
     core = transformers_loading()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    # As transformers' own saving: no renamings of old releases, and no prefix, of which nothing
-    # says whether there was one.
+    # As when transformers saves: without renamings of old releases, and without a prefix, since the
+    # model does not record whether its checkpoint had a prefix.
     found = get_model_conversion_mapping(model, add_legacy=False)
     return [each for each in found if not isinstance(each, core.PrefixChange)]
 
 
 def _without_quantizer(model: Any, held: Sequence[Any]) -> list[Any]:
-    """Replace the converters to which a quantizer had added operations by those of the model's
-    kind, and leave out its own: reverted, they would quantize weights that are plain by now.
+    """Replace converters with operations of a quantizer by the plain converters of the model's
+    type, and drop converters of the quantizer alone. If reverted, the quantizer's operations would
+    quantize weights that the load has dequantized.
     """
     kind = [each for each in conversions_of(model) if _is_converter(each)]
     found: list[Any] = []
@@ -550,10 +555,10 @@ def _without_quantizer(model: Any, held: Sequence[Any]) -> list[Any]:
 def plan_reverse(
     model: Any, tensors: Mapping[str, torch.Tensor], conversions: Sequence[Any]
 ) -> list[ReverseGroup]:
-    """Plan how tensors of the model (on meta, by name) become those of the hub, in the order of
-    `tensors`.
+    """Plan the conversion from tensors of the model (on meta, by name) to tensors under the hub's
+    names. The groups are in the order of `tensors`.
 
-    Raises: ValueError where a conversion has no way back.
+    Raises: ValueError where a conversion has no reverse.
     """
     core = transformers_loading()
     order = {name: index for index, name in enumerate(tensors)}
@@ -567,7 +572,7 @@ def plan_reverse(
         for first, (transform, sources) in found.items():
             made = _convert(first, transform, sources, asked, tensors.__getitem__)
             is_converted = _is_converter(transform)
-            # A converter knows its own patterns only; renamings follow it.
+            # A converter renames by its own patterns only, so that renamings must follow it.
             names = {
                 name: core.apply_renamings(name, renamings) if is_converted else name
                 for name in made

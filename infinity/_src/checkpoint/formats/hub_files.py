@@ -1,13 +1,13 @@
-"""Checkpoints of the hub as a source of values: a model of transformers is filled with what
-`from_pretrained` would give it, one group of tensors at a time.
+"""Checkpoints of the hub as a source of weights. A model of transformers gets the same values as
+from `from_pretrained`, one group of tensors at a time.
 
     safetensors, GGUF  ->  conversion of transformers, group by group  ->  tensors of the model
 
-Fused tensors (the experts of a layer) are converted some rows at a time. Quantized
-weights are dequantized on the way, as far as transformers has an operation for it.
+Fused tensors (the experts of a layer) are converted a few rows at a time. Quantized weights are
+dequantized during the conversion, where transformers has an operation for it.
 
-Exports go the other way: a group is read from the model, converted back by transformers to the
-hub's names, and written.
+An export reverses the direction: it reads a group from the model, converts it by transformers'
+reverse conversion to the hub's names, and writes the result.
 """
 
 from __future__ import annotations
@@ -81,13 +81,14 @@ CONVERTED_BYTES = 1 << 20
 """Bytes of fused tensors that are converted together; a larger expert is converted alone."""
 
 _GROUPS_OF_TILES = 3
-"""Groups that stay while tiles are filled: a tile may have parts of that many weights."""
+"""Groups that stay in memory while tiles are initialized: a tile may have parts of that many
+weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
-    """Files with the conversions that they need. saved: those that an export reverts. quantized:
-    the configuration by which weights are dequantized.
+    """Open files, and the plan of their conversion. saved: the conversions that an export reverts.
+    quantized: the configuration by which weights are dequantized; None for unquantized weights.
     """
 
     files: StoredTensors
@@ -97,24 +98,25 @@ class _Opened:
 
 
 class HubTensors(FileTensors):
-    """The tensors of a model of transformers, made of those of a directory of safetensors, one file
-    of them, or a GGUF file. Files are opened when something is first asked for.
+    """The tensors of a model of transformers, made from a directory of safetensors files, one
+    safetensors file, or a GGUF file. The first access opens the files.
 
-    Raises: FileNotFoundError; WeightsError for damaged files, and for what transformers cannot
-    convert or dequantize, with the reason.
+    Raises: FileNotFoundError; WeightsError for damaged files, and for tensors that transformers
+    cannot convert or dequantize, with the reason.
     """
 
     def __init__(self, model: torch.nn.Module, path: Path) -> None:
         self._model: Any = model
         self._path, self.label = path, str(path)
-        # Tensors of the last group; where tiles take turns, of some, by their first names.
+        # Converted tensors of the last group (of tiled weights, of the last _GROUPS_OF_TILES
+        # groups), by the first name of each group.
         self._made: dict[str, dict[str, torch.Tensor]] = {}
 
     @functools.cached_property
     def _opened(self) -> _Opened:
         if self._path.suffix == ".gguf":
             gguf, mapping = open_gguf(self._model, self._path, _main_dtype(self._model))
-            # None: the hub's names are those that the model's kind has, and not those of GGUF.
+            # saved=None: an export uses the hub's names of the model's type, not GGUF's names.
             return _Opened(gguf, _plan(self._model, gguf, mapping), None, None)
         files = open_safetensors(self._model, self._path)
         quantized = _quantization(self._model, self._path)
@@ -127,9 +129,10 @@ class HubTensors(FileTensors):
         return _Opened(files, plan, saved, quantized)
 
     def names(self) -> Iterable[str]:
-        """Return the names of the model's tensors that the files have, and those in the files that
-        the model has no use for. Raises: WeightsError for tensors that cannot be converted, or
-        that have two values, or whose scales nothing applies.
+        """Return the names of the model's tensors that the files have, and the names in the files
+        that the model does not expect. Raises: WeightsError for tensors that cannot be converted,
+        for tied weights with two values, and for quantized weights whose scales no operation
+        applies.
         """
         self._check_broken()
         _check_scales(self._model, self._opened)
@@ -152,14 +155,15 @@ class HubTensors(FileTensors):
         return SourceFiles(self._opened.files.files.paths, conversion)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor of the model. Tensors that are converted together with it stay until
-        another group is read; of weights in tiles, until the third one after.
+        """Read one tensor of the model. The tensors of its group stay in memory until another
+        converted group is read. During reads of tiled weights the last _GROUPS_OF_TILES groups
+        stay.
         """
         group = self._group(name)
         if group.renamed is not None:
             return self._opened.files.read(group.renamed)
         if group.first not in self._made:
-            # First: two groups of whole weights are never in memory.
+            # Freed first, so that memory never holds two groups of whole weights.
             kept = _GROUPS_OF_TILES - 1 if self._tiled.intersection(group.targets) else 0
             for other in list(self._made)[: max(0, len(self._made) - kept)]:
                 del self._made[other]
@@ -168,7 +172,7 @@ class HubTensors(FileTensors):
 
     @functools.cached_property
     def _tiled(self) -> set[str]:
-        """Names of weights that are in tiles."""
+        """Names of tiled weights."""
         return {
             key
             for entry in find_parameters(self._model)
@@ -177,8 +181,8 @@ class HubTensors(FileTensors):
         }
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read elements of one tensor of the model, from `start` on: of experts that are fused,
-        some experts at a time.
+        """Read the elements of one tensor of the model from `start` on. Fused experts are converted
+        a few experts at a time.
         """
         group, files = self._group(name), self._opened.files
         if group.renamed is not None:
@@ -199,9 +203,10 @@ class HubTensors(FileTensors):
 
     @property
     def converting_bytes(self) -> int:
-        """Bytes of the group that takes most: tensors of files, what they become, and a copy
-        between two operations; of a stack, for the rows that are converted together. Of weights in
-        tiles, other groups stay beside it.
+        """Upper bound of the bytes of memory that a conversion takes: the tensors of the files, the
+        results, and a copy between two operations, of the largest group. A stack needs them only
+        for the rows that are converted together. With tiled weights the results of other groups are
+        added, which stay in memory.
         """
         groups = {group.first: group for group in self._opened.plan.groups.values()}
         files = self._opened.files
@@ -222,8 +227,8 @@ class HubTensors(FileTensors):
         return f"{first}{f', and {more} tensors more' if more else ''}"
 
     def explain(self, name: str) -> Faults:
-        """Name the tensors of files that a tensor of the model lacks, or that are of another
-        shape, under the names that the hub has for them.
+        """Return under the hub's names the tensors that the files lack for a tensor of the model,
+        or have with another shape.
         """
         files, faults = self._opened.files, Faults()
         group = self._reversed.get(name)
@@ -244,11 +249,11 @@ class HubTensors(FileTensors):
 
     @functools.cached_property
     def _reversed(self) -> dict[str, ReverseGroup]:
-        """The way back of each tensor of the model: planned once, however many do not fit."""
+        """The reverse conversion of each tensor of the model. Planned once for all messages."""
         try:
             groups = plan_reverse(self._model, names_of(self._model), self._opened.saved or ())
         except ValueError:
-            # It is there for messages only: without it the model's own name has to do.
+            # Only messages need the plan: without it they use the model's name.
             return {}
         return {source: group for group in groups for _, source in group.sources}
 
@@ -266,8 +271,8 @@ class HubTensors(FileTensors):
             )
 
     def _check_ties(self) -> None:
-        """Raise WeightsError where a weight that the model has once is in the files twice, with two
-        values: `from_pretrained` would take them for two.
+        """Raise WeightsError where the files have two different values for a tied weight of the
+        model: `from_pretrained` would make two weights of them.
         """
         groups, label = self._opened.plan.groups, self.label
         for entry in find_parameters(self._model):
@@ -287,8 +292,8 @@ class HubTensors(FileTensors):
                     )
 
     def _is_same(self, first: str, other: str) -> bool:
-        """Return whether two tensors of the model have the same values, be they stored in two
-        dtypes.
+        """Return whether two tensors of the model have the same values; their dtypes in the files
+        may differ.
         """
         shape, is_floating = self.shape(first), self.dtype(first).is_floating_point
         if shape != self.shape(other) or is_floating is not self.dtype(other).is_floating_point:
@@ -298,7 +303,8 @@ class HubTensors(FileTensors):
         if is_floating:
             dtypes = {torch.float64 if torch.float64 in dtypes else torch.float32}
         numel, dtype = math.prod(shape), dtypes.pop()
-        # Pieces of tensors that are converted would be converted again for each piece.
+        # In pieces only if the tensors are stored as they are: a converted tensor would be
+        # converted again for each piece.
         is_stored = not isinstance(files, UnpackedGguf) and all(
             groups[name].renamed is not None for name in (first, other)
         )
@@ -313,8 +319,8 @@ class HubTensors(FileTensors):
         return True
 
     def finish(self) -> None:
-        """Tell the model how it was loaded, as `from_pretrained` does: exports revert that, and
-        its weights are no longer quantized.
+        """Record the conversions in the model, as `from_pretrained` does, so that exports revert
+        them. Removes the configuration of quantization, since the weights are dequantized.
         """
         self._made = {}
         self._model._weight_conversions = self._opened.saved
@@ -327,8 +333,8 @@ class HubTensors(FileTensors):
 
 
 def open_weights(model: torch.nn.Module, path: Path) -> FileTensors:
-    """Open a directory or a file of weights for a model: converted, if it is one of transformers.
-    Raises: as `HubTensors`, and as `SafetensorsFiles`.
+    """Open a directory or a file of weights for a model; for a model of transformers, with
+    conversion. Raises: as `HubTensors`, and as `SafetensorsFiles`.
     """
     if not is_hub_model(model):
         return SafetensorsFiles(path)
@@ -336,8 +342,8 @@ def open_weights(model: torch.nn.Module, path: Path) -> FileTensors:
 
 
 def _unconverted(model: Any, path: Path) -> StoredTensors:
-    """Open files that are the model's as they are. Raises: WeightsError for others, which a release
-    of transformers that cannot convert leaves as they are.
+    """Open files whose names and shapes are the model's. Raises: WeightsError for all other files:
+    the installed release of transformers cannot convert them.
     """
     if path.suffix != ".gguf" and _quantization(model, path) is None:
         files, known = open_safetensors(model, path), names_of(model)
@@ -359,12 +365,12 @@ def _too_old(path: Path) -> WeightsError:
 def hub_checkpoint(
     model: torch.nn.Module, load: Source | None
 ) -> Iterator[Source | NamedTensors | None]:
-    """Prepare a model of transformers for the path that it is loaded from, and give the source that
-    takes the place of the path; any other `load` stays as it is.
+    """Context that prepares a model of transformers for a load from a path. Yields the source that
+    replaces the path; any other `load` is yielded unchanged.
 
     Parameters on meta, and persistent buffers, get the dtypes that `from_pretrained` gives them
-    (some are kept in fp32). On an error the model is as it was. Raises: WeightsError where the
-    release of transformers cannot say which.
+    (some stay in fp32). An error restores the model's dtypes. Raises: WeightsError where the model
+    may keep parameters in fp32, and the release of transformers cannot tell which.
     """
     if not isinstance(load, (str, os.PathLike)) or not is_hub_model(model):
         yield load
@@ -392,13 +398,14 @@ def _rows_together(stack: torch.Tensor) -> int:
 
 
 def _converting_bytes(group: ForwardGroup, files: StoredTensors) -> int:
-    """Return the bytes that converting a group takes at most."""
+    """Return an upper bound of the bytes of memory that the conversion of a group takes."""
     stored = [_like(files, name) for _, name in group.sources]
     found = _bytes_of(stored) + 2 * _bytes_of(group.targets.values())
     if group.stacked:
         (stack,) = group.targets.values()
         found = -(-found * min(_rows_together(stack), stack.shape[0]) // stack.shape[0])
-    # One weight at a time is made fp32, padded, and multiplied by its scales.
+    # Dequantization converts one weight at a time to fp32, pads it, and multiplies it by its
+    # scales.
     quantized = max((each.numel() for each in stored if each.dtype.itemsize == 1), default=0)
     return found + 3 * torch.float32.itemsize * quantized
 
@@ -419,15 +426,16 @@ def _like(files: StoredTensors, name: str) -> torch.Tensor:
 
 
 def _plan_dtypes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Give parameters and buffers on meta, and persistent buffers that are real, the dtypes that
-    transformers wants for them. The objects stay; returns each that was changed, with what it was.
+    """Give parameters and buffers on meta, and persistent buffers with storage, the dtypes that
+    transformers plans for them. The tensor objects stay the same. Returns each changed tensor with
+    its former data.
     """
     plan = model._get_dtype_plan(_main_dtype(model))
     if not plan:
         return []
     pattern, by_group, _ = transformers_loading().build_glob_alternation(list(plan))
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
-    # A tensor that several modules share has the dtype that its first name asks for.
+    # A tensor that several modules share gets the dtype of the first name with another dtype.
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for store in (module._parameters, module._buffers):
@@ -449,7 +457,7 @@ def _plan_dtypes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _keeps_fp32(model: Any) -> bool:
-    """Return whether `from_pretrained` may keep something in fp32, of a model in 16 bits."""
+    """Return whether `from_pretrained` may keep some parameters of a 16-bit model in fp32."""
     is_half = _main_dtype(model) in (torch.float16, torch.bfloat16)
     kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     return is_half and any(getattr(model, name, None) for name in kept)
@@ -468,13 +476,13 @@ def _main_dtype(model: torch.nn.Module) -> torch.dtype:
 
 
 def _configs(model: Any) -> tuple[Any, ...]:
-    """Return the configurations that may say how weights are quantized."""
+    """Return the configurations that may contain a configuration of quantization."""
     return model.config, model.config.get_text_config(decoder=True)
 
 
 def _quantization(model: Any, path: Path) -> Any:
-    """Return how weights are quantized: as the model's configuration says, else as that beside the
-    files says. None: they are not. Raises: as `read_config`.
+    """Return the configuration of quantization: from the model's configuration, or else from the
+    config.json of the checkpoint. None: the weights are not quantized. Raises: as `read_config`.
     """
     for config in _configs(model):
         held = getattr(config, "quantization_config", None)
@@ -487,8 +495,8 @@ def _quantization(model: Any, path: Path) -> Any:
 
 
 def _check_scales(model: Any, opened: _Opened) -> None:
-    """Raise WeightsError for weights of eight bits whose scales nothing applies: without them the
-    values are others.
+    """Raise WeightsError for 8-bit weights whose scales no conversion applies: the values would be
+    wrong without the scales.
     """
     unused: dict[str, list[str]] = {}
     for name in opened.plan.unused:
@@ -514,7 +522,9 @@ def _check_scales(model: Any, opened: _Opened) -> None:
 
 
 def _scale_of(name: str, others: Iterable[str]) -> str | None:
-    """Return the scale of a weight among other tensors of its module; scales of inputs are none."""
+    """Return the name of a weight's scale among other tensors of its module; None without a scale.
+    Scales of inputs or activations do not count.
+    """
     own = name.rpartition(".")[2]
     for other in others:
         last = other.rpartition(".")[2]
@@ -526,7 +536,9 @@ def _scale_of(name: str, others: Iterable[str]) -> str | None:
 
 
 def _dequantizing(model: Any, config: Any, path: Path) -> list[Any]:
-    """Return the conversions of such a model, dequantizing ones included. Raises: WeightsError."""
+    """Return the conversions of the model, dequantizing conversions included. Raises: WeightsError
+    for a quantization that cannot be dequantized tensor by tensor.
+    """
     transformers_loading()
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -539,7 +551,7 @@ def _dequantizing(model: Any, config: Any, path: Path) -> list[Any]:
             "unquantized model",
             path=str(path),
         )
-    # The model's own configuration stays as it is until it is loaded.
+    # A copy: the model's configuration must not change before the load has succeeded.
     quantizer = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=True)
     quantizer.quantization_config.dequantize = True
     block = quantizer.quantization_config.weight_block_size
@@ -548,14 +560,14 @@ def _dequantizing(model: Any, config: Any, path: Path) -> list[Any]:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    """Return a configuration of quantization by name."""
+    """Return the settings of a configuration of quantization, by name."""
     found: dict[str, Any] = config if isinstance(config, dict) else config.to_dict()
     return found
 
 
 def _conversion_id(model: Any, quantized: Any) -> str:
-    """Name what turns tensors of files into those of the model: the release of transformers, and a
-    digest of the model's kinds and of how its weights are quantized.
+    """Return an identifier of the conversion from files to the model: the release of transformers,
+    and a digest of the types of the model's modules and of the configuration of quantization.
     """
     import transformers
 
@@ -571,10 +583,10 @@ def _conversion_id(model: Any, quantized: Any) -> str:
 
 
 def hub_parts(model: Any, of: Engine, *, masters: bool) -> list[ExportPart]:
-    """Return what is written of a model of transformers, one part for each group. Nothing is read.
+    """Return the parts of an export of a model of transformers, one for each group. Reads nothing.
 
-    Tensors that transformers does not save are left out. Raises: ValueError where a conversion has
-    no way back, or where the release of transformers cannot convert.
+    The parts leave out tensors that transformers does not save. Raises: ValueError where a
+    conversion has no reverse, or where the release of transformers cannot convert.
     """
     if not can_convert():
         _refuse_conversions(model)
@@ -599,7 +611,7 @@ def hub_parts(model: Any, of: Engine, *, masters: bool) -> list[ExportPart]:
     parts = []
     for group in plan_reverse(model, likes, saved_conversions(model)):
         size = sum(sizes[name] for _, name in group.sources)
-        # What is converted is there twice: as it was read, and as it is written.
+        # A converted group is in memory twice: as read, and as written.
         beside = 0 if group.renamed else size
         parts.append(ExportPart(size, functools.partial(_converted, group, readers), beside))
     return parts
@@ -617,8 +629,8 @@ def _converted(
 
 
 def _saved_name(model: Any, whole: Whole) -> str:
-    """Return the name under which transformers saves a weight: of several, the one to which the
-    others are tied.
+    """Return the name under which transformers saves a weight. Of several tied names, transformers
+    saves the name to which the others are tied.
     """
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return next((name for name in whole.keys if name not in tied), whole.name)
