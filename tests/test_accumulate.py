@@ -449,6 +449,15 @@ def test_what_fn_returns_comes_back_without_graphs(llama: Any) -> None:
         for tensor in (loss, logits, *more["more"], out.loss, out.logits):
             assert tensor.grad_fn is None
     batches = iter(ragged())
+    class Pair(tuple[torch.Tensor, ...]):
+        __slots__ = ()
+
+    def pair_of(batch: models.Batch) -> Pair:
+        out = llama(**batch)
+        return Pair((out.loss, out.logits))
+
+    for found in inf.handle(llama).accumulate(ragged(), pair_of):
+        assert [tensor.grad_fn for tensor in found] == [None, None]
     (loss,) = inf.handle(llama).accumulate(
         itertools.islice(batches, 1), lambda batch: llama(**batch).loss
     )

@@ -122,7 +122,10 @@ def _loss_of(result: Any, index: int) -> torch.Tensor:
 
 
 def _detached(result: Any) -> Any:
-    # An attached tensor would keep the graph of its micro-batch.
+    # An attached tensor would keep the graph of its micro-batch. pytree does not enter subclasses
+    # of tuple, but for named tuples.
+    if isinstance(result, tuple) and not hasattr(result, "_fields"):
+        result = tuple(result)
     return pytree.tree_map(
         lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result
     )
