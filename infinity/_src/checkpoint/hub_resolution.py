@@ -35,11 +35,12 @@ _INDEX = "model.safetensors.index.json"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 _DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_SHARD = r"(-\d{5}-of-\d{5})"
 _VARIANT = re.compile(
-    r"model\.(?:safetensors\.index\.)?(?P<variant>[^.]+)(?<!-of-\d{5})\.(safetensors|json)"
+    rf"model{_SHARD}?\.(?:safetensors\.index\.)?(?P<variant>[^.]+?){_SHARD}?\.(?:safetensors|json)"
 )
-"""Weights and indices that `from_pretrained` takes only with variant=. A shard of a variant cannot
-be loaded by its name, only by the index.
+"""Weights, their shards and indices that `from_pretrained` takes only with variant=. Releases of
+transformers put the shard's number before the variant, or behind it.
 """
 
 
@@ -190,20 +191,30 @@ def _refuse_distributed(path: Path) -> None:
             )
 
 
+def _is_shard(found: re.Match[str]) -> bool:
+    return bool(found[1] or found[3])
+
+
 def _refuse_other_weights(path: Path) -> None:
     """Raise WeightsError for a directory without model.safetensors and its index, in which
     `from_pretrained` would take files that cannot be read here.
     """
     for name in _PICKLED:
         _refuse_format(path / name)
-    for file in sorted(path.iterdir()):
-        found = _VARIANT.fullmatch(file.name)
-        if found is not None:
-            raise WeightsError(
-                f"{path} has {file.name} and no {_SINGLE}: from_pretrained takes it with "
-                f"variant={found['variant']!r} alone; name the file: {file}",
-                path=str(file),
-            )
+    found = [each for file in path.iterdir() if (each := _VARIANT.fullmatch(file.name))]
+    if found:
+        # A shard has a part of the weights: its index is the file to name.
+        first = min(found, key=lambda each: (_is_shard(each), each.string))
+        file, variant = path / first.string, first["variant"]
+        index = path / f"model.safetensors.index.{variant}.json"
+        advice = f"name the file: {file}"
+        if _is_shard(first):
+            advice = f"name its index, {index}, which is missing: copy or download it"
+        raise WeightsError(
+            f"{path} has {file.name} and no {_SINGLE}: from_pretrained takes it with "
+            f"variant={variant!r} alone; {advice}",
+            path=str(file),
+        )
     if not any(path.glob("*.safetensors")):
         for pattern in _OTHER_FORMATS:
             for file in sorted(path.glob(pattern)):

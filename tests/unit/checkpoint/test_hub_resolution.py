@@ -305,6 +305,18 @@ def variant_in_shards_of_its_name(place: Path) -> None:
         shard.rename(place / shard.name.replace("model-", "model.fp16-"))
 
 
+def variant_in_shards_without_an_index(place: Path) -> None:
+    variant_in_shards_of_its_name(place)
+    (place / "model.safetensors.index.fp16.json").unlink()
+
+
+def variant_in_older_shards_without_an_index(place: Path) -> None:
+    sharded(place)
+    (place / INDEX).unlink()
+    for shard in place.glob("model-*-of-*.safetensors"):
+        shard.rename(shard.with_suffix(".fp16.safetensors"))
+
+
 def adapter(place: Path) -> None:
     single(place)
     (place / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
@@ -371,6 +383,8 @@ REFUSED = [
     (variant, r"with variant='fp16' alone; name the file: .*model\.fp16\.safetensors"),
     (variant_in_shards, r"variant='fp16' alone; name the file: .*index\.fp16\.json"),
     (variant_in_shards_of_its_name, r"variant='fp16' alone; name the file: .*index\.fp16\.json"),
+    (variant_in_shards_without_an_index, r"'fp16' alone; name its index, .*json, which is missing"),
+    (variant_in_older_shards_without_an_index, r"'fp16' alone; name its index, .*, which is miss"),
     (adapter, r"gives these weights with an adapter; load= the file of the weights.*by peft"),
     (adapter_alone, r"gives some/base with an adapter; load= the directory of some/base"),
     (distributed, r"shard-00000-model-00001-of-00001\.safetensors, a part of a distributed save"),
