@@ -29,6 +29,7 @@ from infinity._src.base.version import __version__
 from infinity._src.cabi import native
 from infinity._src.cabi.records import CHUNK_NUMEL
 from infinity._src.measure import hardware
+from infinity._src.memory import numa
 from infinity._src.memory.ram_budget import LARGE_COUNT, SMALL_COUNT
 from infinity.aio import PoolSpec
 from infinity.aio._memory_limits import cgroup_limit_bytes, memory_left_bytes
@@ -122,10 +123,9 @@ def findings(
     yield _operations()
     versions = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
     yield Finding("versions", f"Python {platform.python_version()}, {versions}")
-    yield Finding(
-        "machine",
-        f"{hardware.cpu_model()}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}",
-    )
+    cpus = os.sched_getaffinity(0)
+    cores = f"{numa.core_count(cpus)} cores ({len(cpus)} processors)"
+    yield Finding("machine", f"{hardware.cpu_model()}, {cores}, Linux {platform.release()}")
 
 
 def _backend(engine: EngineProbe) -> Finding:

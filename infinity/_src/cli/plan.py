@@ -573,7 +573,7 @@ def _step(found: Prediction) -> Table:
 
 def _outside(shape: ModelShape, found: Prediction) -> Table:
     costs, ranks = outside(shape, found), found.machine.ranks
-    table = make_table("Also", "", "")
+    table = make_table("Overhead and set-up", "", "")
     table.show_header = False
     on_each = " on each rank" if ranks > 1 else ""
     each = f", {costs.ram.chunks:,} chunks{on_each}"

@@ -54,7 +54,7 @@ class TiledLinear(torch.nn.Module):
             ("out_splits", out_splits, out_features),
         ):
             if not 1 <= splits <= features:
-                raise RuntimeError(f"{name}={splits}: must be 1 to {features}, its features")
+                raise RuntimeError(f"{name}={splits}: must be 1 to {features} (features)")
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split = input_is_already_split
