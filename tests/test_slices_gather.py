@@ -91,6 +91,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 # -- the same bits ---------------------------------------------------------------------------------
 
+CHECKPOINTED = "a split block, checkpointed by the user, updates in backward"
+# The matrix of test_matrix.py has tiles, slices and updates pair by pair.
 WAYS: dict[str, tuple[Training, dict[str, Any]]] = {
     "tiled linears, speculating": (
         Training(tiled, steps=2, accumulation=3),
@@ -100,7 +102,7 @@ WAYS: dict[str, tuple[Training, dict[str, Any]]] = {
         Training(expert_tiles, steps=2, accumulation=3, max_norm=None),
         {"update": "backward"},
     ),
-    "a split block, checkpointed by the user, updates in backward": (
+    CHECKPOINTED: (
         Training(LLAMA, steps=2, accumulation=3, max_norm=None, checkpointing=False),
         {"update": "backward", **SPLIT},
     ),
@@ -115,7 +117,7 @@ WAYS: dict[str, tuple[Training, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, list(WAYS)[2]))
+@pytest.mark.parametrize("way", mostly_slow(WAYS, CHECKPOINTED))
 def test_the_bits_are_those_of_the_loop(way: str, tmp_path: Path) -> None:
     training, values = WAYS[way]
     result = harness.offloaded(whole(training), policy(tmp_path, **{**NVME, **values}))
@@ -125,7 +127,7 @@ def test_the_bits_are_those_of_the_loop(way: str, tmp_path: Path) -> None:
 def test_a_device_that_copies_has_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training, values = WAYS["a split block, checkpointed by the user, updates in backward"]
+    training, values = WAYS[CHECKPOINTED]
     with simulated(monkeypatch):
         result = harness.offloaded(whole(training), policy(tmp_path, **{**NVME, **values}))
     assert_is_the_loop(result, training)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FUNCTION_LINES_MAX = 75
+FUNCTION_LINES_MAX = 70
 LINE_COLUMNS_MAX = 100
 # A file is one concept, however long that is. This bound only asks to look whether it still is one:
 # the 600 lines of 120 columns that it was are 720 of 100.

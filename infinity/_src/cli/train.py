@@ -68,6 +68,7 @@ from infinity._src.cli.report import (
 from infinity._src.cli.resume import (
     Earlier,
     SmallState,
+    Source,
     find_source,
     newest_step,
     save_directory,
@@ -366,15 +367,7 @@ class _Run:
         self.model: Any = self._make_model()
         # It checks the source before the model is offloaded: after a restore, or after a new
         # durable run begins, the states of the source are lost.
-        self.small = SmallState(
-            options,
-            self.corpus,
-            self.device,
-            found,
-            rank=ranks.rank,
-            world=ranks.world,
-            tied=any(len(each.names) > 1 for each in find_parameters(self.model)),
-        )
+        self.small = self._make_small_state(found)
         self.source = found.place if found is not None else None
         self.lost = found.lost if found is not None else ""
         if options.durable and self.source is not None and self.source != self.directories[0]:
@@ -469,6 +462,17 @@ class _Run:
         else:
             kept = "nothing was saved, as neither --save-every nor --durable was given"
         self._say(f"{name_of(self.ranks.signal)}: stopped after step {step}; {kept}")
+
+    def _make_small_state(self, found: Source | None) -> SmallState:
+        return SmallState(
+            self.options,
+            self.corpus,
+            self.device,
+            found,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+            tied=any(len(each.names) > 1 for each in find_parameters(self.model)),
+        )
 
     def _make_model(self) -> Any:
         options = self.options

@@ -122,6 +122,7 @@ _OF_DRIVE = (
 """Figures of a drive that `DriveFigures` shows as they are."""
 
 _OF_EXECUTOR = (
+    "bytes_read", "bytes_written", "compute_s",
     "gates_opened", "gates_escaped", "retries", "short_transfers", "rereads", "checksum_failures",
     "huge_bytes", "registered", "registered_reason", "backend", "kept_chunks", "moved_writes",
     "jobs_cancelled",
@@ -371,14 +372,11 @@ class Stats:
             params=param_numel,
             units=unit_count,
             step_count=pipeline.steps,
-            bytes_read=executor.bytes_read,
-            bytes_written=executor.bytes_written,
             params_read_bytes=marks.params_read,
             grads_read_bytes=marks.grads_read,
             grads_written_bytes=marks.grads_written,
             io_wait_s=progress.waits.units_s,
             update_wait_s=progress.waits.updates_s,
-            compute_s=executor.compute_s,
             ram_bytes=placement.ram_bytes,
             ram_min_bytes=placement.min_bytes,
             ram_budget_bytes=budget_bytes,

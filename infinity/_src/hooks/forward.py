@@ -207,15 +207,9 @@ class Lifecycle:
             read=unsharder.read,
             rollback=rollback or Rollback(model),
         )
+        owned, modules_of = self._installed.owned, self._installed.modules_of
         self._refs: dict[Unit, UnitRefs] = {
-            unit: UnitRefs(
-                unit,
-                unsharder,
-                [
-                    (module, self._installed.owned[module])
-                    for module in self._installed.modules_of[unit]
-                ],
-            )
+            unit: UnitRefs(unit, unsharder, [(each, owned[each]) for each in modules_of[unit]])
             for unit in units
         }
         for unit in units:

@@ -108,12 +108,7 @@ def initialize(
         built = _offloaded(settings, policy, model, plan, undo)
         schedule = _schedule(settings, plan, lr_scheduler, built)
         engine = DeepSpeedEngine(
-            model,
-            settings,
-            built,
-            schedule,
-            training_data=training_data,
-            collate_fn=collate_fn,
+            model, settings, built, schedule, training_data=training_data, collate_fn=collate_fn
         )
         undo.pop_all()
     return engine, built, engine.training_dataloader, schedule

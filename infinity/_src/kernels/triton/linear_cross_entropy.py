@@ -121,15 +121,12 @@ def _partials(
     BLOCK_M: tl.constexpr,
 ) -> None:
     """found[span, 0..2, row] = max, sum of exp and sum of the logits of a span; target_logit[row],
-    only if the span contains the row's target.
-    """
+    only if the span contains the row's target."""
     BLOCK_N: tl.constexpr = 1 << LOG2_BLOCK
     # Consecutive programs take the row blocks of one span: they read the same rows of the weight,
     # from L2.
-    block, span = (
-        tl.program_id(0) % tl.cdiv(row_count, BLOCK_M),
-        tl.program_id(0) // tl.cdiv(row_count, BLOCK_M),
-    )
+    blocks = tl.cdiv(row_count, BLOCK_M)
+    block, span = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     rows = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     target = tl.load(target_ptr + rows * stride_target, mask=rows < row_count, other=-1) - start
     first = span.to(tl.int64) * SPAN
@@ -147,9 +144,8 @@ def _partials(
         )  # fmt: skip
         # Columns outside of the tile have no logits; every use below masks them.
         inside = (columns < column_count)[None, :]
-        target_logit += tl.sum(
-            tl.where(inside & (columns[None, :] == target[:, None]), logits, 0.0), axis=1
-        )
+        hit = inside & (columns[None, :] == target[:, None])
+        target_logit += tl.sum(tl.where(hit, logits, 0.0), axis=1)
         # `row_sums`: `tl.sum` over a row adds in an order that depends on the layout over lanes.
         logit_sum += row_sums(tl.where(inside, logits, 0.0), BLOCK_M, LOG2_BLOCK)
         logits = tl.where(inside, logits, float("-inf"))
