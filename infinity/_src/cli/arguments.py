@@ -55,9 +55,9 @@ _TRAINING = (
     Row("eval-batches", 8, "micro-batches of a held-out measurement (8)"),
     Row("prompt", str, "continue this text before and after training"),
     Row("prompt-tokens", 24, "length of the continuation (24)"),
-    Row("dtype", ("bfloat16", "float32"), "of the parameters that compute; float32 is faster on "
-        "CPUs that have no bf16 units, and moves more bytes (bfloat16)",
-        more={"default": "bfloat16"}),
+    Row("dtype", ("auto", "bfloat16", "float32"), "of the parameters that compute; auto: float32 "
+        "where a CPU without bf16 instructions computes, else bfloat16; a resumed run keeps its "
+        "dtype (auto)", more={"default": "auto"}),
     Row("checkpointing", False, "recompute activations in backward"),
     Row("no-save", False, "do not write the trained model"),
     Row("no-trace", False, "record no timeline"),

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from infinity._src.base import openmp
 from infinity._src.base.console import say
+from infinity._src.base.cpu_features import BF16_INSTRUCTIONS, bf16_instructions
 from infinity._src.base.sizes import GIB, format_size
 from infinity._src.base.version import __version__
 from infinity._src.cabi import native
@@ -119,6 +120,7 @@ def findings(
     if model is not None:
         yield _model(model, [probe for probe, _ in found if probe is not None and probe.usable])
     yield _gpu()
+    yield _bf16()
     yield _waiting()
     yield _operations()
     versions = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
@@ -348,6 +350,33 @@ def _copies_fail(device_count: int) -> str:
     except (ImportError, DeviceCopyError) as error:
         return f"models that compute on a GPU cannot be offloaded: {error}"
     return ""
+
+
+def _bf16() -> Finding:
+    """Report whether the CPU multiplies bf16, and the dtype that `--dtype auto` takes if it
+    computes.
+    """
+    found = bf16_instructions()
+    if found:
+        return Finding("bf16 on the CPU", f"{', '.join(found)}; --dtype auto computes in bfloat16")
+    return Finding(
+        "bf16 on the CPU",
+        f"emulated: the CPU has none of {', '.join(BF16_INSTRUCTIONS)}; --dtype auto computes in "
+        "float32",
+        ""
+        if _gpu_computes()
+        else "a model in bf16 computes many times slower here than in fp32: infinity train takes "
+        "float32 unless --dtype says otherwise; in your own loop load the model in "
+        "torch.float32. With state='exact' or 'bf16' its states take the same room at rest",
+    )
+
+
+def _gpu_computes() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False  # the row of the GPU says why
+    return torch.cuda.is_available()
 
 
 def _waiting() -> Finding:

@@ -245,9 +245,7 @@ def show_summary(console: Console, summary: Summary) -> None:
     if summary.drives is not None and summary.limits is not None:
         table.add_row(
             "drive, measured before",
-            "read {read_gbps:.1f}, write {write_gbps:.1f}, mixed {mixed_gbps:.1f} GB/s".format(
-                **summary.drives
-            ),
+            drives_text(summary.drives),
         )
         for label, text in limit_rows(summary):
             table.add_row(label, text)
@@ -275,6 +273,13 @@ def show_summary(console: Console, summary: Summary) -> None:
         console.print(summary.texts[0], markup=False, highlight=False)
         console.print("[bold]after:[/bold] ", end=" ")
         console.print(summary.texts[1], markup=False, highlight=False)
+
+
+def drives_text(drives: Mapping[str, float]) -> str:
+    """Format measured bandwidths, in GB/s."""
+    return "read {read_gbps:.1f}, write {write_gbps:.1f}, mixed {mixed_gbps:.1f} GB/s".format(
+        **drives
+    )
 
 
 def limit_rows(summary: Summary) -> list[tuple[str, str]]:
@@ -378,8 +383,8 @@ def plot_loss(
 class StepDisplay(Protocol):
     """Display of finished steps."""
 
-    def show(self, record: StepRecord) -> None:
-        """Show a finished step."""
+    def show(self, record: StepRecord, moved: Moved) -> None:
+        """Show a finished step. moved: bytes of the drives since the process began."""
 
     def say(self, text: str) -> None:
         """Print a line among the steps."""
@@ -403,14 +408,17 @@ def step_display(console: Console, steps: int) -> Iterator[StepDisplay]:
         yield _Bar(progress, progress.add_task("training", total=steps, figures=""))
 
 
-def describe_step(record: StepRecord) -> str:
-    """Format loss, tokens/s, traffic and memory of a step in one line."""
-    moved = record.bytes_read + record.bytes_written
+def describe_step(record: StepRecord, moved: Moved) -> str:
+    """Format loss, tokens/s, traffic and memory of a step in one line. moved: bytes of the drives
+    since the process began.
+    """
     # Divide by inf instead of 0 if the clock did not advance: the rates become 0.
     seconds = record.step_s or float("inf")
     parts = [f"loss {record.loss:.4f}", f"{record.tokens / seconds:.0f} tok/s"]
-    if moved:
-        parts.append(f"drive {moved / seconds / 1e9:.2f} GB/s")
+    if moved.read or moved.written:
+        rate = (record.bytes_read + record.bytes_written) / seconds / 1e9
+        read, written = format_size(moved.read), format_size(moved.written)
+        parts.append(f"drive {rate:.2f} GB/s ({read} read, {written} written so far)")
     parts.append(f"RSS {format_size(record.rss_bytes)}")
     return "  ".join(parts)
 
@@ -420,8 +428,9 @@ class _Bar:
         self._progress = progress
         self._task = task
 
-    def show(self, record: StepRecord) -> None:
-        self._progress.update(self._task, completed=record.step, figures=describe_step(record))
+    def show(self, record: StepRecord, moved: Moved) -> None:
+        figures = describe_step(record, moved)
+        self._progress.update(self._task, completed=record.step, figures=figures)
 
     def say(self, text: str) -> None:
         # The console of the bar prints above the bar.
@@ -433,10 +442,9 @@ class _Lines:
         self._console = console
         self._steps = steps
 
-    def show(self, record: StepRecord) -> None:
-        self.say(
-            f"step {record.step}/{self._steps}  {describe_step(record)}  {record.step_s:.2f} s"
-        )
+    def show(self, record: StepRecord, moved: Moved) -> None:
+        figures = describe_step(record, moved)
+        self.say(f"step {record.step}/{self._steps}  {record.step_s:.2f} s  {figures}")
 
     def say(self, text: str) -> None:
         say(self._console, text)

@@ -81,6 +81,12 @@ class Source:
         """The id of the run that wrote this source; "" if the source does not state one."""
         return str(self.extra.get("run", "")) if isinstance(self.extra, Mapping) else ""
 
+    def rule(self, name: str) -> Any:
+        """Return the value of a rule under which this source was written; None if it has none."""
+        extra = self.extra
+        rules = extra.get("train") if isinstance(extra, Mapping) else None
+        return rules.get(name) if isinstance(rules, Mapping) else None
+
 
 def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Source | None:
     """Return the source to resume from; None for a run from the beginning. Writes nothing.

@@ -45,6 +45,7 @@ from rich.markup import escape
 
 import infinity as inf
 from infinity._src.base.console import say
+from infinity._src.base.cpu_features import bf16_instructions
 from infinity._src.base.metrics_file import FILE_NAME, SCHEMA, MetricsFile, read_rows
 from infinity._src.base.rss import peak_rss_bytes, reset_peak_rss
 from infinity._src.base.sizes import MIB
@@ -59,6 +60,7 @@ from infinity._src.cli.report import (
     StepDisplay,
     StepRecord,
     Summary,
+    drives_text,
     plot_loss,
     show_summary,
     steady,
@@ -81,7 +83,7 @@ from infinity._src.engine.step_stats import micro_batches_text
 from infinity._src.measure import hardware
 from infinity._src.measure.swap import SwapTask, measure_swap
 from infinity._src.memory.flat_layout import state_format
-from infinity._src.memory.roofline import AtRest, Drives
+from infinity._src.memory.roofline import AtRest, Drives, Moved
 from infinity._src.microbatch.random_streams import RandomStreams
 from infinity._src.params.discover import find_parameters
 from infinity.aio._swap_file import resolve_directories
@@ -353,6 +355,7 @@ class _Run:
         self.console = console
         self.ranks = ranks
         self.policy = policy_of(options, ranks.device)
+        self._say(f"reading the tokenizer of {options.model} and the text")
         self.pretrained = hf_model.find_pretrained(options.model)
         self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize, ranks=ranks.world)
         if ranks.first:
@@ -363,6 +366,7 @@ class _Run:
         # Before anything is written: it raises if a run or checkpoint would be replaced.
         found = find_source(options, self.directories)
         self.device = torch.device(self.policy.device)
+        self._choose_dtype(found)
         self.passes = options.accumulate // _slices(options)
         self.model: Any = self._make_model()
         # It checks the source before the model is offloaded: after a restore, or after a new
@@ -462,6 +466,24 @@ class _Run:
         else:
             kept = "nothing was saved, as neither --save-every nor --durable was given"
         self._say(f"{name_of(self.ranks.signal)}: stopped after step {step}; {kept}")
+
+    def _choose_dtype(self, found: Source | None) -> None:
+        """Replace --dtype auto: by that of the run that resumes, else by what the devices of all
+        ranks compute fast. Collective.
+        """
+        options = self.options
+        if options.dtype != "auto":
+            return
+        emulates = self.device.type == "cpu" and not bf16_instructions()
+        # All ranks compute in one dtype, whatever their CPUs.
+        (emulating,) = self.ranks.sums(float(emulates))
+        before = found.rule("--dtype") if found is not None else None
+        options.dtype = before or ("float32" if emulating else "bfloat16")
+        if options.dtype == "float32" and emulating:
+            self._say(
+                "computing in float32, since this CPU has no bf16 instructions; --dtype bfloat16 "
+                "computes in bf16, many times slower"
+            )
 
     def _make_small_state(self, found: Source | None) -> SmallState:
         return SmallState(
@@ -836,7 +858,7 @@ class _Run:
         record = StepRecord.of(figures | own)
         self.records.append(record)
         self.metrics.add("step", figures | record.as_dict())
-        display.show(record)
+        display.show(record, Moved(now.bytes_read, now.bytes_written))
         self._keep(step)
         self.last = now
 
@@ -943,9 +965,11 @@ class _Run:
             rounds=3,
             phase_s=1.0,
         )
-        return {
+        found = {
             f"{kind}_gbps": phase.spread.gbps for kind, phase in measure_swap(task).phases.items()
         }
+        self._say(f"  {drives_text(found)}")
+        return found
 
     def _leave_files(self) -> None:
         if not self.ranks.first:

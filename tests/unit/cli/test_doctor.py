@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity._src.base import cpu_features
 from infinity._src.cabi import native
 from infinity._src.cli import doctor
 from infinity._src.kernels import choice
@@ -66,6 +67,31 @@ def test_a_drive_with_a_short_queue_says_which_requests_fit_and_what_to_raise(
     )
     assert "limits unknown" in found.value
     assert "cannot preallocate" in found.warning
+
+
+def test_a_cpu_that_emulates_bf16_is_told_what_that_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for text, value in (
+        ("flags : fpu avx2 avx512_bf16 amx_bf16\n", "avx512_bf16, amx_bf16; --dtype auto"),
+        ("Features : fp asimd bf16\n", "bf16; --dtype auto computes in bfloat16"),
+        ("flags : fpu avx2 avx512f\n", "emulated: the CPU has none of avx512_bf16"),
+        (None, "emulated"),
+    ):
+        place = tmp_path / "cpuinfo"
+        if text is None:
+            place.unlink()
+        else:
+            place.write_text(f"processor : 0\n{text}")
+        monkeypatch.setattr(cpu_features, "CPUINFO", place)
+        cpu_features.bf16_instructions.cache_clear()
+        found = doctor._bf16()
+        assert value in found.value
+        assert ("many times slower" in found.warning) == ("emulated" in found.value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not doctor._bf16().warning
+    cpu_features.bf16_instructions.cache_clear()
 
 
 def test_a_cgroup_that_leaves_little_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

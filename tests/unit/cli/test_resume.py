@@ -134,7 +134,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def common(place: Path) -> list[str]:
     given = "--steps 6 --batch 2 --seq 32 --lr 3e-3 --warmup 2 --accumulate 2 --eval-every 3"
-    more = "--eval-batches 1 --no-trace --prompt In --prompt-tokens 2"
+    more = "--eval-batches 1 --no-trace --prompt In --prompt-tokens 2 --dtype bfloat16"
     return [
         *map(str, (place / "model", "--text", place / "text.txt")),
         *given.split(),

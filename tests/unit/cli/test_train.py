@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -71,7 +72,9 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == kind]
 
 
-SMALL = ["--steps", "6", "--batch", "2", "--seq", "32", "--lr", "3e-3", "--eval-batches", "2"]
+# A dtype: with `auto` it depends on the machine.
+SMALL = ["--steps", "6", "--batch", "2", "--seq", "32", "--lr", "3e-3", "--eval-batches", "2",
+         "--dtype", "bfloat16"]  # fmt: skip
 
 
 def test_training_on_nvme_lowers_the_held_out_loss_and_leaves_a_model_that_loads(
@@ -276,6 +279,33 @@ def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
         else {"bf16": 8.0, "compact": 5.0625}[chosen[chosen.index("--state") + 1]]
     )
     assert summary["state_bytes"] == pytest.approx(size * summary["params"])
+
+
+@pytest.mark.parametrize(("flags", "dtype"), [((), "float32"), (("amx_bf16",), "bfloat16")])
+def test_a_cpu_without_bf16_instructions_computes_in_float32(
+    model_directory: Path,
+    text: Path,
+    tmp_path: Path,
+    flags: tuple[str, ...],
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the same bytes at rest, and on resuming the dtype that the run began with."""
+    monkeypatch.setattr(command, "bf16_instructions", lambda: flags)
+    out, place = tmp_path / "out", on_nvme(tmp_path / "swap")
+    arguments = ["--text", text, "--out", out, *SMALL, *place, "--dtype", "auto", "--steps", "2"]
+    status, shown = train(model_directory, *arguments, "--save-every", "2", "--no-trace")
+    assert status == 0, shown
+    assert ("computing in float32" in shown) == (dtype == "float32")
+    assert records(out, "run")[0]["options"]["dtype"] == dtype
+    (summary,) = records(out, "summary")
+    assert summary["state_bytes"] == 12 * summary["params"]
+    assert re.search(r"step 1/2 .* drive \S+ GB/s \(.* read, .* written so far\)", shown)
+    other = ("amx_bf16",) if not flags else ()
+    monkeypatch.setattr(command, "bf16_instructions", lambda: other)
+    status, shown = train(model_directory, *arguments, "--save-every", "2", "--resume")
+    assert status == 0, shown
+    assert "all 2 steps had been taken already" in shown
 
 
 @pytest.fixture(scope="module")
