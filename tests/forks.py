@@ -40,6 +40,13 @@ def in_a_fork(module: str, *arguments: object, **environment: str) -> str:
     return done.stdout
 
 
+def script_in_a_fork(path: Path, *arguments: object, **environment: str) -> str:
+    """Standard output of `python path arguments`, which must succeed."""
+    done = _run(_run_script, str(path), arguments, environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
 def run_code(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `python -c code arguments`; torch is imported then, and `infinity` is not yet. The exit
     runs no `atexit`."""
@@ -135,6 +142,10 @@ def _run(
 
 def _run_module(name: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _run_script(path: str) -> None:
+    runpy.run_path(path, run_name="__main__")
 
 
 def _run_code(code: str) -> None:

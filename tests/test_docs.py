@@ -18,7 +18,7 @@ from infinity._src.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 README_LINES_MAX = 120
 COLUMNS_MAX = 100
 # Pages that are linked before they are written. A page that exists must leave this set.

@@ -42,7 +42,8 @@ READ_TOO = sorted(
     path
     for pattern in (
         "native/**/*.[ch]", "native/*.py", "tests/**/*.c", "tests/**/*.py", "tests/**/*.md",
-        "bench/*.py", "bench/gpu/*.py", "bench/rehearsal/*.py", "bench/*.md", "docs/*.md",
+        "bench/*.py", "bench/gpu/*.py", "bench/rehearsal/*.py", "bench/*.md", "docs/**/*.md",
+        "docs/**/*.py",
         "README.md", "Makefile", "pyproject.toml", ".ci/*",
     )
     for path in ROOT.glob(pattern)

@@ -134,17 +134,6 @@ engine.destroy()
 """
 
 
-def test_a_rank_runs_an_unchanged_script(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(config(3)))
-    (tmp_path / "train.py").write_text(SCRIPT.replace("PLACE", repr(str(tmp_path))))
-    done = python(
-        "-m", "infinity.compat.deepspeed", "infinity.rank", "script", "train.py",
-        "--deepspeed_config", "ds.json", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("rank 0 of 1")
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("module", [False, True])
 def test_the_command_runs_an_unchanged_script_on_two_ranks(module: bool, tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import infinity as inf
+from docs.examples.own_trainer import Batch, Trainer
 from tests import models
 from tests.distributed.ranks import on_ranks
-from tests.integrations.example_trainer import Batch, Trainer
 from tests.reference import ReferenceAdamW
 
 STEPS, ACCUMULATE, LR = 6, 2, 1e-2
@@ -153,5 +153,6 @@ def test_two_ranks_train_as_ddp_and_one_goes_on_from_their_checkpoint(tmp_path: 
 
 
 def test_the_page_shows_this_trainer() -> None:
-    source = Path(__file__).with_name("example_trainer.py").read_text(encoding="utf-8")
-    assert f"```python\n{source}```" in PAGE.read_text(encoding="utf-8")
+    source = (PAGE.parent / "examples" / "own_trainer.py").read_text(encoding="utf-8")
+    shown = source.partition('"""\n\n')[2].partition("\n\n\ndef tiny_model")[0]
+    assert f"```python\n{shown}\n```" in PAGE.read_text(encoding="utf-8")
