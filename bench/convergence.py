@@ -91,7 +91,10 @@ def windows(setting: Setting, seed: int) -> tuple[Iterator[torch.Tensor], torch.
     else:
         tokenize = hf_model.find_pretrained(smollm2()).tokenize
     text = corpus.build_corpus(options, tokenize)
-    return text.batches(setting.batch, seed), text.held_out[: setting.held_out_windows]
+    # The windows from which the recorded curves drew, of a release that read the text's beginning.
+    first = max(8 * setting.steps * setting.batch, 256)
+    drawn = corpus.Corpus(text.train[:first], text.held_out)
+    return drawn.batches(setting.batch, seed), text.held_out[: setting.held_out_windows].long()
 
 
 def smollm2() -> Path:

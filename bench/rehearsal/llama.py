@@ -84,7 +84,7 @@ def text(tokens: int, count: int) -> torch.Tensor:
     with sqlite3.connect(f"file:{data / 'DATA' / 'Bible.db'}?mode=ro", uri=True) as database:
         rows = database.execute("SELECT Passage1, Passage2 FROM Bible").fetchall()
     lines = [" ".join(str(part) for part in row if part) for row in rows]
-    return windows(lines, tokenizer.tokenize, tokens, count)
+    return windows(lines, tokenizer.tokenize, tokens, count).long()
 
 
 def build(shape: dict[str, int], *, checkpointing: bool = True) -> Any:

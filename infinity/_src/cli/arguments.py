@@ -38,7 +38,9 @@ _TILES = (
 )  # fmt: skip
 _RANKS = ("zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback")
 _TRAINING = (
-    Row("steps", 20, "optimizer steps (20)"),
+    # None by default, so that `infinity train` can tell them apart from those that were given.
+    Row("steps", int, "optimizer steps (20)"),
+    Row("epochs", float, "instead: so many passes through the training part of the text", "N"),
     Row("batch", 2, "sequences per micro-batch (2)"),
     Row("seq", 128, "tokens per sequence (128)"),
     Row("accumulate", 1, "micro-batches per step (1)"),

@@ -6,9 +6,9 @@ of tokens.
                   after batch
 
 The run never trains on the held-out part. It is the end of the text rather than a random choice, so
-training sees no neighbours of held-out sentences except at the cut. Only as many lines are
-tokenized as the run can use, so a large file takes little more time than a small one: it is read,
-but not tokenized, whole.
+training sees no neighbours of held-out sentences except at the cut. The training part is tokenized
+whole, so a run draws from all of it, whatever its length; of the held-out part only as much as is
+measured. A token takes 4 bytes of memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sqlite3
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -30,10 +32,13 @@ _LINES_AT_ONCE = 1024
 tokens.
 """
 
+_DTYPE = torch.int32
+"""Dtype of windows in memory. Batches are int64, as torch wants them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Windows of tokens. Shapes: train [windows, seq], held_out [windows, seq], int64."""
+    """Windows of tokens. Shapes: train [windows, seq], held_out [windows, seq], integers."""
 
     train: torch.Tensor
     held_out: torch.Tensor
@@ -62,7 +67,7 @@ class Corpus:
                     passes += 1
                     order = self._order(seed + passes)
                 chosen.append(order.pop())
-            yield self.train[chosen]
+            yield self.train[chosen].long()
 
     def _order(self, seed: int) -> list[int]:
         """Return the indices of a pass, last window first: the same in every run with this seed."""
@@ -72,7 +77,7 @@ class Corpus:
 
     def held_out_batches(self, batch: int) -> Iterator[torch.Tensor]:
         """Yield the held-out windows in order, in batches of at most `batch`."""
-        yield from self.held_out.split(batch)
+        yield from (found.long() for found in self.held_out.split(batch))
 
     def held_out_rows(
         self, batch: int, *, rank: int = 0, ranks: int = 1
@@ -87,17 +92,23 @@ class Corpus:
             yield (rows, True) if len(rows) else (found[:1], False)
 
 
+def steps_of(epochs: float, windows: int, per_step: int) -> int:
+    """Return the number of steps that take each of `windows` windows `epochs` times, `per_step` in
+    a step; the last step may begin a further pass.
+    """
+    return max(math.ceil(epochs * windows / per_step), 1)
+
+
 def build_corpus(options: argparse.Namespace, tokenize: Tokenize, *, ranks: int = 1) -> Corpus:
-    """Read the text that `options` name, and tokenize as much as `ranks` ranks use.
+    """Read the text that `options` name. Tokenize all of its training part, and of the held-out
+    part what `ranks` ranks measure.
 
     Raises: ValueError if the text is missing, unreadable or too short for one held-out and one
     training window.
     """
     lines = read_lines(options)
     train_lines, held_lines = split_held_out(lines, options.holdout)
-    wanted = ranks * options.steps * options.batch * options.accumulate
-    # Eight times as many windows as the run takes, so it draws from more than the text's beginning.
-    train = windows(train_lines, tokenize, options.seq, max(8 * wanted, 256))
+    train = windows(train_lines, tokenize, options.seq)
     held_out = windows(
         held_lines, tokenize, options.seq, ranks * options.eval_batches * options.batch
     )
@@ -190,16 +201,23 @@ def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[
     return list(lines[:at]), list(lines[at:])
 
 
-def windows(lines: Sequence[str], tokenize: Tokenize, seq: int, count_max: int) -> torch.Tensor:
-    """Return the first windows of the lines' tokens, int64 [count, seq]. count is at most
-    `count_max`, and less if the text ends before.
+def windows(
+    lines: Sequence[str], tokenize: Tokenize, seq: int, count_max: int | None = None
+) -> torch.Tensor:
+    """Return the windows of the lines' tokens, int32 [count, seq]: the first `count_max`, or all.
+    Tokens that fill no window at the end of the text are left out.
     """
-    tokens: list[int] = []
+    # Not a list, whose tokens would take 36 bytes each.
+    tokens = array("i")
     for start in range(0, len(lines), _LINES_AT_ONCE):
-        if len(tokens) >= count_max * seq:
+        if count_max is not None and len(tokens) >= count_max * seq:
             break
         # The model shall read line ends, which `splitlines` removed.
         for ids in tokenize([f"{line}\n" for line in lines[start : start + _LINES_AT_ONCE]]):
             tokens.extend(ids)
-    count = min(len(tokens) // seq, count_max)
-    return torch.tensor(tokens[: count * seq], dtype=torch.int64).reshape(count, seq)
+    count = len(tokens) // seq
+    if count_max is not None:
+        count = min(count, count_max)
+    if not count:
+        return torch.empty(0, seq, dtype=_DTYPE)
+    return torch.frombuffer(tokens, dtype=_DTYPE, count=count * seq).reshape(count, seq)

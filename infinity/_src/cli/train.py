@@ -54,7 +54,7 @@ from infinity._src.base.telemetry import configure_logging
 from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import check_tiles
-from infinity._src.cli.corpus import Corpus, build_corpus
+from infinity._src.cli.corpus import Corpus, build_corpus, steps_of
 from infinity._src.cli.html_report import MISSING, PAGE_NAME, has_plotly, write_report
 from infinity._src.cli.report import (
     StepDisplay,
@@ -107,6 +107,8 @@ _SAVE_FAULTS = (OSError, MemoryError, RuntimeError)
 """Errors of a save after which training continues; RuntimeError: the system refuses a thread."""
 _ENGINE_FAULTS = (StepUndone, StateInvalid, RankError, EngineClosed, ProcessGroupChanged)
 """Errors of the engine, whichever call raises them: not faults of a save."""
+STEPS = 20
+"""Steps of a run without --steps and --epochs."""
 _BENCH_BYTES = 512 * MIB
 _UNDONE_MAX = 20
 """Undos without progress after which the run ends."""
@@ -236,10 +238,10 @@ def _out_of_memory(error: BaseException, text: str, options: argparse.Namespace 
 
 def _check(options: argparse.Namespace) -> None:
     for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens"):
-        if getattr(options, name) < 1:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1"
-            )
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    _check_length(options)
     check_tiles(options)
     for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed", "save_every"):
         if not 0 <= getattr(options, name) < math.inf:
@@ -268,6 +270,19 @@ def _check(options: argparse.Namespace) -> None:
             f"--activations {options.activations} takes the inputs of checkpointed blocks, of "
             "which there are none; add --checkpointing, or --accumulate with --schedule vertical"
         )
+
+
+def _check_length(options: argparse.Namespace) -> None:
+    """Raise ValueError unless --steps or --epochs, or neither, says how long the run is."""
+    if options.epochs is None:
+        return
+    if options.steps is not None:
+        raise ValueError(
+            f"--steps {options.steps} and --epochs {options.epochs:g} both say how long the run "
+            "is; give one of them"
+        )
+    if not 0 < options.epochs < math.inf:
+        raise ValueError(f"--epochs {options.epochs:g} must be a number above 0")
 
 
 def _slices(options: argparse.Namespace) -> int:
@@ -358,6 +373,7 @@ class _Run:
         self._say(f"reading the tokenizer of {options.model} and the text")
         self.pretrained = hf_model.find_pretrained(options.model)
         self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize, ranks=ranks.world)
+        self._set_steps()
         if ranks.first:
             _make_out(options.out)
         self.directories = resolve_directories(
@@ -466,6 +482,20 @@ class _Run:
         else:
             kept = "nothing was saved, as neither --save-every nor --durable was given"
         self._say(f"{name_of(self.ranks.signal)}: stopped after step {step}; {kept}")
+
+    def _set_steps(self) -> None:
+        """Set the number of steps that the options ask for."""
+        options = self.options
+        if options.epochs is not None:
+            windows = len(self.corpus.train)
+            per_step = self.ranks.world * options.batch * options.accumulate
+            options.steps = steps_of(options.epochs, windows, per_step)
+            self._say(
+                f"{options.epochs:g} epochs: {options.steps} steps of {per_step} of the {windows} "
+                "training windows"
+            )
+        elif options.steps is None:
+            options.steps = STEPS
 
     def _choose_dtype(self, found: Source | None) -> None:
         """Replace --dtype auto: by that of the run that resumes, else by what the devices of all

@@ -13,7 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity._src.cli.corpus import Corpus, build_corpus, read_lines, split_held_out, windows
+from infinity._src.cli.corpus import (
+    Corpus,
+    build_corpus,
+    read_lines,
+    split_held_out,
+    steps_of,
+    windows,
+)
 
 
 def options(**given: Any) -> argparse.Namespace:
@@ -102,6 +109,22 @@ def test_windows_are_consecutive_and_only_as_many_as_wanted() -> None:
     assert found.shape == (3, 16)
     assert bytes(found.flatten().tolist()) == (b"abcdefg\n" * 6)
     assert calls == [1024], "only what is needed is tokenised"
+
+
+def test_training_draws_from_all_of_the_text_however_short_the_run_is(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"{number:07}\n" for number in range(5000)))
+    found = build_corpus(options(text=tmp_path / "a.txt", steps=1, seq=8), bytes_of)
+    wanted = [list(f"{number:07}\n".encode()) for number in range(4000)]
+    assert found.train.tolist() == wanted
+    # Of the held-out part as much as is measured.
+    assert bytes(found.held_out.flatten().tolist()) == b"0004000\n0004001\n0004002\n0004003\n"
+    assert next(found.batches(2, 0)).dtype == torch.int64
+
+
+@given(st.floats(0.01, 5), st.integers(1, 50), st.integers(1, 9))
+def test_epochs_take_each_window_that_often(epochs: float, count: int, per_step: int) -> None:
+    steps = steps_of(epochs, count, per_step)
+    assert steps * per_step >= epochs * count > (steps - 1) * per_step
 
 
 def test_every_window_comes_once_per_pass_in_an_order_of_the_seed() -> None:

@@ -398,6 +398,7 @@ def test_gradients_spill_past_the_memory_that_is_given(
         (["--ram", "1KiB"], "smallest budget"),
         (["--seq", "5000"], "--seq"),
         (["--steps", "0"], "--steps"),
+        (["--epochs", "2"], "--steps 6 and --epochs 2 both say how long the run is; give one"),
         (["--tile-linears", "1"], "--tile-linears 1 must be at least 2; leave it out for what is"),
         (["--tile-experts", "0"], "--tile-experts 0 must be at least 1"),
         (["--tile-experts", "2"], "the model has no stack of experts"),
@@ -484,6 +485,25 @@ def test_memory_that_torch_has_no_more_of_is_one_line_that_names_the_fix(
     (line,) = [line for line in shown.splitlines() if "error:" in line]
     assert all(each in line for each in ["error: there is not enough memory", *said])
     assert "Traceback" not in shown
+
+
+def test_epochs_say_how_long_a_run_is(model_directory: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    chosen = [*SMALL[2:], "--no-save", "--no-trace", "--warmup", "1"]
+    for epochs, message in (("0", "--epochs 0 must be a number above 0"), ("nan", "--epochs nan")):
+        status, shown = train(
+            model_directory, "--text", text, "--out", out, *chosen, "--epochs", epochs
+        )
+        assert (status, out.exists()) == (2, False)
+        assert message in shown
+    count = len(TEXT) - len(TEXT) // 60 * 3  # three lines of sixty are held out
+    status, shown = train(
+        model_directory, "--text", text, "--out", out, *chosen, "--epochs", "0.05"
+    )
+    assert status == 0, shown
+    assert f"0.05 epochs: 4 steps of 2 of the {count // 32} training windows" in shown
+    steps = records(out, "step")
+    assert [row["lr"] for row in steps] == [3e-3 * learning_rate(step, 1, 4) for step in range(4)]
 
 
 def test_a_path_that_is_no_model_says_so(text: Path, tmp_path: Path) -> None:
