@@ -99,7 +99,7 @@ def requirements() -> list[str]:
     """Requirements of the project and its tests, without those that are left to torch."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [*project["dependencies"], *extras["hf"], *extras["plot"], *extras["test"]]
+    lines = [*project["dependencies"], *extras["train"], *extras["test"]]
     left_out = (*NOT_NEEDED, project["name"])
     return [line for line in lines if re.split(r"[^\w-]", line)[0] not in left_out]
 

@@ -24,9 +24,11 @@ _reason = ""
 try:
     import infinity._native as _native
 except ImportError as error:
+    from infinity._src.base.installation import install_line
+
     _reason = (
-        f"infinity's C extension is missing or does not load ({error}): run `make native` in a "
-        "checkout, or `pip install --force-reinstall infinity-offload`"
+        f"infinity's C extension is missing or does not load ({error}): build it by "
+        f"`{install_line('', '--force-reinstall', '--no-deps')}`"
     )
 else:
     ffi, lib = _native.ffi, _native.lib

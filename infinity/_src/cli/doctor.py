@@ -25,6 +25,7 @@ from rich.table import Table
 from infinity._src.base import openmp
 from infinity._src.base.console import say
 from infinity._src.base.cpu_features import BF16_INSTRUCTIONS, bf16_instructions
+from infinity._src.base.installation import EXTRA, install_line, lacking
 from infinity._src.base.sizes import GIB, format_size
 from infinity._src.base.version import __version__
 from infinity._src.cabi import native
@@ -123,6 +124,7 @@ def findings(
     yield _bf16()
     yield _waiting()
     yield _operations()
+    yield _commands()
     versions = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
     yield Finding("versions", f"Python {platform.python_version()}, {versions}")
     cpus = os.sched_getaffinity(0)
@@ -437,6 +439,14 @@ def _operations() -> Finding:
         lines.append(f"{op.name}: {chosen} ({reason}){other}")
     # Operations fail alike, so the first fault stands for all; the lines above name each operation.
     return Finding("operations", "\n".join(lines), faults[0] if faults else "")
+
+
+def _commands() -> Finding:
+    """Report which commands lack packages. Loops that call the engine need none of them."""
+    value = "; ".join(f"{command} lacks {', '.join(names)}" for command, names in lacking().items())
+    if not value:
+        return Finding("commands", "all have the packages that they need")
+    return Finding("commands", value, f"the packages come with {install_line(EXTRA)}")
 
 
 def _version(package: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import infinity as inf
+from infinity._src.base.installation import EXTRA, install_line, is_installed, not_installed
 from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.checkpoint.formats.hub_files import hub_checkpoint, open_weights
 from infinity._src.checkpoint.hub_resolution import read_config
@@ -45,7 +46,7 @@ def find_pretrained(path: Path) -> Pretrained:
     """Find the model at `path`, a directory or a GGUF file, and load its tokenizer.
 
     Raises: ValueError if `path` is no model, if its tokenizer cannot be loaded, or if transformers
-    is missing.
+    or gguf is missing.
     """
     transformers = quiet_transformers()
     if path.is_dir():
@@ -61,6 +62,8 @@ def find_pretrained(path: Path) -> Pretrained:
             )
     elif path.is_file() and path.suffix == ".gguf":
         directory, gguf = path.parent, path.name
+        if not is_installed("gguf"):
+            raise ValueError(f"{path}: {not_installed('gguf')}")
     else:
         raise ValueError(
             f"{path} is neither a model directory nor a GGUF file; models are read from disk only"
@@ -281,7 +284,7 @@ def quiet_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ValueError(
-            "Hugging Face models need transformers: pip install 'infinity-offload[hf]'"
+            f"Hugging Face models need transformers: {install_line(EXTRA)}"
         ) from error
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

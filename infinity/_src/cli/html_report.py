@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import html
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from rich.markup import escape
 
 from infinity._src.base.atomic_file import write_named
 from infinity._src.base.console import say, say_error
+from infinity._src.base.installation import is_installed, not_installed
 from infinity._src.base.sizes import format_size
 from infinity._src.base.step_timeline import Bar, StepTimeline
 from infinity._src.cli.run_history import Point, RunHistory, read_run, runs_of
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 PAGE_NAME: Final = "report.html"
-MISSING: Final = "plotly is not installed (pip install 'infinity-offload[report]')"
 
 _TEXT_MAX = 120
 _COLOURS = ("#1f6feb", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#0e7c86", "#9a6700", "#57606a")
@@ -84,19 +83,14 @@ def run_report(options: argparse.Namespace, console: Console | None = None) -> i
         out = options.out or options.directory / PAGE_NAME
         if options.tbw is not None and not 0 < options.tbw < math.inf:
             raise ValueError(f"--tbw {options.tbw:g} must be a number of terabytes above 0")
-        if not has_plotly():
-            raise ValueError(f"no page: {MISSING}")
+        if not is_installed("plotly"):
+            raise ValueError(f"no page: {not_installed('plotly')}")
         size = write_report(runs_of(options.directory), out, rated_tb=options.tbw)
     except (ValueError, OSError) as error:
         say_error(console, error)
         return 2
     say(console, f"{escape(str(out))} ({format_size(size)})")
     return 0
-
-
-def has_plotly() -> bool:
-    """Return whether plotly is installed; does not import it."""
-    return importlib.util.find_spec("plotly") is not None
 
 
 def write_report(directories: Sequence[Path], out: Path, *, rated_tb: float | None = None) -> int:

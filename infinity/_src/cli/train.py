@@ -46,6 +46,7 @@ from rich.markup import escape
 import infinity as inf
 from infinity._src.base.console import say
 from infinity._src.base.cpu_features import bf16_instructions
+from infinity._src.base.installation import is_installed, not_installed
 from infinity._src.base.metrics_file import FILE_NAME, SCHEMA, MetricsFile, read_rows
 from infinity._src.base.rss import peak_rss_bytes, reset_peak_rss
 from infinity._src.base.sizes import MIB
@@ -55,7 +56,7 @@ from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import check_tiles
 from infinity._src.cli.corpus import Corpus, build_corpus, steps_of
-from infinity._src.cli.html_report import MISSING, PAGE_NAME, has_plotly, write_report
+from infinity._src.cli.html_report import PAGE_NAME, write_report
 from infinity._src.cli.report import (
     StepDisplay,
     StepRecord,
@@ -1009,16 +1010,14 @@ class _Run:
         if self.records and not plot_loss(
             [*self.earlier_records, *self.records], self.held_out, self.options.out / "loss.png"
         ):
-            self._say(
-                "no loss.png: matplotlib is not installed (pip install 'infinity-offload[plot]')"
-            )
+            self._say(f"no loss.png: {not_installed('matplotlib')}")
 
     def _leave_page(self) -> None:
         """Write the page of this run, if it has taken steps."""
         if not (self.records and self.ranks.first):
             return
-        if not has_plotly():
-            self._say(f"no {PAGE_NAME}: {MISSING}")
+        if not is_installed("plotly"):
+            self._say(f"no {PAGE_NAME}: {not_installed('plotly')}")
             return
         write_report([self.options.out], self.options.out / PAGE_NAME)
         self._say(f"the page of the run is {self.options.out / PAGE_NAME}")

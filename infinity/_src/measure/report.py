@@ -46,6 +46,7 @@ from rich.table import Table
 
 from infinity._src.base.atomic_file import write_named
 from infinity._src.base.console import say
+from infinity._src.base.installation import EXTRA, install_line
 from infinity._src.base.sizes import format_size
 from infinity._src.base.standard_streams import write_to_stdout
 from infinity._src.base.version import __version__
@@ -327,8 +328,7 @@ def check_plot(path: Path | None) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            f"--plot needs matplotlib, which cannot be imported ({error}): pip install "
-            "'infinity-offload[plot]'"
+            f"--plot needs matplotlib, which cannot be imported ({error}): {install_line(EXTRA)}"
         ) from error
 
 

@@ -9,6 +9,7 @@ import os
 import pytest
 
 from infinity import aio
+from infinity._src.base.installation import install_line
 from infinity._src.cabi import native
 from infinity.aio import _open_executor
 from infinity.aio import _probe as probe
@@ -165,10 +166,7 @@ def test_without_the_extension_nothing_opens_and_the_error_names_the_command(tmp
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: infinity's C extension is missing or does not load")
-    assert (
-        "run `make native` in a checkout, or `pip install --force-reinstall infinity-offload`"
-        in last
-    )
+    assert install_line("", "--force-reinstall", "--no-deps") in last
 
 
 def test_where_no_backend_can_be_had_the_error_names_the_reason_of_each(file, monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity._src.base.installation import install_line
 from infinity._src.cabi import native
 from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.measure import command, sweep
@@ -106,4 +107,4 @@ def test_a_picture_without_matplotlib_names_the_extra_before_anything_is_measure
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command.main(["swap", "--dir", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 2
-    assert "infinity-offload[plot]" in capsys.readouterr().out.replace("\n", "")
+    assert install_line("train") in capsys.readouterr().out.replace("\n", " ")

@@ -7,6 +7,7 @@ import html.parser
 import json
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ pytest.importorskip("plotly")
 
 from plotly.offline import get_plotlyjs
 
+from infinity._src.base.installation import install_line
 from infinity._src.cli import html_report, run_history
 from infinity._src.cli import train as command
 from infinity._src.cli.html_report import run_report, sections
@@ -318,11 +320,11 @@ def test_a_directory_without_runs_or_with_too_many_is_refused(tmp_path: Path) ->
 def test_without_plotly_the_command_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(html_report, "has_plotly", lambda: False)
+    monkeypatch.setitem(sys.modules, "plotly", None)
     run = write_run(tmp_path, run_row(), step_row(1))
     status, shown = report(run)
     assert status == 2
-    assert "pip install 'infinity-offload[report]'" in shown
+    assert f"no page: plotly is not installed: {install_line('train')}" in shown
 
 
 @pytest.mark.parametrize("count", [1, 2, POINTS_MAX, POINTS_MAX + 1, 3 * POINTS_MAX + 7, 5000])

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 import infinity as inf
+from infinity._src.base.installation import install_line
 from infinity._src.cli import doctor
 from infinity._src.cli.main import main
 from infinity._src.config import choices
@@ -45,6 +46,7 @@ def test_doctor_names_everything_that_matters(tmp_path: Path) -> None:
         "swap directory",
         "GPU",
         "waiting threads",
+        "commands",
         "versions",
         "machine",
     ):
@@ -70,7 +72,7 @@ def test_doctor_says_aloud_when_the_native_extension_is_missing(tmp_path: Path) 
         "warning: I/O backend: nothing can be offloaded: infinity's C extension is missing"
         in done.stdout
     )
-    assert "pip install --force-reinstall infinity-offload" in done.stdout
+    assert install_line("", "--force-reinstall", "--no-deps") in done.stdout
 
 
 def test_the_cgroup_limit_is_a_size_or_none() -> None:

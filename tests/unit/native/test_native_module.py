@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from infinity._src.base.installation import install_line
 from infinity._src.cabi import native
 
-MENDED_BY = "run `make native` in a checkout, or `pip install --force-reinstall infinity-offload`"
+MENDED_BY = f"build it by `{install_line('', '--force-reinstall', '--no-deps')}`"
 ROOT = Path(__file__).parents[3]
 
 
