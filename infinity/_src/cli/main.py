@@ -14,6 +14,7 @@ from infinity._src.base.paths import argument
 from infinity._src.base.standard_streams import with_safe_streams
 from infinity._src.base.version import __version__
 from infinity._src.cli import arguments
+from infinity._src.cli.completion import SHELLS, PrintCompletion
 from infinity._src.measure import command as bench
 from infinity.errors import InfinityError
 
@@ -24,11 +25,19 @@ def build_parser() -> argparse.ArgumentParser:
         prog="infinity", description="Train models whose states rest in CPU memory and on NVMe."
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # For the list of commands only: `_run` passes the arguments of bench to the parser of bench.
-    commands.add_parser(
-        "bench", help="what drives, update kernels and copies give on this machine", add_help=False
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        help="print a script that completes commands, options, choices and paths in this shell",
     )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # For the list of commands and for completion only: `_run` passes the arguments of bench to the
+    # parser of bench.
+    benchmarks = commands.add_parser(
+        "bench", help="what drives, update kernels and copies give on this machine"
+    )
+    bench.describe_bench(benchmarks)
     train = commands.add_parser(
         "train", help="fine-tune a causal language model", description=arguments.TRAIN
     )

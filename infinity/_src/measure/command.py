@@ -116,6 +116,11 @@ def build_parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_benchmarks(parser)
+    return parser
+
+
+def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, rows, text in (
         ("swap", _SWAP, "swap bandwidth (the default)"),
@@ -123,7 +128,14 @@ def build_parser() -> argparse.ArgumentParser:
         ("copy", _COPY, "copies to and from a device"),
     ):
         add_options(commands.add_parser(name, help=text, description=text), (*rows, *_COMMON))
-    return parser
+
+
+def describe_bench(parser: argparse.ArgumentParser) -> None:
+    """Add all benchmarks to the parser of a completion script, and the options of swap, which
+    may be given without its name.
+    """
+    add_options(parser, (*_SWAP, *_COMMON))
+    _add_benchmarks(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
