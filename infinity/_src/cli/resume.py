@@ -37,10 +37,13 @@ from infinity._src.config.policy import Policy
 from infinity.errors import AioError
 
 RULES = (
-    "steps", "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype", "state",
+    "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype", "state",
     "update", "delayed_warmup", "tile_linears", "tile_experts",
 )  # fmt: skip
-"""Options that decide the losses of later steps, so a resumed run must not change them."""
+"""Options that decide the losses of later steps, so a resumed run must not change them. --steps
+does, too, by the schedule of the learning rate, and may change: a run that has ended may go on.
+"""
+RULE_OF_STEPS = "--steps"
 
 TIED = "--schedule (with tied weights)"
 """Name of a rule that only affects models with tied weights: the bits of other models do not depend
@@ -218,6 +221,7 @@ class SmallState:
     ) -> None:
         self._device = device
         self._place = [rank, world]
+        self._steps = options.steps
         self._rules: dict[str, Any] = {
             f"--{name.replace('_', '-')}": value_of(options, name) for name in RULES
         }
@@ -272,7 +276,7 @@ class SmallState:
         if self._device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
         return {
-            "train": dict(self._rules),
+            "train": {**self._rules, RULE_OF_STEPS: self._steps},
             "run": self._run,
             "place": self._place,
             "rng": rng,

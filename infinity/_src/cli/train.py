@@ -69,6 +69,7 @@ from infinity._src.cli.report import (
     step_limits,
 )
 from infinity._src.cli.resume import (
+    RULE_OF_STEPS,
     Earlier,
     SmallState,
     Source,
@@ -374,14 +375,12 @@ class _Run:
         self._say(f"reading the tokenizer of {options.model} and the text")
         self.pretrained = hf_model.find_pretrained(options.model)
         self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize, ranks=ranks.world)
-        self._set_steps()
-        if ranks.first:
-            _make_out(options.out)
         self.directories = resolve_directories(
             self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank
         )
         # Before anything is written: it raises if a run or checkpoint would be replaced.
         found = find_source(options, self.directories)
+        self._set_steps(found)
         self.device = torch.device(self.policy.device)
         self._choose_dtype(found)
         self.passes = options.accumulate // _slices(options)
@@ -399,6 +398,9 @@ class _Run:
         self.unread = self.source is not None and (
             not options.durable or self.source == self.directories[0]
         )
+        if ranks.first:
+            # After all that may refuse the options: a mistake leaves no directory.
+            _make_out(options.out)
         self.metrics = MetricsFile(
             options.out / FILE_NAME if ranks.first else None, keeps=self.source is not None
         )
@@ -484,9 +486,12 @@ class _Run:
             kept = "nothing was saved, as neither --save-every nor --durable was given"
         self._say(f"{name_of(self.ranks.signal)}: stopped after step {step}; {kept}")
 
-    def _set_steps(self) -> None:
-        """Set the number of steps that the options ask for."""
+    def _set_steps(self, found: Source | None) -> None:
+        """Set the number of steps: of --steps or --epochs, else of the run that resumes. Raises:
+        ValueError for fewer steps than that run has taken.
+        """
         options = self.options
+        before = found.rule(RULE_OF_STEPS) if found is not None else None
         if options.epochs is not None:
             windows = len(self.corpus.train)
             per_step = self.ranks.world * options.batch * options.accumulate
@@ -496,7 +501,13 @@ class _Run:
                 "training windows"
             )
         elif options.steps is None:
-            options.steps = STEPS
+            options.steps = before or STEPS
+        if found is not None and found.step > options.steps:
+            raise ValueError(
+                f"{found.place} has taken {found.step} steps, and --steps {options.steps} is "
+                f"fewer; give {found.step} or more"
+            )
+        self.steps_before = before
 
     def _choose_dtype(self, found: Source | None) -> None:
         """Replace --dtype auto: by that of the run that resumes, else by what the devices of all
@@ -572,6 +583,11 @@ class _Run:
         earlier = self.small.take_up(found.extra, found.step, self.scheduler)
         self.held_out += earlier.held_out
         self._say(f"going on after step {found.step}, from {self.source}")
+        if self.steps_before not in (None, self.options.steps):
+            self._say(
+                f"  from here the learning rate is that of a run of {self.options.steps} steps; "
+                f"until now it was that of {self.steps_before}"
+            )
         if self.lost:
             self._say(f"  instead of {self.lost}")
         notes = [*found.notes, *([found.rounded] if found.rounded else [])]
@@ -746,7 +762,9 @@ class _Run:
         opens = not self.peak_before
         if opens:
             self.text_before = self.earlier.text or self._continue()
-        evaluates = not step or self._evaluates(step)
+        # The loss at the end of a run that now goes on has been cut from the file.
+        extends = opens and step == self.steps_before
+        evaluates = not step or extends or self._evaluates(step)
         if evaluates:
             loss = self._measure_held_out(step)
             when = f"step {step}: held-out loss" if step else "held-out loss before:"

@@ -933,6 +933,47 @@ def test_a_second_signal_ends_a_run_at_once(
     assert newest_generation(tmp_path / "checkpoint")[0].step == 1
 
 
+def test_a_run_that_has_ended_goes_on_with_more_steps(place: Path, tmp_path: Path) -> None:
+    """By the schedule of a run with that number of steps; with the same rates it has the same bits
+    as such a run."""
+
+    def trained(out: str, *more: str) -> str:
+        directories = ("--out", str(tmp_path / out), "--save-every", "4")
+        status, shown = train([*common(place), *directories, "--eval-every=0", *more])
+        assert status == 0, shown
+        return shown
+
+    def rows(out: str, kind: str, *names: str) -> list[list[Any]]:
+        return [[row[name] for name in names] for row in records(tmp_path / out, kind)]
+
+    # Warm-up to the end: the rates of both are equal.
+    trained("whole", "--steps=4", "--warmup=9")
+    trained("more", "--steps=2", "--warmup=9")
+    shown = trained("more", "--steps=4", "--warmup=9", "--resume")
+    assert "the learning rate is that of a run of 4 steps; until now it was that of 2" in shown
+    figures = ("step", "loss", "lr", "grad_norm")
+    assert rows("more", "step", *figures) == rows("whole", "step", *figures)
+    # The loss between them is kept.
+    assert [step for (step,) in rows("more", "held_out", "step")] == [0, 2, 4]
+    assert len(rows("more", "summary")) == 1
+
+    trained("more", "--steps=5", "--warmup=2", "--no-save", "--out", str(tmp_path / "decays"))
+    trained("decays", "--steps=7", "--warmup=2", "--resume", "--no-save")
+    rates = [3e-3 * command.learning_rate(step, 2, 5 if step < 5 else 7) for step in range(7)]
+    assert rows("decays", "step", "lr") == [[rate] for rate in rates]
+    # Left out, it is that of the run.
+    left_out = [each for each in common(place) if each not in ("--steps", str(STEPS))]
+    given = [*left_out, "--out", str(tmp_path / "decays"), "--resume", "--save-every", "4"]
+    status, shown = train(given)
+    assert status == 0, shown
+    assert "all 7 steps had been taken already" in shown
+    before = contents(tmp_path / "decays" / "checkpoint")
+    status, shown = train([*given, "--steps", "6"])
+    assert status == 2, shown
+    assert "has taken 7 steps, and --steps 6 is fewer; give 7 or more" in shown
+    assert contents(tmp_path / "decays" / "checkpoint") == before
+
+
 def test_saves_are_of_the_run_that_writes_them(tmp_path: Path) -> None:
     status, shown = train(
         ["model", "--text", "text", "--out", str(tmp_path), "--save-dir", str(tmp_path)]
