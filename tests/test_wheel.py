@@ -153,6 +153,16 @@ def path_of_tools(target: Path, *tools: str) -> str:
     return str(target)
 
 
+def environment_with(wheel: Path, tmp_path: Path) -> str:
+    """Install a wheel, and nothing else, into an environment of its own; returns its Python."""
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False)
+    python = str(environment / "bin" / "python")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], tmp_path)
+    return python
+
+
 def assert_trains(wheel: Path, tmp_path: Path) -> None:
     """Check names and tag of a wheel; install it into an empty environment and train a step
     there."""
@@ -170,12 +180,8 @@ def assert_trains(wheel: Path, tmp_path: Path) -> None:
     )
     assert [entry for entry in names if entry.endswith(".so")] == [EXTENSION]
 
-    environment = tmp_path / "environment"
-    venv.create(environment, with_pip=False)
-    python = str(environment / "bin" / "python")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-    run([*pip, "install", "-q", "--no-deps", "--no-index", str(wheel)], tmp_path)
-    (site,) = environment.glob("lib/python*/site-packages")
+    python = environment_with(wheel, tmp_path)
+    (site,) = Path(python).parents[1].glob("lib/python*/site-packages")
     (site / "dependencies.pth").write_text(f"{DEPENDENCIES}\n")
     (tmp_path / "swap").mkdir()
     code = TRAIN.format(compilers=COMPILERS)
@@ -195,7 +201,8 @@ def test_a_wheel_trains_in_an_environment_without_a_compiler(tmp_path: Path) -> 
     spec = importlib.util.find_spec(MODULE)
     assert spec is not None
     assert spec.origin is not None
-    tree = copy_of_the_tree(tmp_path / "tree")
+    # Above a clone called `infinity` the installed package is imported, no namespace of that name.
+    tree = copy_of_the_tree(tmp_path / "infinity")
     lib = (
         tree
         / "build"
@@ -219,6 +226,24 @@ def test_a_wheel_trains_in_an_environment_without_a_compiler(tmp_path: Path) -> 
     run(repair, tree, PATH=tools)
     (wheel,) = tree.glob("dist/*.whl")
     assert_trains(wheel, tmp_path)
+
+
+def test_above_a_clone_that_is_installed_to_edit_the_package_is_imported(tmp_path: Path) -> None:
+    """Not a namespace package for the folder of the clone, which has the package's name."""
+    tree = copy_of_the_tree(tmp_path / "infinity")
+    # Compiles nothing, quickly: it makes the file that it is asked for.
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    compiler.chmod(0o755)
+    code = f"import build_backend as b; b.build_editable({str(tmp_path)!r})"
+    build = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'native'); {code}"]
+    run(build, tree, CC=str(compiler))
+    (wheel,) = tmp_path.glob("*.whl")
+    python = environment_with(wheel, tmp_path)
+    (tmp_path / "below").mkdir()
+    for place in (tmp_path, tmp_path / "below", tree):
+        found = run([python, "-c", "import infinity; print(infinity.__file__)"], place)
+        assert found == str(tree / "infinity" / "__init__.py")
 
 
 @pytest.mark.parametrize(
