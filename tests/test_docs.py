@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 import infinity as inf
 from infinity import errors
@@ -229,6 +230,13 @@ def test_environment_variables_are_listed() -> None:
     everywhere = "\n".join(text_of(path) for path in [*sources, *(ROOT / "tests").rglob("*.py")])
     unread = {variable for variable in listed if variable not in everywhere}
     assert not unread, f"docs/commands.md lists {sorted(unread)}, which nothing reads"
+
+
+def test_the_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load(text_of(DOCS / "CITATION.cff"))
+    assert (cited["version"], cited["license"]) == (inf.__version__, "Apache-2.0")
+    required = {"cff-version", "message", "title", "authors"}
+    assert required <= {key for key, value in cited.items() if value}
 
 
 def test_each_fault_names_a_test_that_exists() -> None:
