@@ -60,6 +60,8 @@ _TRAINING = (
     Row("dtype", ("auto", "bfloat16", "float32"), "of the parameters that compute; auto: float32 "
         "where a CPU without bf16 instructions computes, else bfloat16; a resumed run keeps its "
         "dtype (auto)", more={"default": "auto"}),
+    Row("lora", int, "train LoRA adapters of this rank on all linears of the blocks, by peft; the "
+        "model is frozen, and --out gets the adapter (train the model)", "R"),
     Row("checkpointing", False, "recompute activations in backward"),
     Row("no-save", False, "do not write the trained model"),
     Row("no-trace", False, "record no timeline"),

@@ -21,6 +21,7 @@ from infinity._src.base.installation import EXTRA, install_line, is_installed, n
 from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.checkpoint.formats.hub_files import hub_checkpoint, open_weights
 from infinity._src.checkpoint.hub_resolution import read_config
+from infinity._src.cli import lora
 from infinity._src.params.materialize import Faults, FileTensors, SourceFiles
 from infinity.errors import SlicesError
 
@@ -99,12 +100,14 @@ def model_on_meta(
     tile_linears: int | None = None,
     tile_experts: int | None = None,
     slices: int = 1,
+    adapters: int | None = None,
 ) -> torch.nn.Module:
     """Return the model of `source` in `dtype`, on the meta device, in training mode.
 
     tile_linears: tiles of every linear; None: whole linears. tile_experts: experts in a tile of a
     stack; None: whole stacks. slices: micro-batches of a batch, which all pass a block before the
-    next block and imply checkpointing; 1: whole batches.
+    next block and imply checkpointing; 1: whole batches. adapters: rank of LoRA adapters, beside
+    which the model is frozen; None: no adapters.
 
     Raises: as `inf.tile_linears`, `inf.tile_experts` and `inf.microbatched`; ValueError for a model
     that transformers cannot build; SlicesError for a model whose loss is not the mean of the losses
@@ -115,6 +118,9 @@ def model_on_meta(
     if tile_experts is not None:
         # Tiles compute as the eager implementation does. A model without experts does not change.
         model.set_experts_implementation("eager")
+    if adapters is not None:
+        model = lora.add_adapters(model, adapters, source.directory, tile_experts=tile_experts)
+    elif tile_experts is not None:
         inf.tile_experts(model, experts=tile_experts)
     if tile_linears is not None:
         inf.tile_linears(model, tiles=tile_linears)
@@ -144,22 +150,38 @@ def check_tokens(model: Any, source: Pretrained, tokens: Iterable[torch.Tensor])
 
 
 def offload_pretrained(
-    model: torch.nn.Module, source: Pretrained, policy: inf.Policy, *, read: bool = True
+    model: torch.nn.Module,
+    source: Pretrained,
+    policy: inf.Policy,
+    *,
+    read: bool = True,
+    adapted: bool = False,
 ) -> torch.nn.Module:
     """Offload the model of `source`, which is on the meta device, and return it. Blocks until all
     states are at rest.
 
-    read: False reads no values, since a restore follows; until then the values are zeros.
+    read: False reads no values, since a restore follows; until then the values are zeros. adapted:
+    the model has LoRA adapters, which the files do not have.
 
     Raises: as `inf.offload`; ValueError for files that cannot be read tensor by tensor.
     """
     path = source.directory if source.gguf is None else source.directory / source.gguf
-    if read:
+    if read and not adapted:
         return inf.offload(model, policy, load=path)
+    # The files have the names of the model without adapters.
+    plain = _on_meta(source, dtype_of(model)) if adapted else model
     # The files are still opened: they decide the dtypes of parameters, as in `from_pretrained`.
-    with hub_checkpoint(model, path) as found:
-        tensors = found if isinstance(found, FileTensors) else open_weights(model, path)
-        return inf.offload(model, policy, load=_Unread(tensors))
+    with hub_checkpoint(plain, path) as found:
+        tensors = found if isinstance(found, FileTensors) else open_weights(plain, path)
+        if adapted:
+            tensors = lora.AdaptedTensors(model, plain, tensors, policy.seed)
+        return inf.offload(model, policy, load=tensors if read else _Unread(tensors))
+
+
+def dtype_of(model: Any) -> torch.dtype:
+    """Return the dtype in which a model of transformers computes."""
+    found: torch.dtype = model.get_input_embeddings().weight.dtype
+    return found
 
 
 class _Unread(FileTensors):

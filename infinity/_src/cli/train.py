@@ -53,7 +53,7 @@ from infinity._src.base.sizes import MIB
 from infinity._src.base.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.base.telemetry import configure_logging
 from infinity._src.base.torch_compat import is_out_of_memory
-from infinity._src.cli import hf_model
+from infinity._src.cli import hf_model, lora
 from infinity._src.cli.arguments import check_tiles
 from infinity._src.cli.corpus import Corpus, build_corpus, steps_of
 from infinity._src.cli.html_report import PAGE_NAME, write_report
@@ -239,7 +239,7 @@ def _out_of_memory(error: BaseException, text: str, options: argparse.Namespace 
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens"):
+    for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens", "lora"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
@@ -251,6 +251,13 @@ def _check(options: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} {getattr(options, name)} must be a number, 0 or more"
             )
 
+    if options.lora is not None:
+        if options.tile_linears is not None:
+            raise ValueError(
+                f"--lora {options.lora} puts adapters on linears, and --tile-linears "
+                f"{options.tile_linears} cuts them; leave one out"
+            )
+        lora.check_installed()
     if options.update == "backward" and options.clip and options.generations == 1:
         raise ValueError(
             f"--clip {options.clip:g} needs the norm of all gradients, and --update backward has "
@@ -388,16 +395,7 @@ class _Run:
         # It checks the source before the model is offloaded: after a restore, or after a new
         # durable run begins, the states of the source are lost.
         self.small = self._make_small_state(found)
-        self.source = found.place if found is not None else None
-        self.lost = found.lost if found is not None else ""
-        if options.durable and self.source is not None and self.source != self.directories[0]:
-            # Resume from a checkpoint of a later step: the next commit replaces the durable run.
-            self.policy = dataclasses.replace(self.policy, durable="new")
-        # A restore brings all values, so they need not be read. A new durable run may be committed
-        # before the restore, so it needs them.
-        self.unread = self.source is not None and (
-            not options.durable or self.source == self.directories[0]
-        )
+        self._choose_source(found)
         if ranks.first:
             # After all that may refuse the options: a mistake leaves no directory.
             _make_out(options.out)
@@ -405,18 +403,7 @@ class _Run:
             options.out / FILE_NAME if ranks.first else None, keeps=self.source is not None
         )
         stack.callback(self.metrics.close)
-        # Before the model is loaded, while nothing else uses the drives.
-        self.drives = self._measure_drives()
-        # As in DDP scripts, each rank draws different dropout masks.
-        torch.manual_seed(options.seed + ranks.rank)
-        self._say(f"loading {options.model}")
-        hf_model.offload_pretrained(self.model, self.pretrained, self.policy, read=not self.unread)
-        self.handle = inf.handle(self.model)
-        self._check_run()
-        # The stack runs it after `close`, which waits for the save.
-        stack.callback(self._tell_of_save)
-        stack.callback(self.handle.close)
-        self.params = self.handle.stats().params
+        self._load(stack)
         self.optimizer = inf.AdamW(
             self.model.parameters(), lr=options.lr, weight_decay=options.weight_decay
         )
@@ -435,6 +422,44 @@ class _Run:
         # A stopped run gets its page, too.
         stack.callback(self._leave_page)
 
+    def _choose_source(self, found: Source | None) -> None:
+        """Note what is restored, and whether the model's files are read nevertheless."""
+        options = self.options
+        self.source = found.place if found is not None else None
+        self.lost = found.lost if found is not None else ""
+        if options.durable and self.source is not None and self.source != self.directories[0]:
+            # Resume from a checkpoint of a later step: the next commit replaces the durable run.
+            self.policy = dataclasses.replace(self.policy, durable="new")
+        # A restore brings all values, so they need not be read. A new durable run may be committed
+        # before the restore, so it needs them.
+        if options.durable:
+            self.unread = self.source == self.directories[0]
+        else:
+            # A checkpoint of adapters is without the model that they belong to.
+            self.unread = self.source is not None and options.lora is None
+
+    def _load(self, stack: ExitStack) -> None:
+        """Measure the drives, and offload the model. `stack` closes it."""
+        options = self.options
+        # Before the model is loaded, while nothing else uses the drives.
+        self.drives = self._measure_drives()
+        # As in DDP scripts, each rank draws different dropout masks.
+        torch.manual_seed(options.seed + self.ranks.rank)
+        self._say(f"loading {options.model}")
+        hf_model.offload_pretrained(
+            self.model,
+            self.pretrained,
+            self.policy,
+            read=not self.unread,
+            adapted=options.lora is not None,
+        )
+        self.handle = inf.handle(self.model)
+        self._check_run()
+        # The stack runs it after `close`, which waits for the save.
+        stack.callback(self._tell_of_save)
+        stack.callback(self.handle.close)
+        self.params = self.handle.stats().params
+
     def run(self) -> int:
         options = self.options
         self.ranks.signals.defer()
@@ -444,8 +469,11 @@ class _Run:
             if self.ranks.world > 1
             else ""
         )
+        trained = sum(each.numel() for each in self.model.parameters() if each.requires_grad)
+        adapters = f", {trained / 1e6:.2f} M more in adapters" if options.lora is not None else ""
         self._say(
-            f"{self.params / 1e6:.1f} M parameters{several}; {len(self.corpus.train)} training and "
+            f"{(self.params - trained if adapters else self.params) / 1e6:.1f} M parameters"
+            f"{adapters}{several}; {len(self.corpus.train)} training and "
             f"{len(self.corpus.held_out)} held-out windows of {options.seq} tokens"
         )
         if options.accumulate > 1:
@@ -461,7 +489,8 @@ class _Run:
             self._tell_of_stop()
             return 0
         if not options.no_save:
-            self._say(f"the trained model is in {options.out}")
+            what = "model" if options.lora is None else "adapter"
+            self._say(f"the trained {what} is in {options.out}")
         if self.records:
             summary = self._summary((self.text_before, text_after))
             self.metrics.add("summary", summary.as_dict())
@@ -548,6 +577,7 @@ class _Run:
                 tile_linears=options.tile_linears,
                 tile_experts=options.tile_experts,
                 slices=_slices(options),
+                adapters=options.lora,
             )
         except SlicesError as error:
             raise ValueError(_one_by_one(error)) from error
@@ -634,7 +664,12 @@ class _Run:
         self.handle.flush()
         self.saved_step = step
         try:
-            self.save = inf.save(self.model, self.optimizer, save_directory(self.options))
+            self.save = inf.save(
+                self.model,
+                self.optimizer,
+                save_directory(self.options),
+                frozen=self.options.lora is None,
+            )
         # Any error: if one rank has another error, other ranks have an AioError, and all must
         # continue alike.
         except Exception as error:
@@ -789,9 +824,8 @@ class _Run:
         self._leave_files()
         text = self._continue()
         if not self.options.no_save:
-            hf_model.save_pretrained(
-                self.model, self.pretrained.tokenizer, self.options.out, first=self.ranks.first
-            )
+            write = hf_model.save_pretrained if self.options.lora is None else lora.save_adapters
+            write(self.model, self.pretrained.tokenizer, self.options.out, first=self.ranks.first)
         return text
 
     def _stops(self, step: int) -> bool:
