@@ -118,10 +118,9 @@ def model_on_meta(
     if tile_experts is not None:
         # Tiles compute as the eager implementation does. A model without experts does not change.
         model.set_experts_implementation("eager")
-    if adapters is not None:
-        model = lora.add_adapters(model, adapters, source.directory, tile_experts=tile_experts)
-    elif tile_experts is not None:
         inf.tile_experts(model, experts=tile_experts)
+    if adapters is not None:
+        model = lora.add_adapters(model, adapters, source.directory)
     if tile_linears is not None:
         inf.tile_linears(model, tiles=tile_linears)
     if slices > 1:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+import infinity as inf
 from infinity._src.base.installation import install_line, is_installed
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.materialize import Faults, FileTensors, SourceFiles, find_buffers
@@ -33,11 +34,9 @@ def check_installed() -> None:
         raise ValueError(f"--lora needs peft, which is not installed: {install_line('peft')}")
 
 
-def add_adapters(model: Any, rank: int, directory: Path, *, tile_experts: int | None) -> Any:
+def add_adapters(model: Any, rank: int, directory: Path) -> Any:
     """Return the PeftModel of `model`, which is on the meta device. directory: of the base, for the
-    adapter's configuration. tile_experts: experts in a tile of a stack; None: whole stacks.
-
-    Raises: ValueError for a model without linears.
+    adapter's configuration.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -46,22 +45,18 @@ def add_adapters(model: Any, rank: int, directory: Path, *, tile_experts: int | 
     )
     # PEFT's files name the base that they belong to.
     model.name_or_path = str(directory)
-    adapted: Any = get_peft_model(model, config)
-    if tile_experts is not None:
-        from infinity.integrations.peft import tile_experts as tile
-
-        tile(adapted, experts=tile_experts)
-    return adapted
+    return get_peft_model(model, config)
 
 
 def save_adapters(model: Any, tokenizer: Any, directory: Path, *, first: bool) -> None:
     """Write the adapter and the tokenizer, so that PEFT's `from_pretrained(directory)` loads them.
     Collective. first: this rank writes the tokenizer.
     """
-    from infinity.integrations import peft
-
-    peft.save_adapters(model, directory)
+    adapters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    with inf.handle(model).gather(list(adapters.values())):
+        values = {name: each.detach().cpu().clone() for name, each in adapters.items()}
     if first:
+        model.save_pretrained(directory, state_dict=values, save_embedding_layers=False)
         tokenizer.save_pretrained(directory)
 
 
@@ -76,7 +71,6 @@ class AdaptedTensors(FileTensors):
     def __init__(self, model: Any, plain: torch.nn.Module, base: FileTensors, seed: int) -> None:
         self._base, self._seed, self.label = base, seed, base.label
         known = plain.state_dict(keep_vars=True).keys()
-        # Whole weights by their names, also those that are in tiles.
         self._shapes: dict[str, tuple[int, ...]] = {
             name: tuple(entry.parameter.shape)
             for entry in find_parameters(model)

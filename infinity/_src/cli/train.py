@@ -252,11 +252,12 @@ def _check(options: argparse.Namespace) -> None:
             )
 
     if options.lora is not None:
-        if options.tile_linears is not None:
-            raise ValueError(
-                f"--lora {options.lora} puts adapters on linears, and --tile-linears "
-                f"{options.tile_linears} cuts them; leave one out"
-            )
+        for name in ("tile_linears", "tile_experts"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--lora {options.lora} puts adapters on whole layers, and --"
+                    f"{name.replace('_', '-')} {getattr(options, name)} cuts them; leave one out"
+                )
         lora.check_installed()
     if options.update == "backward" and options.clip and options.generations == 1:
         raise ValueError(

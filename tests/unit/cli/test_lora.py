@@ -87,7 +87,8 @@ def test_adapters_that_cannot_be_are_one_line(
     paths = (place / "model", "--text", place / "text.txt", "--out", tmp_path / "out")
     for more, message in (
         (("--lora", "0"), "--lora 0 must be at least 1"),
-        (("--lora", "2", "--tile-linears", "2"), "puts adapters on linears, and --tile-linears 2"),
+        (("--lora", "2", "--tile-linears", "2"), "adapters on whole layers, and --tile-linears 2"),
+        (("--lora", "2", "--tile-experts", "2"), "and --tile-experts 2 cuts them; leave one out"),
         (("--lora", "2"), "--lora needs peft, which is not installed: pip install"),
     ):
         with monkeypatch.context() as patch:
