@@ -2,8 +2,8 @@
 #      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | fuzz |
 #      campaign | campaign-slice | mutations |
 #      integrations | integrations-latest | report-browser | torch-matrix | compile-kernels |
-#      wheel | release | gpu-bundle | gpu-dry | kill-campaign | fault-soak | growth | pressure |
-#      clean
+#      docs | wheel | release | gpu-bundle | gpu-dry | kill-campaign | fault-soak | growth |
+#      pressure | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -33,7 +33,11 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo demo-trainer test pytest lint types native asan tsan portable soak bench
 .PHONY: convergence hosts rehearsal ranks slow fuzz integrations integrations-latest report-browser
+<<<<<<< HEAD
 .PHONY: torch-matrix compile-kernels wheel release gpu-bundle gpu-dry clean campaign campaign-slice
+=======
+.PHONY: docs torch-matrix compile-kernels wheel gpu-bundle gpu-dry clean campaign campaign-slice
+>>>>>>> b3d82ae2 (make docs: a site of the pages, the examples, a notebook and an API reference)
 .PHONY: mutations
 
 setup: $(STAMP)
@@ -222,8 +226,13 @@ mutations: $(STAMP)
 	$(BIN)/python -m tests.mutations --count $(MUTATIONS) --seed $(SEED)
 
 slow: $(DEMO)
+<<<<<<< HEAD
 	$(INSTALL) cyclonedx-bom $$(CC=zig $(BIN)/python native/build_native.py requires)
 	$(BIN)/python -m pytest -q -m 'not soak'
+=======
+	$(INSTALL) $$(CC=zig $(BIN)/python native/build_native.py requires)
+	$(BIN)/python -m pytest -q -m 'not soak and not site'
+>>>>>>> b3d82ae2 (make docs: a site of the pages, the examples, a notebook and an API reference)
 
 # Other trainers on the engine, with the pinned versions, one and two ranks.
 integrations: $(DEMO) $(TRAINERS)
@@ -244,6 +253,20 @@ integrations-latest: $(STAMP)
 # drawn, the console has no error, and nothing is asked of the network.
 report-browser: $(DEMO)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m browser tests/unit/cli
+
+# The site in build/site: pages, examples, the notebook, which runs now, and an API reference made
+# of docstrings. A warning is a failure. `mkdocs serve -f .ci/mkdocs.yml` shows pages as they are
+# written.
+DOCS := $(VENV)/.infinity-docs
+$(DOCS): $(STAMP)
+	$(INSTALL) --no-build-isolation -e '.[docs,test]'
+	touch $@
+
+docs: $(DOCS)
+	rm -rf build/site
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 \
+	    $(BIN)/python -m mkdocs build --strict -f .ci/mkdocs.yml
+	$(BIN)/python -m pytest -q -m site tests/test_site.py
 
 # The core's tests with several versions of torch, each in an environment of its own under
 # build/torch-matrix: a version, floor (of pyproject.toml), pinned, or newest (what `pip install

@@ -6,9 +6,11 @@ import ast
 import contextlib
 import dataclasses
 import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -155,6 +157,47 @@ def test_the_annotated_tree_names_every_folder() -> None:
     packages = (path.parent for path in (ROOT / "infinity" / "_src").rglob("*.py"))
     folders = {f"{name(folder)}/" for folder in packages if folder.name != "__pycache__"}
     assert folders <= named, f"docs/contributing.md lacks {sorted(folders - named)}"
+
+
+def test_the_site_has_each_page_and_example() -> None:
+    """A page that is left out fails only `make docs`, which is no part of `make test`."""
+
+    def pages(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for inside in entry.values() if isinstance(entry, dict) else entry:
+                yield from pages(inside)
+
+    # Tags of Python, such as that of a slugifier, stay unread.
+    config = yaml.load(text_of(ROOT / ".ci" / "mkdocs.yml"), Loader=yaml.BaseLoader)
+    listed = list(pages(config["nav"]))
+    written = [str(page.relative_to(DOCS)) for page in PAGES[1:]]
+    scripts = [f"examples/{path.stem}.md" for path in (DOCS / "examples").glob("*.py")]
+    moved = ["index.md", "changelog.md", "io-engine.md", "benchmarks.md"]
+    notebooks = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.ipynb")]
+    assert sorted(listed) == sorted(written + scripts + moved + notebooks)
+
+
+def test_the_notebook_holds_together() -> None:
+    """`make docs` runs it. Its code parses, its links lead somewhere, its commands have their
+    options, and it is stored without outputs."""
+    page = DOCS / "examples" / "first_hour.ipynb"
+    commands = []
+    for cell in json.loads(text_of(page))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            for link in LINK.findall(source):
+                assert (page.parent / link).is_file(), link
+            continue
+        assert cell["outputs"] == []
+        if source.startswith("%%bash"):
+            commands += re.findall(r"^infinity (\w+)((?:.*\\\n)*.*)", source, flags=re.MULTILINE)
+        else:
+            ast.parse(source)
+    assert [command for command, _ in commands] == ["plan", "report"]
+    for command, given in commands:
+        assert set(OPTION.findall(given)) <= set(OPTION.findall(help_of(command)))
 
 
 def test_make_targets_are_listed() -> None:
