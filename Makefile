@@ -33,12 +33,8 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo demo-trainer test pytest lint types native asan tsan portable soak bench
 .PHONY: convergence hosts rehearsal ranks slow fuzz integrations integrations-latest report-browser
-<<<<<<< HEAD
-.PHONY: torch-matrix compile-kernels wheel release gpu-bundle gpu-dry clean campaign campaign-slice
-=======
-.PHONY: docs torch-matrix compile-kernels wheel gpu-bundle gpu-dry clean campaign campaign-slice
->>>>>>> b3d82ae2 (make docs: a site of the pages, the examples, a notebook and an API reference)
-.PHONY: mutations
+.PHONY: docs torch-matrix compile-kernels wheel release gpu-bundle gpu-dry clean campaign
+.PHONY: campaign-slice mutations
 
 setup: $(STAMP)
 
@@ -226,13 +222,8 @@ mutations: $(STAMP)
 	$(BIN)/python -m tests.mutations --count $(MUTATIONS) --seed $(SEED)
 
 slow: $(DEMO)
-<<<<<<< HEAD
 	$(INSTALL) cyclonedx-bom $$(CC=zig $(BIN)/python native/build_native.py requires)
-	$(BIN)/python -m pytest -q -m 'not soak'
-=======
-	$(INSTALL) $$(CC=zig $(BIN)/python native/build_native.py requires)
 	$(BIN)/python -m pytest -q -m 'not soak and not site'
->>>>>>> b3d82ae2 (make docs: a site of the pages, the examples, a notebook and an API reference)
 
 # Other trainers on the engine, with the pinned versions, one and two ranks.
 integrations: $(DEMO) $(TRAINERS)

@@ -138,6 +138,12 @@ def test_lines_end_at_the_last_column() -> None:
     ]
 
 
+def test_no_merge_is_left_open() -> None:
+    marks = re.compile(r"^(?:<{7}|>{7}) ", flags=re.MULTILINE)
+    read = [*READ_TOO, *SOURCES, ROOT / "CHANGELOG.md", ROOT / "setup.cfg"]
+    assert not [name(path) for path in read if marks.search(text_of(path))]
+
+
 @pytest.mark.parametrize(
     ("path", "line", "too_long"),
     [
