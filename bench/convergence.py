@@ -75,6 +75,8 @@ def windows(setting: Setting, seed: int) -> tuple[Iterator[torch.Tensor], torch.
         query=QUERY,
         jsonl=None,
         text=None,
+        chat=None,
+        eval=None,
         column="text",
         holdout=0.05,
         steps=setting.steps,

@@ -23,12 +23,19 @@ _SOURCES = (
     Row("text", argument, "plain text, UTF-8", "FILE"),
     Row("jsonl", argument, "JSON lines; the text is in --column", "FILE"),
     Row("sqlite", argument, "SQLite database; the text is what --query yields", "FILE"),
+    Row("chat", argument, "JSON lines of conversations, each a list of messages in --column; the "
+        "tokenizer's chat template renders them, and only the assistant's words are learnt",
+        "FILE"),
 )
 _TEXT = (
-    Row("column", "text", "the field of each JSON line (text)", "NAME"),
+    Row("column", str, "the field of each JSON line (text; messages with --chat)", "NAME"),
     Row("query", str, "a SELECT; the columns of a row are joined by a blank, rows by a line end",
         "SQL"),
-    Row("holdout", 0.05, "share of the text that is held out, its last part (0.05)", "SHARE"),
+    Row("holdout", float, "share of the text that is held out, its last part (0.05)", "SHARE"),
+    Row("eval", argument, "measure the held-out loss on this file, of the same kind as the text, "
+        "and train on all of the text", "FILE"),
+    Row("packing", False, "several conversations in a window, each by itself in attention; needs "
+        "--chat"),
 )  # fmt: skip
 # The default is None, not a number: checkpoints record None for whole layers (`resume.RULES`).
 _TILES = (
@@ -54,7 +61,7 @@ _TRAINING = (
     Row("seed", 0, "order of the text, and random rounding of states (0)"),
     Row("eval-every", 0, "held-out loss every so many steps; it is always measured before and "
         "after (0)", "STEPS"),
-    Row("eval-batches", 8, "micro-batches of a held-out measurement (8)"),
+    Row("eval-batches", int, "micro-batches of a held-out measurement (8; of --eval, all)"),
     Row("prompt", str, "continue this text before and after training"),
     Row("prompt-tokens", 24, "length of the continuation (24)"),
     Row("dtype", ("auto", "bfloat16", "float32"), "of the parameters that compute; auto: float32 "

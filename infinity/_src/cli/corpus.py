@@ -21,8 +21,11 @@ import sqlite3
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from infinity._src.cli.chat import IGNORED, Encoded, encode, read_conversations, to_windows
 
 Tokenize = Callable[[list[str]], list[list[int]]]
 """Lines to token ids, without special tokens."""
@@ -32,22 +35,32 @@ _LINES_AT_ONCE = 1024
 tokens.
 """
 
+EVAL_BATCHES = 8
+"""Micro-batches of a held-out measurement, if no option says how many. Of an eval file, all."""
+HOLDOUT = 0.05
+"""Share of the text that is held out, if no option says how much."""
+KINDS = ("text", "jsonl", "sqlite", "chat")
+"""Options that name the text."""
+
 _DTYPE = torch.int32
 """Dtype of windows in memory. Batches are int64, as torch wants them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Windows of tokens. Shapes: train [windows, seq], held_out [windows, seq], integers."""
+    """Windows of tokens. Shapes: train [windows, seq], held_out [windows, seq], integers. Windows
+    of conversations are [windows, 3, seq]: ids, labels, positions. notes: for the reader.
+    """
 
     train: torch.Tensor
     held_out: torch.Tensor
+    notes: tuple[str, ...] = ()
 
     def batches(
         self, batch: int, seed: int, *, rank: int = 0, ranks: int = 1, start: int = 0
     ) -> Iterator[torch.Tensor]:
-        """Return endless training batches, int64 [batch, seq]. A pass has every window once; each
-        pass has a different order. start: batches to skip.
+        """Return endless training batches, int64, of `batch` windows. A pass has every window once;
+        each pass has a different order. start: batches to skip.
 
         On several ranks each rank gets its rows of a batch of `ranks * batch` windows: all ranks
         together get the batch that one rank would get with that size.
@@ -92,6 +105,29 @@ class Corpus:
             yield (rows, True) if len(rows) else (found[:1], False)
 
 
+def ids_of(windows: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of windows, [windows, seq]."""
+    return windows[:, 0] if windows.dim() == 3 else windows
+
+
+def arguments_of(batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the arguments of a model of transformers for a batch of windows."""
+    if batch.dim() == 2:
+        return {"input_ids": batch, "labels": batch}
+    ids, labels, positions = batch.unbind(1)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def weight_of(batch: torch.Tensor) -> float:
+    """Return the weight of a batch's mean loss in a mean over all tokens with labels: their number,
+    as a multiple of a window without masked tokens.
+    """
+    if batch.dim() == 2:
+        return float(len(batch))
+    labels = batch[:, 1, 1:]
+    return float((labels != IGNORED).sum()) / labels.shape[-1]
+
+
 def steps_of(epochs: float, windows: int, per_step: int) -> int:
     """Return the number of steps that take each of `windows` windows `epochs` times, `per_step` in
     a step; the last step may begin a further pass.
@@ -99,26 +135,82 @@ def steps_of(epochs: float, windows: int, per_step: int) -> int:
     return max(math.ceil(epochs * windows / per_step), 1)
 
 
-def build_corpus(options: argparse.Namespace, tokenize: Tokenize, *, ranks: int = 1) -> Corpus:
+def build_corpus(
+    options: argparse.Namespace, tokenize: Tokenize, *, tokenizer: Any = None, ranks: int = 1
+) -> Corpus:
     """Read the text that `options` name. Tokenize all of its training part, and of the held-out
-    part what `ranks` ranks measure.
+    part what `ranks` ranks measure. tokenizer: with a chat template, for conversations.
 
     Raises: ValueError if the text is missing, unreadable or too short for one held-out and one
     training window.
     """
+    batches = options.eval_batches
+    if batches is None and options.eval is None:
+        batches = EVAL_BATCHES
+    measured = None if batches is None else ranks * batches * options.batch
+    if options.chat is not None:
+        return _build_chats(options, tokenizer, measured)
     lines = read_lines(options)
-    train_lines, held_lines = split_held_out(lines, options.holdout)
+    if options.eval is None:
+        train_lines, held_lines = split_held_out(lines, _share(options))
+    else:
+        train_lines, held_lines = lines, read_lines(_of_eval(options))
     train = windows(train_lines, tokenize, options.seq)
-    held_out = windows(
-        held_lines, tokenize, options.seq, ranks * options.eval_batches * options.batch
-    )
+    held_out = windows(held_lines, tokenize, options.seq, measured)
     for label, found in (("training", train), ("held-out", held_out)):
         if not len(found):
             raise ValueError(
                 f"the {label} part of the text has fewer than --seq {options.seq} tokens; "
                 "use more text, a smaller --seq, or another --holdout"
+                if options.eval is None
+                else f"the {label} text has fewer than --seq {options.seq} tokens; use more text, "
+                "or a smaller --seq"
             )
     return Corpus(train, held_out)
+
+
+def _share(options: argparse.Namespace) -> float:
+    return HOLDOUT if options.holdout is None else float(options.holdout)
+
+
+def _of_eval(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options with --eval in place of the training text, which it resembles."""
+    kind = next(kind for kind in KINDS if getattr(options, kind) is not None)
+    return argparse.Namespace(**{**vars(options), kind: options.eval})
+
+
+def _build_chats(options: argparse.Namespace, tokenizer: Any, measured: int | None) -> Corpus:
+    """Build the windows of conversations. measured: how many held-out ones; None: all."""
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "--chat needs a chat template, and the tokenizer of this model has none: add "
+            "chat_template.jinja to its directory, or give the text as --jsonl"
+        )
+    found = _encoded(options, tokenizer)
+    if options.eval is not None:
+        train, held_out = found, _encoded(_of_eval(options), tokenizer)
+    else:
+        held = max(math.ceil(_share(options) * len(found)), 1)
+        train, held_out = found[:-held], found[-held:]
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    parts = [
+        to_windows(part, options.seq, pad or 0, packing=options.packing)
+        for part in (train, held_out)
+    ]
+    for label, part in zip(("training", "held-out"), parts, strict=True):
+        if not len(part):
+            raise ValueError(
+                f"no {label} conversation has an answer within --seq {options.seq} tokens; use "
+                "more conversations or a larger --seq"
+            )
+    longer = sum(len(each.ids) > options.seq for each in found)
+    note = f"{longer} of {len(found)} conversations are longer than --seq {options.seq}, and cut"
+    return Corpus(parts[0], parts[1][:measured], (note,) if longer else ())
+
+
+def _encoded(options: argparse.Namespace, tokenizer: Any) -> list[Encoded]:
+    conversations = read_conversations(options.chat, options.column or "messages")
+    return [encode(tokenizer, messages) for messages in conversations]
 
 
 def read_lines(options: argparse.Namespace) -> list[str]:
@@ -133,7 +225,7 @@ def read_lines(options: argparse.Namespace) -> list[str]:
                 )
             lines = _read_sqlite(options.sqlite, options.query)
         elif options.jsonl is not None:
-            lines = _read_jsonl(options.jsonl, options.column)
+            lines = _read_jsonl(options.jsonl, options.column or "text")
         else:
             lines = options.text.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:

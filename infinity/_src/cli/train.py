@@ -55,7 +55,14 @@ from infinity._src.base.telemetry import configure_logging
 from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli import hf_model, lora
 from infinity._src.cli.arguments import check_tiles
-from infinity._src.cli.corpus import Corpus, build_corpus, steps_of
+from infinity._src.cli.corpus import (
+    Corpus,
+    arguments_of,
+    build_corpus,
+    ids_of,
+    steps_of,
+    weight_of,
+)
 from infinity._src.cli.html_report import PAGE_NAME, write_report
 from infinity._src.cli.report import (
     StepDisplay,
@@ -244,6 +251,7 @@ def _check(options: argparse.Namespace) -> None:
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     _check_length(options)
+    _check_text(options)
     check_tiles(options)
     for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed", "save_every"):
         if not 0 <= getattr(options, name) < math.inf:
@@ -279,6 +287,20 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--activations {options.activations} takes the inputs of checkpointed blocks, of "
             "which there are none; add --checkpointing, or --accumulate with --schedule vertical"
+        )
+
+
+def _check_text(options: argparse.Namespace) -> None:
+    """Raise ValueError for options of the text that contradict each other."""
+    if options.eval is not None and options.holdout is not None:
+        raise ValueError(
+            f"--eval {options.eval} replaces the held-out part of the text, and --holdout "
+            f"{options.holdout:g} is its size; give one of them"
+        )
+    if options.packing and options.chat is None:
+        raise ValueError(
+            "--packing puts several conversations of --chat into a window; the windows of a text "
+            "are full already: leave it out"
         )
 
 
@@ -382,7 +404,14 @@ class _Run:
         self.policy = policy_of(options, ranks.device)
         self._say(f"reading the tokenizer of {options.model} and the text")
         self.pretrained = hf_model.find_pretrained(options.model)
-        self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize, ranks=ranks.world)
+        self.corpus: Corpus = build_corpus(
+            options,
+            self.pretrained.tokenize,
+            tokenizer=self.pretrained.tokenizer,
+            ranks=ranks.world,
+        )
+        for note in self.corpus.notes:
+            self._say(f"  {note}")
         self.directories = resolve_directories(
             self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank
         )
@@ -583,7 +612,7 @@ class _Run:
         except SlicesError as error:
             raise ValueError(_one_by_one(error)) from error
         prompt = self.pretrained.tokenizer(options.prompt or "", return_tensors="pt")["input_ids"]
-        tokens = (self.corpus.train, self.corpus.held_out, prompt)
+        tokens = (ids_of(self.corpus.train), ids_of(self.corpus.held_out), prompt)
         hf_model.check_tokens(model, self.pretrained, tokens)
         return model
 
@@ -982,11 +1011,10 @@ class _Run:
         total = float(functools.reduce(torch.add, losses))
         return phase, self.ranks.sums(total)[0] / self.ranks.world
 
-    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a pass over `ids`, int64 [rows, seq], divided by the number of passes.
-        """
+    def _loss(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a pass over windows, divided by the number of passes."""
         try:
-            loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss: torch.Tensor = self.model(**arguments_of(batch), use_cache=False).loss
         except SlicesError as error:
             raise ValueError(_one_by_one(error)) from error
         return loss / self.passes if self.passes > 1 else loss
@@ -996,24 +1024,23 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
     def _measure_held_out(self, step: int) -> float:
-        """Return the mean loss per window of the held-out part, and record it. Collective."""
+        """Return the mean loss per token of the held-out part, and record it. Collective."""
         self.model.eval()
-        total, count = 0.0, 0.0
+        total, weight, count = 0.0, 0.0, 0.0
         rows = self.corpus.held_out_rows(
             self.options.batch, rank=self.ranks.rank, ranks=self.ranks.world
         )
         with torch.no_grad():
             for batch, counts in rows:
-                ids = batch.to(self.device)
-                # Weighted by windows: the last batch may have fewer, and all windows count alike.
-                loss_sum = float(self.model(input_ids=ids, labels=ids, use_cache=False).loss) * len(
-                    ids
-                )
+                found = self.model(**arguments_of(batch.to(self.device)), use_cache=False)
+                # Weighted, since the last batch may have fewer windows, and all tokens count alike.
+                mean, of_batch = float(found.loss), weight_of(batch)
                 if counts:
-                    total, count = total + loss_sum, count + len(ids)
+                    total, weight = total + mean * of_batch, weight + of_batch
+                    count += len(batch)
         self.model.train()
-        total, count = self.ranks.sums(total, count)
-        loss = total / count
+        total, weight, count = self.ranks.sums(total, weight, count)
+        loss = total / weight
         self.held_out.append((step, loss))
         if step not in self.recorded:
             self.metrics.add("held_out", {"step": step, "loss": loss, "windows": round(count)})

@@ -27,6 +27,7 @@ def options(**given: Any) -> argparse.Namespace:
     defaults = {
         "text": None, "jsonl": None, "sqlite": None, "query": None, "column": "text",
         "holdout": 0.2, "steps": 2, "batch": 2, "seq": 4, "accumulate": 1, "eval_batches": 2,
+        "chat": None, "eval": None, "packing": False,
     }  # fmt: skip
     return argparse.Namespace(**{**defaults, **given})
 
