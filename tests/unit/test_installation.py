@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from infinity._src.base import installation
 from infinity._src.base.installation import EXTRA, NEEDS, install_line
@@ -85,6 +86,11 @@ def test_doctor_names_the_commands_that_lack_packages(monkeypatch: pytest.Monkey
     found = doctor._commands()
     assert found.value == "train lacks plotly; report lacks plotly"
     assert found.warning.endswith(install_line(EXTRA))
+    monkeypatch.setattr(doctor, "findings", lambda *_, **__: iter([found]))
+    console = Console(file=io.StringIO(), width=300)
+    doctor.run_doctor(console=console)
+    # Its brackets are no markup.
+    assert f"warning: commands: {found.warning}\n" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("package", ["transformers", "gguf"])

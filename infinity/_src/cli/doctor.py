@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from infinity._src.base import openmp
@@ -83,14 +84,14 @@ def run_doctor(
     for finding in findings(directories, model=model):
         table.add_row(
             finding.subject,
-            finding.value,
+            escape(finding.value),
             "[yellow]warning[/yellow]" if finding.warning else "[green]ok[/green]",
         )
         if finding.warning:
             faults.append(f"{finding.subject}: {finding.warning}")
     console.print(table)
     for fault in faults:
-        say(console, f"[yellow]warning:[/yellow] {fault}")
+        say(console, f"[yellow]warning:[/yellow] {escape(fault)}")
     if not faults:
         console.print("nothing is missing")
     return 0

@@ -1090,14 +1090,14 @@ class _Run:
         if self.records and not plot_loss(
             [*self.earlier_records, *self.records], self.held_out, self.options.out / "loss.png"
         ):
-            self._say(f"no loss.png: {not_installed('matplotlib')}")
+            self._say(f"no loss.png: {escape(not_installed('matplotlib'))}")
 
     def _leave_page(self) -> None:
         """Write the page of this run, if it has taken steps."""
         if not (self.records and self.ranks.first):
             return
         if not is_installed("plotly"):
-            self._say(f"no {PAGE_NAME}: {not_installed('plotly')}")
+            self._say(f"no {PAGE_NAME}: {escape(not_installed('plotly'))}")
             return
         write_report([self.options.out], self.options.out / PAGE_NAME)
         self._say(f"the page of the run is {self.options.out / PAGE_NAME}")

@@ -26,6 +26,7 @@ from infinity._src.cli import train as command
 from infinity._src.cli.html_report import run_report, sections
 from infinity._src.cli.run_history import POINTS_MAX, Series, read_run, runs_of
 from infinity._src.measure.swap import measure_swap
+from tests.tiny_llama import TEXT, write_model
 from tests.unit.cli.commands import run
 from tests.unit.cli.run_pages import (
     HOSTILE,
@@ -325,6 +326,23 @@ def test_without_plotly_the_command_says_what_to_install(
     status, shown = report(run)
     assert status == 2
     assert f"no page: plotly is not installed: {install_line('train')}" in shown
+
+
+def test_training_without_the_libraries_of_its_pictures_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in ("plotly", "matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "model").mkdir()
+    write_model(tmp_path / "model")
+    (tmp_path / "text").write_text(TEXT)
+    given = "--params cpu --optim cpu --steps 1 --seq 32 --eval-batches 1 --no-save --no-trace"
+    paths = (tmp_path / "model", "--text", tmp_path / "text", "--out", tmp_path / "out")
+    status, shown = run(command.run_train, "train", *paths, *given.split())
+    assert status == 0, shown
+    for missing, package in (("loss.png", "matplotlib"), ("report.html", "plotly")):
+        assert f"no {missing}: {package} is not installed: {install_line('train')}\n" in shown
+        assert not (tmp_path / "out" / missing).exists()
 
 
 @pytest.mark.parametrize("count", [1, 2, POINTS_MAX, POINTS_MAX + 1, 3 * POINTS_MAX + 7, 5000])
