@@ -17,7 +17,7 @@ STAMP  := $(VENV)/.infinity-setup
 DEMO   := $(VENV)/.infinity-demo
 # What the trainers of infinity.integrations need.
 TRAINERS := $(VENV)/.infinity-trainers
-EXTRAS   := transformers,accelerate,trl,peft,lightning,test
+EXTRAS   := transformers,accelerate,trl,peft,lightning,wandb,test
 
 NATIVE_SOURCES := $(wildcard native/*.[ch] native/*/*.[ch] native/*.py)
 SET_UP_FROM    := pyproject.toml setup.cfg $(PINS) $(NATIVE_SOURCES)

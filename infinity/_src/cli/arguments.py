@@ -9,6 +9,7 @@ import argparse
 
 from infinity._src.base.options import Row, add_options
 from infinity._src.base.paths import argument
+from infinity._src.cli.trackers import TRACKERS
 from infinity._src.config.choices import CHOICES, SCHEDULES, field_rows, left_out
 
 # -- infinity train --------------------------------------------------------------------------------
@@ -70,6 +71,8 @@ _TRAINING = (
     Row("lora", int, "train LoRA adapters of this rank on all linears of the blocks, by peft; the "
         "model is frozen, and --out gets the adapter (train the model)", "R"),
     Row("checkpointing", False, "recompute activations in backward"),
+    Row("report-to", [str], "report the figures of steps there, too; repeat for several; wandb is "
+        "offline unless WANDB_MODE says otherwise", more={"choices": TRACKERS}),
     Row("no-save", False, "do not write the trained model"),
     Row("no-trace", False, "record no timeline"),
 )  # fmt: skip

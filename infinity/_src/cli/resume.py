@@ -241,7 +241,7 @@ class SmallState:
         if source is not None:
             self._check(source)
         # Each rank draws an id, but only the id of rank 0 is read again.
-        self._run = (source.run if source is not None else "") or secrets.token_hex(8)
+        self.run = (source.run if source is not None else "") or secrets.token_hex(8)
 
     def _check(self, source: Source) -> None:
         # At step 0 no step has followed any rules.
@@ -277,7 +277,7 @@ class SmallState:
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
         return {
             "train": {**self._rules, RULE_OF_STEPS: self._steps},
-            "run": self._run,
+            "run": self.run,
             "place": self._place,
             "rng": rng,
             "scheduler": scheduler.state_dict(),

@@ -7,6 +7,7 @@ The loop is what a user would write, with measurements and saves around it. Resu
     report.html     a page of these two (needs plotly); `infinity report` makes it again
     trace.json      the timeline, for https://ui.perfetto.dev
     loss.png        training and held-out loss (needs matplotlib)
+    metrics.csv, tensorboard/, wandb/  with --report-to (`infinity._src.cli.trackers`)
     *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
     checkpoint/     with --save-every; --resume resumes from it or from the durable run
                     (`infinity._src.cli.resume`)
@@ -86,6 +87,7 @@ from infinity._src.cli.resume import (
 )
 from infinity._src.cli.stop_signals import Stopped, name_of, status_of
 from infinity._src.cli.torchrun import Joined, joined
+from infinity._src.cli.trackers import Tracker, check_installed, open_trackers, reported
 from infinity._src.config.choices import given_fields
 from infinity._src.engine.step_log import StepMeter
 from infinity._src.engine.step_stats import micro_batches_text
@@ -259,6 +261,7 @@ def _check(options: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} {getattr(options, name)} must be a number, 0 or more"
             )
 
+    check_installed(options.report_to or ())
     if options.lora is not None:
         for name in ("tile_linears", "tile_experts"):
             if getattr(options, name) is not None:
@@ -449,8 +452,28 @@ class _Run:
         # If the run had ended before: steps whose held-out loss the file has already.
         self.recorded = set[int]()
         self.earlier, self.earlier_records = self._go_on()
+        self.trackers = self._open_trackers(stack)
         # A stopped run gets its page, too.
         stack.callback(self._leave_page)
+
+    def _open_trackers(self, stack: ExitStack) -> list[Tracker]:
+        """Open the trackers of --report-to, which `stack` closes."""
+        if not self.ranks.first:
+            return []
+        names, out = self.options.report_to or (), self.options.out
+        after = 0 if self.ended else self.earlier.step
+        about = self._description()
+        found = open_trackers(names, out, about, run=self.small.run, after=after)
+        for tracker in found:
+            stack.callback(tracker.close)
+        return found
+
+    def _report(self, kind: str, row: dict[str, Any]) -> None:
+        """Record the figures of a step, or of a measurement, and report them to the trackers."""
+        self.metrics.add(kind, row)
+        figures = reported(row) if kind == "step" else {"held_out_loss": row["loss"]}
+        for tracker in self.trackers:
+            tracker.log(row["step"], figures)
 
     def _choose_source(self, found: Source | None) -> None:
         """Note what is restored, and whether the model's files are read nevertheless."""
@@ -970,7 +993,7 @@ class _Run:
         }
         record = StepRecord.of(figures | own)
         self.records.append(record)
-        self.metrics.add("step", figures | record.as_dict())
+        self._report("step", figures | record.as_dict())
         display.show(record, Moved(now.bytes_read, now.bytes_written))
         self._keep(step)
         self.last = now
@@ -1043,7 +1066,7 @@ class _Run:
         loss = total / weight
         self.held_out.append((step, loss))
         if step not in self.recorded:
-            self.metrics.add("held_out", {"step": step, "loss": loss, "windows": round(count)})
+            self._report("held_out", {"step": step, "loss": loss, "windows": round(count)})
         if self.ended:
             self.recorded.add(step)
         return loss
