@@ -1,4 +1,4 @@
-"""Where `infinity train --report-to` reports figures, beside metrics.jsonl.
+"""Trackers of `infinity train --report-to`, which get the figures of steps beside metrics.jsonl.
 
     csv            metrics.csv, a row for each step, written when the run ends or is stopped
     tensorboard    tensorboard/, by torch's SummaryWriter
