@@ -93,22 +93,30 @@ def test_doctor_names_the_commands_that_lack_packages(monkeypatch: pytest.Monkey
     assert f"warning: commands: {found.warning}\n" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("package", ["transformers", "gguf"])
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        ("train model.gguf --text text --out out", "transformers"),
+        ("train model.gguf --text text --out out", "gguf"),
+        ("plan config.json --tokens-per-step 1 --ram 1GiB", "transformers"),
+    ],
+)
 def test_a_command_without_its_package_is_one_line_and_leaves_nothing(
+    command: str,
     package: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    for name in ("model.gguf", "text"):
-        (tmp_path / name).write_text("text")
-    out = tmp_path / "out"
-    model, text = str(tmp_path / "model.gguf"), str(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    files = ("config.json", "model.gguf", "text")
+    for name in files:
+        (tmp_path / name).write_text('{"model_type": "llama"}')
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert main(["train", model, "--text", text, "--out", str(out)]) == 2
+    assert main(command.split()) == 2
     shown = sys.stdout.getvalue() + capsys.readouterr().err  # type: ignore[attr-defined]
     (line,) = re.findall("^error: .*", shown, flags=re.MULTILINE)
     assert line.endswith(install_line(EXTRA))
     assert shown.endswith(f"{line}\n")
-    assert not out.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == list(files)
