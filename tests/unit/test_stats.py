@@ -121,7 +121,7 @@ def test_a_line_says_what_is_wrong_and_nothing_else() -> None:
 
 def test_the_report_says_how_long_a_drive_would_last() -> None:
     mean = Steady(
-        steps=3,
+        steps=100,
         step_s=10.0,
         first_forward_s=1.0,
         compute_s=1.0,
@@ -152,6 +152,10 @@ def test_the_report_says_how_long_a_drive_would_last() -> None:
             "would last 1.0 days)"
         ),
     )
+    # Steps of a few minutes say nothing of a day.
+    few = dataclasses.replace(mean, steps=2)
+    text = dict(drive_rows(few, {"drives": [drive]}))["endurance"]
+    assert text.startswith("89.4 GiB written per step; how long the drives last is extrapolated")
     assert drive_rows(mean, {"drives": []}) == []
 
 

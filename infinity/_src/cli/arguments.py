@@ -146,8 +146,9 @@ def check_tiles(options: argparse.Namespace) -> None:
 # -- infinity report -------------------------------------------------------------------------------
 
 REPORT = (
-    "Write one HTML page of a run: loss, the time of each step, drives, memory by tier, one step "
-    "unit by unit, and wear. It holds all that it needs, and opens without a network. Where DIR "
+    "Write one HTML page of a run: loss, the time of each step, schedule and speed, drives, memory "
+    "by tier, one step unit by unit, and wear. It holds all that it needs, and opens "
+    "without a network. Where DIR "
     "has several directories with runs, they are shown beside each other."
 )
 
@@ -159,6 +160,9 @@ def add_report(parser: argparse.ArgumentParser) -> None:
             "inf.StepLog", "DIR"),
         Row("out", argument, "where the page goes (report.html in DIR)", "FILE"),
         Row("tbw", float, "terabytes written that one drive is rated for (an example)", "TB"),
+        Row("watch", False, "write the page again and again while the run goes on; it loads itself "
+            "again in a browser"),
+        Row("every", float, "how often --watch does so (10)", "SECONDS"),
     ))  # fmt: skip
 
 

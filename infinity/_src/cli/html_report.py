@@ -21,36 +21,43 @@ from rich.markup import escape
 from infinity._src.base.atomic_file import write_named
 from infinity._src.base.console import say, say_error
 from infinity._src.base.installation import is_installed, not_installed
+from infinity._src.base.progress import format_left
 from infinity._src.base.sizes import format_size
 from infinity._src.base.step_timeline import Bar, StepTimeline
+from infinity._src.cli.page_style import (
+    AXIS,
+    BLUE,
+    CHART,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALETTE,
+    POLICY,
+    PURPLE,
+    RED,
+    STYLE,
+    UNITS,
+    reloads,
+)
 from infinity._src.cli.run_history import Point, RunHistory, read_run, runs_of
-from infinity._src.memory.roofline import EXAMPLE_TBW
+from infinity._src.cli.watch import watch
+from infinity._src.memory.roofline import EXAMPLE_TBW, WEAR_LEAST_S
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 PAGE_NAME: Final = "report.html"
 
+EVERY_S: Final = 10.0
+"""Seconds between two pages of --watch."""
 _TEXT_MAX = 120
-_COLOURS = ("#1f6feb", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#0e7c86", "#9a6700", "#57606a")
-_OF_TIME = {"compute": "#1a7f37", "waiting": "#cf222e", "update": "#8250df", "rest": "#afb8c1"}
-
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #1f2328; margin: 1.5rem auto;
-       max-width: 1400px; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 1.6rem 0 .2rem; }
-p { margin: .2rem 0 .4rem; color: #57606a; }
-table { border-collapse: collapse; margin: .4rem 0; }
-td, th { text-align: left; padding: .15rem .9rem .15rem 0; vertical-align: top; }
-th { font-weight: 600; } td { font-variant-numeric: tabular-nums; }
-.charts { display: grid; grid-template-columns: minmax(0, 1fr); gap: .5rem; }
-@media (min-width: 1000px) { .beside { grid-template-columns: repeat(2, minmax(0, 1fr)); } }
-"""
-
-# No requests: plotly.js and its styles are in the page.
-_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-)
+_COMMAND_MAX = 1000
+_OF_TIME = {
+    "compute": GREEN,
+    "waiting": RED,
+    "update": PURPLE,
+    "rest": GREY,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +92,16 @@ def run_report(options: argparse.Namespace, console: Console | None = None) -> i
             raise ValueError(f"--tbw {options.tbw:g} must be a number of terabytes above 0")
         if not is_installed("plotly"):
             raise ValueError(f"no page: {not_installed('plotly')}")
-        size = write_report(runs_of(options.directory), out, rated_tb=options.tbw)
+        _check_watch(options)
+        directories = runs_of(options.directory)
+        if options.watch:
+            say(console, f"{escape(str(out))} is written again as the run goes on; Ctrl-C ends it")
+            return watch(
+                directories,
+                lambda runs, seconds: _write(runs, out, options.tbw, seconds),
+                options.every or EVERY_S,
+            )
+        size = write_report(directories, out, rated_tb=options.tbw)
     except (ValueError, OSError) as error:
         say_error(console, error)
         return 2
@@ -104,14 +120,38 @@ def write_report(directories: Sequence[Path], out: Path, *, rated_tb: float | No
         raise ValueError(
             f"{', '.join(map(str, directories))}: no step was recorded yet; make the page later"
         )
+    return _write(runs, out, rated_tb)
+
+
+def _check_watch(options: argparse.Namespace) -> None:
+    if options.every is None:
+        return
+    if not options.watch:
+        raise ValueError(
+            f"--every {options.every:g} says how often --watch writes the page; add --watch"
+        )
+    if not 0 < options.every < math.inf:
+        raise ValueError(f"--every {options.every:g} must be a number of seconds above 0")
+
+
+def _write(
+    runs: Sequence[RunHistory],
+    out: Path,
+    rated_tb: float | None,
+    reload_s: float | None = None,
+) -> int:
     # A directory's name may contain bytes that are not UTF-8.
-    data = page(runs, rated_tb).encode(errors="replace")
+    data = page(runs, rated_tb, reload_s).encode(errors="replace")
     write_named(out, data)
     return len(data)
 
 
-def page(runs: Sequence[RunHistory], rated_tb: float | None = None) -> str:
-    """Return the page as HTML."""
+def page(
+    runs: Sequence[RunHistory], rated_tb: float | None = None, reload_s: float | None = None
+) -> str:
+    """Return the page as HTML. reload_s: seconds after which it loads itself again; None: it does
+    not.
+    """
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
@@ -138,10 +178,11 @@ def page(runs: Sequence[RunHistory], rated_tb: float | None = None) -> str:
     title = html.escape(f"infinity: {', '.join(_short(run.name) for run in runs)}")
     return (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'<link rel="icon" href="data:,"><title>{title}</title><style>{_STYLE}</style>'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta name="color-scheme" content="light dark">'
+        f'<link rel="icon" href="data:,"><title>{title}</title><style>{STYLE}</style>'
         f"<script>{get_plotlyjs()}</script></head><body><h1>{title}</h1>{''.join(body)}"
-        "</body></html>\n"
+        f"{reloads(reload_s)}</body></html>\n"
     )
 
 
@@ -170,6 +211,11 @@ def sections(runs: Sequence[RunHistory], rated_tb: float | None = None) -> list[
             "compute: forward and backward; waiting: for units and for updates; update: "
             "opt.step(); rest: all else, such as clipping and the data.",
             each("time", _times),
+        ),
+        Section(
+            "Schedule and speed",
+            _speed_text(shown),
+            _curves(shown),
         ),
         charted(
             "Drives",
@@ -210,9 +256,11 @@ def sections(runs: Sequence[RunHistory], rated_tb: float | None = None) -> list[
 def _figure(title: str, y: str, **layout: Any) -> go.Figure:
     import plotly.graph_objects as go
 
-    return go.Figure(
+    figure = go.Figure(
         layout={
             "template": "plotly_white",
+            "colorway": PALETTE,
+            **CHART,
             "title": {"text": title, "font": {"size": 14}, "y": 0.97},
             "margin": {"l": 60, "r": 20, "t": 40, "b": 45},
             "height": 340,
@@ -222,6 +270,9 @@ def _figure(title: str, y: str, **layout: Any) -> go.Figure:
             **layout,
         }
     )
+    figure.update_xaxes(**AXIS)
+    figure.update_yaxes(**AXIS)
+    return figure
 
 
 def _line(name: str, points: Sequence[Point], values: Iterable[float | None], **more: Any) -> Any:
@@ -251,7 +302,7 @@ def _loss(runs: Sequence[RunHistory]) -> go.Figure:
     figure = _figure("", "loss")
     lows, highs = [], []
     for index, run in enumerate(runs):
-        colour, points = _COLOURS[index], run.series.points
+        colour, points = PALETTE[index], run.series.points
         label = f"{_plain(run.name)}: " if len(runs) > 1 else ""
         losses = [point.get("loss") for point in points]
         figure.add_trace(_line(f"{label}training", points, losses, line={"color": colour}))
@@ -290,7 +341,7 @@ def _loss(runs: Sequence[RunHistory]) -> go.Figure:
                     # NaN and infinity have no place on the axis: draw them at the smallest loss.
                     y=[min(lows, default=0.0)] * len(odd),
                     mode="markers",
-                    marker={"color": "#cf222e", "symbol": "x", "size": 9},
+                    marker={"color": RED, "symbol": "x", "size": 9},
                 )
             )
     # On a linear axis a single huge loss would flatten all others.
@@ -299,6 +350,58 @@ def _loss(runs: Sequence[RunHistory]) -> go.Figure:
     else:
         figure.update_yaxes(rangemode="normal")
     return figure
+
+
+def _curves(runs: Sequence[RunHistory]) -> tuple[Chart, ...]:
+    """Draw figures of steps that have one curve a run."""
+    curves: tuple[tuple[str, str, Callable[[RunHistory, Point], float | None]], ...] = (
+        ("lr", "learning rate", lambda _, point: point.get("lr")),
+        ("norm", "gradient norm, before clipping", lambda _, point: point.get("grad_norm")),
+        ("speed", "tokens/s", lambda _, point: tokens_per_s(point)),
+        ("eta", "η", eta),
+    )
+    found = []
+    for name, label, value in curves:
+        figure = _figure("", label)
+        for index, run in enumerate(runs):
+            values = [value(run, point) for point in run.series.points]
+            if any(each is not None for each in values):
+                line = {"color": PALETTE[index]}
+                title = _plain(run.name) if len(runs) > 1 else label
+                figure.add_trace(_line(title, run.series.points, values, line=line))
+        if figure.data:
+            found.append(Chart(name, figure))
+    return tuple(found)
+
+
+def tokens_per_s(point: Point) -> float | None:
+    """Return the tokens of a point's steps by their time; None if not known."""
+    tokens, seconds = point.get("tokens"), point.means["step_s"]
+    return tokens / seconds if tokens is not None and seconds > 0 else None
+
+
+def eta(run: RunHistory, point: Point) -> float | None:
+    """Return the share of a point's time that its steps need at least: the larger of their compute
+    and what the drives need for their bytes. None if the drives were not measured.
+    """
+    compute_s, seconds = point.get("compute_s"), point.means["step_s"]
+    if compute_s is None or seconds <= 0 or not {"read", "write"} <= run.bandwidth.keys():
+        return None
+    drives_s = (
+        (point.get("bytes_read") or 0.0) / run.bandwidth["read"]
+        + (point.get("bytes_written") or 0.0) / run.bandwidth["write"]
+    ) / 1e9
+    return max(compute_s, drives_s) / seconds
+
+
+def _speed_text(runs: Sequence[RunHistory]) -> str:
+    if not _curves(runs):
+        return ""
+    return (
+        "η of a step is the larger of its compute and of what the drives, as measured, need for "
+        "its bytes, as a share of its time. Compute beside updates counts as compute here; the "
+        "summary of infinity train has η without them."
+    )
 
 
 def _times(run: RunHistory) -> go.Figure:
@@ -324,8 +427,8 @@ def _rates(run: RunHistory) -> go.Figure | None:
         return None
     figure = _figure(f"{_plain(run.name)}; {_limit_text(run)}", "GB/s", barmode="stack", bargap=0)
     for name, field, colour in (
-        ("read", "bytes_read", "#54aeff"),
-        ("written", "bytes_written", "#fb8f44"),
+        ("read", "bytes_read", BLUE),
+        ("written", "bytes_written", ORANGE),
     ):
         figure.add_trace(_stack(name, points, [_rate(point, field) for point in points], colour))
     if len(run.drives) > 1:
@@ -333,13 +436,13 @@ def _rates(run: RunHistory) -> go.Figure | None:
             rates = [_rate(point, f"moved {path}") for point in points]
             figure.add_trace(_line(f"both, {_plain(path)}", points, rates, line={"width": 1}))
     names = {"read": "limit of reads", "write": "limit of writes", "mixed": "limit of both at once"}
-    for (kind, name), colour in zip(names.items(), ("#0969da", "#bc4c00", "#57606a"), strict=True):
+    for (kind, name), colour in zip(names.items(), (BLUE, ORANGE, GREY), strict=True):
         if kind in run.bandwidth:
             values = [run.bandwidth[kind]] * len(points)
             line = {"color": colour, "dash": "dash", "width": 1.5}
             figure.add_trace(_line(name, points, values, line=line))
     if {"read", "write"} <= run.bandwidth.keys():
-        line = {"color": "#1f2328", "width": 1.5}
+        line = {"color": PURPLE, "width": 1.5}
         mixes = [_mix_limit(point, run.bandwidth) for point in points]
         figure.add_trace(_line("limit of this mix", points, mixes, line=line))
     return figure
@@ -391,12 +494,12 @@ def _tiers(run: RunHistory) -> go.Figure | None:
                 y=[names[tier]],
                 x=[size / 1e9],
                 orientation="h",
-                marker={"color": _COLOURS[index % len(_COLOURS)]},
+                marker={"color": PALETTE[index % len(PALETTE)]},
             )
         )
     if run.budget_bytes is not None:
         left = max(run.budget_bytes - sum(run.memory["ram"].values()), 0.0)
-        edge = {"color": "rgba(0,0,0,0)", "line": {"color": "#57606a", "width": 1.5}}
+        edge = {"color": "rgba(0,0,0,0)", "line": {"color": GREY, "width": 1.5}}
         figure.add_trace(
             go.Bar(
                 name="RAM: left of the budget",
@@ -474,9 +577,10 @@ def _lane(lane: str, bars: Sequence[Bar], at: int, timeline: StepTimeline) -> An
 
     labels = [_label(bar, timeline.names) for bar in bars]
     last = max(len(timeline.names) - 1, 1)
+    scale, share = UNITS
     # An explicit colour for each bar: with a colour scale plotly chooses text without contrast.
-    colours: Any = sample_colorscale("Turbo", [bar.first / last for bar in bars])
-    colours = {"waiting": "#cf222e", "phase": "#d0d7de"}.get(lane, colours)
+    colours: Any = sample_colorscale(scale, [share * bar.first / last for bar in bars])
+    colours = {"waiting": RED, "phase": GREY}.get(lane, colours)
     return go.Bar(
         name=lane,
         orientation="h",
@@ -516,10 +620,18 @@ def _thinned(runs: Sequence[RunHistory]) -> str:
 
 def _facts(runs: Sequence[RunHistory]) -> tuple[tuple[str, ...], ...]:
     rows: list[tuple[str, Callable[[RunHistory], str]]] = [
+        ("command", lambda run: _about_text(run, "command")),
+        ("date", lambda run: _about_text(run, "date")),
+        ("version", _version_text),
         ("steps", _steps_text),
+        ("total time", _total_text),
         ("time per step", _time_text),
+        ("tokens/s", _tokens_text),
+        ("bound by", _bound_text),
         ("parameters", _params_text),
         ("machine", _machine_text),
+        ("training", _training_text),
+        ("text", _source_text),
         ("chosen", _options_text),
         ("notes", lambda run: "; ".join(run.notes)),
     ]
@@ -547,6 +659,75 @@ def _time_text(run: RunHistory) -> str:
     return text
 
 
+def _about_text(run: RunHistory, name: str) -> str:
+    text = run.about.get(name)
+    return _short(text, _COMMAND_MAX) if isinstance(text, str) else ""
+
+
+def _version_text(run: RunHistory) -> str:
+    versions = [
+        f"{label} {_short(str(run.about[name]))}"
+        for label, name in (("infinity", "version"), ("torch", "torch"))
+        if run.about.get(name) is not None
+    ]
+    return ", ".join(versions)
+
+
+def _total_text(run: RunHistory) -> str:
+    if not run.steps:
+        return ""
+    text = f"{format_left(run.total('step_s'))} in steps"
+    if run.elapsed_s:
+        text = f"{format_left(run.elapsed_s)}, with loading and measurements; {text}"
+    return text
+
+
+def _tokens_text(run: RunHistory) -> str:
+    seconds, tokens = run.total("step_s"), run.total("tokens")
+    return f"{tokens / seconds:,.4g}, mean of all steps" if tokens and seconds else ""
+
+
+def _bound_text(run: RunHistory) -> str:
+    """Say what took most of the steps' time, and the shares of all parts."""
+    seconds = run.total("step_s")
+    known = {
+        "compute": run.total("compute_s"),
+        "waiting for units and updates": run.total("io_wait_s"),
+        "update": run.total("update_s"),
+    }
+    if not seconds or not any(known.values()):
+        return ""
+    parts = {**known, "the rest": max(seconds - sum(known.values()), 0.0)}
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {part / seconds:.0%}" for name, part in ordered)
+
+
+def _training_text(run: RunHistory) -> str:
+    options = run.about.get("options")
+    names = ("lr", "warmup", "batch", "accumulate", "seq", "seed", "clip", "dtype", "lora")
+    return _chosen_text(options, names)
+
+
+def _source_text(run: RunHistory) -> str:
+    options = run.about.get("options")
+    if not isinstance(options, dict):
+        return ""
+    text = _chosen_text(options, ("text", "jsonl", "sqlite", "chat"))
+    if not text:
+        return ""
+    held_out = options.get("eval")
+    where = f"in {held_out}" if held_out is not None else "at its end"
+    return _short(f"{text}; the held-out part is {where}")
+
+
+def _chosen_text(options: Any, names: Sequence[str]) -> str:
+    if not isinstance(options, dict):
+        return ""
+    return _short(
+        "; ".join(f"{name} {options[name]}" for name in names if options.get(name) is not None)
+    )
+
+
 def _params_text(run: RunHistory) -> str:
     params = run.about.get("params")
     ranks = run.about.get("ranks")
@@ -565,11 +746,8 @@ def _machine_text(run: RunHistory) -> str:
 
 def _options_text(run: RunHistory) -> str:
     options = run.about.get("options")
-    names = ("model", "schedule", "accumulate", "state", "update", "generations", "ram")
-    if not isinstance(options, dict):
-        return ""
-    chosen = [f"{name} {options[name]}" for name in names if options.get(name) is not None]
-    return _short("; ".join(chosen))
+    names = ("model", "schedule", "state", "update", "generations", "ram")
+    return _chosen_text(options, names)
 
 
 def _timeline_text(runs: Sequence[RunHistory]) -> str:
@@ -593,11 +771,16 @@ def _timeline_text(runs: Sequence[RunHistory]) -> str:
 def _wear_text(runs: Sequence[RunHistory], rated_tb: float | None) -> str:
     if not any(run.drives for run in runs):
         return "Nothing rests on a drive."
+    least = (
+        f" A run is extrapolated to days if its steps took {format_left(WEAR_LEAST_S)} or more: in "
+        "a shorter one, loading and the first steps say little of a day."
+    )
     if rated_tb is not None:
-        return f"How long drives rated for {rated_tb:g} terabytes written (TBW) last at this rate."
+        rated = f"How long drives rated for {rated_tb:g} terabytes written (TBW) last at this rate."
+        return rated + least
     return (
         "What a drive is rated for is not known here: the example is a drive of "
-        f"{EXAMPLE_TBW} terabytes written (TBW). Give yours with --tbw."
+        f"{EXAMPLE_TBW} terabytes written (TBW). Give yours with --tbw.{least}"
     )
 
 
@@ -607,7 +790,9 @@ def _wear(runs: Sequence[RunHistory], rated_tb: float) -> tuple[tuple[str, ...],
     rows = []
     for run in runs:
         for drive in run.drives.values():
-            day = drive.tb_per_day
+            long = drive.seconds >= WEAR_LEAST_S
+            # Of all steps of this drive; drives are rated in decimal terabytes.
+            day = drive.written_bytes / drive.seconds * 86_400 / 1e12 if long else None
             days = rated_tb / day if day else math.inf
             rows.append(
                 (
@@ -615,7 +800,7 @@ def _wear(runs: Sequence[RunHistory], rated_tb: float) -> tuple[tuple[str, ...],
                     _short(drive.path),
                     format_size(drive.written_bytes),
                     format_size(drive.written_bytes / max(drive.steps, 1)),
-                    f"{day:.3g} TB" if day is not None else "not known yet",
+                    f"{day:.3g} TB" if day is not None else "the run is too short",
                     f"{days:,.0f} days" if math.isfinite(days) else "-",
                 )
             )
@@ -630,9 +815,9 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def _short(text: str) -> str:
-    """Return a text from a file, shortened, with unprintable characters replaced."""
-    short = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 1] + "…"
+def _short(text: str, most: int = _TEXT_MAX) -> str:
+    """Return a text from a file, shortened to `most` characters, with unprintable ones replaced."""
+    short = text if len(text) <= most else text[: most - 1] + "…"
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in short)
 
 

@@ -32,10 +32,13 @@ from rich.progress import (
 from rich.table import Table
 
 from infinity._src.base.console import say
+from infinity._src.base.progress import format_left
 from infinity._src.base.sizes import format_size
+from infinity._src.cli.page_style import BLUE, ORANGE
 from infinity._src.engine.step_stats import micro_batches_text
 from infinity._src.memory.roofline import (
     EXAMPLE_TBW,
+    WEAR_LEAST_S,
     Compute,
     Drives,
     Limits,
@@ -326,9 +329,15 @@ def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]
         rows.append((f"drive {drive['path']}", "; ".join([text, *filter(None, wrong)])))
     if not rows or not mean.step_s:
         return rows
+    written = format_size(mean.bytes_written)
+    if mean.steps * mean.step_s < WEAR_LEAST_S:
+        text = (
+            f"{written} written per step; how long the drives last is extrapolated from steps of "
+            f"{format_left(WEAR_LEAST_S)} or more in all"
+        )
+        return [*rows, ("endurance", text)]
     # Drives are rated in decimal terabytes.
     tb_per_day = mean.bytes_written / mean.step_s * 86_400 / 1e12
-    written = format_size(mean.bytes_written)
     text = f"{written} written per step: {tb_per_day:.3g} TB per day at this rate"
     # A drive wears by its share of the writes, so the busiest one decides. The engine does not know
     # the drives' ratings: show an example.
@@ -360,6 +369,7 @@ def plot_loss(
         [record.step for record in records],
         [record.loss for record in records],
         label="training",
+        color=BLUE,
         alpha=0.7,
     )
     axes.plot(
@@ -367,6 +377,7 @@ def plot_loss(
         [loss for _, loss in held_out],
         "o-",
         label="held out",
+        color=ORANGE,
         linewidth=2,
     )
     axes.set_xlabel("step")

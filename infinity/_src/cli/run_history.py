@@ -27,6 +27,7 @@ _PARTS_MAX = 64
 
 TIMES: Final = ("step_s", "compute_s", "io_wait_s", "update_s")
 BYTES: Final = ("bytes_read", "bytes_written", "rss_bytes", "ram_bytes")
+OTHERS: Final = ("lr", "tokens")
 
 
 @dataclasses.dataclass
@@ -96,14 +97,14 @@ class Series:
 
 @dataclasses.dataclass
 class DriveHistory:
-    """One drive of a run. written_bytes: in all steps. steps: number of steps with this drive.
-    tb_per_day: the engine's newest forecast; None: none yet.
+    """One drive of a run. written_bytes: in all steps. steps, seconds: number and time of the steps
+    with this drive.
     """
 
     path: str
     written_bytes: float = 0.0
     steps: int = 0
-    tb_per_day: float | None = None
+    seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -112,6 +113,7 @@ class RunHistory:
     processes resumed. memory: bytes of the newest step, by tier and part. budget_bytes: of RAM;
     None: not known. bandwidth: measured GB/s of all drives together, by "read", "write", "mixed";
     empty if not measured. summary: the line of the kind "summary". notes: for the reader.
+    earlier_s: time of earlier processes. process_s: time of the newest. Both until the last record.
     """
 
     name: str
@@ -127,6 +129,18 @@ class RunHistory:
     summary: dict[str, Any] = dataclasses.field(default_factory=dict)
     timeline: StepTimeline | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+    earlier_s: float = 0.0
+    process_s: float = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time of all processes of the run, from their start; 0 if it was not recorded."""
+        return self.earlier_s + self.process_s
+
+    def total(self, name: str) -> float:
+        """Return the sum of a figure over all steps."""
+        points = self.series.points
+        return sum(point.means.get(name, 0.0) * point.counts.get(name, 0) for point in points)
 
     @property
     def last_step(self) -> int:
@@ -202,6 +216,7 @@ class _Line:
                 run.held_out.add(step, {"loss": loss})
         elif kind == "summary":
             run.summary = dict(self._row)
+            run.process_s = self._number(self._row, "elapsed_s") or run.process_s
         elif kind == TORN:
             run.notes.append("the last line was cut off, as by a kill, and is left out")
 
@@ -213,6 +228,7 @@ class _Line:
                 "make the page with the release that recorded it"
             )
         run.about = dict(self._row)
+        run.earlier_s, run.process_s = run.elapsed_s, 0.0
         after = self._number(self._row, "goes_on_after") or 0
         if after:
             run.resumed.append(int(after))
@@ -238,7 +254,10 @@ class _Line:
         loss = self._number(self._row, "loss", finite=False)
         if loss is None:
             raise ValueError(f"{self._place}: the step has no loss; remove the line")
-        values = {name: self._number(self._row, name) for name in (*TIMES, *BYTES)}
+        values = {name: self._number(self._row, name) for name in (*TIMES, *BYTES, *OTHERS)}
+        # A norm that is not finite is none of the curve's.
+        norm = self._number(self._row, "grad_norm", finite=False)
+        values["grad_norm"] = norm if norm is not None and math.isfinite(norm) else None
         figures = {name: value for name, value in values.items() if value is not None}
         if "step_s" not in figures:
             raise ValueError(f"{self._place}: the step has no step_s; remove the line")
@@ -250,6 +269,7 @@ class _Line:
         if isinstance(self._row.get("memory"), Mapping):
             self._take_memory(run, self._row["memory"])
         run.series.add(step, figures, odd=odd)
+        run.process_s = self._number(self._row, "elapsed_s") or 0.0
 
     def _take_drive(self, run: RunHistory, drive: Any, figures: dict[str, float]) -> None:
         if not isinstance(drive, Mapping) or not isinstance(drive.get("path"), str):
@@ -260,8 +280,7 @@ class _Line:
         written = self._number(drive, "bytes_written") or 0.0
         known.written_bytes += written
         known.steps += 1
-        rate = self._number(drive, "written_tb_per_day")
-        known.tb_per_day = rate if rate is not None else known.tb_per_day
+        known.seconds += figures["step_s"]
         figures[f"moved {known.path}"] = written + (self._number(drive, "bytes_read") or 0.0)
         figures[f"written {known.path}"] = known.written_bytes
 

@@ -28,10 +28,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import logging
 import math
 import os
+import shlex
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -401,6 +404,7 @@ class _Run:
     def __init__(
         self, options: argparse.Namespace, console: Console, stack: ExitStack, ranks: Joined
     ) -> None:
+        self.began_s = time.monotonic()
         self.options = options
         self.console = console
         self.ranks = ranks
@@ -546,7 +550,8 @@ class _Run:
             self._say(f"the trained {what} is in {options.out}")
         if self.records:
             summary = self._summary((self.text_before, text_after))
-            self.metrics.add("summary", summary.as_dict())
+            elapsed = {"elapsed_s": time.monotonic() - self.began_s}
+            self.metrics.add("summary", summary.as_dict() | elapsed)
             show_summary(self.console, summary)
         else:
             self._say(f"all {options.steps} steps had been taken already")
@@ -993,7 +998,8 @@ class _Run:
         }
         record = StepRecord.of(figures | own)
         self.records.append(record)
-        self._report("step", figures | record.as_dict())
+        elapsed = {"elapsed_s": time.monotonic() - self.began_s}
+        self._report("step", figures | record.as_dict() | elapsed)
         display.show(record, Moved(now.bytes_read, now.bytes_written))
         self._keep(step)
         self.last = now
@@ -1131,6 +1137,9 @@ class _Run:
         return {
             "schema": SCHEMA,
             "version": inf.__version__,
+            # A reader's clock, with its zone.
+            "date": datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+            "command": shlex.join(["infinity", *sys.argv[1:]]),
             "options": options,
             "hardware": {**hardware.machine(), "drives": drives},
             "torch": torch.__version__,

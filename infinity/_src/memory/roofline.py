@@ -54,6 +54,8 @@ EXAMPLE_TBW = 600
 """Terabytes written that a consumer drive of 1 TB is commonly rated for. The example gives a rate
 of writing a meaning where no rating is known.
 """
+WEAR_LEAST_S = 600.0
+"""Time of steps from which on their writes are extrapolated to days and to the life of a drive."""
 
 
 def update_threads(cpus: int, cores: int, ranks: int, *, on_gpu: bool) -> int:

@@ -6,7 +6,10 @@ import dataclasses
 import html.parser
 import json
 import math
+import os
 import random
+import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -18,11 +21,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("plotly")
 
+from plotly.colors import sample_colorscale
 from plotly.offline import get_plotlyjs
 
 from infinity._src.base.installation import install_line
-from infinity._src.cli import html_report, run_history
+from infinity._src.cli import html_report, page_style, run_history
 from infinity._src.cli import train as command
+from infinity._src.cli import watch as watching
 from infinity._src.cli.html_report import run_report, sections
 from infinity._src.cli.run_history import POINTS_MAX, Series, read_run, runs_of
 from infinity._src.measure.swap import measure_swap
@@ -37,7 +42,10 @@ from tests.unit.cli.run_pages import (
     write_run,
 )
 
-KINDS = {"loss", "time-0", "drives-0", "tiers-0", "memory-0", "timeline-0", "wear-0"}
+KINDS = {
+    "loss", "lr", "norm", "speed", "eta", "time-0", "drives-0", "tiers-0", "memory-0",
+    "timeline-0", "wear-0",
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -278,10 +286,20 @@ def test_a_drive_that_nobody_measured_has_no_limit(tmp_path: Path) -> None:
         assert "limits of the drives: not measured" in (run / "report.html").read_text()
 
 
+WRITING = {"path": "/mnt/a", "bytes_read": 0.0, "bytes_written": 3e11}
+
+
 def test_wear_is_that_of_the_drives(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, run_row(), step_row(1), step_row(2)))
     (section,) = [each for each in sections([run], 864.0) if each.title == "Wear"]
-    assert section.table[1][1:] == ("/mnt/a", "3.7 GiB", "1.9 GiB", "86.4 TB", "10 days")
+    # Four seconds say nothing of a day.
+    short = ("/mnt/a", "3.7 GiB", "1.9 GiB", "the run is too short", "-")
+    assert section.table[1][1:] == short
+    assert "extrapolated to days if its steps took 10 min or more" in section.about
+    steps = [step_row(n, step_s=300.0, drives=[WRITING]) for n in (1, 2)]
+    run = read_run(write_run(tmp_path, run_row(), *steps))
+    (section,) = [each for each in sections([run], 864.0) if each.title == "Wear"]
+    assert section.table[1][1:] == ("/mnt/a", "558.8 GiB", "279.4 GiB", "86.4 TB", "10 days")
     (section,) = [each for each in sections([run]) if each.title == "Wear"]
     assert "the example is a drive of 600 terabytes" in section.about
 
@@ -400,6 +418,152 @@ def test_a_long_run_has_a_page_as_small_as_a_short_one(tmp_path: Path) -> None:
     text = (run / "report.html").read_text()
     assert f"{4 * POINTS_MAX} steps, each point is the mean of 4" in text
     assert sizes[1] < sizes[0] + 100_000
+
+
+def facts_of(directory: Path) -> dict[str, str]:
+    found = sections([read_run(directory)])
+    (section,) = [each for each in found if each.title == "Runs"]
+    return dict(section.table[1:])
+
+
+def test_the_header_says_what_ran_how_long_and_what_bounded_it(tmp_path: Path) -> None:
+    options = {
+        "lr": 3e-5, "batch": 2, "seq": 64, "accumulate": 4, "seed": 7, "model": "m",
+        "chat": "talks.jsonl", "eval": "held.jsonl",
+    }  # fmt: skip
+    about = {"command": "infinity train m --batch 2", "date": "2026-01-02 03:04:05+00:00",
+             "version": "0.1.0", "torch": "2.13.0", "options": options}  # fmt: skip
+    row = run_row(**about)
+    first = [step_row(n, tokens=512, elapsed_s=100.0 + 2 * n) for n in (1, 2)]
+    later = [step_row(n, tokens=512, elapsed_s=30.0 + n) for n in (3, 4)]
+    run = write_run(tmp_path, row, *first, {**row, "goes_on_after": 2}, *later)
+    facts = facts_of(run)
+    assert facts["command"] == "infinity train m --batch 2"
+    assert facts["date"] == "2026-01-02 03:04:05+00:00"
+    assert facts["version"] == "infinity 0.1.0, torch 2.13.0"
+    # Of both processes: 104 and 34 s.
+    assert facts["total time"] == "2 min, with loading and measurements; 8 s in steps"
+    assert facts["tokens/s"] == "256, mean of all steps"
+    assert facts["bound by"].startswith("compute 50%, waiting for units and updates 25%")
+    assert facts["training"] == "lr 3e-05; batch 2; accumulate 4; seq 64; seed 7"
+    assert facts["text"] == "chat talks.jsonl; the held-out part is in held.jsonl"
+
+
+def test_schedule_and_speed_have_curves(tmp_path: Path) -> None:
+    norms = [1.5, math.inf, None]
+    rows = [
+        step_row(n, lr=n / 10, grad_norm=norm, tokens=100) for n, norm in enumerate(norms, 1)
+    ]
+    charts = charts_of(write_run(tmp_path, run_row(), *rows))
+    assert list(charts["lr"]["learning rate"].y) == [0.1, 0.2, 0.3]
+    assert list(charts["norm"]["gradient norm, before clipping"].y) == [1.5, None, None]
+    assert list(charts["speed"]["tokens/s"].y) == [50.0] * 3
+    # The drives need 3 / 4 + 2 / 2 s for what they moved, compute 1 s, of 2 s.
+    assert list(charts["eta"]["η"].y) == [1.75 / 2] * 3
+    bare = charts_of(write_run(tmp_path, run_row(bandwidth=None), step_row(1)))
+    assert not {"lr", "norm", "speed", "eta"} & bare.keys()
+
+
+def contrast(one: str, other: str) -> float:
+    """The contrast of two colours, as WCAG computes it."""
+
+    def luminance(colour: str) -> float:
+        parts = (
+            [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+            if colour.startswith("#")
+            else [float(part) for part in re.findall(r"[\d.]+", colour)]
+        )
+        linear = [
+            part / 255 / 12.92 if part <= 10 else ((part / 255 + 0.055) / 1.055) ** 2.4
+            for part in parts
+        ]
+        return sum(weight * part for weight, part in zip(weights, linear, strict=True))
+
+    weights = (0.2126, 0.7152, 0.0722)
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_every_colour_is_seen_on_the_light_and_on_the_dark_page() -> None:
+    scale, share = page_style.UNITS
+    units = sample_colorscale(scale, [share * place / 20 for place in range(21)])
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    for colour in (*page_style.PALETTE, *units):
+        for page in page_style.PAGES.values():
+            assert contrast(colour, page) >= 3, (colour, page)
+    assert len(set(page_style.PALETTE)) >= run_history.RUNS_MAX
+
+
+def colours_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from colours_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from colours_in(each)
+    elif isinstance(value, str) and re.fullmatch(r"#[0-9a-fA-F]{6}", value):
+        yield value
+
+
+def test_charts_have_no_colours_but_the_palette_s(trained: Path) -> None:
+    found = sections([read_run(trained)])
+    used = {
+        colour
+        for each in found
+        for chart in each.charts
+        for trace in chart.figure.to_dict()["data"]
+        for colour in colours_in(trace)
+    }
+    assert used
+    assert used <= set(page_style.PALETTE)
+
+
+def test_a_page_is_written_again_until_its_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, page = write_run(tmp_path, run_row()), tmp_path / "report.html"
+    told: list[bool | None] = []
+
+    def sleeping(seconds: float) -> None:
+        assert seconds == 5.0
+        told.append("location.reload(), 5000)" in page.read_text() if page.exists() else None)
+        rows = [step_row(n) for n in range(1, len(told) + 1)]
+        ends = [{"kind": "summary"}] if len(told) == 3 else []
+        write_run(tmp_path, run_row(), *rows, *ends)
+
+    monkeypatch.setattr(watching.time, "sleep", sleeping)
+    status, shown = report(run, "--watch", "--every", "5")
+    assert status == 0, shown
+    # None before the first step; the last page stays.
+    assert told == [None, True, True]
+    assert "location.reload" not in page.read_text().replace(get_plotlyjs(), "")
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "report.html"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_watch_and_leaves_a_page_that_stays(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path, run_row(), step_row(1))
+    monkeypatch.setattr(watching.time, "sleep", lambda _: os.kill(os.getpid(), number))
+    status, shown = report(run, "--watch")
+    assert status == 128 + number, shown
+    page = (tmp_path / "report.html").read_text()
+    assert "location.reload" not in page.replace(get_plotlyjs(), "")
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "report.html"}
+
+
+def test_a_watch_that_cannot_be_is_one_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path, run_row(), step_row(1))
+    for more, message in (
+        (("--every", "5"), "--every 5 says how often --watch writes the page; add --watch"),
+        (("--watch", "--every", "0"), "--every 0 must be a number of seconds above 0"),
+        (("--watch", "--every", "nan"), "--every nan must be"),
+    ):
+        status, shown = report(run, *more)
+        assert (status, shown.count("\n")) == (2, 1)
+        assert message in shown
+        assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl"}
 
 
 def test_a_resumed_run_is_one_run(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_every_chart_is_drawn_without_an_error_and_without_a_network(
     assert console == ""
     assert found["requests"] == []
     wanted = wanted_of(run)
-    assert len(wanted) == 7
+    assert len(wanted) == (11 if kind == "trained" else 8)
     assert {name: chart["wanted"] for name, chart in found["charts"].items()} == wanted
     for name, chart in found["charts"].items():
         assert chart["traces"] == chart["wanted"], name

@@ -1,0 +1,48 @@
+"""`infinity report --watch`: writes the page again and again while runs go on, and the page loads
+itself again. It ends when all runs have ended, or with a signal; the last page does not reload.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from infinity._src.base.metrics_file import FILE_NAME
+from infinity._src.cli.run_history import RunHistory, read_run
+from infinity._src.cli.stop_signals import StopSignals, status_of
+
+Write = Callable[[Sequence[RunHistory], float | None], object]
+"""Writes the page of these runs, which loads itself again after so many seconds; None: never."""
+
+
+def watch(directories: Sequence[Path], write: Write, every_s: float) -> int:
+    """Write the page of these runs every `every_s` seconds, if they have changed. Returns the exit
+    status: 0 when all have ended, 128 + n after the signal n. Blocks.
+
+    Raises: as `read_run` and `write`.
+    """
+    seen: object = None
+    try:
+        with StopSignals():
+            while True:
+                now = [_state(directory) for directory in directories]
+                if now != seen:
+                    runs = [read_run(directory) for directory in directories]
+                    ended = all(run.summary for run in runs)
+                    if any(run.series.points for run in runs):
+                        write(runs, None if ended else every_s)
+                    if ended:
+                        return 0
+                    seen = now
+                time.sleep(every_s)
+    except KeyboardInterrupt as error:
+        runs = [read_run(directory) for directory in directories]
+        if any(run.series.points for run in runs):
+            write(runs, None)
+        return status_of(error)
+
+
+def _state(directory: Path) -> tuple[int, int]:
+    found = (directory / FILE_NAME).stat()
+    return found.st_size, found.st_mtime_ns
