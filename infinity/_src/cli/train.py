@@ -36,7 +36,6 @@ import os
 import shlex
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import islice
@@ -56,9 +55,7 @@ from infinity._src.base.rss import peak_rss_bytes, reset_peak_rss
 from infinity._src.base.sizes import MIB
 from infinity._src.base.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.base.telemetry import configure_logging
-from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli import hf_model, lora
-from infinity._src.cli.arguments import check_tiles
 from infinity._src.cli.corpus import (
     Corpus,
     arguments_of,
@@ -88,10 +85,11 @@ from infinity._src.cli.resume import (
     newest_step,
     save_directory,
 )
-from infinity._src.cli.stop_signals import Stopped, name_of, status_of
+from infinity._src.cli.stop_signals import name_of, status_of
 from infinity._src.cli.torchrun import Joined, joined
-from infinity._src.cli.trackers import Tracker, check_installed, open_trackers, reported
-from infinity._src.config.choices import given_fields
+from infinity._src.cli.trackers import Tracker, open_trackers, reported
+from infinity._src.cli.train_errors import is_foreseen, say_error, text_of_error
+from infinity._src.cli.train_options import check_options, learning_rate, policy_of, slices_of
 from infinity._src.engine.step_log import StepMeter
 from infinity._src.engine.step_stats import micro_batches_text
 from infinity._src.measure import hardware
@@ -103,9 +101,7 @@ from infinity._src.params.discover import find_parameters
 from infinity.aio._swap_file import resolve_directories
 from infinity.errors import (
     AioError,
-    DriveLostError,
     EngineClosed,
-    InfinityError,
     ProcessGroupChanged,
     RankError,
     SlicesError,
@@ -115,8 +111,6 @@ from infinity.errors import (
 
 log = logging.getLogger("infinity")
 
-_FORESEEN = (ValueError, InfinityError, OSError)
-"""Errors that are printed in one line, like errors of exhausted memory."""
 _SAVE_FAULTS = (OSError, MemoryError, RuntimeError)
 """Errors of a save after which training continues; RuntimeError: the system refuses a thread."""
 _ENGINE_FAULTS = (StepUndone, StateInvalid, RankError, EngineClosed, ProcessGroupChanged)
@@ -141,13 +135,13 @@ def run_train(options: argparse.Namespace, console: Console | None = None) -> in
     configure_logging()
     console = console or Console()
     try:
-        _check(options)
+        check_options(options)
         with joined(options.device) as ranks:
             return _train(options, console, ranks)
     except ValueError as error:
         # All ranks raise the same error here, before they have joined: rank 0 prints it.
         if os.environ.get("RANK", "0") == "0":
-            _say_error(console, error)
+            say_error(console, error)
         return 2
 
 
@@ -167,7 +161,7 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
                     # this rank's error recorded.
                     reported, tells = True, ranks.tells(error)
                     if tells:
-                        _say_error(console, error, options, ranks)
+                        say_error(console, error, options, ranks)
                     raise
             # Wait for all ranks, since torchrun ends the remaining ranks when one has ended, and
             # agree on a signal, so that all return the same status.
@@ -176,189 +170,16 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
     except KeyboardInterrupt as error:
         return status_of(error)
     except Exception as error:
-        if not isinstance(error, lost) and not _is_foreseen(error):
+        if not isinstance(error, lost) and not is_foreseen(error):
             raise
         if not reported and ranks.tells(error):
-            _say_error(console, error, options, ranks)
+            say_error(console, error, options, ranks)
         number = ranks.ended_by()
         return 128 + number if number else 2 if isinstance(error, ValueError) else 1
 
 
-def _say_error(
-    console: Console,
-    error: BaseException,
-    options: argparse.Namespace | None = None,
-    ranks: Joined | None = None,
-) -> None:
-    """Print an error in one line, with the rank if there are several. On several ranks print the
-    traceback of an unforeseen error, too; on one rank the caller shows it.
-    """
-    if isinstance(error, KeyboardInterrupt):
-        assert options is not None
-        say(
-            console,
-            f"{error}: stopped at once; what was measured so far is in {options.out}"
-            if isinstance(error, Stopped)
-            else f"interrupted; what was measured so far is in {options.out}",
-            markup=False,
-        )
-        return
-    several = ranks is not None and ranks.world > 1
-    if not _is_foreseen(error):
-        if not several:
-            # The caller raises the error, which shows its traceback.
-            return
-        say(console, "".join(traceback.format_exception(error)), markup=False)
-    who = f"rank {ranks.rank}: " if several and ranks is not None else ""
-    text = _text(error)
-    if isinstance(error, DriveLostError):
-        text += (
-            f". With infinity train: the same command with --resume, and --nvme without "
-            f"{error.directory}"
-        )
-    # Only for errors from outside of infinity: infinity's errors name a fix.
-    if is_out_of_memory(error) and not isinstance(error, InfinityError):
-        text = _out_of_memory(error, text, options)
-    say(console, f"[red]error:[/red] {escape(who + text)}")
-
-
-def _text(error: BaseException) -> str:
-    # Some exceptions have no text at all.
-    return str(error) or type(error).__name__
-
-
-def _is_foreseen(error: BaseException) -> bool:
-    return isinstance(error, _FORESEEN) or is_out_of_memory(error)
-
-
-def _out_of_memory(error: BaseException, text: str, options: argparse.Namespace | None) -> str:
-    # Further lines of torch's message are a stack trace.
-    text = text.partition("\n")[0].removesuffix(".")
-    if isinstance(error, torch.OutOfMemoryError):
-        # The vertical schedule checkpoints already, and retains inputs of blocks for all
-        # micro-batches: --checkpointing would not help there.
-        sliced = options is not None and _slices(options) > 1
-        less = "--activations cpu or nvme, --schedule horizontal" if sliced else "--checkpointing"
-        return (
-            f"there is not enough memory on the device: {text}. Give shorter sequences (--seq) or "
-            f"fewer (--batch), {less}, or tiles (--tile-linears, --tile-experts)"
-        )
-    ram = getattr(options, "ram", None) or "half of what the machine leaves"
-    return (
-        f"there is not enough memory: {text}. The budget is --ram {ram}: give a smaller one, "
-        "shorter sequences (--seq) or fewer (--batch), or raise the machine's or cgroup's limit"
-    )
-
-
-def _check(options: argparse.Namespace) -> None:
-    for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens", "lora"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    _check_length(options)
-    _check_text(options)
-    check_tiles(options)
-    for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed", "save_every"):
-        if not 0 <= getattr(options, name) < math.inf:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(options, name)} must be a number, 0 or more"
-            )
-
-    check_installed(options.report_to or ())
-    if options.lora is not None:
-        for name in ("tile_linears", "tile_experts"):
-            if getattr(options, name) is not None:
-                raise ValueError(
-                    f"--lora {options.lora} puts adapters on whole layers, and --"
-                    f"{name.replace('_', '-')} {getattr(options, name)} cuts them; leave one out"
-                )
-        lora.check_installed()
-    if options.update == "backward" and options.clip and options.generations == 1:
-        raise ValueError(
-            f"--clip {options.clip:g} needs the norm of all gradients, and --update backward has "
-            "applied the first before the last is known; give --clip 0, --generations 2, or "
-            "another --update"
-        )
-    if options.delayed_warmup is not None and options.update != "delayed":
-        raise ValueError(
-            f"--delayed-warmup {options.delayed_warmup} has a meaning for --update delayed only; "
-            "leave it out"
-        )
-    if options.save_dir is not None and not (options.save_every or options.resume):
-        raise ValueError(
-            f"--save-dir {options.save_dir} is for checkpoints, and there are none; add "
-            "--save-every STEPS, or --resume"
-        )
-    if options.activations != "device" and not options.checkpointing and _slices(options) == 1:
-        raise ValueError(
-            f"--activations {options.activations} takes the inputs of checkpointed blocks, of "
-            "which there are none; add --checkpointing, or --accumulate with --schedule vertical"
-        )
-
-
-def _check_text(options: argparse.Namespace) -> None:
-    """Raise ValueError for options of the text that contradict each other."""
-    if options.eval is not None and options.holdout is not None:
-        raise ValueError(
-            f"--eval {options.eval} replaces the held-out part of the text, and --holdout "
-            f"{options.holdout:g} is its size; give one of them"
-        )
-    if options.packing and options.chat is None:
-        raise ValueError(
-            "--packing puts several conversations of --chat into a window; the windows of a text "
-            "are full already: leave it out"
-        )
-
-
-def _check_length(options: argparse.Namespace) -> None:
-    """Raise ValueError unless --steps or --epochs, or neither, says how long the run is."""
-    if options.epochs is None:
-        return
-    if options.steps is not None:
-        raise ValueError(
-            f"--steps {options.steps} and --epochs {options.epochs:g} both say how long the run "
-            "is; give one of them"
-        )
-    if not 0 < options.epochs < math.inf:
-        raise ValueError(f"--epochs {options.epochs:g} must be a number above 0")
-
-
-def _slices(options: argparse.Namespace) -> int:
-    return int(options.accumulate) if options.schedule == "vertical" else 1
-
-
 def _one_by_one(error: SlicesError) -> str:
     return f"{error}. With --schedule horizontal micro-batches pass the model one by one"
-
-
-def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
-    """Make the policy that the arguments name, for a model that computes on `device`. Raises:
-    ValueError.
-    """
-    return inf.Policy(
-        **given_fields(options),
-        # The policy's `damaged` acts within the run, and needs steps that are transactions.
-        damaged=(
-            "from-older"
-            if options.damaged == "from-older" and (options.durable or options.generations > 1)
-            else "raise"
-        ),
-        device=device,
-        seed=options.seed,
-    )
-
-
-def learning_rate(step: int, warmup: int, steps: int) -> float:
-    """Return the share of the peak rate at `step` (from 0): linear warm-up, then linear decay to a
-    tenth at the last step. A run that is no longer than its warm-up has no decay.
-    """
-    if step < warmup:
-        # Not 0, so that the first step trains, too.
-        return (step + 1) / (warmup + 1)
-    # No step remains for the decay, which would divide by 0.
-    if steps - 1 <= warmup:
-        return 1.0
-    return 1.0 - 0.9 * min((step - warmup) / (steps - 1 - warmup), 1.0)
 
 
 @dataclasses.dataclass
@@ -427,7 +248,7 @@ class _Run:
         self._set_steps(found)
         self.device = torch.device(self.policy.device)
         self._choose_dtype(found)
-        self.passes = options.accumulate // _slices(options)
+        self.passes = options.accumulate // slices_of(options)
         self.model: Any = self._make_model()
         # It checks the source before the model is offloaded: after a restore, or after a new
         # durable run begins, the states of the source are lost.
@@ -634,7 +455,7 @@ class _Run:
                 checkpointing=options.checkpointing,
                 tile_linears=options.tile_linears,
                 tile_experts=options.tile_experts,
-                slices=_slices(options),
+                slices=slices_of(options),
                 adapters=options.lora,
             )
         except SlicesError as error:
@@ -770,7 +591,7 @@ class _Run:
         has.
         """
         self.unsaved = error
-        log.warning("no checkpoint of step %d was written: %s", step, _text(error))
+        log.warning("no checkpoint of step %d was written: %s", step, text_of_error(error))
         # The loss of a drive or a rank ends the engine, and is reported as such.
         self.handle.parts.access.check_open()
 
@@ -798,7 +619,7 @@ class _Run:
         if error is not None:
             # As an AioError, which is printed in one line.
             raise AioError(
-                f"no checkpoint of step {step} was written: {_text(error)}"
+                f"no checkpoint of step {step} was written: {text_of_error(error)}"
             ) from error
 
     def _train(self, display: StepDisplay) -> str | None:

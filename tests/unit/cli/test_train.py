@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -435,6 +437,21 @@ def test_a_mistake_is_one_line_that_names_the_fix(
     assert status == 2
     assert shown.startswith("error:") or "\nerror:" in shown
     assert message in shown
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_text_is_read_leaves_nothing(
+    model_directory: Path, text: Path, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopping(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(command, "build_corpus", stopping)
+    out = tmp_path / "out"
+    status, shown = train(model_directory, "--text", text, "--out", out, *SMALL)
+    assert status == 128 + number
+    assert shown.endswith(": stopped at once; nothing was written yet\n")
+    assert not out.exists()
 
 
 def test_memory_that_is_not_there_is_one_line_that_names_the_fix(

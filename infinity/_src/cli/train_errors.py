@@ -1,0 +1,90 @@
+"""Errors of `infinity train` for its user: one line each, with the fix where one is known."""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from infinity._src.base.console import say
+from infinity._src.base.metrics_file import FILE_NAME
+from infinity._src.base.torch_compat import is_out_of_memory
+from infinity._src.cli.stop_signals import Stopped
+from infinity._src.cli.torchrun import Joined
+from infinity._src.cli.train_options import slices_of
+from infinity.errors import DriveLostError, InfinityError
+
+_FORESEEN = (ValueError, InfinityError, OSError)
+"""Errors that are printed in one line, like errors of exhausted memory."""
+
+
+def say_error(
+    console: Console,
+    error: BaseException,
+    options: argparse.Namespace | None = None,
+    ranks: Joined | None = None,
+) -> None:
+    """Print an error in one line, with the rank if there are several. On several ranks print the
+    traceback of an unforeseen error, too; on one rank the caller shows it.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        assert options is not None
+        # A signal may come before anything is written.
+        kept = "nothing was written yet"
+        if (options.out / FILE_NAME).exists():
+            kept = f"what was measured so far is in {options.out}"
+        what = f"{error}: stopped at once" if isinstance(error, Stopped) else "interrupted"
+        say(console, f"{what}; {kept}", markup=False)
+        return
+    several = ranks is not None and ranks.world > 1
+    if not is_foreseen(error):
+        if not several:
+            # The caller raises the error, which shows its traceback.
+            return
+        say(console, "".join(traceback.format_exception(error)), markup=False)
+    who = f"rank {ranks.rank}: " if several and ranks is not None else ""
+    text = text_of_error(error)
+    if isinstance(error, DriveLostError):
+        text += (
+            f". With infinity train: the same command with --resume, and --nvme without "
+            f"{error.directory}"
+        )
+    # Only for errors from outside of infinity: infinity's errors name a fix.
+    if is_out_of_memory(error) and not isinstance(error, InfinityError):
+        text = _out_of_memory(error, text, options)
+    say(console, f"[red]error:[/red] {escape(who + text)}")
+
+
+def text_of_error(error: BaseException) -> str:
+    """Return the text of an error, or its type."""
+    # Some exceptions have no text at all.
+    return str(error) or type(error).__name__
+
+
+def is_foreseen(error: BaseException) -> bool:
+    """Return whether an error is printed in one line: a mistake, a fault of a file or a drive, or
+    exhausted memory.
+    """
+    return isinstance(error, _FORESEEN) or is_out_of_memory(error)
+
+
+def _out_of_memory(error: BaseException, text: str, options: argparse.Namespace | None) -> str:
+    # Further lines of torch's message are a stack trace.
+    text = text.partition("\n")[0].removesuffix(".")
+    if isinstance(error, torch.OutOfMemoryError):
+        # The vertical schedule checkpoints already, and retains inputs of blocks for all
+        # micro-batches: --checkpointing would not help there.
+        sliced = options is not None and slices_of(options) > 1
+        less = "--activations cpu or nvme, --schedule horizontal" if sliced else "--checkpointing"
+        return (
+            f"there is not enough memory on the device: {text}. Give shorter sequences (--seq) or "
+            f"fewer (--batch), {less}, or tiles (--tile-linears, --tile-experts)"
+        )
+    ram = getattr(options, "ram", None) or "half of what the machine leaves"
+    return (
+        f"there is not enough memory: {text}. The budget is --ram {ram}: give a smaller one, "
+        "shorter sequences (--seq) or fewer (--batch), or raise the machine's or cgroup's limit"
+    )

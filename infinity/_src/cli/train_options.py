@@ -1,0 +1,123 @@
+"""Options of `infinity train`: contradictions among them, the policy, and the learning rate that
+they ask for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import infinity as inf
+from infinity._src.cli import lora
+from infinity._src.cli.arguments import check_tiles
+from infinity._src.cli.trackers import check_installed
+from infinity._src.config.choices import given_fields
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raise ValueError for values out of range, and for options that contradict each other."""
+    for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens", "lora"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    _check_length(options)
+    _check_text(options)
+    check_tiles(options)
+    for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed", "save_every"):
+        if not 0 <= getattr(options, name) < math.inf:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(options, name)} must be a number, 0 or more"
+            )
+
+    check_installed(options.report_to or ())
+    if options.lora is not None:
+        for name in ("tile_linears", "tile_experts"):
+            if getattr(options, name) is not None:
+                raise ValueError(
+                    f"--lora {options.lora} puts adapters on whole layers, and --"
+                    f"{name.replace('_', '-')} {getattr(options, name)} cuts them; leave one out"
+                )
+        lora.check_installed()
+    if options.update == "backward" and options.clip and options.generations == 1:
+        raise ValueError(
+            f"--clip {options.clip:g} needs the norm of all gradients, and --update backward has "
+            "applied the first before the last is known; give --clip 0, --generations 2, or "
+            "another --update"
+        )
+    if options.delayed_warmup is not None and options.update != "delayed":
+        raise ValueError(
+            f"--delayed-warmup {options.delayed_warmup} has a meaning for --update delayed only; "
+            "leave it out"
+        )
+    if options.save_dir is not None and not (options.save_every or options.resume):
+        raise ValueError(
+            f"--save-dir {options.save_dir} is for checkpoints, and there are none; add "
+            "--save-every STEPS, or --resume"
+        )
+    if options.activations != "device" and not options.checkpointing and slices_of(options) == 1:
+        raise ValueError(
+            f"--activations {options.activations} takes the inputs of checkpointed blocks, of "
+            "which there are none; add --checkpointing, or --accumulate with --schedule vertical"
+        )
+
+
+def _check_text(options: argparse.Namespace) -> None:
+    """Raise ValueError for options of the text that contradict each other."""
+    if options.eval is not None and options.holdout is not None:
+        raise ValueError(
+            f"--eval {options.eval} replaces the held-out part of the text, and --holdout "
+            f"{options.holdout:g} is its size; give one of them"
+        )
+    if options.packing and options.chat is None:
+        raise ValueError(
+            "--packing puts several conversations of --chat into a window; the windows of a text "
+            "are full already: leave it out"
+        )
+
+
+def _check_length(options: argparse.Namespace) -> None:
+    """Raise ValueError unless --steps or --epochs, or neither, says how long the run is."""
+    if options.epochs is None:
+        return
+    if options.steps is not None:
+        raise ValueError(
+            f"--steps {options.steps} and --epochs {options.epochs:g} both say how long the run "
+            "is; give one of them"
+        )
+    if not 0 < options.epochs < math.inf:
+        raise ValueError(f"--epochs {options.epochs:g} must be a number above 0")
+
+
+def slices_of(options: argparse.Namespace) -> int:
+    """Return the number of micro-batches that share a pass."""
+    return int(options.accumulate) if options.schedule == "vertical" else 1
+
+
+def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
+    """Make the policy that the arguments name, for a model that computes on `device`. Raises:
+    ValueError.
+    """
+    return inf.Policy(
+        **given_fields(options),
+        # The policy's `damaged` acts within the run, and needs steps that are transactions.
+        damaged=(
+            "from-older"
+            if options.damaged == "from-older" and (options.durable or options.generations > 1)
+            else "raise"
+        ),
+        device=device,
+        seed=options.seed,
+    )
+
+
+def learning_rate(step: int, warmup: int, steps: int) -> float:
+    """Return the share of the peak rate at `step` (from 0): linear warm-up, then linear decay to a
+    tenth at the last step. A run that is no longer than its warm-up has no decay.
+    """
+    if step < warmup:
+        # Not 0, so that the first step trains, too.
+        return (step + 1) / (warmup + 1)
+    # No step remains for the decay, which would divide by 0.
+    if steps - 1 <= warmup:
+        return 1.0
+    return 1.0 - 0.9 * min((step - warmup) / (steps - 1 - warmup), 1.0)
