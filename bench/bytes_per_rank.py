@@ -113,7 +113,7 @@ def predicted(case: str, task: Task) -> Said:
     }
     (sent,) = (
         each
-        for each in exchanges(shape_in(job, shape), machine, job).each
+        for each in exchanges(shape_in(job, shape), machine, job, 0.0).each
         if each.name == "reduction of gradients"
     )
     return states, (int(sent.count * sent.inside), int(sent.count * sent.across))

@@ -170,14 +170,22 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 PLAN = (
     "Does a model fit this machine, where does each state go, how long is a step, how long do the "
-    "drives last, and what would one change buy? Reads the model's config.json only, and measures "
-    "nothing. Figures that are not given are assumed, and the answer says which. Exit status 0: it "
-    "fits, 1: it does not."
+    "drives last, and which way to train is the fastest? Searches schedules, updates, formats, "
+    "tiers, tiles and micro-batches; options that are given stay. Reads the model's config.json "
+    "only, and measures nothing. Figures that are not given are assumed, and the answer says "
+    "which. Exit status 0: it fits, 1: it does not."
 )
 _PLAN = (
     Row(" model", argument, "a Hugging Face model directory, or its config.json", "MODEL"),
     Row("tokens-per-step", int, "tokens of an optimizer step, all GPUs", "N", {"required": True}),
-    Row("no-changes", False, "do not work out what one change would buy"),
+    Row("exact", False, "keep the numbers of plain training: no state and no exchange that rounds"),
+    Row("as-given", False, "search nothing: the plan is of what the options say, and of the "
+        "engine's defaults for what they leave out"),
+    Row("all", False, "every table: parts of each memory, places of states, terms of the step, and "
+        "what single changes would buy"),
+    Row("total-tokens", int, "of the whole training: days, bytes written, wear", "N"),
+    Row("lora", int, "train LoRA adapters of this rank on all linears, and keep the model frozen",
+        "R"),
     Row("json", argument, 'write everything as JSON, too; "-": to standard output only', "FILE"),
 )
 _MACHINE = (
@@ -185,8 +193,8 @@ _MACHINE = (
     Row("ranks", int, "processes of the node where the CPU computes (1; GPUs have one each)", "N"),
     Row("nodes", 1, "nodes, each with all that is told here (1)", "N"),
     Row("link-gbps", float, "between a node and the others, each way (100)", "Gbit/s"),
-    Row("gpu", str, "rtx3090, rtx4090, rtx5090, a100, h100 or h200, for what is not given below "
-        "(by --gpu-mem, else h100)", "KIND"),
+    Row("gpu", str, "rtx3090, rtx4090, rtx5090, a6000, l40s, a100, h100, h200, b200 or gb200, for "
+        "what is not given below (by --gpu-mem, else h100)", "KIND"),
     Row("gpu-mem", str, "memory of one GPU", "SIZE"),
     # No default: the plan may be for another machine, so this machine's RAM says nothing.
     Row("ram", str, "CPU memory of the node: the budgets of all ranks, and what they take beside "
@@ -212,10 +220,10 @@ _MACHINE = (
         "adam`", "FILE"),
 )  # fmt: skip
 _JOB = (
-    Row("micro-batches", int, "per step (the fewest whose activations fit a GPU)"),
+    Row("micro-batches", int, "per step (with --as-given the fewest whose activations fit a GPU)"),
+    # None marks an option that was left out, which the search decides.
     Row("schedule", SCHEDULES, "order of micro-batches: each through the whole model, or all of "
-        "them through a block before the next: inf.microbatched (horizontal)",
-        more={"default": "horizontal"}),
+        "them through a block before the next: inf.microbatched (with --as-given horizontal)"),
     # The default is None: the number that fits depends on the model.
     Row("seq", int, "tokens of a sequence (4096, or what the model has)"),
     Row("dtype", ("bfloat16", "float16", "float32"), "of the parameters that compute (bfloat16)"),

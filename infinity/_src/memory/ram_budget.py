@@ -103,6 +103,7 @@ class FlatNeed:
         # A parameter that computes on the device and that no optimizer holds rests in RAM.
         return self.optim_tier if self.held else "cpu"
 
+    @functools.cached_property
     def nvme_mask(self) -> int:
         """Mask of the sections that may rest on NVMe."""
         # `versions` does not enter: all copies of a state rest on the same tier.
@@ -293,6 +294,21 @@ def name_parts(holder: object, public_names: Mapping[str, str] | None = None) ->
     return {name: size for name, size in sizes.items() if size}
 
 
+def _once(make: Callable[..., FlatNeed]) -> Callable[..., FlatNeed]:
+    """Cache `make` by the identity of the need and the other arguments. A plan of repeated layers
+    has the same object for each: what one need has computed serves all.
+    """
+    known: dict[tuple[object, ...], FlatNeed] = {}
+
+    def found(need: FlatNeed, *more: object) -> FlatNeed:
+        key = id(need), *more
+        if key not in known:
+            known[key] = make(need, *more)
+        return known[key]
+
+    return found
+
+
 def step_bytes(
     needs: Sequence[FlatNeed], plan: PlacementPlan, load: StepLoad = StepLoad()
 ) -> tuple[int, int]:
@@ -302,11 +318,17 @@ def step_bytes(
     backward, stays gathered.
     """
     read = written = 0
+    # The plan's format, not the need's: it has a `grad` section where gradients spill.
+    in_format = _once(lambda need, state_format: dataclasses.replace(need, format=state_format))
+    moves: dict[int, list[tuple[int, int]]] = {}
     for need, state_format, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
-        # The plan's format, not the need's: it has a `grad` section where gradients spill.
-        placed = dataclasses.replace(need, format=state_format)
+        placed = in_format(need, state_format)
+        if id(placed) not in moves:
+            moves[id(placed)] = [
+                traffic(placed, section, load) for section in range(len(placed.sections))
+            ]
         for section, spec in enumerate(placed.sections):
-            reads, writes = traffic(placed, section, load)
+            reads, writes = moves[id(placed)][section]
             size = sum(
                 spec.size_bytes(numel)
                 for numel, mask in zip(need.numels, row, strict=True)
@@ -424,13 +446,17 @@ class _SpillChoice:
     def __init__(self, given: _Inputs, spilled: tuple[bool, ...]) -> None:
         self._given = given
         # A flat that spills has a `grad` section, and no gradients in RAM but in its window.
+        spills = _once(
+            lambda need: dataclasses.replace(
+                need, format=need.spill_format or need.format, grad_bytes=0
+            )
+        )
         self._needs = [
-            dataclasses.replace(need, format=need.spill_format or need.format, grad_bytes=0)
-            if gone
-            else need
-            for need, gone in zip(given.needs, spilled, strict=True)
+            spills(need) if gone else need for need, gone in zip(given.needs, spilled, strict=True)
         ]
-        self._masks = [[need.nvme_mask()] * len(need.numels) for need in self._needs]
+        # Needs that repeat are one object.
+        self._kinds = list({id(need): need for need in self._needs}.values())
+        self._masks = [[need.nvme_mask] * len(need.numels) for need in self._needs]
         self._slots = self._slot_bytes()
         # Pools never shrink: their size counts, also where this plan could do with less.
         if given.pools is not None:
@@ -462,8 +488,8 @@ class _SpillChoice:
         optimizer that holds fewer parameters) then finds room in the pools of this one.
         """
         small, large = self._given.small_bytes, 0
-        for need in self._needs:
-            mask = need.nvme_mask()
+        for need in self._kinds:
+            mask = need.nvme_mask
             for chunk in range(len(need.numels)):
                 small = max(small, aligned_chunk_bytes(need, chunk, mask & 1))
                 large = max(large, aligned_chunk_bytes(need, chunk, mask))
@@ -485,11 +511,13 @@ class _SpillChoice:
     ) -> list[tuple[int, int, int, int]]:
         """List `wanted` sections still on NVMe as (flat, chunk, mask, bytes), in model order."""
         found = []
+        # Once for each need: its chunks have the same sections.
+        kinds = {
+            id(need): sum(1 << index for index in range(len(need.sections)) if wanted(need, index))
+            for need in self._kinds
+        }
         for flat, (need, row) in enumerate(zip(self._needs, masks, strict=True)):
-            # Once for each flat: its chunks have the same sections.
-            bits = sum(
-                1 << section for section in range(len(need.sections)) if wanted(need, section)
-            )
+            bits = kinds[id(need)]
             for chunk, mask in enumerate(row):
                 if mask & bits:
                     # Every version is held: two generations make a resident section twice as dear.
@@ -627,7 +655,7 @@ class _SpillChoice:
             return 0.0 if need.kind(section) in fixed else self._worth(need, section)
 
         values = {
-            worth(need, section) for need in self._needs for section in range(len(need.sections))
+            worth(need, section) for need in self._kinds for section in range(len(need.sections))
         }
         for value in sorted(values - {0.0}, reverse=True):
             if value > limit:

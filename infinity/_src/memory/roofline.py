@@ -470,21 +470,23 @@ def compute_flops(
     tokens: float,
     *,
     recompute: bool = False,
+    frozen_params: float = 0.0,
     layers: int = 0,
     attention_width: int = 0,
     sequence: int = 0,
 ) -> tuple[float, float]:
     """Floating-point operations of (forward, backward) for `tokens` tokens; recompute: backward
-    does forward once more.
+    does forward once more. frozen_params: the active parameters that are not trained.
 
-    2 per active parameter and token forward, 4 backward, and causal attention: 2 x sequence x width
-    per layer and token.
+    2 per active parameter and token forward, 4 backward (2 if it is frozen), and causal attention:
+    2 x sequence x width per layer and token.
     """
     # Attention: scores and their product with the values take 2 x sequence x width each, and the
     # causal mask leaves half of both.
     forward = tokens * (2.0 * active_params + 2.0 * layers * attention_width * sequence)
     # Backward has two products for each one of forward: gradients of the input and of the weight.
-    return forward, (3.0 if recompute else 2.0) * forward
+    # Frozen weights need none of their gradients.
+    return forward, (3.0 if recompute else 2.0) * forward - tokens * 2.0 * frozen_params
 
 
 def days_of_life(written_bytes: float, step_s: float, rated_tb: float, drives: float = 1) -> float:

@@ -1,4 +1,4 @@
-"""Planning for people: does a model fit a machine, how long is its step, what would a change buy.
+"""Planning for people: does a model fit a machine, how long is its step, which way is the fastest.
 
     machine    GPUs, memory and drives of a node; each figure with its source
     workload   the model (units and FlatParameters as the engine finds them, on the meta device),
@@ -8,6 +8,7 @@
     ranks      collectives of several ranks, and the bytes that each rank holds
     predict    needs and time of a step (`memory.roofline`, `memory.pcie`), the drives' peak, set-up
     changes    predictions with one thing changed
+    search     the fastest way that fits, of all that a user leaves open
 
 A plan allocates no tensors and measures nothing.
 """

@@ -11,14 +11,6 @@ from infinity._src.plan.memory import gpu_need, loss_tiles, ways_to_fit
 from infinity._src.plan.predict import Prediction, predict
 from infinity._src.plan.workload import Job, ModelShape
 
-MICRO_BATCHES_MAX = 1024
-"""Most micro-batches that `fewest_micro_batches` tries."""
-
-GAIN_MIN = 1.02
-"""Least ratio of step times at which another update mode is recommended. The bandwidth of drives
-drifts by about two percent, so a smaller gain is noise.
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Change:
@@ -192,35 +184,13 @@ def _other_schedules(machine: Machine, job: Job) -> list[tuple[str, Job]]:
     return found
 
 
-def faster_update(shape: ModelShape, now: Prediction) -> Prediction | None:
-    """Predict the job with updates in backward and two generations, which let `opt.step()` undo
-    them: the fastest exact step, for twice the capacity on the drives.
-
-    None unless the job's updates are deferred and on the CPU, both jobs fit, and the step is at
-    least GAIN_MIN times as fast.
-    """
-    policy = now.job.policy
-    if not now.fits or policy.update != "deferred" or policy.update_on == "device":
-        return None
-    found = predict(shape, now.machine, now.job.replace(update="backward", generations=2))
-    return found if found.fits and found.step_s * GAIN_MIN < now.step_s else None
-
-
 def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:
     """Return the job with the fewest micro-batches (a power of two) with which it fits a device;
     if no number fits, with the largest number tried.
-
-    A micro-batch has at least one sequence, or all tokens of a device if these are fewer.
     """
     best = job
-    count = 1
-    while count <= MICRO_BATCHES_MAX and job.tokens >= count * machine.world:
-        tried = job.replace(micro_batches=count)
-        # Not at count 1: a device may have fewer tokens than one sequence in all.
-        if count > 1 and tried.micro_batch_tokens(machine.world) < job.sequence:
+    for count in job.micro_batch_counts(machine.world):
+        best = job.replace(micro_batches=count)
+        if gpu_need(shape, machine, best).fits:
             break
-        best = tried
-        if gpu_need(shape, machine, tried).fits:
-            break
-        count *= 2
     return best

@@ -46,6 +46,11 @@ class GpuKind:
 
 # What large pinned copies reach of the 31.5 and 63 GB/s of x16 links.
 PCIE4, PCIE5 = 25e9, 50e9
+# Two GPUs share the 450 GB/s, each way, of a Grace CPU's NVLink-C2C.
+C2C = 225e9
+
+UNSUPPORTED = ("mi300x", "mi325x", "mi355x", "mi250x")
+"""Kinds that people ask for and from which models cannot be offloaded: AMD's (`memory.device`)."""
 
 KINDS = {
     kind.name: kind
@@ -58,6 +63,10 @@ KINDS = {
         GpuKind("a100", "A100 SXM, 80 GB", 79.1 * GIB, 312e12, 170e12, 2039e9, PCIE4, 300e9),
         GpuKind("h100", "H100 SXM, 80 GB", 79.1 * GIB, 989e12, 400e12, 3350e9, PCIE5, 450e9),
         GpuKind("h200", "H200 SXM, 141 GB", 139.7 * GIB, 989e12, 400e12, 4800e9, PCIE5, 450e9),
+        GpuKind("b200", "B200 SXM, 180 GB", 178.3 * GIB, 2250e12, 900e12, 7670e9, PCIE5, 900e9),
+        GpuKind("gb200", "GB200, 186 GB", 184.3 * GIB, 2500e12, 1000e12, 8000e9, C2C, 900e9),
+        GpuKind("l40s", "L40S, 48 GB", 44.4 * GIB, 362e12, 217e12, 864e9, PCIE4, None),
+        GpuKind("a6000", "RTX A6000, 48 GB", 47.4 * GIB, 155e12, 93e12, 768e9, PCIE4, None),
     )
 }  # fmt: skip
 
@@ -358,6 +367,11 @@ def describe_machine(
 
 
 def _known_kind(gpu: str) -> GpuKind:
+    if gpu in UNSUPPORTED:
+        raise ValueError(
+            f"--gpu {gpu} is not supported: models cannot be offloaded from AMD GPUs (docs/"
+            f"guide-gpu.md); use {', '.join(KINDS)}, or --gpus 0 for its CPUs"
+        )
     if gpu not in KINDS:
         raise ValueError(
             f"--gpu {gpu} is not known; use {', '.join(KINDS)}, or --gpu-mem, --flops, "

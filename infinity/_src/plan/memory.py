@@ -218,6 +218,15 @@ def place_states(
     return needs, chunked(found)
 
 
+def reserved_bytes(shape: JobShape, machine: Machine, job: Job) -> float:
+    """Return the bytes of a node's RAM that hold neither states, gradients nor activations: host
+    overhead, windows of gradients, and what `beside_placement` counts.
+    """
+    held = sum(size.cpu for size in beside_placement(shape, machine, job).values())
+    windows = _windows_bytes(shape, machine, job)
+    return ram_beside(shape, machine, job).peak + machine.ranks * (held + windows)
+
+
 def _windows_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
     """Return the bytes of pinned memory through which updates in backward copy gradients from a GPU
     (`optim.grad_windows`).
@@ -277,11 +286,7 @@ def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
     """Place the states of one rank. The ranks of a node divide its RAM evenly, after activations
     and host overhead are subtracted.
     """
-    boundary = float(
-        machine.ranks * job.pass_tokens(machine.world) * shape.boundary_bytes_per_token
-    )
-    # Only inputs of checkpointed blocks leave the device; other activations stay with autograd.
-    boundary = boundary if job.checkpointing else 0.0
+    boundary = boundary_bytes(shape, machine, job)
     waiting = boundary if job.policy.activations == "cpu" else 0.0
     spilled = boundary if job.policy.activations == "nvme" else 0.0
     beside = beside_placement(shape, machine, job)
@@ -292,6 +297,14 @@ def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
     return Placed(waiting, spilled, beside, held, outside, left, needs, plan)
 
 
+def boundary_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
+    """Return the bytes of the inputs of checkpointed blocks of one pass, of all ranks of a node.
+    Other activations stay with autograd, so without checkpointing none can leave the device.
+    """
+    tokens = machine.ranks * job.pass_tokens(machine.world) if job.checkpointing else 0
+    return float(tokens * shape.boundary_bytes_per_token)
+
+
 def _needs(
     shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False
 ) -> list[FlatNeed]:
@@ -300,15 +313,16 @@ def _needs(
     """
     needs: list[FlatNeed] = []
     seen: set[tuple[object, ...]] = set()
-    layouts: dict[tuple[tuple[int, ...], int, int], FlatLayout] = {}
+    # Layers repeat: FlatParameters of one kind share a need.
+    known: dict[FlatShape, FlatNeed] = {}
     for flat in shape.flats:
+        if flat in known:
+            if not least:
+                needs.append(known[flat])
+            continue
         held = state_format(job.policy.state, flat.dtype) if flat.trainable else None
         size = chunk_numel(held or Format.RAW) * grain
-        key = (flat.numels, flat.dtype.itemsize, size)
-        # Layers repeat, and a layout depends on the key alone.
-        if key not in layouts:
-            layouts[key] = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
-        layout = layouts[key]
+        layout = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
         if least:
             # A staging buffer is as large as the largest chunk. The largest of one chunk of each
             # format, dtype and length equals the largest of all.
@@ -317,7 +331,8 @@ def _needs(
                 continue
             seen.add(kind)
             layout = dataclasses.replace(layout, shard_numel=min(layout.shard_numel, size))
-        needs.append(_need(flat, layout, held, job))
+        known[flat] = _need(flat, layout, held, job)
+        needs.append(known[flat])
     return needs
 
 
@@ -461,7 +476,7 @@ def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
         "exchange buffers": _exchange_bytes(machine, job, largest),
         **_gradients(shape, machine, job, units),
         **(_returning_bytes(machine, job, units) if machine.gpus else {}),
-        **_activations(shape, machine, job),
+        **activation_bytes(shape, machine, job),
     }
     if machine.gpus:
         if job.policy.update_on == "device":
@@ -520,7 +535,7 @@ def _blocks(shape: ModelShape, machine: Machine, job: Job) -> list[UnitBytes]:
             ),
             block.around,
         )
-        for block in shape.in_blocks().units
+        for block in shape.in_blocks.units
     ]
 
 
@@ -529,14 +544,16 @@ def _gradients(
 ) -> dict[str, float]:
     passes = _passes(machine, job)
     if not job.vertical:
-        return {"fresh gradients": float(fresh_capacity(units, passes))}
+        key = "fresh_capacity", id(units), passes
+        fresh = shape.remember(key, lambda: fresh_capacity(units, passes))
+        return {"fresh gradients": float(fresh)}
     sums = sums_capacity(_blocks(shape, machine, job), passes)
     largest = max((size for unit in units for size in unit.grads), default=0)
     # All parameters of a model, or nearly all, have one dtype: assume each dtype for the largest.
-    trained = [flat.dtype for flat in shape.flats if flat.trainable]
+    trained = [flat.dtype for flat, _ in shape.kinds_of_flats if flat.trainable]
     widths = {dtype.itemsize: job.grad_itemsize(dtype) for dtype in trained}
-    fresh = max((slice_grad_bytes(largest, *each) for each in widths.items()), default=0)
-    return {"fresh gradients": float(fresh), "sums of gradients": float(sums)}
+    slices = max((slice_grad_bytes(largest, *each) for each in widths.items()), default=0)
+    return {"fresh gradients": float(slices), "sums of gradients": float(sums)}
 
 
 def _returning_bytes(machine: Machine, job: Job, units: Sequence[UnitBytes]) -> dict[str, float]:
@@ -574,7 +591,9 @@ def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
 
 def gathered_bytes(shape: JobShape, machine: Machine, job: Job) -> float:
     """Return the most bytes of gathered parameters on a rank's device."""
-    return float(gathered_capacity(_units(shape, machine, job), _passes(machine, job)))
+    units, passes = _units(shape, machine, job), _passes(machine, job)
+    key = "gathered_capacity", id(units), passes
+    return shape.remember(key, lambda: float(gathered_capacity(units, passes)))
 
 
 def again_share(shape: JobShape, machine: Machine, job: Job) -> float:
@@ -583,12 +602,14 @@ def again_share(shape: JobShape, machine: Machine, job: Job) -> float:
     """
     if not job.vertical:
         return 0.0
-    units = _units(shape, machine, job)
+    units, passes = _units(shape, machine, job), _passes(machine, job)
     whole = sum(unit.gathered * unit.repeat for unit in units)
-    return regathered_bytes(units, _passes(machine, job)) / max(whole, 1)
+    key = "regathered_bytes", id(units), passes
+    return shape.remember(key, lambda: regathered_bytes(units, passes)) / max(whole, 1)
 
 
-def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, float]:
+def activation_bytes(shape: ModelShape, machine: Machine, job: Job) -> dict[str, float]:
+    """Count the activations on a rank's device, by the parts of the module's table."""
     tokens = job.micro_batch_tokens(machine.world)
     block = float(tokens * shape.block_bytes_per_token)
     logits = float(tokens * shape.logits_bytes_per_token(job.loss_tiles))
@@ -710,14 +731,11 @@ def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
     """List larger numbers of micro-batches, with fewer tokens each, down to one sequence."""
     found = []
     now = job.micro_batch_tokens(machine.world)
-    count = 2 * job.micro_batches
-    while job.tokens >= count * machine.world:
-        tokens = job.replace(micro_batches=count).micro_batch_tokens(machine.world)
-        if tokens < job.sequence:
-            break
-        how = f"{tokens:,} tokens in each, not {now:,}"
-        found.append(_Option(f"{count} micro-batches", how, {"micro_batches": count}))
-        count *= 2
+    for count in job.micro_batch_counts(machine.world):
+        if count > job.micro_batches:
+            tokens = job.replace(micro_batches=count).micro_batch_tokens(machine.world)
+            how = f"{tokens:,} tokens in each, not {now:,}"
+            found.append(_Option(f"{count} micro-batches", how, {"micro_batches": count}))
     return found
 
 

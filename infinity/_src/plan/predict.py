@@ -44,6 +44,7 @@ from infinity._src.plan.memory import (
     Placed,
     RamBeside,
     again_share,
+    boundary_bytes,
     bytes_at_rest,
     gpu_need,
     least_need,
@@ -151,23 +152,79 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
     """
     _check(job, machine)
     shape = shape_in(job, model)
-    ranks, policy = machine.ranks, job.policy
-    # All ranks gather a tile as soon as one rank has a token for it: count the tokens of all ranks.
-    touched = gathered_share(shape, job.expert_tile, -(-job.tokens // job.passes))
+    ranks = machine.ranks
     placed = place_in_ram(shape, machine, job)
-    plan, spilled = placed.plan, placed.spilled
+    plan = placed.plan
     found_bytes = [
         bytes_at_rest(need, row, found)
         for need, row, found in zip(placed.needs, plan.nvme_masks, plan.formats, strict=True)
     ]
     at_rest = _of_node(sum((everything for everything, _ in found_bytes), AtRest()), ranks)
     on_nvme = _of_node(sum((nvme for _, nvme in found_bytes), AtRest()), ranks)
-    moved = _without_untouched(_traffic(on_nvme, job, spilled), on_nvme, job, touched)
     again = again_share(shape, machine, job)
+    step = time_step(shape, machine, job, at_rest, on_nvme, again=again)
+    gpu, ram = gpu_need(shape, machine, job), _ram(placed, machine)
+    nvme = _nvme(on_nvme, placed, machine, job)
+    return Prediction(
+        job=job,
+        machine=machine,
+        gpu=gpu,
+        ram=ram,
+        ram_beside=placed.outside,
+        policy_ram=max(placed.left, plan.ram_bytes + placed.held),
+        nvme=nvme,
+        at_rest=at_rest,
+        on_nvme=on_nvme,
+        moved=step.moved,
+        copied=step.copied,
+        exchanged=step.exchanged,
+        touched=step.touched,
+        again=again,
+        # By definition MFU does not count recomputation.
+        model_flops=sum(_flops(shape, job, recompute=False)),
+        limits=step.limits,
+        terms_s=step.terms_s,
+        step_s=step.limits.schedule_s / EFFICIENCY,
+        why_not=_why_not(model, gpu, ram, nvme, machine, job),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Traffic and times of one step; the fields are those of `Prediction`."""
+
+    moved: Traffic
+    copied: Copied
+    exchanged: Exchanges
+    touched: float
+    terms_s: dict[str, float]
+    limits: Limits
+
+
+def time_step(
+    shape: JobShape,
+    machine: Machine,
+    job: Job,
+    at_rest: AtRest,
+    on_nvme: AtRest,
+    *,
+    again: float,
+) -> StepTime:
+    """Return traffic and times of a step with `on_nvme` of the states on a node's drives. No time
+    falls when `on_nvme` or `again` grows.
+
+    at_rest: all states of a node. again: as in `Prediction`.
+    """
+    policy, waiting = job.policy, boundary_bytes(shape, machine, job)
+    spilled = waiting if policy.activations == "nvme" else 0.0
+    # All ranks gather a tile as soon as one rank has a token for it: count the tokens of all ranks.
+    touched = gathered_share(shape, job.expert_tile, -(-job.tokens // job.passes))
+    moved = _without_untouched(_traffic(on_nvme, job, spilled), on_nvme, job, touched)
     moved = _with_again(moved, on_nvme, job, touched * again)
-    compute = _compute(shape, machine, job, at_rest.states, on_nvme)
-    sizes = _model_bytes(shape, machine, job, at_rest, placed.waiting + spilled, touched)
-    exchanged = exchanges(shape, machine, job)
+    compute = _compute(shape, machine, job, at_rest.states, on_nvme, again)
+    off_device = waiting if policy.activations != "device" else 0.0
+    sizes = _model_bytes(shape, machine, job, at_rest, off_device, touched)
+    exchanged = exchanges(shape, machine, job, again)
     between = _apart(job, exchanged.copies())
     copied = _copies(machine, job, sizes, between, again)
     busy = _busy_times(machine, job, sizes, moved, copied, between)
@@ -188,31 +245,9 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
         others=busy.values(),
         apart=policy.update_on == "device",
     )
-    gpu, ram = gpu_need(shape, machine, job), _ram(placed, machine)
-    nvme = _nvme(on_nvme, placed, machine, job)
-    return Prediction(
-        job=job,
-        machine=machine,
-        gpu=gpu,
-        ram=ram,
-        ram_beside=placed.outside,
-        policy_ram=max(placed.left, plan.ram_bytes + placed.held),
-        nvme=nvme,
-        at_rest=at_rest,
-        on_nvme=on_nvme,
-        moved=moved,
-        # Where the CPU computes, these are copies inside its memory: "CPU memory" counts them.
-        copied=copied.total if machine.gpus else Copied(),
-        exchanged=exchanged,
-        touched=touched,
-        again=again,
-        # By definition MFU does not count recomputation.
-        model_flops=sum(_flops(shape, job, recompute=False)),
-        limits=found,
-        terms_s=terms,
-        step_s=found.schedule_s / EFFICIENCY,
-        why_not=_why_not(model, gpu, ram, nvme, machine, job),
-    )
+    # Where the CPU computes, these are copies inside its memory: "CPU memory" counts them.
+    outside_cpu = copied.total if machine.gpus else Copied()
+    return StepTime(moved, outside_cpu, exchanged, touched, terms, found)
 
 
 def _check(job: Job, machine: Machine) -> None:
@@ -267,7 +302,7 @@ def _check(job: Job, machine: Machine) -> None:
 
 
 def _compute(
-    shape: JobShape, machine: Machine, job: Job, states: float, on_nvme: AtRest
+    shape: JobShape, machine: Machine, job: Job, states: float, on_nvme: AtRest, again: float
 ) -> Compute:
     """Return the times of the passes. Without GPUs they include the engine's work on the same cores
     (`_beside`).
@@ -277,7 +312,7 @@ def _compute(
         return found
     forward_s, backward_s, update_s = _beside(shape, machine, states)
     # A gather takes as long in backward as in forward.
-    backward_s += again_share(shape, machine, job) * job.gathers_again * forward_s
+    backward_s += again * job.gathers_again * forward_s
     # The same cores run the kernels and move the data: the update takes the longer of the two.
     update_s = max(update_s, _kernels_s(shape, machine, job, on_nvme))
     # Gradients of micro-batches that share a pass are added up: two reads and one write for each.
@@ -315,7 +350,7 @@ def _kernels_s(shape: ModelShape, machine: Machine, job: Job, on_nvme: AtRest) -
     threads = policy.update_threads or update_threads(
         machine.cores, machine.cores, machine.ranks, on_gpu=bool(machine.gpus)
     )
-    trained = sum(flat.numel for flat in shape.flats if flat.trainable) / machine.nodes
+    trained = shape.trainable / machine.nodes
     summed = {"full": 2.0, "sample": 1.0 + 1 / 16, "off": 0.0}[policy.verify] * on_nvme.states
     seconds = trained / machine.updates_per_core[policy.state] + summed / CHECKSUMS_PER_CORE
     return seconds / min(threads * machine.ranks, machine.cores)
@@ -339,6 +374,7 @@ def _flops(shape: ModelShape, job: Job, *, recompute: bool) -> tuple[float, floa
         shape.active_params,
         job.tokens,
         recompute=recompute,
+        frozen_params=shape.frozen_params,
         layers=shape.layers,
         attention_width=shape.attention_width,
         sequence=job.sequence,
@@ -346,7 +382,17 @@ def _flops(shape: ModelShape, job: Job, *, recompute: bool) -> tuple[float, floa
 
 
 def _grad_bytes(shape: ModelShape) -> float:
-    return float(sum(flat.gathered_bytes() for flat in shape.flats if flat.trainable))
+    flats = shape.kinds_of_flats
+    return float(sum(count * flat.gathered_bytes() for flat, count in flats if flat.trainable))
+
+
+def waiting_grad_bytes(shape: ModelShape, job: Job) -> int:
+    """Return the bytes of all gradients in the dtype in which they wait."""
+    return sum(
+        count * flat.numel * job.grad_itemsize(flat.dtype)
+        for flat, count in shape.kinds_of_flats
+        if flat.trainable
+    )
 
 
 def _param_bytes(shape: ModelShape) -> float:
@@ -426,12 +472,11 @@ def _model_bytes(
     """Return the sizes from which copies are counted, over all ranks of a node: the `touched` share
     of the gathered values, states at rest, gradients in the dtype in which they wait, activations.
     """
-    trained = [flat for flat in shape.flats if flat.trainable]
-    params = float(sum(flat.gathered_bytes() for flat in trained))
+    params, grads = _grad_bytes(shape), waiting_grad_bytes(shape, job)
     return ModelBytes(
         params=touched * params / machine.nodes,
         states=at_rest.states,
-        grads=sum(flat.numel * job.grad_itemsize(flat.dtype) for flat in trained) / machine.nodes,
+        grads=grads / machine.nodes,
         frozen=(_param_bytes(shape) - params) / machine.nodes,
         activations=activations,
     )
@@ -712,7 +757,7 @@ def _disk_peaks(nvme: Need, at_rest: AtRest, job: Job) -> dict[str, float]:
 def _set_up(shape: ModelShape, machine: Machine, found: Prediction) -> SetUp:
     # Figures of `found` are of a node, except chunks, which are of one rank. The source is assumed
     # to lie on the same drives.
-    whole = sum(flat.numel * flat.dtype.itemsize for flat in shape.flats)
+    whole = sum(count * flat.numel * flat.dtype.itemsize for flat, count in shape.kinds_of_flats)
     read = whole / (machine.world if reads_in_parts(machine) else 1)
     written = (found.on_nvme.params + found.on_nvme.frozen) / machine.ranks
     drives = machine.bandwidths

@@ -43,14 +43,13 @@ from typing import Any
 
 from infinity._src.distributed.collectives import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
 from infinity._src.kernels.quantized import wire_bytes
-from infinity._src.memory.flat_layout import FlatLayout, aligned_section_bytes, plan_flat
+from infinity._src.memory.flat_layout import aligned_section_bytes
 from infinity._src.memory.pcie import Copied, Copies
 from infinity._src.memory.ram_budget import FlatNeed, PlacementPlan
 from infinity._src.plan.machine import Machine
 from infinity._src.plan.memory import (
     BESIDE_BUDGET,
     TierBytes,
-    again_share,
     gathered_bytes,
     place_in_ram,
 )
@@ -120,18 +119,18 @@ class Exchanges:
         return Copies(Copied(window, window), Copied(rest, rest))
 
 
-def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
-    """List the collectives of a step; none for one rank."""
-    flats = [
-        (flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats
-    ]
-    plain = float(sum(layout.size_bytes for _, layout in flats))
+def exchanges(shape: JobShape, machine: Machine, job: Job, regathered: float) -> Exchanges:
+    """List the collectives of a step; none for one rank. regathered: share of the parameters
+    that the vertical schedule gathers for each micro-batch.
+    """
+    plain = float(shape.gathered_bytes(machine.world))
     if machine.world == 1:
         return Exchanges((), plain, 1, 1)
-    trained = [found for found in flats if found[0].trainable]
+    flats = shape.kinds_of_flats
+    trained = [(flat, count) for flat, count in flats if flat.trainable]
     weights, grads = _weight_bytes(job), _grad_bytes(job)
     both = _ways(machine, flats, weights)
-    flags = sum(len(flat.numels) for flat, _ in trained)
+    flags = sum(count * len(flat.numels) for flat, count in trained)
     inside, across = _ways(machine, trained, grads)
     # A byte for each parameter, also exchanged level by level, says whether it has a gradient.
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
@@ -158,10 +157,9 @@ def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
         # Updates in backward run concurrently with the gather of the last backward, and with its
         # reduction below.
         found.append(PlannedCollective(name, again, again if late else int(in_backward), *copy))
-        share = again_share(shape, machine, job)
-        if share:
+        if regathered:
             name, more = "gather for each micro-batch", job.gathers_again
-            of_share = (share * copy[0], share * copy[1])
+            of_share = (regathered * copy[0], regathered * copy[1])
             found.append(PlannedCollective(name, more, more if late else 0, *of_share))
     if trained:
         times = job.reductions
@@ -195,12 +193,13 @@ def _grad_bytes(job: Job) -> _OfShard:
 
 
 def _ways(
-    machine: Machine, flats: Sequence[tuple[FlatShape, FlatLayout]], size: _OfShard
+    machine: Machine, flats: Sequence[tuple[FlatShape, int]], size: _OfShard
 ) -> tuple[float, float]:
     """Return the bytes that one rank receives when every FlatParameter is gathered once, or reduced
-    once: (inside its node, from other nodes). size: bytes of a shard on the wire.
+    once: (inside its node, from other nodes). flats: each with its count. size: bytes of a shard on
+    the wire.
     """
-    shards = sum(size(flat, layout.shard_numel) for flat, layout in flats)
+    shards = sum(count * size(flat, flat.shard_numel(machine.world)) for flat, count in flats)
     # A rank receives the shards of its counterparts from other nodes; then each other rank of the
     # node sends it the shards of that rank and of its counterparts.
     return (machine.ranks - 1) * machine.nodes * shards, (machine.nodes - 1) * shards

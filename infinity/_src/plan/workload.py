@@ -23,12 +23,13 @@ often, which touches the most tiles.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NewType
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NewType, TypeVar
 
 import torch
 
@@ -37,6 +38,8 @@ from infinity._src.kernels.tiling.tiled_module import STACK_WEIGHTS
 from infinity._src.memory.device_capacity import UnitBytes
 from infinity._src.memory.flat_layout import plan_flat
 from infinity._src.params.discover import UnitSpec, find_units
+
+_Result = TypeVar("_Result")
 
 # -- The model -------------------------------------------------------------------------------------
 
@@ -64,7 +67,11 @@ class FlatShape:
         """Count the bytes of the gathered values, with the padding between and behind them in the
         layout for `world` ranks.
         """
-        return _gathered_bytes(self.numels, self.dtype.itemsize, world)
+        return _layout_of(self.numels, self.dtype.itemsize, world)[0]
+
+    def shard_numel(self, world: int) -> int:
+        """Count the elements of a rank's shard, with padding."""
+        return _layout_of(self.numels, self.dtype.itemsize, world)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +150,8 @@ class ModelShape:
     """A model: its units in order, and the sizes from which activations and operations are
     estimated (0: not known).
 
-    active_params: elements of the parameters that compute for one token. layers: of encoder and
+    active_params: elements of the parameters that compute for one token. frozen_params: of these,
+    the elements of parameters that are not trained. layers: of encoder and
     decoder together. mlp_width: summed over the experts that a token computes. vocabulary: words.
     positions: longest sequence in tokens. itemsize: bytes of an element of activations. experts:
     routed experts of a layer; chosen: how many of them a token is routed to; shared: further
@@ -163,8 +171,22 @@ class ModelShape:
     experts: int = 0
     chosen: int = 0
     shared: int = 0
+    frozen_params: int = 0
 
-    @property
+    @functools.cached_property
+    def _known(self) -> dict[object, Any]:
+        return {}
+
+    def remember(self, key: object, make: Callable[[], _Result]) -> _Result:
+        """Return the result of `make`, which depends on this model and `key` alone. It is computed
+        once: a search asks for it thousands of times.
+        """
+        if key not in self._known:
+            self._known[key] = make()
+        found: _Result = self._known[key]
+        return found
+
+    @functools.cached_property
     def has_stacks(self) -> bool:
         """True if the model has stacks of experts, which `inf.tile_experts` can cut."""
         return any(unit.stacks for unit in self.units)
@@ -173,21 +195,29 @@ class ModelShape:
     def flats(self) -> list[FlatShape]:
         return [flat for unit in self.units for flat in unit.flats]
 
+    @functools.cached_property
+    def kinds_of_flats(self) -> tuple[tuple[FlatShape, int], ...]:
+        """Distinct FlatParameters, each with its count. Layers repeat, so these are few, and a
+        search asks for sums over them thousands of times.
+        """
+        return tuple(collections.Counter(self.flats).items())
+
     @property
     def params(self) -> int:
-        return sum(flat.numel for flat in self.flats)
+        return sum(count * flat.numel for flat, count in self.kinds_of_flats)
 
     @property
     def trainable(self) -> int:
         """Elements of the parameters that an optimizer will hold."""
-        return sum(flat.numel for flat in self.flats if flat.trainable)
+        return sum(count * flat.numel for flat, count in self.kinds_of_flats if flat.trainable)
 
     @property
     def largest_unit_bytes(self) -> int:
         return max((unit.gathered_bytes() for unit in self.units), default=0)
 
+    @functools.cached_property
     def in_blocks(self) -> ModelShape:
-        """Return the model with the units of each block, tiles included, merged into one. Names of
+        """The model with the units of each block, tiles included, merged into one. Names of
         units tell their block: the part up to the first number, as "model.layers.3".
         """
         names = [_block_of(unit.name) for unit in self.units]
@@ -205,7 +235,12 @@ class ModelShape:
 
     def gathered_bytes(self, world: int = 1) -> int:
         """Bytes of all units, gathered on each of `world` ranks."""
-        return sum(unit.gathered_bytes(world) for unit in self.units)
+        return sum(count * flat.gathered_bytes(world) for flat, count in self.kinds_of_flats)
+
+    @functools.cached_property
+    def tiled_bytes(self) -> int:
+        """Bytes of the units that are tiles of stacks."""
+        return sum(unit.gathered_bytes() for unit in self.units if unit.tiles)
 
     @property
     def boundary_bytes_per_token(self) -> int:
@@ -242,6 +277,12 @@ class ModelShape:
         along their outputs. in_slices: each block, and each unit outside of blocks, runs all
         micro-batches before the next one (`inf.microbatched`).
         """
+        key = tiles, loss_tiles, world, in_slices
+        return self.remember(("unit_bytes", *key), lambda: self._count_unit_bytes(*key))
+
+    def _count_unit_bytes(
+        self, tiles: int, loss_tiles: int, world: int, in_slices: bool
+    ) -> list[UnitBytes]:
         count = functools.partial(self.tiles_of, tiles=tiles, loss_tiles=loss_tiles)
         parts = [unit.tiled(count, world) for unit in self.units]
         starts = list(itertools.accumulate((1 + len(cut) for _, cut in parts), initial=0))
@@ -263,8 +304,10 @@ JobShape = NewType("JobShape", ModelShape)
 
 
 @functools.lru_cache(maxsize=65536)  # called often, and a model has few distinct FlatParameters
-def _gathered_bytes(numels: tuple[int, ...], itemsize: int, world: int) -> int:
-    return plan_flat(numels, itemsize, world).size_bytes
+def _layout_of(numels: tuple[int, ...], itemsize: int, world: int) -> tuple[int, int]:
+    """Return (bytes of all shards, elements of one)."""
+    layout = plan_flat(numels, itemsize, world)
+    return layout.size_bytes, layout.shard_numel
 
 
 def _block_of(unit: str) -> str:
@@ -292,6 +335,8 @@ def shape_of(
     # If a configuration does not name the width of a head, heads divide the model's width.
     head = _number(text, "head_dim", "d_kv") or (width // heads if heads else 0)
     experts, chosen, shared, mlp_width = _mlp(text, width)
+    routed = chosen / experts if experts else 1.0
+    active = _active(model, specs, routed)
     # Exactly these classes: `inf.tile_linears` leaves subclasses whole.
     linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     embeddings = {
@@ -300,7 +345,7 @@ def shape_of(
     return ModelShape(
         name=name or type(model).__name__,
         units=tuple(_unit(spec, linears, embeddings, frozen, experts) for spec in specs),
-        active_params=_active(model, specs, chosen / experts if experts else 1.0),
+        active_params=active,
         layers=_layers(text),
         width=width,
         attention_width=heads * head,
@@ -310,6 +355,7 @@ def shape_of(
         experts=experts,
         chosen=chosen,
         shared=shared,
+        frozen_params=active if frozen else _active(model, specs, routed, frozen=True),
         # Activations have the dtype of the parameters; the first parameter stands for all.
         itemsize=next(
             (entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2
@@ -387,7 +433,16 @@ def _unit(
     return UnitShape(spec.name, flats, tuple(found), spec.around, tuple(stacks))
 
 
-def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: float) -> int:
+def _active(
+    model: torch.nn.Module,
+    specs: Sequence[UnitSpec],
+    routed_share: float,
+    *,
+    frozen: bool = False,
+) -> int:
+    """Count the elements of the parameters that compute for a token; frozen: of those alone that
+    are not trained.
+    """
     # By identity: two modules with a tied weight have one parameter.
     lookups = {
         id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
@@ -395,6 +450,8 @@ def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: flo
     total = 0.0
     for spec in specs:
         for entry in spec.entries:
+            if frozen and entry.parameter.requires_grad:
+                continue
             tied = len(entry.names) > 1
             # An embedding is only looked up, unless it is tied: then it is also the head's matrix.
             if id(entry.parameter) in lookups and not tied:
@@ -495,6 +552,19 @@ class Job:
     def micro_batch_tokens(self, ranks: int) -> int:
         return -(-self.tokens // (self.micro_batches * ranks))
 
+    def micro_batch_counts(self, ranks: int) -> Iterator[int]:
+        """Yield the numbers of micro-batches that a step may have: powers of two, until one has
+        fewer tokens than a sequence. The first may have fewer: a device may have less than a
+        sequence in all.
+        """
+        count = 1
+        while count <= MICRO_BATCHES_MAX and self.tokens >= count * ranks:
+            tokens = -(-self.tokens // (count * ranks))
+            if count > 1 and tokens < self.sequence:
+                return
+            yield count
+            count *= 2
+
     def pass_tokens(self, ranks: int) -> int:
         """Tokens of one pass on one device. The inputs of blocks for all of them are in memory at
         once.
@@ -505,6 +575,9 @@ class Job:
         """Bytes of an element of a gradient that waits, for a parameter of `dtype`."""
         return int((self.policy.grad_dtype or dtype).itemsize)
 
+
+MICRO_BATCHES_MAX = 1024
+"""Most micro-batches that a plan tries."""
 
 _JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job))
 
@@ -525,6 +598,10 @@ def cut_experts(shape: ModelShape, tile: int) -> ModelShape:
     """
     if not tile or not shape.has_stacks:
         return shape
+    return shape.remember(("cut", tile), lambda: _cut_experts(shape, tile))
+
+
+def _cut_experts(shape: ModelShape, tile: int) -> ModelShape:
     units, more = [], []
     for index, unit in enumerate(shape.units):
         first, *others = _cut_unit(unit, index, tile)
@@ -588,8 +665,7 @@ def touched_share(experts: int, chosen: int, tile: int, tokens: int) -> float:
 def gathered_share(shape: JobShape, tile: int, tokens: int) -> float:
     """Return the share of all parameters that a pass of `tokens` tokens, over all ranks, gathers.
     """
-    tiled = sum(unit.gathered_bytes() for unit in shape.units if unit.tiles)
-    if not tiled:
+    if not shape.tiled_bytes:
         return 1.0
     touched = touched_share(shape.experts, shape.chosen, min(tile, shape.experts), tokens)
-    return 1.0 - (1.0 - touched) * tiled / shape.gathered_bytes()
+    return 1.0 - (1.0 - touched) * shape.tiled_bytes / shape.gathered_bytes()

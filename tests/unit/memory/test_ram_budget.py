@@ -179,7 +179,7 @@ def test_resident_is_honoured_to_within_a_chunk(
     for kind, wanted in resident.items():
         total = held = granule = 0
         for each, row in zip(needs, plan.nvme_masks, strict=True):
-            nvme = each.nvme_mask()
+            nvme = each.nvme_mask
             bits = sum(
                 1 << s for s in range(len(each.sections)) if nvme >> s & 1 and each.kind(s) == kind
             )

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 import infinity as inf  # noqa: E402
 from infinity._src.base.sizes import GIB, MIB, parse_size  # noqa: E402
-from infinity._src.plan.changes import faster_update, fewest_micro_batches, one_change  # noqa: E402
+from infinity._src.plan.changes import fewest_micro_batches, one_change  # noqa: E402
 from infinity._src.plan.machine import (  # noqa: E402
     UPDATES_PER_CORE,
     Machine,
@@ -402,30 +402,6 @@ def test_changes_are_sorted_and_each_changes_one_thing() -> None:
     more = by_name["twice the RAM"]
     assert dataclasses.replace(more.machine, ram_bytes=now.machine.ram_bytes) == now.machine
     assert more.job == now.job
-
-
-def test_updates_in_backward_are_recommended_where_the_drives_have_the_room() -> None:
-    shape = model_of(50_000_000)
-    # The deferred update has a short forward to hide behind, and then backward has little to read.
-    job = job_of(tokens=4096, sequence=512, compute_s=(0.1, 0.9), resident=NOTHING)
-    there = dataclasses.replace(machine_of(400 * MIB), nvme_bytes=2e9)
-    now = predict(shape, there, job)
-    faster = faster_update(shape, now)
-    assert faster is not None
-    assert faster.job == job.replace(update="backward", generations=2)
-    assert (states_bytes(now), states_bytes(faster)) == pytest.approx((600e6, 1200e6), rel=0.01)
-    assert now.step_s == pytest.approx((0.9 + 0.9) / 0.9, rel=0.02)
-    assert faster.step_s == pytest.approx(1.0 / 0.9, rel=0.02)
-    full = predict(shape, dataclasses.replace(there, nvme_bytes=1e9), job)
-    assert full.fits
-    assert faster_update(shape, full) is None, "two generations have no room"
-    # Where the drives wait for nobody there is nothing to gain.
-    idle = predict(shape, there, job.replace(compute_s=(10.0, 20.0)))
-    assert faster_update(shape, idle) is None
-    assert faster_update(shape, faster) is None
-    tight = predict(shape, dataclasses.replace(there, ram_bytes=1e6), job)
-    assert not tight.fits
-    assert faster_update(shape, tight) is None
 
 
 def test_the_fewest_micro_batches_are_those_whose_activations_fit() -> None:

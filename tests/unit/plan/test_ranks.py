@@ -169,7 +169,7 @@ def test_all_stages_are_shown_beside_the_one_that_is_planned() -> None:
 
 
 def planned(where: Machine, shape: ModelShape = EVEN, **job: Any) -> Exchanges:
-    return exchanges(JobShape(shape), where, JOB.replace(**job))
+    return exchanges(JobShape(shape), where, JOB.replace(**job), 0.0)
 
 
 def test_one_rank_exchanges_nothing() -> None:

@@ -245,7 +245,7 @@ def test_tiles_of_experts_belong_to_their_block() -> None:
     shape = ModelShape("experts", units, 100, 2, 64, 64, 128, 100, 512, experts=8, chosen=2)
     cut = cut_experts(shape, 2)
     assert len(cut.units) == 4 + 2 * 4
-    blocks = cut.in_blocks().units
+    blocks = cut.in_blocks.units
     assert [(block.name, block.around) for block in blocks] == [
         ("embed", ()), ("layers.0", (0,)), ("layers.1", (0,)), ("head", (0,)),
     ]  # fmt: skip

@@ -1,0 +1,308 @@
+"""The answer of `infinity plan` on one screen: the fastest ways that fit, the first of them ready
+to paste, what more of the machine would bring, and what was assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from infinity._src.base.console import make_table, say
+from infinity._src.base.sizes import GIB, MIB, format_size
+from infinity._src.cli.plan_tables import (
+    SAME_MAX,
+    experts_of,
+    format_count,
+    format_days,
+    format_seconds,
+    prediction_record,
+    who_computes,
+)
+from infinity._src.config.policy import Policy
+from infinity._src.plan.predict import EFFICIENCY, Prediction
+from infinity._src.plan.search import departures
+from infinity._src.plan.workload import Job, ModelShape
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """Predictions of one plan.
+
+    best: the fastest way that fits; if none fits, the job as given, with the reasons. second: the
+    fastest way of another kind. exact: the fastest way with the numbers of plain training, if
+    `best` rounds. more: the fastest way with more of the machine, by what is more;
+    None where no way is faster (if none fits now: fits). total_tokens: of
+    the whole training; None: not given.
+    """
+
+    model: Path
+    shape: ModelShape
+    best: Prediction
+    second: Prediction | None = None
+    exact: Prediction | None = None
+    more: Mapping[str, Prediction | None] = dataclasses.field(default_factory=dict)
+    total_tokens: int | None = None
+    lora: int | None = None
+
+    @property
+    def ways(self) -> dict[str, Prediction]:
+        """The ways that fit, by their names in the table."""
+        found = {"1": self.best, "2": self.second, "exact": self.exact}
+        return {name: way for name, way in found.items() if way is not None and way.fits}
+
+    def as_record(self) -> dict[str, Any]:
+        """Return what the JSON record has in addition to the plan itself."""
+        best = self.best
+        return {
+            "policy": policy_text(best),
+            "calls": calls(best.job),
+            "command": command(self),
+            "total": total(best, self.total_tokens),
+            "ways": {name: prediction_record(way) for name, way in self.ways.items()},
+            "more": {
+                name: None if way is None else prediction_record(way)
+                for name, way in self.more.items()
+            },
+        }
+
+
+def show_answer(console: Console, answer: Answer) -> None:
+    """Print the answer."""
+    best = answer.best
+    console.print(_head(answer), highlight=False)
+    if best.fits:
+        console.print("[bold green]It fits.[/bold green]")
+    else:
+        console.print(
+            "[bold red]It does not fit.[/bold red] No way that the options allow fits; as given:"
+        )
+        for reason in best.why_not:
+            # Reasons contain brackets of Python calls, which rich would interpret as markup.
+            say(console, f"  {reason}", markup=False)
+    if answer.ways:
+        _show_ways(console, answer)
+        for line in (policy_text(best), *calls(best.job), command(answer)):
+            say(console, line, markup=False)
+    _show_more(console, answer)
+    job = total(best, answer.total_tokens)
+    if best.fits and job is not None:
+        say(console, _total_text(job, answer.total_tokens or 0), markup=False)
+
+
+def show_assumed(console: Console, found: Prediction) -> None:
+    """Print the figures that were not given, and what a forecast is."""
+    sources = found.machine.sources
+    assumed = {name: source for name, source in sources.items() if source != "given"}
+    if assumed:
+        console.print("Not given, and so taken to be:")
+        for name, source in assumed.items():
+            # Sources have names of figures; show the names of the options that set them.
+            option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))
+            say(console, f"  --{option}: {source}", markup=False)
+    console.print(
+        f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands "
+        "of itself. Activations and operations are estimated from the configuration. It is a "
+        "forecast: nothing was measured.",
+        highlight=False,
+    )
+
+
+def _head(answer: Answer) -> str:
+    shape, job, machine = answer.shape, answer.best.job, answer.best.machine
+    drives = f"{machine.drives} drive{'s' if machine.drives != 1 else ''}"
+    lora = f", LoRA of rank {answer.lora}" if answer.lora else ""
+    return (
+        f"[bold]{escape(shape.name)}[/bold]: {format_count(shape.params)} parameters"
+        f"{experts_of(shape)}{lora}; {job.tokens:,} tokens per step in sequences of "
+        f"{job.sequence:,} on {who_computes(machine)}, {format_size(machine.ram_bytes)} of RAM, "
+        f"{drives}"
+    )
+
+
+# -- Ways ------------------------------------------------------------------------------------------
+
+
+def describe_way(job: Job) -> dict[str, str]:
+    """Describe a way: its values by name, without the values of plain training."""
+    policy = job.policy
+    batches = f"{job.micro_batches}{', vertical' if job.vertical else ''}"
+    update = f"{policy.update}{' on the GPU' if policy.update_on == 'device' else ''}"
+    if policy.durable or policy.generations > 1:
+        update += ", durable" if policy.durable else f", {policy.generations} generations"
+    tiles = {
+        "linears": str(job.tiles) if job.tiles > 1 else "",
+        "loss": str(job.loss_tiles) if job.loss_tiles > 1 else "",
+        "experts": f"of {job.expert_tile}" if job.expert_tile else "",
+    }
+    exchanges = [name for name in ("qwz", "qgz") if getattr(policy, name)]
+    exchanges += [f"hpz {policy.hpz}"] if policy.hpz else []
+    found = {
+        "micro-batches": batches,
+        "update": update,
+        "state": policy.state,
+        "parameters": "stay on the device" if policy.params == "device" else "",
+        "activations": policy.activations if policy.activations != "device" else "",
+        "gradients": policy.grads if policy.grads != "cpu" else "",
+        "tiles": ", ".join(f"{name} {count}" for name, count in tiles.items() if count),
+        "exchanges": ", ".join(exchanges),
+        "beside plain training": "; ".join(departures(job)),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _show_ways(console: Console, answer: Answer) -> None:
+    names = {"1": "fastest", "2": "second", "exact": "fastest exact"}
+    table = make_table("", "", *(names[name] for name in answer.ways))
+    ways = [describe_way(way.job) for way in answer.ways.values()]
+    for name in dict.fromkeys(name for way in ways for name in way):
+        table.add_row(name, *(way.get(name, "-") for way in ways))
+    figures: dict[str, Callable[[Prediction], str]] = {
+        "s/step": lambda way: f"[bold]{format_seconds(way.step_s)}[/bold]",
+        "tokens/s": lambda way: f"{way.tokens_per_s:,.0f}",
+        "bound by": lambda way: way.bottleneck,
+        "device memory": lambda way: format_size(way.gpu.bytes),
+        "RAM": lambda way: format_size(way.ram.bytes),
+        "drives": lambda way: format_size(way.nvme.bytes),
+        "TB written a day": lambda way: f"{way.written_per_day / 1e12:,.1f}",
+        "the drives last": lambda way: format_days(way.days),
+    }
+    if not answer.best.machine.drives:
+        figures = dict(list(figures.items())[:5])
+    for name, text in figures.items():
+        table.add_row(name, *(text(way) for way in answer.ways.values()))
+    console.print(table)
+
+
+def _show_more(console: Console, answer: Answer) -> None:
+    """Print the step with more of the machine."""
+    best, found = answer.best, []
+    for name, way in answer.more.items():
+        gain = way.tokens_per_s / best.tokens_per_s if way is not None else 1.0
+        if way is not None and not best.fits:
+            found.append(f"{name}: it fits, {format_seconds(way.step_s)} s/step")
+        elif way is None or gain < 1 + SAME_MAX:
+            found.append(f"{name}: {'no faster' if best.fits else 'does not fit either'}")
+        else:
+            found.append(f"{name}: {format_seconds(way.step_s)} s/step, {gain:.2f}x")
+    if found:
+        say(console, "; ".join(found), markup=False)
+
+
+def policy_text(found: Prediction) -> str:
+    """Return the policy as Python: the fields that differ from their defaults."""
+    policy = found.job.policy
+    left_out = {"nvme", "ram", "generations"} if policy.durable else {"nvme", "ram"}
+    default, parts = Policy(), []
+    for field in dataclasses.fields(Policy):
+        value = getattr(policy, field.name)
+        if field.name not in left_out and value != getattr(default, field.name):
+            text = str(value) if isinstance(value, torch.dtype) else repr(value)
+            parts.append(f"{field.name}={text}")
+    if _has_drives(policy):
+        parts.append('nvme=["DIR"]')
+    parts.append(f'ram="{_ram_text(found)}"')
+    return f"inf.Policy({', '.join(parts)})"
+
+
+def _has_drives(policy: Policy) -> bool:
+    return "nvme" in (policy.params, policy.optim, policy.grads, policy.activations)
+
+
+def _ram_text(found: Prediction) -> str:
+    # Rounded down: the overhead of the ranks has the rest.
+    if found.policy_ram >= 100 * GIB:
+        return f"{found.policy_ram // GIB}GiB"
+    return f"{found.policy_ram // MIB}MiB"
+
+
+def calls(job: Job) -> list[str]:
+    """Return the calls, in addition to `inf.offload`, that a training loop makes for this way."""
+    found = []
+    if job.loss_tiles > 1:
+        found.append(f"inf.tile_loss(model, tiles={job.loss_tiles})")
+    if job.tiles > 1:
+        found.append(f"inf.tile_linears(model, tiles={job.tiles})")
+    if job.expert_tile:
+        found.append(f"inf.tile_experts(model, experts={job.expert_tile})")
+    if job.vertical:
+        found.append(f"model = inf.microbatched(model, {job.micro_batches})")
+    return found
+
+
+def command(answer: Answer) -> str:
+    """Return the line of `infinity train` for the best way."""
+    found = answer.best
+    job, policy, machine = found.job, found.job.policy, found.machine
+    tokens = job.micro_batch_tokens(machine.world)
+    sequence = min(job.sequence, tokens)
+    words: list[object] = ["infinity", "train"]
+    if machine.world > 1:
+        nodes = ["--nnodes", machine.nodes] if machine.nodes > 1 else []
+        words = ["torchrun", *nodes, "--nproc-per-node", machine.ranks, "-m", *words]
+    folder = answer.model if answer.model.is_dir() else answer.model.parent
+    words += [folder, "--text", "FILE", "--out", "DIR", "--batch", -(-tokens // sequence)]
+    words += ["--seq", sequence]
+    if job.micro_batches > 1:
+        words += ["--accumulate", job.micro_batches, "--schedule", job.schedule]
+    if job.checkpointing and not job.vertical:
+        words.append("--checkpointing")
+    defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
+    for name in ("params", "optim", "grads", "activations", "state", "update", "update_on", "zero"):
+        if getattr(policy, name) != defaults[name]:
+            words += [f"--{name.replace('_', '-')}", getattr(policy, name)]
+    if policy.durable:
+        words.append("--durable")
+    elif policy.generations > 1:
+        words += ["--generations", policy.generations]
+    words += ["--hpz", policy.hpz] if policy.hpz else []
+    words += [f"--{name}" for name in ("qwz", "qgz", "error_feedback") if getattr(policy, name)]
+    for name in ("tiles", "expert_tile"):
+        option = {"tiles": "--tile-linears", "expert_tile": "--tile-experts"}[name]
+        words += [option, getattr(job, name)] if getattr(job, name) > (name == "tiles") else []
+    if job.loss_tiles > 1:
+        words += ["--tile-loss", job.loss_tiles]
+    words += ["--lora", answer.lora] if answer.lora else []
+    words += ["--nvme", "DIR"] if _has_drives(policy) else []
+    words += ["--ram", _ram_text(found)]
+    if "no clipping by norm" in departures(job):
+        words += ["--clip", 0]
+    return shlex.join(map(str, words)).replace("error_feedback", "error-feedback")
+
+
+# -- The whole job ---------------------------------------------------------------------------------
+
+
+def total(found: Prediction, tokens: int | None) -> dict[str, Any] | None:
+    """Return steps, days, bytes written and the used part of the drives' rated writes of a training
+    of so many tokens; None without a number of tokens, or if the job does not fit.
+    """
+    if tokens is None or not found.fits:
+        return None
+    steps = -(-tokens // found.job.tokens)
+    written = steps * found.moved.total.written
+    rated = found.machine.tbw_per_drive * found.machine.worn_drives
+    return {
+        "steps": steps,
+        "days": steps * found.step_s / 86_400,
+        "written_bytes": written,
+        "rated_share": written / rated if found.machine.drives else 0.0,
+    }
+
+
+def _total_text(job: Mapping[str, Any], tokens: int) -> str:
+    text = (
+        f"{tokens:,} tokens are {job['steps']:,} steps, {format_days(job['days'])}"
+    )
+    if job["written_bytes"]:
+        text += (
+            f", and {job['written_bytes'] / 1e12:,.1f} TB written: {job['rated_share']:.0%} of "
+            "what the drives are rated for"
+        )
+    return text

@@ -1,0 +1,528 @@
+"""Search for the fastest way to train a model on a machine.
+
+A way is a job. It takes one value on each axis: schedule and micro-batches, update mode with
+generations and place, state format, tiers of parameters, activations and gradients, tiles, and, on
+several nodes, the switches of ZeRO++. `axes_of` and `tilings_of` list the values; fields that a
+user fixes have one.
+
+The search visits ways in the order of a lower bound of their step and predicts each, until no bound
+is below the best step found. The bound counts every byte of RAM for parameters or for optimizer
+states, whichever is faster, and neither pools nor records (`_least_on_nvme`). So a way that is left
+out could not have been faster.
+
+A way costs PENALTY of its step for each departure from plain training (`departures`): of ways that
+take equally long the search finds the one that a user would change least for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from infinity._src.memory.flat_layout import sections_of, state_format
+from infinity._src.memory.roofline import AtRest
+from infinity._src.plan.machine import Machine
+from infinity._src.plan.memory import (
+    TILES,
+    WORDS,
+    activation_bytes,
+    again_share,
+    boundary_bytes,
+    gpu_need,
+    loss_tiles,
+    reserved_bytes,
+)
+from infinity._src.plan.predict import (
+    EFFICIENCY,
+    Prediction,
+    predict,
+    time_step,
+    waiting_grad_bytes,
+)
+from infinity._src.plan.workload import Job, ModelShape, shape_in
+
+PENALTY = 0.002
+"""Share of a step that each departure from plain training costs in the comparison of two ways."""
+
+UNITS_MAX = 4096
+"""Most units into which a search cuts a model by tiles of experts. Each unit takes CPU time in each
+pass, which a prediction does not count.
+"""
+
+RAM_MODULE_BYTES = 32 << 30
+"""Capacity of one more module of RAM, for the question what it would bring."""
+
+Fields = dict[str, Any]
+
+# -- The space -------------------------------------------------------------------------------------
+
+
+def axes_of(
+    shape: ModelShape, machine: Machine, job: Job, fixed: Collection[str], *, exact: bool = False
+) -> dict[str, list[Fields]]:
+    """Return the values of each axis, as fields of a job; the simplest come first.
+
+    fixed: fields of the job that keep their values. exact: no state format and no switch of ZeRO++
+    that rounds what plain training does not round.
+    """
+    policy = job.policy
+    passes = [
+        {"schedule": schedule, "micro_batches": count}
+        for schedule in ("horizontal", "vertical")
+        for count in job.micro_batch_counts(machine.world)
+        if schedule == "horizontal" or (count > 1 and job.checkpointing)
+    ]
+    updates: list[Fields] = [
+        {"update": "deferred", "generations": 1, "update_on": "cpu"},
+        {"update": "backward", "generations": 2, "update_on": "cpu"},
+        {"update": "deferred", "generations": 2, "update_on": "cpu"},
+        {"update": "backward", "generations": 1, "update_on": "cpu"},
+        # Only where it is fixed: gradients of the step before give another training.
+        {"update": "delayed", "generations": 1, "update_on": "cpu"},
+    ]
+    if machine.gpus:
+        updates.append({"update": "deferred", "generations": 1, "update_on": "device"})
+    # Two generations of deferred updates and the delayed update are never the fastest exact way:
+    # they stay only where a user has fixed them.
+    rare = [updates[2], updates[4]]
+    asked = {"update", "generations"} & set(fixed) or policy.durable
+    updates = [each for each in updates if asked or each not in rare]
+    tiers = ["device", *(["cpu"] if machine.gpus else []), *(["nvme"] if machine.drives else [])]
+    axes: dict[str, list[Fields]] = {
+        "passes": passes,
+        "updates": updates,
+        "state": [{"state": state} for state in ("exact", *(() if exact else ("bf16", "compact")))],
+        "activations": [
+            {"activations": tier} for tier in (tiers if job.checkpointing else ["device"])
+        ],
+        "grads": [{"grads": "cpu"}, *([{"grads": "nvme"}] if machine.drives else [])],
+        "params": _params(shape, machine, exact=exact),
+        "optim": [{"optim": "nvme" if machine.drives else "cpu"}],
+    }
+    found = {}
+    for name, values in axes.items():
+        kept = [value for value in values if _keeps(job, value, fixed)]
+        # A value that is fixed and that no search would try is the only one of its axis.
+        found[name] = kept or [{field: _field(job, field) for field in values[0]}]
+    return found
+
+
+def tilings_of(shape: ModelShape, job: Job, fixed: Collection[str]) -> dict[int, list[Fields]]:
+    """Return the tiles of linears and of the loss to try, the fewest first, by tiles of experts,
+    the largest first. Tiles change the memory of a device, what the vertical schedule can retain,
+    and how many experts a pass gathers.
+    """
+    linears = [job.tiles] if "tiles" in fixed else [1, *TILES]
+    losses = [1, *(loss_tiles(shape, words) for words in WORDS)]
+    losses = [job.loss_tiles] if "loss_tiles" in fixed else sorted(set(losses))
+    experts = [job.expert_tile] if "expert_tile" in fixed else list(_expert_tiles(shape))
+    pairs = [{"tiles": a, "loss_tiles": b} for a, b in itertools.product(linears, losses)]
+    pairs.sort(key=lambda pair: (pair["tiles"] > 1) + (pair["loss_tiles"] > 1))
+    return {tile: [pair | {"expert_tile": tile} for pair in pairs] for tile in experts}
+
+
+def _field(job: Job, name: str) -> Any:
+    return getattr(job if hasattr(job, name) else job.policy, name)
+
+
+def _keeps(job: Job, value: Fields, fixed: Collection[str]) -> bool:
+    policy = job.policy
+    if policy.durable and value.get("generations", 2) < 2:
+        return False
+    return all(_field(job, name) == value[name] for name in value if name in fixed)
+
+
+def _expert_tiles(shape: ModelShape) -> Iterator[int]:
+    yield 0
+    layers = sum(bool(unit.stacks) for unit in shape.units)
+    tile = shape.experts // 2
+    while layers and tile and layers * -(-shape.experts // tile) <= UNITS_MAX:
+        yield tile
+        tile //= 2
+
+
+def _params(shape: ModelShape, machine: Machine, *, exact: bool) -> list[Fields]:
+    """List the places of parameters, and, on several nodes, the switches of ZeRO++: these save
+    bytes between nodes, and need parameters in shards.
+    """
+    names: tuple[str, ...] = ("hpz", "qwz", "qgz")
+    rounds: list[Any] = [False] if exact or machine.nodes == 1 else [False, True]
+    copies: list[Any] = [None] if machine.nodes == 1 else [None, "cpu"]
+    every: list[Fields] = [
+        {"zero": 3, "params": "nvme" if machine.drives else "cpu"}
+        | dict(zip(names, values, strict=True))
+        for values in itertools.product(copies, rounds, rounds)
+    ]
+    every.sort(key=lambda fields: sum(bool(fields[name]) for name in names))
+    if machine.gpus and shape.gathered_bytes() < machine.gpu_mem_bytes:
+        # ZeRO-2: whole parameters on every device.
+        zero = 2 if machine.world > 1 else 3
+        whole = {"zero": zero, "params": "device", "hpz": None, "qwz": False, "qgz": False}
+        every.append(whole)
+    return every
+
+
+def departures(job: Job) -> list[str]:
+    """Name what a user would notice of this way, in comparison with plain training."""
+    policy = job.policy
+    names = [] if policy.state == "exact" else [f"state {policy.state} rounds"]
+    if policy.update == "delayed":
+        names.append("updates come one step late")
+    elif policy.update == "backward" and policy.generations == 1:
+        names.append("no clipping by norm")
+    if policy.qwz or policy.qgz:
+        names.append("exchanges round")
+    return names
+
+
+def is_exact(job: Job) -> bool:
+    """Return whether neither states nor exchanges round more than plain training does."""
+    return job.policy.state == "exact" and not (job.policy.qwz or job.policy.qgz)
+
+
+def _complexity(job: Job) -> int:
+    policy = job.policy
+    simple = (
+        policy.generations == 1 or bool(policy.durable),
+        policy.activations == "device",
+        policy.grads == "cpu",
+        policy.update_on == "cpu",
+        not policy.hpz,
+        not job.vertical,
+        job.tiles == 1,
+        job.loss_tiles == 1,
+    )
+    # A departure from the numbers, or from what a loop may do, weighs more than a setting. Each
+    # unit takes CPU time, so half as large tiles of experts count as one setting more.
+    cuts = max(10 - job.expert_tile.bit_length(), 1) if job.expert_tile else 0
+    return 5 * len(departures(job)) + len(simple) - sum(simple) + cuts
+
+
+def weight_of(job: Job) -> float:
+    """Return the factor by which a search multiplies the step of a way to compare it."""
+    return 1.0 + PENALTY * _complexity(job)
+
+
+# -- The search ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranked:
+    """The ways that fit, the fastest first. tried: predictions that the search made."""
+
+    ways: tuple[Prediction, ...]
+    tried: int
+
+
+def search(
+    shape: ModelShape,
+    machine: Machine,
+    job: Job,
+    fixed: Collection[str] = (),
+    *,
+    exact: bool = False,
+    count: int = 1,
+    below_s: float = float("inf"),
+) -> Ranked:
+    """Find the fastest ways to train that fit the machine, at most `count`; no two of them have
+    equal schedules, updates, formats and tiers.
+
+    job: its fields in `fixed`, its tokens and its sequence stay. below_s: ways whose cost, `step_s`
+    times `weight_of`, is not below this are left out. Empty if no way fits. Raises: ValueError as
+    `predict`.
+    """
+    return _Search(shape, machine, job, fixed, exact=exact).run(count, below_s)
+
+
+class _Search:
+    def __init__(
+        self,
+        shape: ModelShape,
+        machine: Machine,
+        job: Job,
+        fixed: Collection[str],
+        *,
+        exact: bool,
+    ) -> None:
+        self._shape, self._machine = shape, machine
+        self._axes = axes_of(shape, machine, job, fixed, exact=exact)
+        self._tilings = tilings_of(shape, job, fixed)
+        self._job = job
+        self._at_rest: dict[tuple[str, int], AtRest] = {}
+        self._reserves: dict[tuple[object, ...], float] = {}
+        self._fitting: dict[tuple[object, ...], bool] = {}
+        # Of each kind of states that did not fit, the least RAM beside activations.
+        self._least_ram: dict[tuple[object, ...], float] = {}
+        self._tried = 0
+
+    def run(self, count: int, below_s: float) -> Ranked:
+        # Ways in the order of their bounds. A bound is made sharper when its turn comes.
+        jobs = list(self._jobs())
+        heap = [(self._bound_s(job, 1), index, 1) for index, job in enumerate(jobs)]
+        heapq.heapify(heap)
+        best: dict[tuple[object, ...], tuple[float, Prediction]] = {}
+        limit = below_s
+        while heap:
+            bound, index, splits = heapq.heappop(heap)
+            if bound >= limit:
+                break
+            job = jobs[index]
+            if splits < SPLITS:
+                sharper = max(bound, self._bound_s(job, SPLITS))
+                heapq.heappush(heap, (sharper, index, SPLITS))
+                continue
+            found = self._predicted(job)
+            if found is None:
+                continue
+            cost, kind = found.step_s * weight_of(found.job), _kind(found.job)
+            if kind not in best or cost < best[kind][0]:
+                best[kind] = (cost, found)
+                costs = sorted(cost for cost, _ in best.values())
+                limit = min([below_s, *costs[count - 1 : count]])
+        ranked = sorted(best.values(), key=lambda pair: pair[0])
+        ways = tuple(found for cost, found in ranked[:count] if cost < below_s)
+        return Ranked(ways, self._tried)
+
+    def _jobs(self) -> Iterator[Job]:
+        for values in itertools.product(*self._axes.values()):
+            fields = {name: value for each in values for name, value in each.items()}
+            update, passes = fields["update"], fields["micro_batches"]
+            passes = 1 if fields["schedule"] == "vertical" else passes
+            # With one pass an update in backward consumes gradients at once: none spill.
+            spills = fields["grads"] == "nvme" and len(self._axes["grads"]) > 1
+            if spills and passes == 1 and update == "backward" and fields["generations"] == 1:
+                continue
+            try:
+                yield self._job.replace(**fields)
+            except ValueError:
+                # Settings that a policy refuses together.
+                continue
+
+    def _predicted(self, job: Job) -> Prediction | None:
+        """Predict a way with the fewest tiles that fit its device; None if it does not fit."""
+        waiting, states = self._waiting(job), _states_kind(job)
+        least = max(self._least_ram.get(states, 0.0), self._grads(job))
+        if least + waiting > self._machine.ram_bytes or not self._fits_drives(job):
+            return None
+        tiling = self._best_tiling(job)
+        if tiling is None:
+            return None
+        job = job.replace(**tiling)
+        self._tried += 1
+        found = predict(self._shape, self._machine, job)
+        if not found.ram.fits:
+            self._least_ram[states] = found.ram.bytes - waiting
+        return found if found.fits else None
+
+    def _waiting(self, job: Job) -> float:
+        """Bytes of activations in a node's RAM."""
+        if job.policy.activations != "cpu":
+            return 0.0
+        return boundary_bytes(self._shape, self._machine, job)
+
+    def _best_tiling(self, job: Job) -> Fields | None:
+        """Return the tiling with which a way is the fastest of those that fit its device; None if
+        none fits.
+        """
+        found: tuple[float, Fields] | None = None
+        for tilings in self._tilings.values():
+            # The most tiles of linears, of the loss, or of both need the least memory: tiles of the
+            # loss that Triton computes take memory, too.
+            if not any(self._fits(job.replace(**tiling)) for tiling in _extremes(tilings)):
+                continue
+            for tiling in tilings:
+                tried = job.replace(**tiling)
+                if not self._fits(tried):
+                    continue
+                again = again_share(shape_in(tried, self._shape), self._machine, tried)
+                cost = weight_of(tried) * self._least_s(tried, 0, self._reserved(tried), again)
+                if found is None or cost < found[0]:
+                    found = cost, tiling
+                if not again:
+                    # More tiles of linears and of the loss gain nothing more.
+                    break
+        return found and found[1]
+
+    def _reserved(self, job: Job) -> float:
+        """Bytes of a node's RAM that hold neither states, gradients nor activations. Smaller tiles
+        of experts take more records, and smaller windows and buffers while they are filled.
+        """
+        policy = job.policy
+        key = (
+            policy.state, policy.generations, policy.update, policy.update_on, policy.params,
+            policy.hpz, policy.qgz, job.expert_tile,
+        )  # fmt: skip
+        if key not in self._reserves:
+            shape = shape_in(job, self._shape)
+            self._reserves[key] = reserved_bytes(shape, self._machine, job)
+        return self._reserves[key]
+
+    def _fits(self, job: Job) -> bool:
+        """Return whether a way fits its device."""
+        policy = job.policy
+        key = (
+            job.schedule, job.micro_batches, policy.activations, policy.update_on,
+            policy.consumes_grads, policy.params, policy.hpz, policy.qwz, policy.qgz,
+            job.tiles, job.loss_tiles, job.expert_tile,
+        )  # fmt: skip
+        if key not in self._fitting:
+            self._fitting[key] = self._fits_device(job)
+        return self._fitting[key]
+
+    def _fits_device(self, job: Job) -> bool:
+        shape = shape_in(job, self._shape)
+        # The cheaper half first.
+        activations = sum(activation_bytes(shape, self._machine, job).values())
+        if activations > self._machine.gpu_mem_bytes:
+            return False
+        return gpu_need(self._shape, self._machine, job).fits
+
+    def _bound_s(self, job: Job, splits: int) -> float:
+        """Return a lower bound of the cost of a way; more splits make it sharper."""
+        tiled = [job.replace(expert_tile=tile) for tile in self._tilings]
+        reserved = min(map(self._reserved, tiled))
+        # The smallest tiles of experts gather the least.
+        return weight_of(job) * self._least_s(tiled[-1], splits, reserved, 0.0)
+
+    def _least_s(self, job: Job, splits: int, reserved: float, again: float) -> float:
+        """Return the step with the least states on drives that the RAM allows. reserved: bytes of
+        RAM for none of them. again: share of the parameters that is gathered for each micro-batch.
+        """
+        machine, at_rest = self._machine, self._states(job)
+        shape = shape_in(job, self._shape)
+        taken = self._waiting(job) + self._grads(job) + reserved
+        free = max(machine.ram_bytes - taken, 0.0) / job.policy.places
+        least_s = min(
+            time_step(shape, machine, job, at_rest, on_nvme, again=again).limits.schedule_s
+            for on_nvme in _least_on_nvme(at_rest, job, free, splits)
+        )
+        return least_s / EFFICIENCY
+
+    def _grads(self, job: Job) -> float:
+        """Bytes of gradients in a node's RAM."""
+        if job.policy.grads == "nvme" or not job.stores_gradients:
+            return 0.0
+        sets = 2 if job.policy.delays else 1
+        return sets * waiting_grad_bytes(self._shape, job) / self._machine.nodes
+
+    def _fits_drives(self, job: Job) -> bool:
+        """False if the states do not fit even with all of the RAM; a prediction counts exactly."""
+        room = self._machine.nvme_bytes
+        if room is None or not self._machine.drives:
+            return True
+        states = self._states(job)
+        on_drives = (states.params + states.frozen) * (job.policy.params == "nvme")
+        on_drives += states.optim * (job.policy.optim == "nvme")
+        return job.policy.places * on_drives <= room + self._machine.ram_bytes
+
+    def _states(self, job: Job) -> AtRest:
+        """Return the bytes of all states of a node."""
+        state = job.policy.state
+        if (state, 0) not in self._at_rest:
+            total = AtRest()
+            for flat, count in self._shape.kinds_of_flats:
+                held = state_format(state, flat.dtype) if flat.trainable else None
+                each = (
+                    AtRest(frozen=flat.dtype.itemsize)
+                    if held is None
+                    else AtRest.per_param(sections_of(held, flat.dtype.itemsize))
+                )
+                total += each.scaled(params=count * flat.numel, optim=count * flat.numel)
+            nodes = self._machine.nodes
+            self._at_rest[state, 0] = total.scaled(params=1 / nodes, optim=1 / nodes)
+        return self._at_rest[state, 0]
+
+
+def _extremes(tilings: list[Fields]) -> list[Fields]:
+    linears = [tilings[0]["tiles"], tilings[-1]["tiles"]]
+    losses = [tilings[0]["loss_tiles"], tilings[-1]["loss_tiles"]]
+    pairs = [{"tiles": a, "loss_tiles": b} for a, b in itertools.product(linears, losses)]
+    return [tilings[0] | pair for pair in reversed(pairs)]
+
+
+SPLITS = 4
+"""Splits of the RAM with which a bound is sharp enough to predict the way."""
+
+
+def _least_on_nvme(
+    at_rest: AtRest, job: Job, free: float, splits: int
+) -> Iterator[AtRest]:
+    """Yield the least bytes on drives for each split of `free` bytes of RAM between parameters and
+    optimizer states. A split between two of these has no fewer bytes of either kind than one of
+    them: each yields parameters of the larger share and states of the larger share. splits 0: the
+    RAM is for parameters first, and what they leave is for states.
+    """
+    params = at_rest.params + at_rest.frozen
+    on_params = float(job.policy.params == "nvme")
+    on_optim = float(job.policy.optim == "nvme")
+    shares = [(free * (n + 1) / splits, free * (splits - n) / splits) for n in range(splits)]
+    for for_params, for_optim in shares or [(free, max(free - on_params * params, 0.0))]:
+        left = max(1.0 - for_params / params, 0.0) if params else 0.0
+        rest = max(1.0 - for_optim / at_rest.optim, 0.0) if at_rest.optim else 0.0
+        yield at_rest.scaled(params=on_params * left, optim=on_optim * rest, grads=0.0)
+
+
+def _kind(job: Job) -> tuple[object, ...]:
+    policy = job.policy
+    return (
+        job.vertical, policy.update, policy.generations, policy.update_on, policy.state,
+        policy.params == "device", policy.hpz, policy.qwz, policy.qgz,
+    )  # fmt: skip
+
+
+def _states_kind(job: Job) -> tuple[object, ...]:
+    """Name what decides the least RAM of the states, activations apart."""
+    policy = job.policy
+    return (
+        policy.state, policy.generations, policy.update, policy.grads, job.stores_gradients,
+        policy.params, policy.hpz, policy.qgz,
+    )  # fmt: skip
+
+
+# -- What more of the machine would bring ----------------------------------------------------------
+
+
+def upgrades(
+    shape: ModelShape,
+    machine: Machine,
+    job: Job,
+    fixed: Collection[str] = (),
+    *,
+    exact: bool = False,
+    best: Prediction | None = None,
+) -> Mapping[str, Prediction | None]:
+    """Predict the fastest way with one more drive, and with one more module of RAM; None where no
+    way is faster than `best`, or fits if there is no best.
+    """
+    below_s = float("inf") if best is None else best.step_s * weight_of(best.job)
+    more = {
+        f"{RAM_MODULE_BYTES >> 30} GiB more RAM": dataclasses.replace(
+            machine, ram_bytes=machine.ram_bytes + RAM_MODULE_BYTES
+        )
+    }
+    if machine.drives:
+        more = {"one more drive": machine.with_drives(machine.drives + 1)} | more
+    found = {
+        name: search(shape, changed, job, fixed, exact=exact, below_s=below_s).ways
+        for name, changed in more.items()
+    }
+    return {name: ways[0] if ways else None for name, ways in found.items()}
+
+
+def every_way(
+    shape: ModelShape, machine: Machine, job: Job, fixed: Collection[str] = (), *, exact: bool
+) -> Iterator[Job]:
+    """Yield each way of the space, with each tiling, whether it fits or not."""
+    axes: Sequence[list[Fields]] = [
+        *axes_of(shape, machine, job, fixed, exact=exact).values(),
+        [each for tilings in tilings_of(shape, job, fixed).values() for each in tilings],
+    ]
+    for values in itertools.product(*axes):
+        fields = {name: value for each in values for name, value in each.items()}
+        try:
+            yield job.replace(**fields)
+        except ValueError:
+            continue
