@@ -41,6 +41,7 @@ _TEXT = (
 # The default is None, not a number: checkpoints record None for whole layers (`resume.RULES`).
 _TILES = (
     Row("tile-linears", int, "every linear in N tiles: inf.tile_linears (whole)", "N"),
+    Row("tile-loss", int, "the head and its loss in N tiles: inf.tile_loss (whole)", "N"),
     Row("tile-experts", int, "stacks of experts in tiles of K, which compute as the model's eager "
         "implementation: inf.tile_experts (whole stacks)", "K"),
 )  # fmt: skip
@@ -114,12 +115,10 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add_options(kept, [*field_rows("durable", "durable_every"), *_RESUME])
 
 
-def _add_shared(parser: argparse.ArgumentParser, more: tuple[Row, ...] = ()) -> None:
-    """Add the tiles and ranks that `infinity train` and `infinity plan` share. more: further rows
-    for the group of tiles.
-    """
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    """Add the tiles and ranks that `infinity train` and `infinity plan` share."""
     tiles = parser.add_argument_group("tiles, for what does not fit whole (part of the numerics)")
-    add_options(tiles, (*_TILES, *more))
+    add_options(tiles, _TILES)
     add_ranks(parser)
 
 
@@ -134,8 +133,7 @@ def check_tiles(options: argparse.Namespace) -> None:
     the option out.
     """
     for name, least in (("tile_linears", 2), ("tile_loss", 2), ("tile_experts", 1)):
-        # `infinity train` has no --tile-loss.
-        count = getattr(options, name, None)
+        count = getattr(options, name)
         if count is not None and count < least:
             raise ValueError(
                 f"--{name.replace('_', '-')} {count} must be at least {least}; leave it out for "
@@ -252,8 +250,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         for row in _JOB
     ]
     add_options(parser.add_argument_group("training"), job)
-    loss = Row("tile-loss", int, "the head and its loss in N tiles: inf.tile_loss (whole)", "N")
-    _add_shared(parser, (loss,))
+    _add_shared(parser)
     # None marks an option that was left out: a DeepSpeed configuration may set it.
     parser.set_defaults(**left_out())
 

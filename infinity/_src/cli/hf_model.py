@@ -98,20 +98,22 @@ def model_on_meta(
     *,
     checkpointing: bool = False,
     tile_linears: int | None = None,
+    tile_loss: int | None = None,
     tile_experts: int | None = None,
     slices: int = 1,
     adapters: int | None = None,
 ) -> torch.nn.Module:
     """Return the model of `source` in `dtype`, on the meta device, in training mode.
 
-    tile_linears: tiles of every linear; None: whole linears. tile_experts: experts in a tile of a
-    stack; None: whole stacks. slices: micro-batches of a batch, which all pass a block before the
-    next block and imply checkpointing; 1: whole batches. adapters: rank of LoRA adapters, beside
-    which the model is frozen; None: no adapters.
+    tile_linears: tiles of every linear; None: whole linears. tile_loss: of the head and its loss;
+    None: whole logits. tile_experts: experts in a tile of a stack; None: whole stacks. slices:
+    micro-batches of a batch, which all pass a block before the next block and imply checkpointing;
+    1: whole batches. adapters: rank of LoRA adapters, beside which the model is frozen; None: no
+    adapters.
 
-    Raises: as `inf.tile_linears`, `inf.tile_experts` and `inf.microbatched`; ValueError for a model
-    that transformers cannot build; SlicesError for a model whose loss is not the mean of the losses
-    of micro-batches.
+    Raises: as `inf.tile_linears`, `inf.tile_loss`, `inf.tile_experts` and `inf.microbatched`;
+    ValueError for a model that transformers cannot build; SlicesError for a model
+    whose loss is not the mean of the losses of micro-batches.
     """
     model: Any = _on_meta(source, dtype)
     _prepare(model, checkpointing and slices == 1)
@@ -121,6 +123,9 @@ def model_on_meta(
         inf.tile_experts(model, experts=tile_experts)
     if adapters is not None:
         model = lora.add_adapters(model, adapters, source.directory)
+    if tile_loss is not None:
+        # Before the tiles of all linears: the head keeps the tiles that it has.
+        inf.tile_loss(model, tiles=tile_loss)
     if tile_linears is not None:
         inf.tile_linears(model, tiles=tile_linears)
     if slices > 1:

@@ -134,6 +134,9 @@ def fixed_fields(options: argparse.Namespace) -> set[str]:
         "tile_experts": "expert_tile",
     }
     found = {field for name, field in names.items() if getattr(options, name) is not None}
+    if options.lora is not None:
+        # Adapters are on whole layers.
+        found |= {"tiles", "expert_tile"}
     return found | set(given_fields(options))
 
 

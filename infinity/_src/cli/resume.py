@@ -38,7 +38,7 @@ from infinity.errors import AioError
 
 RULES = (
     "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype", "state",
-    "update", "delayed_warmup", "tile_linears", "tile_experts", "lora",
+    "update", "delayed_warmup", "tile_linears", "tile_loss", "tile_experts", "lora",
 )  # fmt: skip
 """Options that decide the losses of later steps, so a resumed run must not change them. --steps
 does, too, by the schedule of the learning rate, and may change: a run that has ended may go on.
@@ -48,7 +48,10 @@ RULE_OF_STEPS = "--steps"
 TIED = "--schedule (with tied weights)"
 """Name of a rule that only affects models with tied weights: the bits of other models do not depend
 on the schedule."""
-BEFORE = {TIED: "horizontal", "--tile-linears": None, "--tile-experts": None, "--lora": None}
+BEFORE = {
+    TIED: "horizontal", "--tile-linears": None, "--tile-loss": None, "--tile-experts": None,
+    "--lora": None,
+}  # fmt: skip
 """Values of rules that earlier releases did not store, as those releases had them."""
 
 

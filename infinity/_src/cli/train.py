@@ -454,6 +454,7 @@ class _Run:
                 getattr(torch, options.dtype),
                 checkpointing=options.checkpointing,
                 tile_linears=options.tile_linears,
+                tile_loss=options.tile_loss,
                 tile_experts=options.tile_experts,
                 slices=slices_of(options),
                 adapters=options.lora,

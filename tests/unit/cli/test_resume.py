@@ -752,7 +752,7 @@ def test_tiles_stay_as_they_were_and_states_from_before_these_options_have_none(
     extra = small().capture(scheduler(), [(0, 1.0)], "")
     with pytest.raises(ValueError, match="--tile-experts was None and is 2"):
         small("--tile-experts", "2", source=source_of(extra))
-    for name in ("--tile-linears", "--tile-experts"):
+    for name in ("--tile-linears", "--tile-loss", "--tile-experts"):
         del extra["train"][name]
         with pytest.raises(ValueError, match=f"{name} was None and is 2"):
             small(name, "2", source=source_of(extra))

@@ -327,7 +327,8 @@ def test_tiles_of_experts_change_no_loss_and_the_trained_model_is_whole(
     moe_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside the eager implementation, which tiles have. Without clipping, whose norm is summed
-    tile by tile. Tiles of linears sum in another order: their first loss is about the same."""
+    tile by tile. Tiles of linears and of the loss sum in another order: their first loss is about
+    the same."""
     on_meta = hf_model._on_meta
 
     def eager(*arguments: Any) -> Any:
@@ -337,7 +338,8 @@ def test_tiles_of_experts_change_no_loss_and_the_trained_model_is_whole(
 
     chosen = ["--steps", "3", "--clip", "0", "--no-trace", *on_nvme(tmp_path / "swap")]
     losses, weights, units = [], [], []
-    for tiles in ([], ["--tile-experts", "3"], ["--tile-experts", "3", "--tile-linears", "2"]):
+    of_linears = ["--tile-experts", "3", "--tile-linears", "2", "--tile-loss", "4"]
+    for tiles in ([], ["--tile-experts", "3"], of_linears):
         out = tmp_path / f"{len(tiles)}"
         with monkeypatch.context() as patch:
             if not tiles:
@@ -352,7 +354,8 @@ def test_tiles_of_experts_change_no_loss_and_the_trained_model_is_whole(
     assert losses[0] == losses[1]
     assert losses[2][0] == pytest.approx(losses[0][0], rel=1e-3)
     assert units[1] == units[0] + 2 * 3
-    assert units[2] > units[1]
+    # The head has 4 tiles; --tile-linears alone gives it 2 (17 units more).
+    assert units[2] - units[1] == 19
     shapes = [{name: value.shape for name, value in each.items()} for each in weights]
     given = load_file(moe_directory / "model.safetensors")
     assert shapes == [{name: value.shape for name, value in given.items()}] * 3
@@ -402,6 +405,7 @@ def test_gradients_spill_past_the_memory_that_is_given(
         (["--steps", "0"], "--steps"),
         (["--epochs", "2"], "--steps 6 and --epochs 2 both say how long the run is; give one"),
         (["--tile-linears", "1"], "--tile-linears 1 must be at least 2; leave it out for what is"),
+        (["--tile-loss", "1"], "--tile-loss 1 must be at least 2; leave it out for what is"),
         (["--tile-experts", "0"], "--tile-experts 0 must be at least 1"),
         (["--tile-experts", "2"], "the model has no stack of experts"),
         (["--lr=-1"], "--lr"),
