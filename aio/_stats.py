@@ -16,12 +16,36 @@ from infinity.aio._swap_file import SwapFile
 class Latency:
     """Seconds from submission of a request to its result; percentiles within 13 % (histogram
     buckets).
+
+    `counts`: requests of each bucket; () without requests.
     """
 
     count: int = 0
     p50_s: float = 0.0
     p99_s: float = 0.0
     max_s: float = 0.0
+    p999_s: float = 0.0
+    counts: tuple[int, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def between(cls, before: Sequence[Latency], after: Sequence[Latency]) -> Latency:
+        """Return the latency of the requests that ended between two readings, of several drives
+        together. Its maximum is the upper bound of the slowest request's bucket.
+        """
+        counts = [0] * max((len(one.counts) for one in after), default=0)
+        for sign, readings in ((1, after), (-1, before)):
+            for one in readings:
+                for bucket, count in enumerate(one.counts):
+                    counts[bucket] += sign * count
+        last = max((bucket for bucket, count in enumerate(counts) if count), default=0)
+        bound_s = min(bucket_bounds_s(last)[1], max((one.max_s for one in after), default=0.0))
+        return latency_of(counts, round(bound_s * 1e9), _bucket_middle_s)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return count and seconds, ready for JSON."""
+        return {
+            name: getattr(self, name) for name in ("count", "p50_s", "p99_s", "p999_s", "max_s")
+        }
 
 
 @dataclass(frozen=True)
@@ -244,4 +268,11 @@ def latency_of(counts: Sequence[int], max_ns: int, middle_s: Callable[[int], flo
                 return min(middle_s(bucket), max_ns / 1e9)
         return max_ns / 1e9
 
-    return Latency(count=total, p50_s=percentile(0.5), p99_s=percentile(0.99), max_s=max_ns / 1e9)
+    return Latency(
+        count=total,
+        p50_s=percentile(0.5),
+        p99_s=percentile(0.99),
+        max_s=max_ns / 1e9,
+        p999_s=percentile(0.999),
+        counts=tuple(counts),
+    )

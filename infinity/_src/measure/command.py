@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from infinity._src.base.options import Row, add_options
 from infinity._src.base.paths import argument
 from infinity._src.base.sizes import GIB, parse_size
 from infinity._src.base.telemetry import configure_logging
-from infinity._src.measure import adam, device_copy, hardware, report, sweep
+from infinity._src.measure import adam, device_copy, hardware, report, sustained, sweep
 from infinity._src.measure.reference import REFERENCES
 from infinity._src.measure.report import (
     check_plot,
@@ -89,6 +90,9 @@ _SWAP = (
         "nothing (off), or fio where it is installed (auto)", more={"default": "auto"}),
     Row("verify", False, "read everything back and compare all checksums, not a sample; with "
         "--checksums again at the end"),
+    Row("sustained", float, "run the reads and writes of optimizer steps for so many minutes, past "
+        "the drive's cache; a row for each second, latencies of single requests, and the rates "
+        "afterwards (--size: an eighth of the free space)", "MINUTES"),
     Row("sweep", False, "find the best block size and depth, then measure with them; the JSON is "
         "what Policy(io=FILE) reads"),
     Row("sweep-blocks", _sizes, "block sizes to try (256K,512K,1M,2M,4M and whole chunks)", "LIST",
@@ -184,18 +188,9 @@ def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     directories = options.dir or hardware.default_directories()
     # Check first, since `_default_size` reads the free space.
     check_directories(directories)
-    task = SwapTask(
-        directories=tuple(directories),
-        size_bytes=options.size if options.size is not None else _default_size(directories),
-        block_bytes=options.block_size,
-        depth=options.depth,
-        backend=options.backend,
-        rounds=options.rounds,
-        phase_s=options.seconds,
-        checksums=options.checksums,
-        limit=options.limit,
-        verify_all=options.verify,
-    )
+    if options.sustained is not None:
+        return _run_sustained(options, directories, console)
+    task = _swap_task(options, directories, DEFAULT_SIZE_BYTES)
     swept = None
     with progress_bar(console) as progress:
         if options.sweep:
@@ -212,6 +207,49 @@ def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if swept is not None and options.json is not None and str(options.json) != "-":
         say(console, f'use it: Policy(io="{options.json}")', markup=False)
     return record
+
+
+def _run_sustained(
+    options: argparse.Namespace, directories: Sequence[Path], console: Console
+) -> dict[str, Any]:
+    """Measure minutes of load instead, show, and return the record."""
+    for name, unused in (("sweep", False), ("verify", False), ("checksums", "off")):
+        if getattr(options, name) != unused:
+            raise ValueError(
+                f"--{name} beside --sustained, which measures the drives alone: leave one out"
+            )
+    if options.limit not in ("auto", "off"):
+        raise ValueError(
+            f"--limit {options.limit} beside --sustained, which compares a drive with itself: "
+            "leave one out"
+        )
+    options.limit = "off"
+    # Without a most: only much data fills the cache of a large drive.
+    swap = _swap_task(options, directories, math.inf)
+    task = sustained.SustainedTask(swap, options.sustained, sustained.ROW_S)
+    with progress_bar(console) as progress:
+        figures = sustained.measure_sustained(task, progress)
+    record = make_record("sustained", figures.as_dict(), options.command, directories)
+    report.show_sustained(console, figures, record)
+    return record
+
+
+def _swap_task(
+    options: argparse.Namespace, directories: Sequence[Path], size_most: float
+) -> SwapTask:
+    size = options.size if options.size is not None else _default_size(directories, size_most)
+    return SwapTask(
+        directories=tuple(directories),
+        size_bytes=size,
+        block_bytes=options.block_size,
+        depth=options.depth,
+        backend=options.backend,
+        rounds=options.rounds,
+        phase_s=options.seconds,
+        checksums=options.checksums,
+        limit=options.limit,
+        verify_all=options.verify,
+    )
 
 
 def run_adam(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -241,8 +279,10 @@ _BENCHMARKS: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] 
 }
 
 
-def _default_size(directories: Sequence[Path]) -> int:
-    """Return 4 GiB, or for each directory an eighth of the least free space, if that is less."""
+def _default_size(directories: Sequence[Path], most: float) -> int:
+    """Return `most` bytes, or for each directory an eighth of the least free space, if that is
+    less.
+    """
     free = min(shutil.disk_usage(directory).free for directory in directories)
     # At least what `SwapTask` accepts, so that its error reports the missing space.
-    return max(min(DEFAULT_SIZE_BYTES, free // 8 * len(directories)), 4 * CHUNK_BYTES)
+    return max(int(min(most, free // 8 * len(directories))), 4 * CHUNK_BYTES)

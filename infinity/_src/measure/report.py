@@ -18,6 +18,12 @@ reads: block_bytes, null for what suits the backend, depth, bandwidths in bytes 
 that was measured); size_bytes, block_bytes (of the longest request), depth, checksums, backend,
 backend_reason, direct, huge_page_share, registered, verified_bytes; drives (counters and latencies
 in seconds over the whole measurement); sweep (points, best, close), null without one.
+`infinity.bench.sustained/1`, of `swap --sustained`: minutes; rows, one for each second (at_s,
+seconds, read_bytes_per_s, write_bytes_per_s, read_latency, write_latency, drives); summary
+(first_tenth and last_tenth of the rows, slowest_row in bytes written per second); alone (latencies
+of single requests, for each drive and size); after (phases after the load); settings (from them);
+fill_gbps, size_bytes, bytes_written (by the load), block_bytes, depth, backend, direct. Latencies:
+count, and seconds p50_s, p99_s, p999_s, max_s.
 `infinity.bench.adam/1`: isa, isas, threads, torch (its version or null), memory_gb_per_s, rows.
 `infinity.bench.copy/1`: device (null without one), reason, rows.
 
@@ -53,13 +59,14 @@ from infinity._src.base.version import __version__
 from infinity._src.measure import hardware
 from infinity._src.measure.adam import AdamFigures
 from infinity._src.measure.device_copy import CopyFigures
+from infinity._src.measure.sustained import SustainedFigures
 from infinity._src.measure.swap import KINDS, SwapFigures
 from infinity._src.measure.sweep import SweepFigures
 
 # -- JSON ------------------------------------------------------------------------------------------
 
 
-SCHEMAS = {name: f"infinity.bench.{name}/1" for name in ("swap", "adam", "copy")}
+SCHEMAS = {name: f"infinity.bench.{name}/1" for name in ("swap", "sustained", "adam", "copy")}
 
 
 def make_record(
@@ -179,6 +186,73 @@ def show_swap(console: Console, figures: SwapFigures, record: dict[str, Any]) ->
         say(console, f"limit: {figures.limit_by}, {how}", markup=False)
     for note in _notes(figures, record):
         say(console, f"[yellow]note:[/yellow] {escape(note)}")
+
+
+def show_sustained(
+    console: Console, figures: SustainedFigures, record: dict[str, Any]
+) -> None:
+    """Compare the first tenth of the load with the last, and show the latencies of single requests
+    and the rates after the load.
+    """
+    first, last = figures.first, figures.last
+    table = _table(
+        f"Sustained: steps for {figures.minutes:g} min", "first tenth", "last tenth", "last / first"
+    )
+    pairs = [
+        ("read, GB/s", first.read_bytes_per_s / 1e9, last.read_bytes_per_s / 1e9),
+        ("write, GB/s", first.write_bytes_per_s / 1e9, last.write_bytes_per_s / 1e9),
+    ]
+    for kind in ("read", "write"):
+        before, after = getattr(first, kind), getattr(last, kind)
+        for name, field in _PERCENTILES[:3]:
+            pairs.append(
+                (f"{kind} {name}, ms", getattr(before, field) * 1e3, getattr(after, field) * 1e3)
+            )
+    for name, then, now in pairs:
+        share = f"{now / then:.0%}" if then else ""
+        table.add_row(name, f"{then:.2f}", f"[bold]{now:.2f}[/bold]", share)
+    console.print(table)
+    _show_alone(console, figures)
+    after = ", ".join(f"{kind} {one.spread.gbps:.2f}" for kind, one in figures.after.items())
+    slowest = min(row.write_bytes_per_s for row in figures.rows) / 1e9
+    times = figures.bytes_written / figures.size_bytes
+    how = "O_DIRECT" if figures.direct else "through the page cache: figures may be those of memory"
+    for line in (
+        f"slowest second: {slowest:.2f} GB/s written; after the load: {after} GB/s",
+        f"on {hardware.describe(record['hardware']['drives'])}",
+        (
+            f"{format_size(figures.bytes_written)} written, {times:.1f} times the "
+            f"{format_size(figures.size_bytes)} of random data; first write to fresh extents: "
+            f"{figures.fill_bytes_per_s / 1e9:.2f} GB/s"
+        ),
+        (
+            f"{format_size(figures.block_bytes)} blocks, depth {figures.depth}, {figures.backend}, "
+            f"{how}"
+        ),
+    ):
+        say(console, line, markup=False)
+
+
+_PERCENTILES = (("p50", "p50_s"), ("p99", "p99_s"), ("p99.9", "p999_s"), ("max", "max_s"))
+
+
+def _show_alone(console: Console, figures: SustainedFigures) -> None:
+    table = _table(
+        "One request at a time, random places, ms",
+        *(name for name, _ in _PERCENTILES),
+        "requests",
+    )
+    for one in figures.alone:
+        # A path takes much of a row, and one drive needs none.
+        where = f" {one.path}" if len(figures.directories) > 1 else ""
+        for kind in ("read", "write"):
+            latency = getattr(one, kind)
+            table.add_row(
+                escape(f"{kind} {format_size(one.request_bytes)}{where}"),
+                *(f"{getattr(latency, field) * 1e3:.3f}" for _, field in _PERCENTILES),
+                f"{latency.count:,}",
+            )
+    console.print(table)
 
 
 def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
@@ -343,7 +417,7 @@ def draw(record: Mapping[str, Any], path: Path | None) -> None:
     figure = Figure(figsize=(12 if sweep else 7, 4.5), layout="constrained")
     axes = figure.subplots(1, 2 if sweep else 1, squeeze=False)[0]
     kind = str(record["schema"]).split("/")[0].rpartition(".")[2]
-    {"swap": _swap, "adam": _adam, "copy": _copy}[kind](axes[0], record)
+    {"swap": _swap, "sustained": _sustained, "adam": _adam, "copy": _copy}[kind](axes[0], record)
     if sweep:
         _sweep(figure, axes[1], sweep)
     machine = record["hardware"]
@@ -383,6 +457,36 @@ def _swap(axes: Any, record: Mapping[str, Any]) -> None:
         fontsize=9,
     )
     axes.legend(fontsize=8)
+
+
+def _sustained(axes: Any, record: Mapping[str, Any]) -> None:
+    rows = record["rows"]
+    at = [(row["at_s"] + row["seconds"] / 2) / 60 for row in rows]
+    for kind, colour in (("read", "C0"), ("write", "C1")):
+        rates = [row[f"{kind}_bytes_per_s"] / 1e9 for row in rows]
+        axes.plot(at, rates, color=colour, linewidth=1, label=f"{kind}, GB/s")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("minutes")
+    axes.set_ylabel("GB/s")
+    waits = axes.twinx()
+    waits.plot(
+        at,
+        [row["write_latency"]["p99_s"] * 1e3 for row in rows],
+        color="C7",
+        linewidth=0.8,
+        linestyle=":",
+        label="write p99, ms",
+    )
+    waits.set_ylim(bottom=0)
+    waits.set_ylabel("ms")
+    drives = ", ".join(
+        f"{drive['path']} ({drive['model'] or drive['device']})"
+        for drive in record["hardware"]["drives"]
+    )
+    written = format_size(record["bytes_written"])
+    axes.set_title(f"Steps for {record['minutes']:g} min, {written} written\n{drives}", fontsize=9)
+    lines = [*axes.get_lines(), *waits.get_lines()]
+    axes.legend(lines, [line.get_label() for line in lines], fontsize=8)
 
 
 def _sweep(figure: Any, axes: Any, sweep: Mapping[str, Any]) -> None:

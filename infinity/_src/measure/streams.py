@@ -69,37 +69,53 @@ class Sample:
 
 
 class Chunks:
-    """`count` chunks on each drive's file, one after the other. This object holds their checksums,
-    so that any executor can verify them.
+    """`count` chunks on each drive's file, one after the other unless `offsets` says where. This
+    object holds their checksums, so that any executor can verify them.
+
+    chunk_bytes: of one chunk. state: their format, which divides them into sections.
     """
 
-    def __init__(self, drives: Sequence[aio.SwapFile], count: int) -> None:
+    def __init__(
+        self,
+        drives: Sequence[aio.SwapFile],
+        count: int,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        state: aio.Format = aio.Format.RAW,
+        offsets: npt.NDArray[np.int64] | None = None,
+    ) -> None:
         self.drives = tuple(drives)
         self.count = count
+        self.chunk_bytes = chunk_bytes
         total = count * len(drives)
         index = np.arange(total)
-        pieces = piece_count(CHUNK_BYTES, _PIECE_BYTES)
-        self._sums = np.zeros((total, pieces), dtype=np.uint32)
+        # The parameter alone is bytes here.
+        itemsizes = [section.itemsize or 1 for section in state.sections]
+        numel = chunk_bytes // sum(itemsizes)
+        pieces = piece_count(numel, _PIECE_BYTES)
+        self._sums = np.zeros((total, len(itemsizes), pieces), dtype=np.uint32)
         records = np.zeros(total, dtype=aio.CHUNK)
         records["key"] = index + 1
-        records["numel"] = CHUNK_BYTES
+        records["numel"] = numel
         records["drive"] = index // count
-        records["file_offset"] = index % count * CHUNK_BYTES
-        records["run_bytes"] = CHUNK_BYTES
-        records["format"] = aio.Format.RAW
-        records["section_count"] = 1
+        at = np.arange(count) * chunk_bytes if offsets is None else offsets
+        records["file_offset"] = at[index % count]
+        records["run_bytes"] = chunk_bytes
+        records["format"] = state
+        records["section_count"] = len(itemsizes)
         records["piece_numel"] = _PIECE_BYTES
-        records["itemsize"][:, 0] = 1
         records["section_at"] = -1
-        records["section_at"][:, 0] = 0
-        records["sums_ptr"] = self._sums.ctypes.data + index * (pieces * 4)
+        for section, itemsize in enumerate(itemsizes):
+            records["itemsize"][:, section] = itemsize
+            records["section_at"][:, section] = numel * sum(itemsizes[:section])
+        records["sums_ptr"] = self._sums.ctypes.data + index * (len(itemsizes) * pieces * 4)
         self.records = records
         for drive in drives:
-            drive.grow(count * CHUNK_BYTES)
+            drive.grow(int(at.max()) + chunk_bytes)
 
     @property
     def size_bytes(self) -> int:
-        return self.count * len(self.drives) * CHUNK_BYTES
+        return self.count * len(self.drives) * self.chunk_bytes
 
 
 @final
@@ -164,15 +180,27 @@ class Streams:
             found.append(jobs)
         return found
 
-    def warm(self) -> None:
+    def warm(self, sections: int = 1) -> None:
         """Read written data into every slot: a write phase of MASK_MOVE_ONLY writes them. Blocks.
         """
-        for jobs in self.jobs(aio.JobKind.FETCH, 1 | aio.MASK_MOVE_ONLY):
-            self.executor.submit(jobs[: self._slots], priority=aio.Priority.DEMAND).wait()
+        # In one submission, which takes every slot: slots that become free are used again first.
+        jobs = [
+            np.resize(one, self._slots)
+            for one in self.jobs(aio.JobKind.FETCH, sections | aio.MASK_MOVE_ONLY)
+        ]
+        self.executor.submit(np.concatenate(jobs), priority=aio.Priority.DEMAND).wait()
 
-    def run(self, jobs: Sequence[npt.NDArray[np.void]], deadline_s: float, step: Step) -> Sample:
-        """Run each drive's jobs in order until one drive has none left or the deadline passes.
-        Blocks.
+    def run(
+        self,
+        jobs: Sequence[npt.NDArray[np.void]],
+        deadline_s: float,
+        step: Step,
+        *,
+        again: bool = False,
+    ) -> Sample:
+        """Run each drive's jobs in order until one drive has none left or the deadline passes; with
+        `again` every drive begins anew after its last job, until the deadline. Blocks. The sample
+        counts whole chunks, whichever of their sections the jobs move.
 
         Raises what a job raises, after the streams of the other drives have ended.
         """
@@ -182,7 +210,7 @@ class Streams:
         def drive(number: int) -> None:
             try:
                 ended[number] = self._stream(
-                    jobs[number], deadline_s, stop, step if number == 0 else None
+                    jobs[number], deadline_s, stop, step if number == 0 else None, again
                 )
             except BaseException as error:  # noqa: BLE001 - raised again by the caller
                 ended[number] = error
@@ -215,7 +243,7 @@ class Streams:
             assert end is not None
             results.append(end)
         return Sample(
-            tuple(sent * CHUNK_BYTES for sent, _ in results),
+            tuple(sent * self.chunks.chunk_bytes for sent, _ in results),
             tuple(took for _, took in results),
             cpu_s,
         )
@@ -226,6 +254,7 @@ class Streams:
         deadline_s: float,
         stop: threading.Event,
         step: Step | None,
+        again: bool,
     ) -> tuple[int, float]:
         """Run the stream of one drive. Returns (jobs done, seconds)."""
         # A wave has twice as many jobs as there are slots: each wave wakes this thread once, which
@@ -236,8 +265,11 @@ class Streams:
         flying: deque[aio.Ticket] = deque()
         start = time.monotonic()
         sent = 0
-        while sent < len(jobs) and time.monotonic() - start < deadline_s and not stop.is_set():
-            part = jobs[sent : sent + wave]
+        while time.monotonic() - start < deadline_s and not stop.is_set():
+            at = sent % len(jobs) if again else sent
+            part = jobs[at : at + wave]
+            if not len(part):
+                break
             flying.append(self.executor.submit(part, priority=aio.Priority.DEMAND))
             sent += len(part)
             if len(flying) >= _WAVES:

@@ -228,8 +228,8 @@ def drive_as_dict(drive: DriveStats) -> dict[str, Any]:
     return {
         "path": str(Path(drive.path).absolute()),
         **{name: getattr(drive, name) for name in _PLAIN_OF_DRIVE},
-        "read_latency": dataclasses.asdict(drive.read_latency),
-        "write_latency": dataclasses.asdict(drive.write_latency),
+        "read_latency": drive.read_latency.as_dict(),
+        "write_latency": drive.write_latency.as_dict(),
     }
 
 
@@ -375,9 +375,9 @@ class Bench:
             verify=verify,
         )
 
-    def fill(self, streams: Streams) -> float:
-        """Write random bytes to all chunks, or to as many as 4 * phase_s allow. Return the bytes
-        per second. Blocks.
+    def fill(self, streams: Streams, most_s: float | None = None) -> float:
+        """Write random bytes to all chunks, or to as many as `most_s` (4 * phase_s) allow. Return
+        the bytes per second. Blocks.
 
         `chunks.count` shrinks to the chunks per drive that were written.
         """
@@ -385,9 +385,10 @@ class Bench:
         jobs = streams.jobs(aio.JobKind.STORE)
         per_drive = content.half // drives
         flying: list[aio.Ticket | None] = [None, None]
+        most_s = 4 * self.task.phase_s if most_s is None else most_s
         start_s = time.monotonic()
         done = 0
-        while done < self.chunks.count and time.monotonic() - start_s < 4 * self.task.phase_s:
+        while done < self.chunks.count and time.monotonic() - start_s < most_s:
             half = done // per_drive % 2
             before = flying[half]
             if before is not None:
