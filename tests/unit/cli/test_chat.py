@@ -20,7 +20,8 @@ from infinity._src.cli.chat import (  # noqa: E402
     read_conversations,
     to_windows,
 )
-from infinity._src.cli.corpus import arguments_of, weight_of  # noqa: E402
+from infinity._src.cli.corpus import arguments_of, build_corpus, weight_of  # noqa: E402
+from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.train import run_train  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
 from tests.unit.cli.commands import run  # noqa: E402
@@ -182,8 +183,19 @@ def test_conversations_train_and_an_eval_file_is_measured(
         assert "longer" not in shown
     # All of the file; several in a window.
     assert counts[0] == 5 > counts[1]
-    status, shown, _ = train(model_directory, tmp_path / "out", "--chat", chats, "--seq", "40")
-    assert "of 30 conversations are longer than --seq 40, and cut" in shown
+
+
+def test_conversations_that_are_cut_are_told_of(tokenizer: Any, chats: Path) -> None:
+    options = build_parser().parse_args(
+        ["train", "model", "--out", "out", "--chat", str(chats), "--seq", "40"]
+    )
+    found = build_corpus(options, tokenizer, tokenizer=tokenizer)
+    conversations = read_conversations(chats, "messages")
+    longer = sum(len(encode(tokenizer, each).ids) > 40 for each in conversations)
+    assert 0 < longer < 30
+    assert found.notes == (f"{longer} of 30 conversations are longer than --seq 40, and cut",)
+    # One in twenty is held out, or more.
+    assert (len(found.train), len(found.held_out)) == (28, 2)
 
 
 def test_an_eval_file_of_text_is_measured_whole(model_directory: Path, tmp_path: Path) -> None:

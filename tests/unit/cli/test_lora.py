@@ -69,11 +69,11 @@ def test_an_adapter_trains_and_loads_by_peft(place: Path, tmp_path: Path) -> Non
 def test_a_run_of_adapters_goes_on_from_a_small_checkpoint(place: Path, tmp_path: Path) -> None:
     """The checkpoint has no base; a resumed run has the bits of one that nothing stopped."""
     chosen = ("--lora", "4", "--warmup", "9", "--save-every", "2")
-    train(place, tmp_path / "whole", *chosen)
+    train(place, tmp_path / "whole", *chosen, "--steps", "3")
     train(place, tmp_path / "out", *chosen, "--steps", "2", "--no-save")
     size = sum(file.stat().st_size for file in (tmp_path / "out" / "checkpoint").iterdir())
     assert size < (place / "model" / "model.safetensors").stat().st_size
-    train(place, tmp_path / "out", *chosen, "--resume")
+    train(place, tmp_path / "out", *chosen, "--steps", "3", "--resume")
     losses = [[row["loss"] for row in records(tmp_path / n, "step")] for n in ("whole", "out")]
     assert losses[0] == losses[1]
     whole, out = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("whole", "out"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -939,7 +940,8 @@ def test_a_run_that_has_ended_goes_on_with_more_steps(place: Path, tmp_path: Pat
 
     def trained(out: str, *more: str) -> str:
         directories = ("--out", str(tmp_path / out), "--save-every", "4")
-        status, shown = train([*common(place), *directories, "--eval-every=0", *more])
+        short = ("--eval-every=0", "--accumulate=1", "--no-save")
+        status, shown = train([*common(place), *directories, *short, *more])
         assert status == 0, shown
         return shown
 
@@ -957,21 +959,35 @@ def test_a_run_that_has_ended_goes_on_with_more_steps(place: Path, tmp_path: Pat
     assert [step for (step,) in rows("more", "held_out", "step")] == [0, 2, 4]
     assert len(rows("more", "summary")) == 1
 
-    trained("more", "--steps=5", "--warmup=2", "--no-save", "--out", str(tmp_path / "decays"))
-    trained("decays", "--steps=7", "--warmup=2", "--resume", "--no-save")
-    rates = [3e-3 * command.learning_rate(step, 2, 5 if step < 5 else 7) for step in range(7)]
-    assert rows("decays", "step", "lr") == [[rate] for rate in rates]
     # Left out, it is that of the run.
     left_out = [each for each in common(place) if each not in ("--steps", str(STEPS))]
-    given = [*left_out, "--out", str(tmp_path / "decays"), "--resume", "--save-every", "4"]
+    short = ("--eval-every=0", "--accumulate=1", "--no-save", "--warmup=9")
+    given = [*left_out, *short, "--out", str(tmp_path / "more"), "--resume", "--save-every", "4"]
     status, shown = train(given)
     assert status == 0, shown
-    assert "all 7 steps had been taken already" in shown
-    before = contents(tmp_path / "decays" / "checkpoint")
-    status, shown = train([*given, "--steps", "6"])
+    assert "all 4 steps had been taken already" in shown
+    before = contents(tmp_path / "more" / "checkpoint")
+    status, shown = train([*given, "--steps", "3"])
     assert status == 2, shown
-    assert "has taken 7 steps, and --steps 6 is fewer; give 7 or more" in shown
-    assert contents(tmp_path / "decays" / "checkpoint") == before
+    assert "has taken 4 steps, and --steps 3 is fewer; give 4 or more" in shown
+    assert contents(tmp_path / "more" / "checkpoint") == before
+
+
+def test_the_rates_of_more_steps_are_those_of_a_run_of_so_many() -> None:
+    def rates_of(steps: int) -> Any:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        rate = functools.partial(command.learning_rate, warmup=2, steps=steps)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+    five, seven = rates_of(5), rates_of(7)
+    for _ in range(4):
+        five.optimizer.step()
+        five.step()
+    # Captured before the scheduler's step of the fifth and last.
+    extra = small("--steps", "5").capture(five, [], "")
+    small("--steps", "7", source=source_of(extra, 5)).take_up(extra, 5, seven)
+    assert seven.get_last_lr() == [command.learning_rate(5, 2, 7)]
+    assert source_of(extra, 5).rule("--steps") == 5
 
 
 def test_saves_are_of_the_run_that_writes_them(tmp_path: Path) -> None:
