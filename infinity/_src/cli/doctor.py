@@ -32,6 +32,7 @@ from infinity._src.base.version import __version__
 from infinity._src.cabi import native
 from infinity._src.cabi.records import CHUNK_NUMEL
 from infinity._src.measure import hardware
+from infinity._src.measure.drive_facts import Facts, facts_of
 from infinity._src.memory import numa
 from infinity._src.memory.ram_budget import LARGE_COUNT, SMALL_COUNT
 from infinity.aio import PoolSpec
@@ -117,6 +118,7 @@ def findings(
     yield _numa()
     for _, finding in found:
         yield finding
+    yield from _drives([probe.path for probe, _ in found if probe is not None and probe.usable])
     if executor is not None:
         yield _pools(engine, executor)
     if model is not None:
@@ -294,6 +296,18 @@ def _directory(probe: DirectoryProbe) -> Finding:
             f"/sys/block/{probe.limits.device}/queue/nr_requests or max_sectors_kb"
         )
     return Finding("swap directory", value, "; ".join(warnings))
+
+
+def _drives(directories: Sequence[str]) -> Iterator[Finding]:
+    """Report links, RAID and SMART of the drives below the directories, a row for each directory
+    that has others than those before.
+    """
+    shown: set[Facts] = set()
+    for directory in directories:
+        facts = facts_of(directory)
+        if facts.drives and facts not in shown:
+            shown.add(facts)
+            yield Finding("drive", "\n".join(facts.describe()), "; ".join(facts.warnings()))
 
 
 def _model(model: Path, drives: Sequence[DirectoryProbe]) -> Finding:

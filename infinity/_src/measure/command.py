@@ -20,6 +20,7 @@ from infinity._src.base.paths import argument
 from infinity._src.base.sizes import GIB, parse_size
 from infinity._src.base.telemetry import configure_logging
 from infinity._src.measure import adam, device_copy, hardware, report, sustained, sweep
+from infinity._src.measure.drive_facts import facts_of
 from infinity._src.measure.reference import REFERENCES
 from infinity._src.measure.report import (
     check_plot,
@@ -200,10 +201,12 @@ def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             )
         figures = measure_swap(task, progress)
     found = {**figures.as_dict(), "sweep": swept.as_dict() if swept is not None else None}
-    record = make_record("swap", found, options.command, directories)
+    facts = [facts_of(directory) for directory in directories]
+    record = make_record("swap", found, options.command, directories, facts)
     if swept is not None:
         report.show_sweep(console, swept)
     report.show_swap(console, figures, record)
+    report.show_facts(console, facts)
     if swept is not None and options.json is not None and str(options.json) != "-":
         say(console, f'use it: Policy(io="{options.json}")', markup=False)
     return record
@@ -227,10 +230,14 @@ def _run_sustained(
     # Without a most: only much data fills the cache of a large drive.
     swap = _swap_task(options, directories, math.inf)
     task = sustained.SustainedTask(swap, options.sustained, sustained.ROW_S)
+    before = [facts_of(directory) for directory in directories]
     with progress_bar(console) as progress:
         figures = sustained.measure_sustained(task, progress)
-    record = make_record("sustained", figures.as_dict(), options.command, directories)
+    facts = [facts_of(directory) for directory in directories]
+    found = {**figures.as_dict(), "facts_before": [one.as_dict() for one in before]}
+    record = make_record("sustained", found, options.command, directories, facts)
     report.show_sustained(console, figures, record)
+    report.show_facts(console, facts, before)
     return record
 
 

@@ -9,7 +9,8 @@ The JSON of every benchmark is one envelope, versioned, written whole or not at 
     command     the arguments
     hardware    host, cpu, cores, memory_bytes, kernel, architecture, python, huge_pages, and for
                 swap the drives: path, file_system, device, model, rotational, scheduler,
-                nr_requests, max_sectors_kb, free_bytes
+                nr_requests, max_sectors_kb, free_bytes, facts (raid: device, level, chunk_bytes,
+                members, degraded, or null; drives: device, link, health, as at the end)
 
 The figures are at the top level, too. `infinity.bench.swap/1`: read_gbps, write_gbps, mixed_gbps,
 fill_gbps (medians, 10^9 bytes per second); rounds; phases.<kind> (gbps, rounds, cpu_s_per_gb,
@@ -22,8 +23,8 @@ in seconds over the whole measurement); sweep (points, best, close), null withou
 seconds, read_bytes_per_s, write_bytes_per_s, read_latency, write_latency, drives); summary
 (first_tenth and last_tenth of the rows, slowest_row in bytes written per second); alone (latencies
 of single requests, for each drive and size); after (phases after the load); settings (from them);
-fill_gbps, size_bytes, bytes_written (by the load), block_bytes, depth, backend, direct. Latencies:
-count, and seconds p50_s, p99_s, p999_s, max_s.
+fill_gbps, size_bytes, bytes_written (by the load), block_bytes, depth, backend, direct;
+facts_before, from before the load. Latencies: count, and seconds p50_s, p99_s, p999_s, max_s.
 `infinity.bench.adam/1`: isa, isas, threads, torch (its version or null), memory_gb_per_s, rows.
 `infinity.bench.copy/1`: device (null without one), reason, rows.
 
@@ -59,6 +60,7 @@ from infinity._src.base.version import __version__
 from infinity._src.measure import hardware
 from infinity._src.measure.adam import AdamFigures
 from infinity._src.measure.device_copy import CopyFigures
+from infinity._src.measure.drive_facts import Facts
 from infinity._src.measure.sustained import SustainedFigures
 from infinity._src.measure.swap import KINDS, SwapFigures
 from infinity._src.measure.sweep import SweepFigures
@@ -74,11 +76,15 @@ def make_record(
     figures: Mapping[str, Any],
     command: Sequence[str],
     directories: Sequence[Path] = (),
+    facts: Sequence[Facts] = (),
 ) -> dict[str, Any]:
-    """Make the record of one benchmark: envelope and figures."""
+    """Make the record of one benchmark: envelope and figures. facts: of each directory."""
     machine = hardware.machine()
     if directories:
-        machine["drives"] = [hardware.drive(directory) for directory in directories]
+        machine["drives"] = [
+            {**hardware.drive(directory), "facts": found.as_dict()}
+            for directory, found in zip(directories, facts, strict=True)
+        ]
     return {
         "schema": SCHEMAS[benchmark],
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -143,6 +149,24 @@ def write_record(record: Mapping[str, Any], path: Path | None) -> None:
 
 
 # -- Tables ----------------------------------------------------------------------------------------
+
+
+def show_facts(console: Console, facts: Sequence[Facts], before: Sequence[Facts] = ()) -> None:
+    """Show the array and the drives below each directory, once each, and warnings. before: facts
+    from before a load.
+    """
+    for line in dict.fromkeys(line for found in facts for line in found.describe()):
+        say(console, line, markup=False)
+    warm = {
+        f"{drive.device} {drive.health.temperature_c:g} °C"
+        for found in before
+        for drive in found.drives
+        if drive.health.temperature_c is not None
+    }
+    if warm:
+        say(console, f"before the load: {', '.join(sorted(warm))}", markup=False)
+    for warning in dict.fromkeys(warning for found in facts for warning in found.warnings()):
+        say(console, f"[yellow]note:[/yellow] {escape(warning)}")
 
 
 def show_swap(console: Console, figures: SwapFigures, record: dict[str, Any]) -> None:
