@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from infinity._src.base.openmp import wait_passively
 from infinity._src.base.paths import argument
@@ -114,10 +115,17 @@ def _is_foreseen(error: Exception) -> bool:
     return is_out_of_memory(error)
 
 
+def _read_model(path: Path, tbw: float | None) -> bench.Forecast:
+    # Imported here: the module imports torch, which bench needs for nothing else.
+    from infinity._src.cli.bench_model import read_model
+
+    return read_model(path, tbw)
+
+
 def _run(given: Sequence[str]) -> int:
     # Before the parser, which does not know the arguments of bench.
     if given[:1] == ["bench"]:
-        return bench.main(given[1:])
+        return bench.main(given[1:], _read_model)
     parser = build_parser()
     options, unknown = parser.parse_known_args(given)
     if unknown:

@@ -44,7 +44,7 @@ from infinity._src.measure.report import check_target, write_record
 from infinity._src.memory import numa
 from infinity._src.memory.device import rocm_lacks
 from infinity._src.plan.changes import fewest_micro_batches, one_change, where_updates_run
-from infinity._src.plan.machine import Machine, describe_machine, read_updates
+from infinity._src.plan.machine import Figures, Machine, describe_machine, read_updates
 from infinity._src.plan.predict import predict
 from infinity._src.plan.ranks import stages
 from infinity._src.plan.search import is_exact, search, upgrades
@@ -441,7 +441,7 @@ def describe_model(model: Path, drives: Sequence[DirectoryProbe]) -> tuple[str, 
     sequence = min(SEQUENCE, shape.positions or SEQUENCE)
     # A tier on NVMe must name a directory; the forecast does not open it.
     policy = inf.Policy(params="nvme", optim="nvme", nvme=[drives[0].path])
-    machine, job = _machine_here(drives), Job(policy, tokens=sequence, sequence=sequence)
+    machine, job = machine_here(drives), Job(policy, tokens=sequence, sequence=sequence)
     ways = search(shape, machine, job, exact=True).ways
     now = ways[0] if ways else predict(shape, machine, job)
     value = (
@@ -454,19 +454,37 @@ def describe_model(model: Path, drives: Sequence[DirectoryProbe]) -> tuple[str, 
     return f"{value}. The fastest exact way: {policy_text(now)}", ""
 
 
-def _machine_here(drives: Sequence[DirectoryProbe]) -> Machine:
+def machine_here(
+    drives: Sequence[DirectoryProbe],
+    measured: IoSettings | None = None,
+    tbw: float | None = None,
+) -> Machine:
+    """Describe this machine. measured: rates of the directories; None: assumed ones. tbw: terabytes
+    written that one drive is rated for; None: assumed.
+    """
     # Directories of one file system share its capacity, and count as one drive.
     free = {Path(probe.path).stat().st_dev: float(probe.free_bytes) for probe in drives}
     left = float(memory_left_bytes())
     # Models cannot be offloaded from AMD GPUs, so there the CPU computes.
     there = torch.cuda.is_available() and not rocm_lacks()
     gpu = torch.cuda.get_device_properties(0) if there else None
+    rates: Figures = {
+        # Where the CPU computes, device memory is the machine's RAM.
+        "gpu_mem_bytes": left if gpu is None else float(gpu.total_memory),
+        "cores": numa.core_count(os.sched_getaffinity(0)),
+        "tbw_per_drive": None if tbw is None else tbw * 1e12,
+    }
+    pairs = list(measured.bandwidths.values()) if measured is not None else []
+    if len(pairs) > len(free):
+        # Measured at once: directories of one drive have parts of its rate.
+        rates["read_bytes_per_s"] = sum(read for read, _ in pairs)
+        rates["write_bytes_per_s"] = sum(write for _, write in pairs)
+        measured = None
     return describe_machine(
         gpus=0 if gpu is None else 1,
-        # Where the CPU computes, device memory is the machine's RAM.
-        gpu_mem_bytes=left if gpu is None else float(gpu.total_memory),
         ram_bytes=left,
         drives=len(free),
         nvme_bytes=sum(free.values()),
-        cores=numa.core_count(os.sched_getaffinity(0)),
+        bench=measured,
+        **rates,
     )

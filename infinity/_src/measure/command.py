@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -32,7 +32,7 @@ from infinity._src.measure.report import (
 )
 from infinity._src.measure.streams import CHUNK_BYTES
 from infinity._src.measure.swap import CHECKSUMS, SwapTask, check_directories, measure_swap
-from infinity.aio import BACKENDS
+from infinity.aio import BACKENDS, IoSettings
 from infinity.errors import AioError
 
 DEFAULT_SIZE_BYTES = 4 * GIB
@@ -94,6 +94,10 @@ _SWAP = (
     Row("sustained", float, "run the reads and writes of optimizer steps for so many minutes, past "
         "the drive's cache; a row for each second, latencies of single requests, and the rates "
         "afterwards (--size: an eighth of the free space)", "MINUTES"),
+    Row("for", argument, "also say what the measured rates mean for training this model here: a "
+        "directory with a config.json, or that file", "MODEL", {"dest": "model"}),
+    Row("tbw", float, "with --for: terabytes written that one drive is rated for (an example)",
+        "TB"),
     Row("sweep", False, "find the best block size and depth, then measure with them; the JSON is "
         "what Policy(io=FILE) reads"),
     Row("sweep-blocks", _sizes, "block sizes to try (256K,512K,1M,2M,4M and whole chunks)", "LIST",
@@ -143,8 +147,25 @@ def describe_bench(parser: argparse.ArgumentParser) -> None:
     _add_benchmarks(parser)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
+class Meaning(NamedTuple):
+    """Forecast of a model's training from measured rates: lines for people, and the record."""
+
+    lines: tuple[str, ...]
+    record: dict[str, Any]
+
+
+Forecast = Callable[[IoSettings], Meaning]
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    read_model: Callable[[Path, float | None], Forecast] | None = None,
+) -> int:
+    """Run `python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status.
+
+    read_model: reads the model of --for and the rating of --tbw; a forecast needs layers above this
+    one.
+    """
     wait_passively()
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Without a name the arguments are those of swap; --help is for the whole command.
@@ -153,10 +174,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     # With the name of the benchmark, so that a record says what ran.
     options.command = arguments
-    return run(options)
+    return run(options, read_model)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(
+    options: argparse.Namespace,
+    read_model: Callable[[Path, float | None], Forecast] | None = None,
+) -> int:
     """Measure as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C.
     """
     configure_logging()
@@ -167,7 +191,13 @@ def run(options: argparse.Namespace) -> int:
         check_target(options.json, "--json")
         check_target(options.plot, "--plot")
         check_plot(options.plot)
+        forecast = _forecast(options, read_model)
         record = _BENCHMARKS[options.benchmark](options, console)
+        if forecast is not None:
+            meaning = forecast(IoSettings.load(record))
+            record["model"] = meaning.record
+            for line in meaning.lines:
+                say(console, line, markup=False)
         write_record(record, options.json)
         draw(record, options.plot)
     except KeyboardInterrupt:
@@ -182,6 +212,22 @@ def run(options: argparse.Namespace) -> int:
         say_error(console, error)
         return 2
     return 0
+
+
+def _forecast(
+    options: argparse.Namespace,
+    read_model: Callable[[Path, float | None], Forecast] | None,
+) -> Forecast | None:
+    """Read the model of --for, before minutes of measuring. None without one."""
+    if options.benchmark != "swap":
+        return None
+    if options.model is None:
+        if options.tbw is not None:
+            raise ValueError(f"--tbw {options.tbw} without --for, which it belongs to: add --for")
+        return None
+    if read_model is None:
+        raise ValueError("--for is an option of the command `infinity bench` alone")
+    return read_model(options.model, options.tbw)
 
 
 def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:

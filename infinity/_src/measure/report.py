@@ -25,6 +25,8 @@ seconds, read_bytes_per_s, write_bytes_per_s, read_latency, write_latency, drive
 of single requests, for each drive and size); after (phases after the load); settings (from them);
 fill_gbps, size_bytes, bytes_written (by the load), block_bytes, depth, backend, direct;
 facts_before, from before the load. Latencies: count, and seconds p50_s, p99_s, p999_s, max_s.
+Both of swap, with --for: model (name, params, tokens_per_step, drives_s, sources, and what a
+record of `infinity plan` says of a job).
 `infinity.bench.adam/1`: isa, isas, threads, torch (its version or null), memory_gb_per_s, rows.
 `infinity.bench.copy/1`: device (null without one), reason, rows.
 

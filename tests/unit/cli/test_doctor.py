@@ -190,7 +190,7 @@ def test_a_model_is_told_with_its_room_and_what_does_not_fit(
     assert "100 GiB are free" in found.value
     # Two processors of one core are one core.
     monkeypatch.setattr(plan.numa, "core_count", lambda cpus: 3)
-    assert plan._machine_here([probe]).cores == 3
+    assert plan.machine_here([probe]).cores == 3
     assert "s/step of 512 tokens" in found.value
     full = doctor._model(tmp_path / "small", [dataclasses.replace(probe, free_bytes=1 << 20)])
     assert full.warning.startswith("NVMe: ")
