@@ -48,6 +48,7 @@ WHEELS = {
     "safetensors": "safetensors",
     "xxhash": "xxhash",
     "rich": "rich",
+    "shtab": "shtab",
     "markdown_it": "markdown-it-py",
     "mdurl": "mdurl",
     "pygments": "Pygments",

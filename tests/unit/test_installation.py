@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from infinity._src.base import installation
-from infinity._src.base.installation import EXTRA, NEEDS, install_line
+from infinity._src.cabi import installation
+from infinity._src.cabi.installation import EXTRA, NEEDS, install_line
 from infinity._src.cli import doctor
 from infinity._src.cli.main import main
 

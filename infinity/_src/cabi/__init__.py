@@ -1,1 +1,1 @@
-"""The C extension: its loader, and the records that it shares with Python."""
+"""The C extension: its loader, the line that installs it, and the records that Python shares."""

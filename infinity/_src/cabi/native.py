@@ -24,7 +24,7 @@ _reason = ""
 try:
     import infinity._native as _native
 except ImportError as error:
-    from infinity._src.base.installation import install_line
+    from infinity._src.cabi.installation import install_line
 
     _reason = (
         f"infinity's C extension is missing or does not load ({error}): build it by "

@@ -26,10 +26,10 @@ from rich.table import Table
 from infinity._src.base import openmp
 from infinity._src.base.console import say
 from infinity._src.base.cpu_features import BF16_INSTRUCTIONS, bf16_instructions
-from infinity._src.base.installation import EXTRA, install_line, lacking
 from infinity._src.base.sizes import GIB, format_size
 from infinity._src.base.version import __version__
 from infinity._src.cabi import native
+from infinity._src.cabi.installation import EXTRA, install_line, lacking
 from infinity._src.cabi.records import CHUNK_NUMEL
 from infinity._src.measure import hardware
 from infinity._src.measure.drive_facts import Facts, facts_of

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import infinity as inf
-from infinity._src.base.installation import EXTRA, install_line, is_installed, not_installed
 from infinity._src.base.torch_compat import is_out_of_memory
+from infinity._src.cabi.installation import EXTRA, install_line, is_installed, not_installed
 from infinity._src.checkpoint.formats.hub_files import hub_checkpoint, open_weights
 from infinity._src.checkpoint.hub_resolution import read_config
 from infinity._src.cli import lora

@@ -20,10 +20,10 @@ from rich.markup import escape
 
 from infinity._src.base.atomic_file import write_named
 from infinity._src.base.console import say, say_error
-from infinity._src.base.installation import is_installed, not_installed
 from infinity._src.base.progress import format_left
 from infinity._src.base.sizes import format_size
 from infinity._src.base.step_timeline import Bar, StepTimeline
+from infinity._src.cabi.installation import is_installed, not_installed
 from infinity._src.cli.page_style import (
     AXIS,
     BLUE,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import infinity as inf
-from infinity._src.base.installation import install_line, is_installed
+from infinity._src.cabi.installation import install_line, is_installed
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.materialize import Faults, FileTensors, SourceFiles, find_buffers
 

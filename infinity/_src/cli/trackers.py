@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from infinity._src.base.atomic_file import write_named
-from infinity._src.base.installation import install_line, is_installed
 from infinity._src.base.metrics_file import FILE_NAME, read_rows
+from infinity._src.cabi.installation import install_line, is_installed
 
 TRACKERS: Final = ("tensorboard", "wandb", "csv")
 CSV_NAME: Final = "metrics.csv"

@@ -49,12 +49,12 @@ from rich.markup import escape
 import infinity as inf
 from infinity._src.base.console import say
 from infinity._src.base.cpu_features import bf16_instructions
-from infinity._src.base.installation import is_installed, not_installed
 from infinity._src.base.metrics_file import FILE_NAME, SCHEMA, MetricsFile, read_rows
 from infinity._src.base.rss import peak_rss_bytes, reset_peak_rss
 from infinity._src.base.sizes import MIB
 from infinity._src.base.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.base.telemetry import configure_logging
+from infinity._src.cabi.installation import is_installed, not_installed
 from infinity._src.cli import hf_model, lora
 from infinity._src.cli.corpus import (
     Corpus,

@@ -55,10 +55,10 @@ from rich.table import Table
 
 from infinity._src.base.atomic_file import write_named
 from infinity._src.base.console import say
-from infinity._src.base.installation import EXTRA, install_line
 from infinity._src.base.sizes import format_size
 from infinity._src.base.standard_streams import write_to_stdout
 from infinity._src.base.version import __version__
+from infinity._src.cabi.installation import EXTRA, install_line
 from infinity._src.measure import hardware
 from infinity._src.measure.adam import AdamFigures
 from infinity._src.measure.device_copy import CopyFigures

@@ -101,7 +101,7 @@ class Chunks:
         at = np.arange(count) * chunk_bytes if offsets is None else offsets
         records["file_offset"] = at[index % count]
         records["run_bytes"] = chunk_bytes
-        records["format"] = state
+        records["format"] = int(state)
         records["section_count"] = len(itemsizes)
         records["piece_numel"] = _PIECE_BYTES
         records["section_at"] = -1

@@ -9,8 +9,8 @@ import os
 import pytest
 
 from infinity import aio
-from infinity._src.base.installation import install_line
 from infinity._src.cabi import native
+from infinity._src.cabi.installation import install_line
 from infinity.aio import _open_executor
 from infinity.aio import _probe as probe
 from tests.unit.aio.child import run_python

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity._src.base.installation import install_line
 from infinity._src.cabi import native
+from infinity._src.cabi.installation import install_line
 from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.measure import command, sweep
 from infinity._src.measure.adam import CACHE_NUMEL, measure_adam

@@ -24,7 +24,7 @@ pytest.importorskip("plotly")
 from plotly.colors import sample_colorscale
 from plotly.offline import get_plotlyjs
 
-from infinity._src.base.installation import install_line
+from infinity._src.cabi.installation import install_line
 from infinity._src.cli import html_report, page_style, run_history
 from infinity._src.cli import train as command
 from infinity._src.cli import watch as watching

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 import infinity as inf
-from infinity._src.base.installation import install_line
+from infinity._src.cabi.installation import install_line
 from infinity._src.cli import doctor
 from infinity._src.cli.main import main
 from infinity._src.config import choices

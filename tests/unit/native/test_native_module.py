@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity._src.base.installation import install_line
 from infinity._src.cabi import native
+from infinity._src.cabi.installation import install_line
 
 MENDED_BY = f"build it by `{install_line('', '--force-reinstall', '--no-deps')}`"
 ROOT = Path(__file__).parents[3]
