@@ -20,7 +20,7 @@ from infinity._src.base.paths import argument
 from infinity._src.base.sizes import GIB, parse_size
 from infinity._src.base.telemetry import configure_logging
 from infinity._src.measure import adam, device_copy, hardware, report, sustained, sweep
-from infinity._src.measure.drive_facts import facts_of
+from infinity._src.measure.drive_facts import facts_of, thermometers_of
 from infinity._src.measure.reference import REFERENCES
 from infinity._src.measure.report import (
     check_plot,
@@ -275,7 +275,10 @@ def _run_sustained(
     options.limit = "off"
     # Without a most: only much data fills the cache of a large drive.
     swap = _swap_task(options, directories, math.inf)
-    task = sustained.SustainedTask(swap, options.sustained, sustained.ROW_S)
+    thermometers = [path for directory in directories for path in thermometers_of(directory)]
+    task = sustained.SustainedTask(
+        swap, options.sustained, sustained.ROW_S, tuple(dict.fromkeys(thermometers))
+    )
     before = [facts_of(directory) for directory in directories]
     with progress_bar(console) as progress:
         figures = sustained.measure_sustained(task, progress)

@@ -157,7 +157,51 @@ def facts_of_block(block: Path, health_of: Callable[[str], Health] | None = None
     raid = next((found for node in nodes if (found := _raid(node)) is not None), None)
     bottom = {node: None for node in nodes if not _slaves(node)}
     read = health_of or read_health
-    return Facts(tuple(Drive(node.name, _link(node), read(node.name)) for node in bottom), raid)
+    return Facts(
+        tuple(
+            Drive(node.name, _link(node), _with_temperature(read(node.name), node))
+            for node in bottom
+        ),
+        raid,
+    )
+
+
+def thermometers_of(directory: str | os.PathLike[str], sysfs: Path = SYSFS) -> tuple[Path, ...]:
+    """Return the files of sysfs with the temperatures of the drives below a directory, which any
+    user may read; () where the kernel has none.
+    """
+    device = Path(directory).stat().st_dev
+    return thermometers_of_block(
+        sysfs / "dev" / "block" / f"{os.major(device)}:{os.minor(device)}"
+    )
+
+
+def thermometers_of_block(block: Path) -> tuple[Path, ...]:
+    """Return the same for a block device's folder in sysfs."""
+    found = [_thermometer(node) for node in dict.fromkeys(_below(block)) if not _slaves(node)]
+    return tuple(path for path in found if path is not None)
+
+
+def temperature_c(thermometer: Path) -> float | None:
+    """Read a thermometer; None for one that cannot be read now."""
+    found = _leading(thermometer)
+    return None if found is None else found / 1000
+
+
+def _thermometer(node: Path) -> Path | None:
+    # The kernel's module nvme has it at the controller, drivetemp at the disk's device.
+    for folder in (*_controllers(node), node / "device"):
+        for pattern in ("hwmon*/temp1_input", "hwmon/hwmon*/temp1_input"):
+            for path in sorted(folder.glob(pattern)):
+                return path
+    return None
+
+
+def _with_temperature(health: Health, node: Path) -> Health:
+    thermometer = _thermometer(node)
+    if health.temperature_c is not None or thermometer is None:
+        return health
+    return dataclasses.replace(health, temperature_c=temperature_c(thermometer))
 
 
 def _below(block: Path) -> Iterator[Path]:
@@ -194,12 +238,7 @@ def _raid(node: Path) -> Raid | None:
 
 def _link(node: Path) -> Link | None:
     """Return the link of the PCI device next above a drive."""
-    above = [node]
-    if node.parent.name.startswith("nvme-subsys"):
-        # With several paths the kernel puts the drive below its subsystem, beside its controllers.
-        above = [path.resolve() for path in sorted(node.parent.glob("nvme[0-9]*"))]
-        above = [path for path in above if path.name != node.name]
-    for start in above:
+    for start in _controllers(node) or [node]:
         for folder in (start, *start.parents):
             found = [
                 _leading(folder / f"{which}_link_{what}")
@@ -211,6 +250,15 @@ def _link(node: Path) -> Link | None:
             if speed and width:
                 return Link(speed, int(width), speed_max or speed, int(width_max or width))
     return None
+
+
+def _controllers(node: Path) -> list[Path]:
+    """Return the folders of an NVMe drive's controllers; [] for another drive."""
+    if node.parent.name.startswith("nvme-subsys"):
+        # With several paths the kernel puts the drive below its subsystem, beside its controllers.
+        beside = sorted(node.parent.glob("nvme[0-9]*"))
+        return [path.resolve() for path in beside if path.name != node.name]
+    return [node.parent] if re.fullmatch(r"nvme\d+", node.parent.name) else []
 
 
 def _describe_link(link: Link) -> str:

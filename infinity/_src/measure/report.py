@@ -20,11 +20,12 @@ that was measured); size_bytes, block_bytes (of the longest request), depth, che
 backend_reason, direct, huge_page_share, registered, verified_bytes; drives (counters and latencies
 in seconds over the whole measurement); sweep (points, best, close), null without one.
 `infinity.bench.sustained/1`, of `swap --sustained`: minutes; rows, one for each second (at_s,
-seconds, read_bytes_per_s, write_bytes_per_s, read_latency, write_latency, drives); summary
-(first_tenth and last_tenth of the rows, slowest_row in bytes written per second); alone (latencies
-of single requests, for each drive and size); after (phases after the load); settings (from them);
-fill_gbps, size_bytes, bytes_written (by the load), block_bytes, depth, backend, direct;
-facts_before, from before the load. Latencies: count, and seconds p50_s, p99_s, p999_s, max_s.
+seconds, read_bytes_per_s, write_bytes_per_s, read_latency, write_latency, drives, temperature_c of
+the hottest drive or null); summary (first_tenth and last_tenth of the rows, slowest_row in bytes
+written per second); alone (latencies of single requests, for each drive and size); after (phases
+after the load); settings (from them); fill_gbps, size_bytes, bytes_written (by the load),
+block_bytes, depth, backend, direct; facts_before, from before the load. Latencies: count, and
+seconds p50_s, p99_s, p999_s, max_s.
 Both of swap, with --for: model (name, params, tokens_per_step, drives_s, sources, and what a
 record of `infinity plan` says of a job).
 `infinity.bench.adam/1`: isa, isas, threads, torch (its version or null), memory_gb_per_s, rows.
@@ -234,6 +235,8 @@ def show_sustained(
             pairs.append(
                 (f"{kind} {name}, ms", getattr(before, field) * 1e3, getattr(after, field) * 1e3)
             )
+    if first.temperature_c is not None and last.temperature_c is not None:
+        pairs.append(("hottest drive, °C", first.temperature_c, last.temperature_c))
     for name, then, now in pairs:
         share = f"{now / then:.0%}" if then else ""
         table.add_row(name, f"{then:.2f}", f"[bold]{now:.2f}[/bold]", share)
@@ -503,8 +506,12 @@ def _sustained(axes: Any, record: Mapping[str, Any]) -> None:
         linestyle=":",
         label="write p99, ms",
     )
+    warm = [(minute, row["temperature_c"]) for minute, row in zip(at, rows, strict=True)]
+    warm = [(minute, each) for minute, each in warm if each is not None]
+    if warm:
+        waits.plot(*zip(*warm, strict=True), color="C3", linewidth=1, label="hottest drive, °C")
     waits.set_ylim(bottom=0)
-    waits.set_ylabel("ms")
+    waits.set_ylabel("ms, °C" if warm else "ms")
     drives = ", ".join(
         f"{drive['path']} ({drive['model'] or drive['device']})"
         for drive in record["hardware"]["drives"]

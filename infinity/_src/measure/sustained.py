@@ -22,13 +22,14 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
 
 from infinity import aio
 from infinity._src.cabi.records import ALIGNMENT_BYTES
+from infinity._src.measure.drive_facts import temperature_c
 from infinity._src.measure.streams import CHUNK_BYTES, Chunks, Streams
 from infinity._src.measure.swap import (
     Bench,
@@ -51,12 +52,14 @@ _DIRECTIONS = ("read", "write")
 @dataclasses.dataclass(frozen=True)
 class SustainedTask:
     """Settings of a measurement. swap: directories, size, requests, backend. interval_s: seconds of
-    a row. Raises: ValueError for minutes that have too few rows.
+    a row. thermometers: files of sysfs to read for each row. Raises: ValueError for minutes that
+    have too few rows.
     """
 
     swap: SwapTask
     minutes: float
     interval_s: float = ROW_S
+    thermometers: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         least = ROWS_MIN * self.interval_s / 60
@@ -71,7 +74,8 @@ class SustainedTask:
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Traffic of all drives in one interval. at_s: its begin, in seconds since the load began.
-    drives: (read, written) bytes of each drive.
+    drives: (read, written) bytes of each drive. temperature_c: of the hottest drive at its end;
+    None: not known.
     """
 
     at_s: float
@@ -79,6 +83,7 @@ class Row:
     drives: tuple[tuple[int, int], ...]
     read: Latency
     write: Latency
+    temperature_c: float | None = None
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -96,6 +101,7 @@ class Row:
             "write_bytes_per_s": self.write_bytes_per_s,
             "read_latency": self.read.as_dict(),
             "write_latency": self.write.as_dict(),
+            "temperature_c": self.temperature_c,
             "drives": [
                 {
                     "read_bytes_per_s": read / self.seconds,
@@ -117,6 +123,7 @@ def join(rows: Sequence[Row]) -> Row:
         ),
         Latency.between((), [row.read for row in rows]),
         Latency.between((), [row.write for row in rows]),
+        max((row.temperature_c for row in rows if row.temperature_c is not None), default=None),
     )
 
 
@@ -227,7 +234,7 @@ def measure_sustained(task: SustainedTask, progress: Progress | None = None) -> 
         alone = tuple(one for size in sizes for one in _alone(bench, size))
         steps = Chunks(bench.chunks.drives, bench.chunks.count, state=aio.Format.SPLIT)
         with Streams(steps, **how, backend=swap.backend, verify="off") as streams:
-            rows = _load(streams, seconds, task.interval_s, say)
+            rows = _load(streams, task, say)
             stats = streams.executor.stats()
         with bench.streams(**how, verify="full") as streams:
             streams.warm()
@@ -317,11 +324,17 @@ def step_jobs(streams: Streams) -> list[npt.NDArray[np.void]]:
     return found
 
 
-def _load(streams: Streams, seconds: float, interval_s: float, say: Progress) -> tuple[Row, ...]:
+def _load(streams: Streams, task: SustainedTask, say: Progress) -> tuple[Row, ...]:
     streams.warm((1 << len(aio.Format.SPLIT.sections)) - 1)
-    with _Sampler(streams.executor, seconds, interval_s, say) as sampler:
-        streams.run(step_jobs(streams), seconds, lambda _share: None, again=True)
+    with _Sampler(streams.executor, task, say) as sampler:
+        streams.run(step_jobs(streams), task.minutes * 60, lambda _share: None, again=True)
     return sampler.rows()
+
+
+class _Reading(NamedTuple):
+    at_s: float
+    drives: tuple[DriveStats, ...]
+    temperature_c: float | None
 
 
 @final
@@ -330,19 +343,23 @@ class _Sampler:
     too.
     """
 
-    def __init__(
-        self, executor: aio.Executor, seconds: float, interval_s: float, say: Progress
-    ) -> None:
+    def __init__(self, executor: aio.Executor, task: SustainedTask, say: Progress) -> None:
         self._executor = executor
-        self._seconds = seconds
-        self._interval_s = interval_s
+        self._thermometers = task.thermometers
+        self._seconds = task.minutes * 60
+        self._interval_s = task.interval_s
         self._say = say
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="infinity-bench", daemon=True)
-        self._readings: list[tuple[float, tuple[DriveStats, ...]]] = []
+        self._readings: list[_Reading] = []
+
+    def _read(self) -> None:
+        found = [temperature_c(each) for each in self._thermometers]
+        hottest = max((each for each in found if each is not None), default=None)
+        self._readings.append(_Reading(time.monotonic(), self._executor.stats().drives, hottest))
 
     def __enter__(self) -> _Sampler:
-        self._readings.append((time.monotonic(), self._executor.stats().drives))
+        self._read()
         self._thread.start()
         return self
 
@@ -351,10 +368,10 @@ class _Sampler:
         self._thread.join()
         # On a machine so busy that the thread has not run: all of the load is one row.
         if len(self._readings) == 1:
-            self._readings.append((time.monotonic(), self._executor.stats().drives))
+            self._read()
 
     def _run(self) -> None:
-        start_s = self._readings[0][0]
+        start_s = self._readings[0].at_s
         for number in itertools.count(1):
             # From the start, so that the intervals do not drift.
             due_s = start_s + number * self._interval_s
@@ -362,7 +379,7 @@ class _Sampler:
                 return
             if self._stop.wait(max(due_s - time.monotonic(), 0.0)):
                 return
-            self._readings.append((time.monotonic(), self._executor.stats().drives))
+            self._read()
             row = self._row(len(self._readings) - 1)
             self._say(
                 f"steps, GB/s: {row.read_bytes_per_s / 1e9:.2f} read, "
@@ -371,9 +388,9 @@ class _Sampler:
             )
 
     def _row(self, number: int) -> Row:
-        (from_s, before), (to_s, after) = self._readings[number - 1 : number + 1]
+        (from_s, before, _), (to_s, after, hottest) = self._readings[number - 1 : number + 1]
         return Row(
-            from_s - self._readings[0][0],
+            from_s - self._readings[0].at_s,
             to_s - from_s,
             tuple(
                 (now.bytes_read - then.bytes_read, now.bytes_written - then.bytes_written)
@@ -385,6 +402,7 @@ class _Sampler:
             Latency.between(
                 [drive.write_latency for drive in before], [drive.write_latency for drive in after]
             ),
+            hottest,
         )
 
     def rows(self) -> tuple[Row, ...]:

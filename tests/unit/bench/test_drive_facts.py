@@ -27,6 +27,8 @@ from infinity._src.measure.drive_facts import (
     parse_nvme,
     parse_smartctl,
     read_health,
+    temperature_c,
+    thermometers_of_block,
 )
 
 PORT = "devices/pci0000:00/0000:00:01.0/0000:01:00.0"
@@ -98,6 +100,23 @@ def test_the_link_of_a_drive_with_several_paths_is_its_controllers(tmp_path: Pat
     assert drive.link.bytes_per_s == 250e6
     (warning,) = drive.warnings()
     assert "2.5 GT/s x1, of 16 GT/s x4" in warning
+
+
+@pytest.mark.parametrize("place", ["nvme/nvme0/hwmon1", "nvme/nvme0/hwmon/hwmon1"])
+def test_any_user_may_read_the_kernel_s_thermometer(tmp_path: Path, place: str) -> None:
+    disk = f"{PORT}/nvme/nvme0/nvme0n1"
+    root = tree(
+        tmp_path,
+        {f"{disk}/queue/rotational": "0", f"{PORT}/{place}/temp1_input": "38850"},
+        {"dev/block/259:0": disk},
+    )
+    (found,) = thermometers_of_block(root / "dev/block/259:0")
+    assert temperature_c(found) == 38.85
+    (drive,) = facts_of_block(root / "dev/block/259:0", no_health).drives
+    assert drive.health == Health(reason="none", temperature_c=38.85)
+    found.unlink()
+    assert temperature_c(found) is None
+    assert thermometers_of_block(root / "dev/block/259:0") == ()
 
 
 def test_an_array_has_level_chunk_and_drives(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def _swap_may_lie_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure(*directories: Path, **values: Any) -> SustainedFigures:
     swap = SwapTask(directories, 48 * MIB, **{"rounds": 1, "phase_s": 0.02, **values})
-    return measure_sustained(SustainedTask(swap, 0.3 / 60, interval_s=0.02))
+    warm = tuple(directory.parent / "warm" for directory in directories)
+    return measure_sustained(SustainedTask(swap, 0.3 / 60, 0.02, warm))
 
 
 @pytest.mark.parametrize("backend", ["auto", "threads"])
@@ -47,7 +48,10 @@ def test_rows_add_up_to_what_the_executor_moved(tmp_path: Path, backend: str) ->
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
         directory.mkdir()
+    (tmp_path / "warm").write_text("38850\n")
     figures = measure(*directories, backend=backend)
+    assert {row.temperature_c for row in figures.rows} == {38.85}
+    assert figures.last.as_dict()["temperature_c"] == 38.85
     assert figures.rows
     assert figures.rows[0].at_s == 0
     for row, then in zip(figures.rows, figures.rows[1:], strict=False):
@@ -125,6 +129,9 @@ def test_the_command_writes_a_record_and_a_curve(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(sustained, "ROW_S", 0.02)
+    warm = tmp_path / "warm"
+    warm.write_text("45000")
+    monkeypatch.setattr(command, "thermometers_of", lambda _directory: (warm, tmp_path / "gone"))
     drive, record, picture = tmp_path / "drive", tmp_path / "a.json", tmp_path / "a.png"
     drive.mkdir()
     arguments = ["--dir", str(drive), "--size", "48MiB", "--rounds", "1", "--seconds", "0.02"]
@@ -133,6 +140,7 @@ def test_the_command_writes_a_record_and_a_curve(
     shown = capsys.readouterr().out
     assert "last / first" in shown
     assert "One request at a time" in shown
+    assert "hottest drive, °C" in shown
     found = json.loads(record.read_text())
     assert found["schema"] == "infinity.bench.sustained/1" == report.SCHEMAS["sustained"]
     assert found["summary"]["last_tenth"]["write_bytes_per_s"] > 0
