@@ -66,6 +66,7 @@ def test_an_adapter_trains_and_loads_by_peft(place: Path, tmp_path: Path) -> Non
             assert float(adapted(input_ids=ids, labels=ids).loss) == pytest.approx(before, abs=0.02)
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_goes_on_from_a_small_checkpoint(place: Path, tmp_path: Path) -> None:
     """The checkpoint has no base; a resumed run has the bits of one that nothing stopped."""
     chosen = ("--lora", "4", "--warmup", "9", "--save-every", "2")

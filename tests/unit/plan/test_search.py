@@ -17,6 +17,7 @@ from infinity._src.plan.search import (
     PENALTY,
     SPLITS,
     Ranked,
+    _kind,
     _Search,
     every_way,
     is_exact,
@@ -32,6 +33,7 @@ from infinity._src.plan.workload import (
     StackShape,
     UnitShape,
 )
+from tests.marks import mostly_slow
 from tests.plans import job_of
 
 WIDTHS = {"small": (1024, 8), "middle": (4096, 16), "large": (8192, 40)}
@@ -123,7 +125,7 @@ def ways_of(shape: ModelShape, machine: Machine, job: Job, exact: bool, count: i
     return chance.sample(every, min(count, len(every)))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mostly_slow(range(3), 1, 2))
 def test_no_way_drawn_at_random_is_faster_and_no_bound_is_above_its_way(seed: int) -> None:
     chance = random.Random(seed)
     shape, machine = MODELS[seed], drawn_machine(chance)
@@ -152,10 +154,12 @@ def test_a_brute_force_search_finds_nothing_faster(seed: int) -> None:
 
 
 def test_what_is_fixed_stays_and_exact_rounds_nothing() -> None:
-    shape, machine = MODELS[4], describe_machine(gpus=1, gpu="rtx4090", ram_bytes=64 * GIB)
+    shape, machine = MODELS[0], describe_machine(gpus=1, gpu="rtx4090", ram_bytes=16 * GIB)
     job = job_of(tokens=8 * 4096, sequence=4096, update="delayed", grads="nvme", micro_batches=8)
     fixed = {"update", "grads", "micro_batches"}
-    for way in search(shape, machine, job, fixed, exact=True, count=2).ways:
+    ways = search(shape, machine, job, fixed, exact=True, count=2).ways
+    assert ways
+    for way in ways:
         policy = way.job.policy
         assert (policy.update, policy.grads, way.job.micro_batches) == ("delayed", "nvme", 8)
         assert is_exact(way.job)
@@ -168,15 +172,10 @@ def test_what_is_fixed_stays_and_exact_rounds_nothing() -> None:
 
 
 def test_the_second_way_is_of_another_kind_and_more_of_the_machine_is_never_slower() -> None:
-    shape, machine = MODELS[8], describe_machine(gpus=1, gpu="h100", ram_bytes=64 * GIB)
+    shape, machine = MODELS[4], describe_machine(gpus=1, gpu="h100", ram_bytes=16 * GIB)
     job = job_of(tokens=4 * 4096, sequence=4096)
     first, second = search(shape, machine, job, count=2).ways
-    kinds = [
-        (way.job.vertical, way.job.policy.update, way.job.policy.generations,
-         way.job.policy.update_on, way.job.policy.state)
-        for way in (first, second)
-    ]  # fmt: skip
-    assert kinds[0] != kinds[1]
+    assert _kind(first.job) != _kind(second.job)
     assert cost(first) <= cost(second)
     more = upgrades(shape, machine, job, best=first)
     assert set(more) == {"one more drive", "32 GiB more RAM"}
