@@ -240,7 +240,8 @@ class Ticket(Protocol):
         """Cancel the fetches that no drive has begun: they fail with AioCancelledError and write no
         target.
 
-        Stores and updates are never cancelled: that would lose half of a step. Never blocks; the
+        Does nothing to a submission that has stores or updates: these are never cancelled, since
+        that would lose half of a step, and the ticket's fault is theirs to tell. Never blocks; the
         ticket is done when the remaining jobs are.
         """
         ...

@@ -305,7 +305,7 @@ int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word);
 int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns,
                         int32_t escape);
 int32_t inf_ticket_fault(inf_executor *ex, const inf_ticket *ticket, inf_fault *fault);
-/* Cancels its fetches that no drive has begun. */
+/* Cancels its fetches that no drive has begun; nothing if it has other jobs, too. */
 void inf_ticket_cancel(inf_executor *ex, inf_ticket *ticket);
 void inf_ticket_release(inf_executor *ex, inf_ticket *ticket);
 

@@ -181,12 +181,21 @@ static void run_cancel(struct inf_executor *ex, inf_run *run) {
     inf_queue_push(&ex->ended, run);
 }
 
+/* A ticket has one fault. A submission of updates and fetches (frozen parameters of the same unit)
+ * is not cancelled: its ticket would tell of a failed update, or hide one. */
+static bool only_fetches(const inf_submission *submission) {
+    for (int32_t j = 0; j < submission->job_count; j++)
+        if (submission->runs[j].job.kind != INF_JOB_FETCH) return false;
+    return true;
+}
+
 void inf_ticket_cancel(inf_executor *ex, inf_ticket *ticket) {
     pthread_mutex_lock(&ex->lock);
     inf_submission *submission = ticket->submission;
-    for (int32_t j = 0; submission != NULL && j < submission->job_count; j++)
-        run_cancel(ex, &submission->runs[j]);
-    inf_pump(ex);
+    if (submission != NULL && only_fetches(submission)) {
+        for (int32_t j = 0; j < submission->job_count; j++) run_cancel(ex, &submission->runs[j]);
+        inf_pump(ex);
+    }
     pthread_mutex_unlock(&ex->lock);
 }
 

@@ -38,7 +38,8 @@ def check_options(options: argparse.Namespace) -> None:
                     f"{name.replace('_', '-')} {getattr(options, name)} cuts them; leave one out"
                 )
         lora.check_installed()
-    if options.update == "backward" and options.clip and options.generations == 1:
+    single = options.generations == 1 and not options.durable
+    if options.update == "backward" and options.clip and single:
         raise ValueError(
             f"--clip {options.clip:g} needs the norm of all gradients, and --update backward has "
             "applied the first before the last is known; give --clip 0, --generations 2, or "

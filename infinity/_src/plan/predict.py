@@ -150,7 +150,7 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
 
     Raises: ValueError for a job that the machine or the engine cannot run, naming field and fix.
     """
-    _check(job, machine)
+    check_job(job, machine)
     shape = shape_in(job, model)
     ranks = machine.ranks
     placed = place_in_ram(shape, machine, job)
@@ -250,7 +250,7 @@ def time_step(
     return StepTime(moved, outside_cpu, exchanged, touched, terms, found)
 
 
-def _check(job: Job, machine: Machine) -> None:
+def check_job(job: Job, machine: Machine) -> None:
     """Check the job's numbers, and the job against the machine. The policy was checked when it was
     made.
     """

@@ -38,6 +38,7 @@ from infinity._src.plan.memory import (
 from infinity._src.plan.predict import (
     EFFICIENCY,
     Prediction,
+    check_job,
     predict,
     time_step,
     waiting_grad_bytes,
@@ -234,6 +235,7 @@ def search(
     times `weight_of`, is not below this are left out. Empty if no way fits. Raises: ValueError as
     `predict`.
     """
+    check_job(job, machine)
     return _Search(shape, machine, job, fixed, exact=exact).run(count, below_s)
 
 
@@ -303,19 +305,23 @@ class _Search:
 
     def _predicted(self, job: Job) -> Prediction | None:
         """Predict a way with the fewest tiles that fit its device; None if it does not fit."""
-        waiting, states = self._waiting(job), _states_kind(job)
-        least = max(self._least_ram.get(states, 0.0), self._grads(job))
-        if least + waiting > self._machine.ram_bytes or not self._fits_drives(job):
+        waiting = self._waiting(job)
+        if self._grads(job) + waiting > self._machine.ram_bytes or not self._fits_drives(job):
             return None
-        tiling = self._best_tiling(job)
-        if tiling is None:
-            return None
-        job = job.replace(**tiling)
-        self._tried += 1
-        found = predict(self._shape, self._machine, job)
-        if not found.ram.fits:
-            self._least_ram[states] = found.ram.bytes - waiting
-        return found if found.fits else None
+        # A tiling whose states do not fit the RAM is known from then on, and the next is tried.
+        while (tiling := self._best_tiling(job)) is not None:
+            tried = job.replace(**tiling)
+            self._tried += 1
+            found = predict(self._shape, self._machine, tried)
+            if found.ram.fits:
+                return found if found.fits else None
+            self._least_ram[_states_kind(tried)] = found.ram.bytes - waiting
+        return None
+
+    def _known_least(self, job: Job) -> bool:
+        """True if it is known that the states of a way do not fit the RAM."""
+        least = self._least_ram.get(_states_kind(job), 0.0)
+        return least + self._waiting(job) > self._machine.ram_bytes
 
     def _waiting(self, job: Job) -> float:
         """Bytes of activations in a node's RAM."""
@@ -336,6 +342,9 @@ class _Search:
             for tiling in tilings:
                 tried = job.replace(**tiling)
                 if not self._fits(tried):
+                    continue
+                reserved = self._reserved(tried) + self._waiting(tried) + self._grads(tried)
+                if reserved > self._machine.ram_bytes or self._known_least(tried):
                     continue
                 again = again_share(shape_in(tried, self._shape), self._machine, tried)
                 cost = weight_of(tried) * self._least_s(tried, 0, self._reserved(tried), again)
@@ -478,7 +487,7 @@ def _states_kind(job: Job) -> tuple[object, ...]:
     policy = job.policy
     return (
         policy.state, policy.generations, policy.update, policy.grads, job.stores_gradients,
-        policy.params, policy.hpz, policy.qgz,
+        policy.params, policy.hpz, policy.qgz, policy.update_on, job.expert_tile,
     )  # fmt: skip
 
 

@@ -158,8 +158,10 @@ def test_stores_and_updates_are_never_given_up(make_rig, rng):
     assert rig.executor.stats().jobs_cancelled == 0
 
 
-def test_of_a_mixed_ticket_only_the_fetches_are_given_up(make_rig, rng):
-    rig, _ = slow(make_rig, rng, [0], pools=(1, 0))
+def test_a_mixed_ticket_is_not_given_up_and_tells_of_its_stores_alone(make_rig, rng):
+    """Updates of a unit and fetches of its frozen parameters are one ticket: a gather that is given
+    up must not look like a failed update."""
+    rig, values = slow(make_rig, rng, [0], pools=(1, 0))
     new, target = random_chunk(rng), np.zeros(NUMEL, np.uint16)
     jobs = np.zeros(2, dtype=records.JOB)
     jobs["chunk"], jobs["base"], jobs["mask"] = rig.ids[:2], -1, (1, 15)
@@ -169,12 +171,12 @@ def test_of_a_mixed_ticket_only_the_fetches_are_given_up(make_rig, rng):
     behind = rig.fetch([0])[0]
     ticket = rig.executor.submit(jobs, priority=aio.Priority.DEMAND)
     ticket.cancel()
-    with pytest.raises(AioCancelledError):
-        ticket.wait(20)
+    ticket.wait(20)
+    assert not ticket.failed
     behind.wait(20)
-    assert not target.any()
+    assert same([target], values[0][:1])
     assert same(rig.read(1), new)
-    assert rig.executor.stats().jobs_cancelled == 1
+    assert rig.executor.stats().jobs_cancelled == 0
 
 
 def test_giving_up_twice_late_or_after_the_end_does_nothing(make_rig, rng):

@@ -188,3 +188,29 @@ def test_the_second_way_is_of_another_kind_and_more_of_the_machine_is_never_slow
 def test_a_machine_that_fits_nothing_has_no_way() -> None:
     machine = describe_machine(gpus=1, gpu_mem_bytes=GIB, ram_bytes=1 << 20)
     assert search(MODELS[8], machine, job_of(tokens=4096, sequence=4096)) == Ranked((), 0)
+
+
+def test_smaller_tiles_are_tried_where_ram_is_too_small_for_whole_stacks() -> None:
+    shape = model_of("middle", 16)
+    machine = describe_machine(gpus=1, gpu="h100", ram_bytes=64 * GIB)
+    job = job_of(tokens=4096, sequence=4096)
+    whole = search(shape, machine, job, {"expert_tile"}, exact=True).ways[0]
+    # Less than whole stacks need, and more than tiles do.
+    least = dataclasses.replace(machine, ram_bytes=1 << 20)
+    need, tiled = (
+        min(
+            predict(shape, least, whole.job.replace(expert_tile=tile, grads=grads)).ram.bytes
+            for grads in ("cpu", "nvme")
+        )
+        for tile in (0, 1)
+    )
+    assert tiled < need
+    small = dataclasses.replace(machine, ram_bytes=(need + tiled) / 2)
+    (found,) = search(shape, small, job).ways
+    assert found.job.expert_tile
+
+
+def test_fewer_tokens_than_devices_are_refused() -> None:
+    machine = describe_machine(gpus=2, gpu="h100", ram_bytes=64 * GIB)
+    with pytest.raises(ValueError, match="1 tokens per step leave nothing for 2 devices"):
+        search(MODELS[0], machine, job_of(tokens=1, sequence=1))
