@@ -61,9 +61,9 @@ class Answer:
         """Return what the JSON record has in addition to the plan itself."""
         best = self.best
         return {
-            "policy": policy_text(best),
+            "policy": policy_text(best) if best.fits else None,
             "calls": calls(best.job),
-            "command": command(self),
+            "command": command(self) if best.fits else None,
             "total": total(best, self.total_tokens),
             "ways": {name: prediction_record(way) for name, way in self.ways.items()},
             "more": {
@@ -81,7 +81,8 @@ def show_answer(console: Console, answer: Answer) -> None:
         console.print("[bold green]It fits.[/bold green]")
     else:
         console.print(
-            "[bold red]It does not fit.[/bold red] No way that the options allow fits; as given:"
+            "[bold red]It does not fit.[/bold red]"
+            + (" No way that the options allow fits; as given:" if answer.more else "")
         )
         for reason in best.why_not:
             # Reasons contain brackets of Python calls, which rich would interpret as markup.

@@ -83,12 +83,6 @@ def show_tables(
     _show_changes(console, found, changes)
     if found.job.vertical:
         say(console, _stays(found), markup=False)
-    console.print(
-        f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands "
-        "of itself. Activations and operations are estimated from the configuration. It is a "
-        "forecast: nothing was measured.",
-        highlight=False,
-    )
 
 
 def deepspeed_table(run: DeepSpeedRun, path: Path) -> Table:

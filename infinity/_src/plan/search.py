@@ -70,10 +70,13 @@ def axes_of(
     that rounds what plain training does not round.
     """
     policy = job.policy
+    # A number that is fixed need not be a power of two.
+    every = job.micro_batch_counts(machine.world)
+    counts = [job.micro_batches] if "micro_batches" in fixed else list(every)
     passes = [
         {"schedule": schedule, "micro_batches": count}
         for schedule in ("horizontal", "vertical")
-        for count in job.micro_batch_counts(machine.world)
+        for count in counts
         if schedule == "horizontal" or (count > 1 and job.checkpointing)
     ]
     updates: list[Fields] = [
@@ -100,7 +103,7 @@ def axes_of(
             {"activations": tier} for tier in (tiers if job.checkpointing else ["device"])
         ],
         "grads": [{"grads": "cpu"}, *([{"grads": "nvme"}] if machine.drives else [])],
-        "params": _params(shape, machine, exact=exact),
+        "params": _params(shape, machine, job, fixed, exact=exact),
         "optim": [{"optim": "nvme" if machine.drives else "cpu"}],
     }
     found = {}
@@ -145,15 +148,21 @@ def _expert_tiles(shape: ModelShape) -> Iterator[int]:
         tile //= 2
 
 
-def _params(shape: ModelShape, machine: Machine, *, exact: bool) -> list[Fields]:
+def _params(
+    shape: ModelShape, machine: Machine, job: Job, fixed: Collection[str], *, exact: bool
+) -> list[Fields]:
     """List the places of parameters, and, on several nodes, the switches of ZeRO++: these save
     bytes between nodes, and need parameters in shards.
     """
     names: tuple[str, ...] = ("hpz", "qwz", "qgz")
     rounds: list[Any] = [False] if exact or machine.nodes == 1 else [False, True]
     copies: list[Any] = [None] if machine.nodes == 1 else [None, "cpu"]
+    # Values that only a user asks for.
+    copies += [job.policy.hpz] if job.policy.hpz not in copies else []
+    below = "nvme" if machine.drives else "cpu"
+    below = job.policy.params if "params" in fixed and job.policy.params != "device" else below
     every: list[Fields] = [
-        {"zero": 3, "params": "nvme" if machine.drives else "cpu"}
+        {"zero": 3, "params": below}
         | dict(zip(names, values, strict=True))
         for values in itertools.product(copies, rounds, rounds)
     ]

@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from infinity._src.base.sizes import MIB  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.plan import read_shape, run_plan  # noqa: E402
+from infinity._src.cli.train_options import check_options  # noqa: E402
 from infinity._src.plan.predict import EFFICIENCY  # noqa: E402
 from tests import tiny_llama  # noqa: E402
 from tests.unit.cli.commands import run  # noqa: E402
@@ -219,6 +220,19 @@ def test_the_fastest_way_comes_ready_to_paste(small: Path, tmp_path: Path) -> No
     _, shown = searched(small, *arguments, "--state", "bf16", "--update", "deferred")
     found = json.loads((tmp_path / "plan.json").read_text())["plan"]["job"]
     assert (found["state"], found["update"]) == ("bf16", "deferred")
+
+
+def test_a_command_is_one_that_train_takes_and_none_where_nothing_fits(
+    small: Path, tmp_path: Path
+) -> None:
+    arguments = [*MACHINE, "--tokens-per-step", "12288", "--json", tmp_path / "plan.json"]
+    status, shown = searched(small, *arguments, "--durable")
+    assert status == 0, shown
+    command = json.loads((tmp_path / "plan.json").read_text())["command"].split()
+    check_options(build_parser().parse_args(command[1:]))
+    status, _ = searched(small, *arguments, "--ram", "16MiB")
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert (status, record["policy"], record["command"]) == (1, None, None)
 
 
 def test_only_the_trained_adapters_have_states(small: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from infinity._src.plan.search import (
     Ranked,
     _kind,
     _Search,
+    axes_of,
     every_way,
     is_exact,
     search,
@@ -214,3 +215,13 @@ def test_fewer_tokens_than_devices_are_refused() -> None:
     machine = describe_machine(gpus=2, gpu="h100", ram_bytes=64 * GIB)
     with pytest.raises(ValueError, match="1 tokens per step leave nothing for 2 devices"):
         search(MODELS[0], machine, job_of(tokens=1, sequence=1))
+
+
+def test_a_value_that_a_user_fixes_leaves_the_rest_of_its_axis_open() -> None:
+    machine = describe_machine(gpus=2, gpu="h100", ram_bytes=64 * GIB, nodes=2)
+    job = job_of(tokens=12 * 4096, sequence=4096, micro_batches=3, params="cpu")
+    axes = axes_of(MODELS[0], machine, job, {"micro_batches", "params"})
+    passes = {(each["micro_batches"], each["schedule"]) for each in axes["passes"]}
+    assert passes == {(3, "horizontal"), (3, "vertical")}
+    assert {each["params"] for each in axes["params"]} == {"cpu"}
+    assert any(each["qwz"] and each["hpz"] for each in axes["params"])
