@@ -168,7 +168,7 @@ int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int6
 
 /* Ends a fetch that no drive has begun. */
 static void run_cancel(struct inf_executor *ex, inf_run *run) {
-    if (run->job.kind != INF_JOB_FETCH || run->faulted || run->reread) return;
+    if (run->faulted || run->reread) return;
     if (run->state == INF_WAITING) {
         ex->active++; /* as if it had started, since its end decrements it */
     } else if (!inf_slot_unwait(ex, run)) {
