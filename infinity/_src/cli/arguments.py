@@ -129,8 +129,8 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def check_tiles(options: argparse.Namespace) -> None:
-    """Raise ValueError for numbers of tiles that cut nothing: to keep layers whole, a user leaves
-    the option out.
+    """Raise ValueError for numbers of tiles that cut nothing (to keep layers whole, a user leaves
+    the option out), and for tiles of layers that have adapters.
     """
     for name, least in (("tile_linears", 2), ("tile_loss", 2), ("tile_experts", 1)):
         count = getattr(options, name)
@@ -138,6 +138,13 @@ def check_tiles(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {count} must be at least {least}; leave it out for "
                 "what is whole"
+            )
+    for name in ("tile_linears", "tile_experts"):
+        count = getattr(options, name)
+        if options.lora is not None and count is not None:
+            raise ValueError(
+                f"--lora {options.lora} puts adapters on whole layers, and --"
+                f"{name.replace('_', '-')} {count} cuts them; leave one out"
             )
 
 

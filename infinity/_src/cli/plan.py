@@ -107,7 +107,9 @@ def find_answer(
     """Search the ways that the options leave open. With --as-given, and with a DeepSpeed
     configuration, which says what to run, only the job as given is predicted.
     """
-    given: dict[str, Any] = {"total_tokens": options.total_tokens, "lora": options.lora}
+    given: dict[str, Any] = {
+        name: getattr(options, name) for name in ("total_tokens", "lora", "dtype")
+    }
     if options.as_given or options.ds_config is not None:
         return Answer(options.model, shape, predict(shape, machine, job), **given)
     fixed, exact = fixed_fields(options), options.exact

@@ -25,6 +25,7 @@ from infinity._src.cli.plan_tables import (
     prediction_record,
     who_computes,
 )
+from infinity._src.config.choices import field_rows
 from infinity._src.config.policy import Policy
 from infinity._src.plan.predict import EFFICIENCY, Prediction
 from infinity._src.plan.search import departures
@@ -37,9 +38,9 @@ class Answer:
 
     best: the fastest way that fits; if none fits, the job as given, with the reasons. second: the
     fastest way of another kind. exact: the fastest way with the numbers of plain training, if
-    `best` rounds. more: the fastest way with more of the machine, by what is more;
-    None where no way is faster (if none fits now: fits). total_tokens: of
-    the whole training; None: not given.
+    `best` rounds. more: the fastest way with more of the machine, by what is more; None where no
+    way is faster (if none fits now: fits). total_tokens: of the whole training. lora: rank of the
+    adapters. dtype: of the parameters. None: not given.
     """
 
     model: Path
@@ -50,6 +51,7 @@ class Answer:
     more: Mapping[str, Prediction | None] = dataclasses.field(default_factory=dict)
     total_tokens: int | None = None
     lora: int | None = None
+    dtype: str | None = None
 
     @property
     def ways(self) -> dict[str, Prediction]:
@@ -89,8 +91,10 @@ def show_answer(console: Console, answer: Answer) -> None:
             say(console, f"  {reason}", markup=False)
     if answer.ways:
         _show_ways(console, answer)
-        for line in (policy_text(best), *calls(best.job), command(answer)):
-            say(console, line, markup=False)
+        line = command(answer)
+        train = [line, _rounded(best)] if line else ["infinity train cannot run it: see its --help"]
+        for text in (policy_text(best), *calls(best.job), *filter(None, train)):
+            say(console, text, markup=False)
     _show_more(console, answer)
     job = total(best, answer.total_tokens)
     if best.fits and job is not None:
@@ -237,44 +241,75 @@ def calls(job: Job) -> list[str]:
     return found
 
 
-def command(answer: Answer) -> str:
-    """Return the line of `infinity train` for the best way."""
+def command(answer: Answer) -> str | None:
+    """Return the line of `infinity train` for the best way; None for a job that it cannot train:
+    in float16, with another dtype of gradients, or of a model with an encoder.
+    """
     found = answer.best
     job, policy, machine = found.job, found.job.policy, found.machine
-    tokens = job.micro_batch_tokens(machine.world)
-    sequence = min(job.sequence, tokens)
+    if answer.dtype == "float16" or policy.grad_dtype is not None or answer.shape.encoder:
+        return None
     words: list[object] = ["infinity", "train"]
     if machine.world > 1:
         nodes = ["--nnodes", machine.nodes] if machine.nodes > 1 else []
         words = ["torchrun", *nodes, "--nproc-per-node", machine.ranks, "-m", *words]
     folder = answer.model if answer.model.is_dir() else answer.model.parent
-    words += [folder, "--text", "FILE", "--out", "DIR", "--batch", -(-tokens // sequence)]
-    words += ["--seq", sequence]
+    batch, sequence = _batch(found)
+    words += [folder, "--text", "FILE", "--out", "DIR", "--batch", batch, "--seq", sequence]
     if job.micro_batches > 1:
         words += ["--accumulate", job.micro_batches, "--schedule", job.schedule]
-    if job.checkpointing and not job.vertical:
-        words.append("--checkpointing")
-    defaults = {field.name: field.default for field in dataclasses.fields(Policy)}
-    for name in ("params", "optim", "grads", "activations", "state", "update", "update_on", "zero"):
-        if getattr(policy, name) != defaults[name]:
-            words += [f"--{name.replace('_', '-')}", getattr(policy, name)]
-    if policy.durable:
-        words.append("--durable")
-    elif policy.generations > 1:
-        words += ["--generations", policy.generations]
-    words += ["--hpz", policy.hpz] if policy.hpz else []
-    words += [f"--{name}" for name in ("qwz", "qgz", "error_feedback") if getattr(policy, name)]
-    for name in ("tiles", "expert_tile"):
-        option = {"tiles": "--tile-linears", "expert_tile": "--tile-experts"}[name]
-        words += [option, getattr(job, name)] if getattr(job, name) > (name == "tiles") else []
-    if job.loss_tiles > 1:
-        words += ["--tile-loss", job.loss_tiles]
-    words += ["--lora", answer.lora] if answer.lora else []
+    words += ["--dtype", answer.dtype] if answer.dtype else []
+    words += ["--checkpointing"] if job.checkpointing and not job.vertical else []
+    words += _policy_words(policy)
+    tiles = {
+        "--tile-linears": job.tiles if job.tiles > 1 else 0,
+        "--tile-loss": job.loss_tiles if job.loss_tiles > 1 else 0,
+        "--tile-experts": job.expert_tile,
+        "--lora": answer.lora or 0,
+    }
+    for option, value in tiles.items():
+        words += [option, value] if value else []
     words += ["--nvme", "DIR"] if _has_drives(policy) else []
     words += ["--ram", _ram_text(found)]
-    if "no clipping by norm" in departures(job):
-        words += ["--clip", 0]
-    return shlex.join(map(str, words)).replace("error_feedback", "error-feedback")
+    words += ["--clip", 0] if "no clipping by norm" in departures(job) else []
+    return shlex.join(map(str, words))
+
+
+def _policy_words(policy: Policy) -> list[object]:
+    """Return the options of `infinity train` for the fields that differ from their defaults."""
+    default = Policy()
+    words: list[object] = []
+    fields = (
+        "params", "optim", "grads", "activations", "state", "update", "update_on", "zero",
+        "accumulate", "hpz", "qwz", "qgz", "error_feedback", "durable", "generations",
+    )  # fmt: skip
+    for field, row in zip(fields, field_rows(*fields), strict=True):
+        value = getattr(policy, field)
+        # A durable run has two generations without being told.
+        implied = field == "generations" and policy.durable and value == 2
+        if value != getattr(default, field) and not implied:
+            words += [f"--{row.name}"] if value is True else [f"--{row.name}", value]
+    for kind, part in policy.resident_parts.items():
+        words += ["--resident", f"{kind}={part}"]
+    return words
+
+
+def _batch(found: Prediction) -> tuple[int, int]:
+    """Return sequences of a micro-batch on each rank, and tokens of a sequence. Both are whole: the
+    tokens of a step are rounded up.
+    """
+    tokens = found.job.micro_batch_tokens(found.machine.world)
+    sequence = min(found.job.sequence, tokens)
+    return -(-tokens // sequence), sequence
+
+
+def _rounded(found: Prediction) -> str:
+    """Say how many tokens a step of the command has, if it has more than the plan; else ""."""
+    batch, sequence = _batch(found)
+    tokens = batch * sequence * found.job.micro_batches * found.machine.world
+    if tokens == found.job.tokens:
+        return ""
+    return f"Its steps have {tokens:,} tokens, not {found.job.tokens:,}: batches are whole."
 
 
 # -- The whole job ---------------------------------------------------------------------------------
@@ -298,12 +333,11 @@ def total(found: Prediction, tokens: int | None) -> dict[str, Any] | None:
 
 
 def _total_text(job: Mapping[str, Any], tokens: int) -> str:
-    text = (
-        f"{tokens:,} tokens are {job['steps']:,} steps, {format_days(job['days'])}"
-    )
+    text = f"{tokens:,} tokens are {job['steps']:,} steps, {format_days(job['days'])}"
     if job["written_bytes"]:
-        text += (
-            f", and {job['written_bytes'] / 1e12:,.1f} TB written: {job['rated_share']:.0%} of "
-            "what the drives are rated for"
-        )
+        share = job["rated_share"]
+        part = f"{share:,.0f} times" if share >= 10 else f"{share:.2g} of"
+        part = f"{share:.0%} of" if 0.01 <= share < 10 else part
+        text += f", and {format_size(job['written_bytes'])} written: {part} what the drives are "
+        text += "rated for"
     return text

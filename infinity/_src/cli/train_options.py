@@ -31,12 +31,6 @@ def check_options(options: argparse.Namespace) -> None:
 
     check_installed(options.report_to or ())
     if options.lora is not None:
-        for name in ("tile_linears", "tile_experts"):
-            if getattr(options, name) is not None:
-                raise ValueError(
-                    f"--lora {options.lora} puts adapters on whole layers, and --"
-                    f"{name.replace('_', '-')} {getattr(options, name)} cuts them; leave one out"
-                )
         lora.check_installed()
     single = options.generations == 1 and not options.durable
     if options.update == "backward" and options.clip and single:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from infinity._src.memory.flat_layout import sections_of, state_format
@@ -56,6 +56,9 @@ pass, which a prediction does not count.
 RAM_MODULE_BYTES = 32 << 30
 """Capacity of one more module of RAM, for the question what it would bring."""
 
+STATES = ("exact", "bf16", "compact")
+"""State formats, of which all but the first round."""
+
 Fields = dict[str, Any]
 
 # -- The space -------------------------------------------------------------------------------------
@@ -64,54 +67,57 @@ Fields = dict[str, Any]
 def axes_of(
     shape: ModelShape, machine: Machine, job: Job, fixed: Collection[str], *, exact: bool = False
 ) -> dict[str, list[Fields]]:
-    """Return the values of each axis, as fields of a job; the simplest come first.
+    """Return the values of each axis, as fields of a job.
 
-    fixed: fields of the job that keep their values. exact: no state format and no switch of ZeRO++
-    that rounds what plain training does not round.
+    fixed: fields of the job that keep their values, also values that no search would try. exact: no
+    state format and no switch of ZeRO++ that rounds what plain training does not round.
     """
-    policy = job.policy
-    # A number that is fixed need not be a power of two.
-    every = job.micro_batch_counts(machine.world)
-    counts = [job.micro_batches] if "micro_batches" in fixed else list(every)
+
+    def values(field: str, *tried: Any) -> list[Any]:
+        return [_field(job, field)] if field in fixed else list(tried)
+
+    drives, gpus = ["nvme"] if machine.drives else [], ["cpu"] if machine.gpus else []
     passes = [
         {"schedule": schedule, "micro_batches": count}
-        for schedule in ("horizontal", "vertical")
-        for count in counts
-        if schedule == "horizontal" or (count > 1 and job.checkpointing)
+        for schedule in values("schedule", "horizontal", *(["vertical"] * job.checkpointing))
+        for count in values("micro_batches", *job.micro_batch_counts(machine.world))
+        # One micro-batch has no order.
+        if count > 1 or schedule == "horizontal" or "schedule" in fixed
     ]
-    updates: list[Fields] = [
-        {"update": "deferred", "generations": 1, "update_on": "cpu"},
-        {"update": "backward", "generations": 2, "update_on": "cpu"},
-        {"update": "deferred", "generations": 2, "update_on": "cpu"},
-        {"update": "backward", "generations": 1, "update_on": "cpu"},
-        # Only where it is fixed: gradients of the step before give another training.
-        {"update": "delayed", "generations": 1, "update_on": "cpu"},
-    ]
-    if machine.gpus:
-        updates.append({"update": "deferred", "generations": 1, "update_on": "device"})
-    # Two generations of deferred updates and the delayed update are never the fastest exact way:
-    # they stay only where a user has fixed them.
-    rare = [updates[2], updates[4]]
-    asked = {"update", "generations"} & set(fixed) or policy.durable
-    updates = [each for each in updates if asked or each not in rare]
-    tiers = ["device", *(["cpu"] if machine.gpus else []), *(["nvme"] if machine.drives else [])]
-    axes: dict[str, list[Fields]] = {
+    return {
         "passes": passes,
-        "updates": updates,
-        "state": [{"state": state} for state in ("exact", *(() if exact else ("bf16", "compact")))],
-        "activations": [
-            {"activations": tier} for tier in (tiers if job.checkpointing else ["device"])
-        ],
-        "grads": [{"grads": "cpu"}, *([{"grads": "nvme"}] if machine.drives else [])],
+        "updates": _updates(machine, job, fixed),
+        "state": _single(state=values("state", *(("exact",) if exact else STATES))),
+        "activations": _single(
+            activations=values("activations", "device", *((gpus + drives) * job.checkpointing))
+        ),
+        "grads": _single(grads=values("grads", "cpu", *drives)),
         "params": _params(shape, machine, job, fixed, exact=exact),
-        "optim": [{"optim": "nvme" if machine.drives else "cpu"}],
+        "optim": _single(optim=values("optim", *(drives or ["cpu"]))),
     }
-    found = {}
-    for name, values in axes.items():
-        kept = [value for value in values if _keeps(job, value, fixed)]
-        # A value that is fixed and that no search would try is the only one of its axis.
-        found[name] = kept or [{field: _field(job, field) for field in values[0]}]
-    return found
+
+
+def _single(**axis: list[Any]) -> list[Fields]:
+    ((field, values),) = axis.items()
+    return [{field: value} for value in values]
+
+
+def _updates(machine: Machine, job: Job, fixed: Collection[str]) -> list[Fields]:
+    """List update modes with their generations and places. The delayed update, whose gradients are
+    of the step before, is another training: it is listed only if it is fixed.
+    """
+    # Two generations make a deferred update no faster. A durable run has them in any case.
+    places = {"deferred": [1], "backward": [1, 2], "delayed": [1]}
+    kept = "generations" in fixed or job.policy.durable
+    modes = [job.policy.update] if "update" in fixed else ["deferred", "backward"]
+    where = ["cpu", *(["device"] if machine.gpus else [])]
+    return [
+        # `Policy` refuses updates on a device unless they are deferred.
+        {"update": update, "generations": count, "update_on": place}
+        for update in modes
+        for place in ([job.policy.update_on] if "update_on" in fixed else where)
+        for count in ([job.policy.generations] if kept else places[update])
+    ]
 
 
 def tilings_of(shape: ModelShape, job: Job, fixed: Collection[str]) -> dict[int, list[Fields]]:
@@ -132,13 +138,6 @@ def _field(job: Job, name: str) -> Any:
     return getattr(job if hasattr(job, name) else job.policy, name)
 
 
-def _keeps(job: Job, value: Fields, fixed: Collection[str]) -> bool:
-    policy = job.policy
-    if policy.durable and value.get("generations", 2) < 2:
-        return False
-    return all(_field(job, name) == value[name] for name in value if name in fixed)
-
-
 def _expert_tiles(shape: ModelShape) -> Iterator[int]:
     yield 0
     layers = sum(bool(unit.stacks) for unit in shape.units)
@@ -151,28 +150,35 @@ def _expert_tiles(shape: ModelShape) -> Iterator[int]:
 def _params(
     shape: ModelShape, machine: Machine, job: Job, fixed: Collection[str], *, exact: bool
 ) -> list[Fields]:
-    """List the places of parameters, and, on several nodes, the switches of ZeRO++: these save
-    bytes between nodes, and need parameters in shards.
+    """List the stages with the places of parameters and, on several nodes, the switches of ZeRO++,
+    which save bytes between nodes.
     """
-    names: tuple[str, ...] = ("hpz", "qwz", "qgz")
-    rounds: list[Any] = [False] if exact or machine.nodes == 1 else [False, True]
-    copies: list[Any] = [None] if machine.nodes == 1 else [None, "cpu"]
-    # Values that only a user asks for.
-    copies += [job.policy.hpz] if job.policy.hpz not in copies else []
-    below = "nvme" if machine.drives else "cpu"
-    below = job.policy.params if "params" in fixed and job.policy.params != "device" else below
-    every: list[Fields] = [
-        {"zero": 3, "params": below}
-        | dict(zip(names, values, strict=True))
-        for values in itertools.product(copies, rounds, rounds)
+    policy, several = job.policy, machine.nodes > 1
+
+    def values(field: str, tried: list[Any]) -> list[Any]:
+        return [_field(job, field)] if field in fixed else tried
+
+    rounds = [False, True] if several and not exact else [False]
+    coded = [
+        {"qwz": qwz, "qgz": qgz}
+        for qwz in values("qwz", rounds)
+        for qgz in values("qgz", rounds)
     ]
-    every.sort(key=lambda fields: sum(bool(fields[name]) for name in names))
-    if machine.gpus and shape.gathered_bytes() < machine.gpu_mem_bytes:
-        # ZeRO-2: whole parameters on every device.
-        zero = 2 if machine.world > 1 else 3
-        whole = {"zero": zero, "params": "device", "hpz": None, "qwz": False, "qgz": False}
-        every.append(whole)
-    return every
+    found: list[Fields] = []
+    if "zero" not in fixed or policy.zero == 3:
+        below = policy.params if "params" in fixed else "nvme" if machine.drives else "cpu"
+        copies = values("hpz", [None, "cpu"] if several else [None])
+        found += [
+            {"zero": 3, "params": below, "hpz": copy} | each for copy in copies for each in coded
+        ]
+    # Whole parameters on every device; on several ranks that is stage 2, or 1 if it is fixed.
+    zero = policy.zero if "zero" in fixed else 2 if machine.world > 1 else 3
+    holds = machine.gpus > 0 and shape.gathered_bytes() < machine.gpu_mem_bytes
+    asked = "zero" in fixed and policy.zero < 3
+    stays = "params" not in fixed or policy.params == "device"
+    if stays and (asked or (holds and (zero < 3 or machine.world == 1))):
+        found += [{"zero": zero, "params": "device", "hpz": None} | each for each in coded]
+    return found
 
 
 def departures(job: Job) -> list[str]:
@@ -262,7 +268,7 @@ class _Search:
         self._axes = axes_of(shape, machine, job, fixed, exact=exact)
         self._tilings = tilings_of(shape, job, fixed)
         self._job = job
-        self._at_rest: dict[tuple[str, int], AtRest] = {}
+        self._at_rest: dict[str, AtRest] = {}
         self._reserves: dict[tuple[object, ...], float] = {}
         self._fitting: dict[tuple[object, ...], bool] = {}
         # Of each kind of states that did not fit, the least RAM beside activations.
@@ -400,10 +406,10 @@ class _Search:
 
     def _bound_s(self, job: Job, splits: int) -> float:
         """Return a lower bound of the cost of a way; more splits make it sharper."""
-        tiled = [job.replace(expert_tile=tile) for tile in self._tilings]
+        # The first tiling has the least weight, and the smallest tiles of experts gather the least.
+        tiled = [job.replace(**tilings[0]) for tilings in self._tilings.values()]
         reserved = min(map(self._reserved, tiled))
-        # The smallest tiles of experts gather the least.
-        return weight_of(job) * self._least_s(tiled[-1], splits, reserved, 0.0)
+        return weight_of(tiled[0]) * self._least_s(tiled[-1], splits, reserved, 0.0)
 
     def _least_s(self, job: Job, splits: int, reserved: float, again: float) -> float:
         """Return the step with the least states on drives that the RAM allows. reserved: bytes of
@@ -439,7 +445,7 @@ class _Search:
     def _states(self, job: Job) -> AtRest:
         """Return the bytes of all states of a node."""
         state = job.policy.state
-        if (state, 0) not in self._at_rest:
+        if state not in self._at_rest:
             total = AtRest()
             for flat, count in self._shape.kinds_of_flats:
                 held = state_format(state, flat.dtype) if flat.trainable else None
@@ -450,8 +456,8 @@ class _Search:
                 )
                 total += each.scaled(params=count * flat.numel, optim=count * flat.numel)
             nodes = self._machine.nodes
-            self._at_rest[state, 0] = total.scaled(params=1 / nodes, optim=1 / nodes)
-        return self._at_rest[state, 0]
+            self._at_rest[state] = total.scaled(params=1 / nodes, optim=1 / nodes)
+        return self._at_rest[state]
 
 
 def _extremes(tilings: list[Fields]) -> list[Fields]:
@@ -474,12 +480,16 @@ def _least_on_nvme(
     RAM is for parameters first, and what they leave is for states.
     """
     params = at_rest.params + at_rest.frozen
+    # A share that `Policy.resident` gives is a bound, too: the rest stays on the drives.
+    given = job.policy.resident_parts
+    shares = {kind: part for kind, part in given.items() if isinstance(part, float)}
+    least = {kind: 1.0 - shares.get(kind, 1.0) for kind in ("params", "optim")}
     on_params = float(job.policy.params == "nvme")
     on_optim = float(job.policy.optim == "nvme")
-    shares = [(free * (n + 1) / splits, free * (splits - n) / splits) for n in range(splits)]
-    for for_params, for_optim in shares or [(free, max(free - on_params * params, 0.0))]:
-        left = max(1.0 - for_params / params, 0.0) if params else 0.0
-        rest = max(1.0 - for_optim / at_rest.optim, 0.0) if at_rest.optim else 0.0
+    ways = [(free * (n + 1) / splits, free * (splits - n) / splits) for n in range(splits)]
+    for for_params, for_optim in ways or [(free, max(free - on_params * params, 0.0))]:
+        left = max(1.0 - for_params / params, least["params"]) if params else 0.0
+        rest = max(1.0 - for_optim / at_rest.optim, least["optim"]) if at_rest.optim else 0.0
         yield at_rest.scaled(params=on_params * left, optim=on_optim * rest, grads=0.0)
 
 
@@ -528,19 +538,3 @@ def upgrades(
         for name, changed in more.items()
     }
     return {name: ways[0] if ways else None for name, ways in found.items()}
-
-
-def every_way(
-    shape: ModelShape, machine: Machine, job: Job, fixed: Collection[str] = (), *, exact: bool
-) -> Iterator[Job]:
-    """Yield each way of the space, with each tiling, whether it fits or not."""
-    axes: Sequence[list[Fields]] = [
-        *axes_of(shape, machine, job, fixed, exact=exact).values(),
-        [each for tilings in tilings_of(shape, job, fixed).values() for each in tilings],
-    ]
-    for values in itertools.product(*axes):
-        fields = {name: value for each in values for name, value in each.items()}
-        try:
-            yield job.replace(**fields)
-        except ValueError:
-            continue

@@ -151,11 +151,11 @@ class ModelShape:
     estimated (0: not known).
 
     active_params: elements of the parameters that compute for one token. frozen_params: of these,
-    the elements of parameters that are not trained. layers: of encoder and
-    decoder together. mlp_width: summed over the experts that a token computes. vocabulary: words.
-    positions: longest sequence in tokens. itemsize: bytes of an element of activations. experts:
-    routed experts of a layer; chosen: how many of them a token is routed to; shared: further
-    experts, which every token computes.
+    the elements of parameters that are not trained. encoder: it has one and a decoder. layers: of
+    encoder and decoder together. mlp_width: summed over the experts that a token computes.
+    vocabulary: words. positions: longest sequence in tokens. itemsize: bytes of an element of
+    activations. experts: routed experts of a layer; chosen: how many of them a token is routed to;
+    shared: further experts, which every token computes.
     """
 
     name: str
@@ -172,6 +172,7 @@ class ModelShape:
     chosen: int = 0
     shared: int = 0
     frozen_params: int = 0
+    encoder: bool = False
 
     @functools.cached_property
     def _known(self) -> dict[object, Any]:
@@ -355,6 +356,7 @@ def shape_of(
         experts=experts,
         chosen=chosen,
         shared=shared,
+        encoder=bool(getattr(text, "is_encoder_decoder", False)),
         frozen_params=active if frozen else _active(model, specs, routed, frozen=True),
         # Activations have the dtype of the parameters; the first parameter stands for all.
         itemsize=next(

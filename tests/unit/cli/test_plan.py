@@ -230,6 +230,20 @@ def test_a_command_is_one_that_train_takes_and_none_where_nothing_fits(
     assert status == 0, shown
     command = json.loads((tmp_path / "plan.json").read_text())["command"].split()
     check_options(build_parser().parse_args(command[1:]))
+    # A step that is no whole number of batches is rounded up, and said.
+    status, shown = searched(small, *arguments, "--tokens-per-step", "10000", "--resident",
+                             "optim=0.25", "--dtype", "float32")  # fmt: skip
+    assert status == 0, shown
+    assert "Its steps have 10,240 tokens, not 10,000" in shown
+    command = json.loads((tmp_path / "plan.json").read_text())["command"].split()
+    options = build_parser().parse_args(command[1:])
+    assert (options.resident, options.dtype) == (["optim=0.25"], "float32")
+    for given in (["--dtype", "float16"], ["--grad-dtype", "float32"]):
+        status, shown = searched(small, *arguments, *given)
+        assert (status, "infinity train cannot run it" in shown) == (0, True)
+    assert "puts adapters on whole layers" in searched(
+        small, *arguments, "--lora", "8", "--tile-linears", "2"
+    )[1]
     status, _ = searched(small, *arguments, "--ram", "16MiB")
     record = json.loads((tmp_path / "plan.json").read_text())
     assert (status, record["policy"], record["command"]) == (1, None, None)

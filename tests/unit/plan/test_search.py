@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from infinity._src.plan.search import (
     _kind,
     _Search,
     axes_of,
-    every_way,
     is_exact,
     search,
+    tilings_of,
     upgrades,
     weight_of,
 )
@@ -117,6 +118,22 @@ def check_against(
         other = predicted(shape, machine, job)
         # A tiling that gathers less by no more than PENALTY is not worth more tiles.
         assert other is None or cost(other) >= best * (1 - 2 * PENALTY), job
+
+
+def every_way(
+    shape: ModelShape, machine: Machine, job: Job, fixed: Collection[str] = (), *, exact: bool
+) -> Iterator[Job]:
+    """Yield each way of the space, with each tiling, whether it fits or not."""
+    axes = [
+        *axes_of(shape, machine, job, fixed, exact=exact).values(),
+        [each for tilings in tilings_of(shape, job, fixed).values() for each in tilings],
+    ]
+    for values in itertools.product(*axes):
+        fields = {name: value for each in values for name, value in each.items()}
+        try:
+            yield job.replace(**fields)
+        except ValueError:
+            continue
 
 
 def ways_of(shape: ModelShape, machine: Machine, job: Job, exact: bool, count: int) -> list[Job]:
@@ -225,3 +242,12 @@ def test_a_value_that_a_user_fixes_leaves_the_rest_of_its_axis_open() -> None:
     assert passes == {(3, "horizontal"), (3, "vertical")}
     assert {each["params"] for each in axes["params"]} == {"cpu"}
     assert any(each["qwz"] and each["hpz"] for each in axes["params"])
+    # Values that no search would try leave the rest open, too.
+    durable = job.replace(params="nvme", durable=True, generations=3)
+    updates = axes_of(MODELS[0], machine, durable, {"durable", "generations"})["updates"]
+    assert {each["generations"] for each in updates} == {3}
+    assert {each["update"] for each in updates} == {"deferred", "backward"}
+    one = axes_of(MODELS[0], machine, job, {"generations"})["updates"]
+    assert {each["update"] for each in one} == {"deferred", "backward"}, "delayed is asked for"
+    coded = axes_of(MODELS[0], machine, job.replace(qgz=True), {"qgz"})["params"]
+    assert {(each["zero"], each["qgz"]) for each in coded} == {(3, True), (2, True)}
