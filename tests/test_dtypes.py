@@ -190,7 +190,7 @@ def test_what_a_format_lacks_is_refused_by_name(
         inf.save(model, optimizer, tmp_path / "saved").wait()
         inf.handle(model).close()
         assert main(["checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "new")]) == 2
-        assert f"{kind}, which safetensors does not have" in capsys.readouterr().out
+        assert f"{kind}, which safetensors does not have" in capsys.readouterr().err
         assert not (tmp_path / "new").exists()
 
 

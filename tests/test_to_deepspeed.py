@@ -148,7 +148,7 @@ def test_what_deepspeed_has_no_place_for_is_refused(
     def refused(source: Path, *options: str) -> str:
         assert export(source, tmp_path / "out", *options) == 2
         assert not list(tmp_path.glob("out/*"))
-        return capsys.readouterr().out
+        return capsys.readouterr().err
 
     run = Run(make.CASES["zero2_cpu"])
     source = run.saved(tmp_path)
@@ -168,7 +168,7 @@ def test_what_deepspeed_has_no_place_for_is_refused(
     assert export(source, tmp_path / "twice") == 0
     capsys.readouterr()
     assert export(source, tmp_path / "twice") == 2
-    assert "is there already" in capsys.readouterr().out
+    assert "is there already" in capsys.readouterr().err
 
 
 @pytest.mark.deepspeed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 
 from rich.console import Console
@@ -16,9 +17,16 @@ def say(console: Console, text: str, *, markup: bool = True, style: str | None =
     console.print(text, style=style, markup=markup, highlight=False, soft_wrap=True)
 
 
+def to_stderr(console: Console) -> Console:
+    """Return the console for errors of a command: standard error if the command writes to standard
+    output, else the same.
+    """
+    return Console(stderr=True) if console.file is sys.stdout else console
+
+
 def say_error(console: Console, error: object) -> None:
-    """Print an error in one line."""
-    say(console, f"[red]error:[/red] {escape(str(error))}")
+    """Print an error in one line, on standard error in place of standard output."""
+    say(to_stderr(console), f"[red]error:[/red] {escape(str(error))}")
 
 
 def make_table(title: str, *columns: str, left: Collection[str] | None = None) -> Table:

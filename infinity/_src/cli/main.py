@@ -16,6 +16,7 @@ from infinity._src.base.standard_streams import with_safe_streams
 from infinity._src.base.version import __version__
 from infinity._src.cli import arguments
 from infinity._src.cli.completion import SHELLS, PrintCompletion
+from infinity._src.cli.stop_signals import StopSignals, status_of
 from infinity._src.measure import command as bench
 from infinity.errors import InfinityError
 
@@ -80,9 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 2 for a mistake, 1 for a fault, 130 after
-    Ctrl-C; `infinity train`, `plan` and `checkpoint` define theirs. Errors of files, values, memory
-    and standard output become one line on stderr. argv: without the program's name; None:
+    """Run one command and return its exit status: 0, 2 for a mistake, 1 for a fault, 128 + n after
+    the signal n; `infinity train`, `plan` and `checkpoint` define theirs. Errors of files, values,
+    memory and standard output become one line on stderr. argv: without the program's name; None:
     `sys.argv`.
     """
     given = list(sys.argv[1:] if argv is None else argv)
@@ -93,9 +94,9 @@ def _told(given: Sequence[str]) -> int:
     """Run a command, and print in one line any foreseen error that it raises."""
     try:
         return _run(given)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        return 130
+        return status_of(error)
     except Exception as error:
         if not _is_foreseen(error):
             raise
@@ -125,7 +126,9 @@ def _read_model(path: Path, tbw: float | None) -> bench.Forecast:
 def _run(given: Sequence[str]) -> int:
     # Before the parser, which does not know the arguments of bench.
     if given[:1] == ["bench"]:
-        return bench.main(given[1:], _read_model)
+        # A signal that ended the process would leave fio running, with its files.
+        with StopSignals():
+            return bench.main(given[1:], _read_model)
     parser = build_parser()
     options, unknown = parser.parse_known_args(given)
     if unknown:

@@ -7,9 +7,9 @@ import traceback
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 
-from infinity._src.base.console import say
+from infinity._src.base import console as lines
+from infinity._src.base.console import say, to_stderr
 from infinity._src.base.metrics_file import FILE_NAME
 from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli.stop_signals import Stopped
@@ -37,14 +37,14 @@ def say_error(
         if (options.out / FILE_NAME).exists():
             kept = f"what was measured so far is in {options.out}"
         what = f"{error}: stopped at once" if isinstance(error, Stopped) else "interrupted"
-        say(console, f"{what}; {kept}", markup=False)
+        say(to_stderr(console), f"{what}; {kept}", markup=False)
         return
     several = ranks is not None and ranks.world > 1
     if not is_foreseen(error):
         if not several:
             # The caller raises the error, which shows its traceback.
             return
-        say(console, "".join(traceback.format_exception(error)), markup=False)
+        say(to_stderr(console), "".join(traceback.format_exception(error)), markup=False)
     who = f"rank {ranks.rank}: " if several and ranks is not None else ""
     text = text_of_error(error)
     if isinstance(error, DriveLostError):
@@ -55,7 +55,7 @@ def say_error(
     # Only for errors from outside of infinity: infinity's errors name a fix.
     if is_out_of_memory(error) and not isinstance(error, InfinityError):
         text = _out_of_memory(error, text, options)
-    say(console, f"[red]error:[/red] {escape(who + text)}")
+    lines.say_error(console, who + text)
 
 
 def text_of_error(error: BaseException) -> str:

@@ -181,8 +181,7 @@ def run(
     options: argparse.Namespace,
     read_model: Callable[[Path, float | None], Forecast] | None = None,
 ) -> int:
-    """Measure as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C.
-    """
+    """Measure as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake."""
     configure_logging()
     # With JSON on standard output the tables go to standard error.
     console = Console(stderr=options.json is not None and str(options.json) == "-")
@@ -200,9 +199,6 @@ def run(
                 say(console, line, markup=False)
         write_record(record, options.json)
         draw(record, options.plot)
-    except KeyboardInterrupt:
-        console.print("interrupted; nothing is left on the drive")
-        return 130
     # AioError is an OSError, so it comes first: a fault of a drive is no mistake on the command
     # line.
     except AioError as error:

@@ -107,4 +107,4 @@ def test_a_picture_without_matplotlib_names_the_extra_before_anything_is_measure
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert command.main(["swap", "--dir", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 2
-    assert install_line("train") in capsys.readouterr().out.replace("\n", " ")
+    assert install_line("train") in capsys.readouterr().err

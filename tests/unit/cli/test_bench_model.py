@@ -117,7 +117,7 @@ def test_a_mistake_is_told_before_anything_is_measured(
         for each in arguments
     ]
     assert main(["bench", "swap", "--dir", str(tmp_path / "drive"), *given]) == 2
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert message in " ".join(shown.split())
     assert shown.startswith("error: ")
     assert list((tmp_path / "drive").iterdir()) == []

@@ -566,7 +566,7 @@ def test_a_drive_that_is_full_for_the_last_saves_is_told_of_on_stderr(
     found = re.search(r"going on after step ([24]), from ", done.stdout)
     assert found, done.stdout
     assert done.stderr.count(f"no checkpoint of step {STEPS} was written: no room for a ") == 2
-    assert "error: no room for a checkpoint of" in done.stdout
+    assert "error: no room for a checkpoint of" in done.stderr
     assert newest_generation(tmp_path / "checkpoint")[0].step == int(found[1])
     is_whole(place, tmp_path)
 
