@@ -252,6 +252,7 @@ Format.SPLIT = Format(Master.SPLIT, Moments.FP32, 2)
 Format.FP32 = Format(Master.FP32, Moments.FP32, 2)
 
 
+@functools.lru_cache(maxsize=256)
 def chunk_numel(state_format: Format) -> int:
     """Elements per chunk: as many as fit in CHUNK_BYTES with all sections, a multiple of 8 *
     GROUP_NUMEL; for RAW as for the `exact` state.

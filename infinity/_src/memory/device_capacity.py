@@ -115,23 +115,17 @@ def capacity_bytes(
 
 def gathered_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
     """Bytes of gathered parameters at most, as far as units in use allow."""
-    if passes.whole:
-        return sum(unit.gathered * unit.repeat for unit in units)
-    alone = _room_of(units)
-    if not _in_slices(units):
-        return alone
-    return min(max(alone, _room_of(blocks_of(units))), alone + _spare_bytes(units, passes))
+    return sum(_room_and_spare(units, passes))
 
 
 def retained_capacity(units: Sequence[UnitBytes], passes: Passes) -> dict[int, int]:
     """For each block bytes of its units, at most, that stay gathered from slice to slice."""
-    blocks, room = blocks_of(units), gathered_capacity(units, passes)
-    spare = room - _room_of(units)
-    found = {}
+    blocks, found = blocks_of(units), {}
+    room, spare = _room_and_spare(units, passes)
     for block in blocks:
         if block.block is not None:
             held = block.gathered + sum(blocks[outer].gathered for outer in block.around)
-            found[block.block] = block.gathered if held <= room else spare
+            found[block.block] = block.gathered if held <= room + spare else spare
     return found
 
 
@@ -183,33 +177,48 @@ def _room_of(units: Sequence[UnitBytes]) -> int:
     )
 
 
-def _spare_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
-    """Bytes that units may take because they stay from slice to slice."""
-    if passes.device_bytes is None:
-        return sum(unit.gathered * unit.repeat for unit in units)
-    return max(passes.device_bytes - _room_of(units) - fresh_capacity(units, passes), 0) // 2
+def _room_and_spare(units: Sequence[UnitBytes], passes: Passes) -> tuple[int, int]:
+    """Return (bytes for units one by one, further bytes for those that stay from slice to slice).
+    """
+    if passes.whole:
+        return sum(unit.gathered * unit.repeat for unit in units), 0
+    room = _room_of(units)
+    if not _in_slices(units):
+        return room, 0
+    blocks = blocks_of(units)
+    spare = max(_room_of(blocks) - room, 0)
+    if passes.device_bytes is not None:
+        left = passes.device_bytes - room - _fresh_in_slices(units, blocks, passes)
+        spare = min(spare, max(left, 0) // 2)
+    return room, spare
+
+
+def _fresh_in_slices(
+    units: Sequence[UnitBytes], blocks: Sequence[UnitBytes], passes: Passes
+) -> int:
+    largest = max((size for unit in units for size in unit.grads), default=0)
+    return largest + sums_capacity(blocks, passes)
 
 
 def fresh_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
     """The most bytes of fresh gradients: in backward, and on their way to the host."""
     if _in_slices(units):
-        largest = max((size for unit in units for size in unit.grads), default=0)
-        return largest + sums_capacity(blocks_of(units), passes)
+        return _fresh_in_slices(units, blocks_of(units), passes)
     if passes.in_backward and not passes.copies:
         return gradients_capacity(units, UNITS_AHEAD)
     if passes.several:
         return gradients_capacity(units, REDUCING_UNITS)
     if passes.in_backward:
         return gradients_capacity(units, OFFLOAD_UNITS)
-    # One by one, as they come. Where they are accumulated in place, none is leaving.
-    ones = [(size, unit.repeat) for unit in units for size in unit.grads]
-    sizes, repeats = [size for size, _ in ones], [repeat for _, repeat in ones]
+    # One by one, as they come. Two of the units that repeat have every pair of neighbours.
+    sizes = [size for unit in units for size in unit.grads * min(unit.repeat, 2)]
     largest = max(sizes, default=0)
+    # Where they are accumulated in place, none is leaving.
     if not passes.copies:
         return largest
     leaving = overlap_bytes([unit.gathered for unit in units], OFFLOAD_UNITS)
-    room = max(largest + leaving, capacity_bytes(sizes, 0, repeats=repeats))
-    return min(room, sum(size * repeat for size, repeat in ones))
+    room = max(largest + leaving, capacity_bytes(sizes, 0))
+    return min(room, sum(size * unit.repeat for unit in units for size in unit.grads))
 
 
 def sums_capacity(blocks: Sequence[UnitBytes], passes: Passes) -> int:

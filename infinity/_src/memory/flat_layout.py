@@ -56,6 +56,7 @@ _MASTERS = {torch.bfloat16: Master.SPLIT, torch.float32: Master.FP32, torch.floa
 _MOMENTS = {"exact": Moments.FP32, "bf16": Moments.BF16, "compact": Moments.Q8}
 
 
+@functools.lru_cache(maxsize=256)
 def state_format(state: str, dtype: torch.dtype, moments: int = 2) -> Format | None:
     """Choose the format of states by `Policy.state`, dtype and moments; None for a dtype without
     states."""

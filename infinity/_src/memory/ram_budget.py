@@ -33,10 +33,13 @@ never moves more bytes.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from infinity._src.base.sizes import format_size, round_size, round_up
 from infinity._src.cabi.records import piece_count
@@ -131,13 +134,29 @@ def chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
     return _bytes_of(need.sections, need.numels[chunk], mask)
 
 
-def aligned_chunk_bytes(need: FlatNeed, chunk: int, mask: int) -> int:
-    """Add up the bytes of these sections on a drive or in a slot, where each starts 4096-aligned.
+Row = tuple[int, ...]
+"""A mask of sections for each chunk of a flat."""
+
+
+Chunks = tuple[FlatNeed, int, int, int]
+"""Chunks that are alike: their need, elements, mask, and how many there are."""
+
+
+def chunks_alike(needs: Sequence[FlatNeed], rows: Sequence[Row]) -> list[Chunks]:
+    """Group the chunks of flats: a model has a million, and only a few kinds of them. rows: their
+    masks.
     """
-    return _run_bytes_of(need.sections, need.numels[chunk], mask)
+    # By identity: flats that repeat share a need.
+    numbers = list(map(id, needs))
+    known = dict(zip(numbers, needs, strict=True))
+    found = []
+    for (number, row), count in collections.Counter(zip(numbers, rows, strict=True)).items():
+        need = known[number]
+        chunks = collections.Counter(zip(need.numels, row, strict=True))
+        found += [(need, numel, mask, count * times) for (numel, mask), times in chunks.items()]
+    return found
 
 
-# A model has a million chunks, and only a few kinds of them.
 @functools.lru_cache(maxsize=4096)
 def _bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
     return sum(
@@ -146,7 +165,9 @@ def _bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _run_bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
+def run_bytes_of(sections: tuple[Section, ...], numel: int, mask: int) -> int:
+    """Add up the bytes of these sections on a drive or in a slot, where each starts 4096-aligned.
+    """
     return sum(
         aligned_section_bytes(section, numel)
         for index, section in enumerate(sections)
@@ -176,11 +197,14 @@ def staging_bytes(largest: int, count: int) -> int:
     return min(largest + overlap_bytes([largest], WINDOW_COUNT - 1), largest * count)
 
 
-def van_der_corput_order(count: int) -> list[int]:
+@functools.lru_cache(maxsize=16)  # the choices of one plan have the same counts
+def van_der_corput_order(count: int) -> tuple[int, ...]:
     """Order 0 .. count - 1 so that every prefix is spread evenly over the range."""
     # Bits of the index, reversed.
-    bits = max(count - 1, 0).bit_length()
-    return sorted(range(count), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2) if bits else 0)
+    order = [0]
+    while len(order) < count:
+        order = [2 * index + bit for bit in (0, 1) for index in order]
+    return tuple(index for index in order if index < count)
 
 
 def choose_spill(
@@ -194,27 +218,25 @@ def choose_spill(
     sizes: for each flat, bytes of its gradients in RAM and of its window. able: flats that may
     spill; gradients of others are not counted.
     """
-    members = [flat for flat, is_able in enumerate(able) if is_able]
+    grads, windows = np.array(sizes, dtype=np.int64).reshape(-1, 2).T
+    members = np.flatnonzero(able)
     # A flat may spill only if its window fits: the sizes are the choices.
-    for window in sorted({sizes[flat][1] for flat in members}):
-        small = [flat for flat in members if sizes[flat][1] <= window]
+    for window in sorted(set(windows[members].tolist())):
+        small = members[windows[members] <= window]
         # The kept flats are a prefix of this order, so that more RAM keeps the same flats and more.
-        order = [small[place] for place in van_der_corput_order(len(small))]
-        ram = sum(sizes[flat][0] for flat in members if sizes[flat][1] > window)
-        best, least = None, sys.maxsize
-        for kept in range(len(order)):  # not len(order): with all of them in RAM nothing spills
-            # The kept flats grow one by one along the order, so the sets of two budgets are nested.
-            ram += sizes[order[kept - 1]][0] if kept else 0
-            total = ram + staging_bytes(window, len(order) - kept)
-            if ram_bytes is None:
-                # A small flat in RAM may take less than a window for it.
-                best, least = (kept, total) if total < least else (best, least)
-            elif total <= ram_bytes:
-                best = kept
-        # None: no way to spill with windows of this size fits.
-        if best is not None:
-            gone = set(order[best:])
-            yield tuple(flat in gone for flat in range(len(sizes)))
+        order = small[list(van_der_corput_order(len(small)))]
+        # They grow one by one, and are never all: with all of them in RAM nothing spills.
+        kept_bytes = grads[order].cumsum() - grads[order]
+        large = grads[members].sum() - grads[small].sum()
+        left = window * np.arange(len(order), 0, -1)
+        totals = large + kept_bytes + np.minimum(staging_bytes(window, WINDOW_COUNT), left)
+        # A small flat in RAM may take less than a window for it.
+        ways = [totals.argmin()] if ram_bytes is None else np.flatnonzero(totals <= ram_bytes)[-1:]
+        # None of them fits: there is no way to spill with windows of this size.
+        for kept in ways:
+            gone = np.zeros(len(sizes), dtype=bool)
+            gone[order[kept:]] = True
+            yield tuple(gone.tolist())
 
 
 # Slots for each drive: 8 chunks of states in flight (36 MiB: at 7 GB/s five milliseconds, many
@@ -247,7 +269,7 @@ class PlacementPlan:
     min_bytes: the least `ram` that works without spilling.
     """
 
-    nvme_masks: tuple[tuple[int, ...], ...]
+    nvme_masks: tuple[Row, ...]
     formats: tuple[Format, ...]
     small_count: int
     small_bytes: int
@@ -284,6 +306,16 @@ class PlacementPlan:
     def spilled(self) -> tuple[bool, ...]:
         return tuple(bool(each.grad) for each in self.formats)
 
+    def in_formats(self, needs: Sequence[FlatNeed]) -> list[FlatNeed]:
+        """Return the needs in the plan's formats, with a `grad` section where gradients spill.
+        Needs that repeat are one object.
+        """
+        placed = _once(lambda need, state_format: dataclasses.replace(need, format=state_format))
+        pairs = zip(needs, self.formats, strict=True)
+        return [
+            need if need.format is found else placed(need, found) for need, found in pairs
+        ]
+
 
 def name_parts(holder: object, public_names: Mapping[str, str] | None = None) -> dict[str, int]:
     """Read the fields of `RAM_PARTS` of `holder` (a PlacementPlan, or Stats) that are not zero, by
@@ -318,23 +350,12 @@ def step_bytes(
     backward, stays gathered.
     """
     read = written = 0
-    # The plan's format, not the need's: it has a `grad` section where gradients spill.
-    in_format = _once(lambda need, state_format: dataclasses.replace(need, format=state_format))
-    moves: dict[int, list[tuple[int, int]]] = {}
-    for need, state_format, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
-        placed = in_format(need, state_format)
-        if id(placed) not in moves:
-            moves[id(placed)] = [
-                traffic(placed, section, load) for section in range(len(placed.sections))
-            ]
-        for section, spec in enumerate(placed.sections):
-            reads, writes = moves[id(placed)][section]
-            size = sum(
-                spec.size_bytes(numel)
-                for numel, mask in zip(need.numels, row, strict=True)
-                if mask >> section & 1
-            )
-            read, written = read + reads * size, written + writes * size
+    for need, numel, mask, count in chunks_alike(plan.in_formats(needs), plan.nvme_masks):
+        for section, spec in enumerate(need.sections):
+            if mask >> section & 1:
+                reads, writes = traffic(need, section, load)
+                size = count * spec.size_bytes(numel)
+                read, written = read + reads * size, written + writes * size
     return read, written
 
 
@@ -439,6 +460,44 @@ class _Inputs:
     held_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class _Candidates:
+    """Sections of chunks that may become resident, in model order: of which flat and chunk, the
+    bits of the sections, and their bytes.
+    """
+
+    flats: npt.NDArray[np.int64]
+    chunks: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+
+    @property
+    def total(self) -> int:
+        return int(self.sizes.sum())
+
+    def take(self, masks: list[Row], limit: int) -> tuple[int, bool]:
+        """Clear candidates in `masks` while they fit. Returns the bytes taken, and whether all
+        were.
+        """
+        # In the van der Corput order, and up to the first that does not fit: taking a smaller one
+        # that comes later would make a larger budget choose other chunks, and budgets not nested.
+        order = np.array(van_der_corput_order(len(self.sizes)), dtype=np.int64)
+        sums = self.sizes[order].cumsum()
+        count = int(np.searchsorted(sums, limit, side="right"))
+        chosen = order[:count]
+        rows: dict[int, list[int]] = {}
+        for flat, chunk, bits in zip(
+            self.flats[chosen].tolist(), self.chunks[chosen].tolist(), self.bits[chosen].tolist(),
+            strict=True,
+        ):  # fmt: skip
+            if flat not in rows:
+                rows[flat] = list(masks[flat])
+            rows[flat][chunk] &= ~bits
+        for flat, row in rows.items():
+            masks[flat] = tuple(row)
+        return int(sums[count - 1]) if count else 0, count == len(order)
+
+
 class _SpillChoice:
     """Placement for one choice of spilled flats: the fixed parts, and the sections that a budget
     adds."""
@@ -455,8 +514,12 @@ class _SpillChoice:
             spills(need) if gone else need for need, gone in zip(given.needs, spilled, strict=True)
         ]
         # Needs that repeat are one object.
-        self._kinds = list({id(need): need for need in self._needs}.values())
-        self._masks = [[need.nvme_mask] * len(need.numels) for need in self._needs]
+        numbers = list(map(id, self._needs))
+        known = dict(zip(numbers, self._needs, strict=True))
+        counts = collections.Counter(numbers).items()
+        self._kinds = [(known[number], count) for number, count in counts]
+        rows = {id(need): (need.nvme_mask,) * len(need.numels) for need, _ in self._kinds}
+        self._masks: list[Row] = [rows[number] for number in numbers]
         self._slots = self._slot_bytes()
         # Pools never shrink: their size counts, also where this plan could do with less.
         if given.pools is not None:
@@ -469,13 +532,15 @@ class _SpillChoice:
         ]
         self.staging_bytes = staging_bytes(max(windows, default=0), len(windows))
         self._spilled_bytes = sum(
-            chunk_bytes(need, chunk, need.grad_mask())
-            for need in self._needs
+            count * chunk_bytes(need, chunk, need.grad_mask())
+            for need, count in self._kinds
+            if need.grad_mask()
             for chunk in range(len(need.numels))
         )
         # Before the fixed bytes are added up: sections that the user asked to be resident are part
         # of the least.
         self._keep_given()
+        self._chunks = chunks_alike(self._needs, self._masks)
         self._fixed = self._fixed_bytes()
         # Below this nothing works: pools, gradients, checksums and what the tiers rest in RAM.
         self.least = sum(self._fixed.values())
@@ -488,11 +553,11 @@ class _SpillChoice:
         optimizer that holds fewer parameters) then finds room in the pools of this one.
         """
         small, large = self._given.small_bytes, 0
-        for need in self._kinds:
+        for need, _ in self._kinds:
             mask = need.nvme_mask
-            for chunk in range(len(need.numels)):
-                small = max(small, aligned_chunk_bytes(need, chunk, mask & 1))
-                large = max(large, aligned_chunk_bytes(need, chunk, mask))
+            numel = need.layout.chunks.numel_max
+            small = max(small, run_bytes_of(need.sections, numel, mask & 1))
+            large = max(large, run_bytes_of(need.sections, numel, mask))
         # One pool serves both where a chunk has no more than its parameter section on NVMe.
         return (small, large if large > small else 0)
 
@@ -501,46 +566,37 @@ class _SpillChoice:
         for kind, wanted in self._given.resident.items():
             candidates = self._candidates(self._masks, _of_kind(kind))
             # The share is of sections that may rest on NVMe: the others are in RAM anyhow.
-            total = sum(size for _, _, _, size in candidates)
             # A float is a share of the candidates, an int bytes, as Policy.resident says.
-            limit = int(wanted * total) if isinstance(wanted, float) else wanted
-            self._take(self._masks, candidates, limit)
+            limit = int(wanted * candidates.total) if isinstance(wanted, float) else wanted
+            candidates.take(self._masks, limit)
 
     def _candidates(
-        self, masks: list[list[int]], wanted: Callable[[FlatNeed, int], bool]
-    ) -> list[tuple[int, int, int, int]]:
-        """List `wanted` sections still on NVMe as (flat, chunk, mask, bytes), in model order."""
-        found = []
+        self, masks: list[Row], wanted: Callable[[FlatNeed, int], bool]
+    ) -> _Candidates:
+        """List `wanted` sections that are still on NVMe."""
         # Once for each need: its chunks have the same sections.
         kinds = {
             id(need): sum(1 << index for index in range(len(need.sections)) if wanted(need, index))
-            for need in self._kinds
+            for need, _ in self._kinds
         }
-        for flat, (need, row) in enumerate(zip(self._needs, masks, strict=True)):
-            bits = kinds[id(need)]
-            for chunk, mask in enumerate(row):
-                if mask & bits:
+        # Once for flats that are alike: (chunk, bits, bytes), one flat's behind another's.
+        keys = list(zip(map(id, self._needs), masks, strict=True))
+        alike = dict(zip(keys, self._needs, strict=True))
+        table, ends, place = list[tuple[int, int, int]](), [0], {}
+        for key, need in alike.items():
+            for chunk, mask in enumerate(key[1]):
+                if bits := mask & kinds[key[0]]:
                     # Every version is held: two generations make a resident section twice as dear.
-                    size = need.versions * chunk_bytes(need, chunk, mask & bits)
-                    found.append((flat, chunk, mask & bits, size))
-        return found
-
-    @staticmethod
-    def _take(
-        masks: list[list[int]], candidates: list[tuple[int, int, int, int]], limit: int
-    ) -> tuple[int, bool]:
-        """Make candidates resident while they fit. Returns the bytes taken, and whether all were.
-        """
-        # In the van der Corput order, and up to the first that does not fit: taking a smaller one
-        # that comes later would make a larger budget choose other chunks, and budgets not nested.
-        used = 0
-        for place in van_der_corput_order(len(candidates)):
-            flat, chunk, mask, size = candidates[place]
-            if used + size > limit:
-                return used, False
-            masks[flat][chunk] &= ~mask
-            used += size
-        return used, True
+                    table.append((chunk, bits, need.versions * chunk_bytes(need, chunk, bits)))
+            place[key] = len(ends) - 1
+            ends.append(len(table))
+        kind = np.array([place[key] for key in keys], dtype=np.int64)
+        counts = np.diff(ends)[kind]
+        flats = np.repeat(np.arange(len(keys)), counts)
+        # How many candidates are before each in its flat.
+        before = np.arange(len(flats)) - np.repeat(counts.cumsum() - counts, counts)
+        rows = np.array(table, dtype=np.int64).reshape(-1, 3)
+        return _Candidates(flats, *rows[np.array(ends)[kind][flats] + before].T)
 
     def _fixed_bytes(self) -> dict[str, int]:
         """Bytes that every budget must hold, by the field of `RAM_PARTS`."""
@@ -548,21 +604,15 @@ class _SpillChoice:
             "pool_bytes": sum(
                 count * size for count, size in zip(self._counts, self._slots, strict=True)
             ),
-            "grad_bytes": sum(need.grad_bytes for need in self._needs),
+            "grad_bytes": sum(count * need.grad_bytes for need, count in self._kinds),
             "staging_bytes": self.staging_bytes,
-            "delayed_params_bytes": sum(need.delayed_params_bytes for need in self._needs),
-            "resident_bytes": self._resident_bytes(self._masks),
-            "sums_bytes": sum(_sums_bytes(need) for need in self._needs),
+            "delayed_params_bytes": sum(
+                count * need.delayed_params_bytes for need, count in self._kinds
+            ),
+            "resident_bytes": _resident_bytes(self._chunks),
+            "sums_bytes": sum(count * _sums_bytes(need) for need, count in self._kinds),
             "scratch_bytes": self._given.scratch_bytes,
         }
-
-    def _resident_bytes(self, masks: list[list[int]]) -> int:
-        return sum(
-            # The inverse mask: sections that are not on NVMe are resident.
-            need.versions * chunk_bytes(need, chunk, ~mask)
-            for need, row in zip(self._needs, masks, strict=True)
-            for chunk, mask in enumerate(row)
-        )
 
     def _worth(self, need: FlatNeed, section: int) -> float:
         """Time per step that a byte of RAM saves if it holds a section, in all its versions."""
@@ -582,18 +632,19 @@ class _SpillChoice:
 
         None where `resident` or spilled gradients keep sections on NVMe.
         """
-        masks = [list(row) for row in self._masks]
-        for flat, row in enumerate(masks):
-            for chunk, mask in enumerate(row):
-                # Up to 8 sections, the bits of a mask.
-                kinds = {
-                    self._needs[flat].kind(section) for section in range(8) if mask >> section & 1
-                }
-                # A share given with `resident` is a bound, too: everything in RAM would pass it.
-                if kinds & {*self._given.resident, "grad"}:
-                    return None
-                masks[flat][chunk] = 0
-        return self._plan(masks, self._given.pools or (self._given.small_bytes, 0), self.least)
+        # A share given with `resident` is a bound, too: everything in RAM would pass it.
+        given = {*self._given.resident, "grad"}
+        for need, _, mask, _ in self._chunks:
+            if any(
+                mask >> section & 1 and need.kind(section) in given
+                for section in range(len(need.sections))
+            ):
+                return None
+        rows = {row: (0,) * len(row) for row in set(self._masks)}
+        masks = [rows[row] for row in self._masks]
+        chunks = [(need, numel, 0, count) for need, numel, _, count in self._chunks]
+        slots = self._given.pools or (self._given.small_bytes, 0)
+        return self._plan(masks, chunks, slots, self.least)
 
     @property
     def smallest(self) -> int:
@@ -605,7 +656,7 @@ class _SpillChoice:
     def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> PlacementPlan:
         """Make the plan under a budget. Raises: BudgetError."""
         if ram_bytes is None:
-            return self._plan(self._masks, self._slots, unspilled_least)
+            return self._plan(self._masks, self._chunks, self._slots, unspilled_least)
         whole = self.everything()
         if whole is not None and whole.ram_bytes <= ram_bytes:
             # Everything fits, which beats any plan with pools, whose bytes would rest idle.
@@ -631,9 +682,10 @@ class _SpillChoice:
                 smallest_bytes=least,
             )
         # A copy: `_masks` serve the plans of other budgets.
-        masks = [list(row) for row in self._masks]
+        masks = list(self._masks)
         self._fill(masks, ram_bytes - self.least)
-        return self._plan(masks, self._slots, unspilled_least)
+        chunks = chunks_alike(self._needs, masks)
+        return self._plan(masks, chunks, self._slots, unspilled_least)
 
     def saved(self, plan: PlacementPlan) -> float:
         """Score a plan by the time of its traffic, negated: compares plans that spill other flats.
@@ -643,7 +695,7 @@ class _SpillChoice:
         speeds = self._given.load.bandwidths
         return -(read / speeds[0] + write / speeds[1])
 
-    def _fill(self, masks: list[list[int]], spare_bytes: int) -> None:
+    def _fill(self, masks: list[Row], spare_bytes: int) -> None:
         """Make sections resident in `masks`, the most valuable class first, until no spare byte is
         left."""
         # With spilled gradients, RAM goes to sections worth no more than these: see `_spilled`.
@@ -655,7 +707,7 @@ class _SpillChoice:
             return 0.0 if need.kind(section) in fixed else self._worth(need, section)
 
         values = {
-            worth(need, section) for need in self._kinds for section in range(len(need.sections))
+            worth(need, section) for need, _ in self._kinds for section in range(len(need.sections))
         }
         for value in sorted(values - {0.0}, reverse=True):
             if value > limit:
@@ -666,7 +718,7 @@ class _SpillChoice:
                 masks,
                 lambda need, section: worth(need, section) == value,  # noqa: B023
             )
-            used, all_taken = self._take(masks, candidates, spare_bytes)
+            used, all_taken = candidates.take(masks, spare_bytes)
             spare_bytes -= used
             if not all_taken:
                 # No smaller chunk of a later class fills the rest: a larger budget might choose
@@ -674,19 +726,17 @@ class _SpillChoice:
                 return
 
     def _plan(
-        self, masks: list[list[int]], slots: tuple[int, int], min_bytes: int
+        self, masks: list[Row], chunks: list[Chunks], slots: tuple[int, int], min_bytes: int
     ) -> PlacementPlan:
-        needs = self._needs
         small, large = slots
         nvme = sum(
             # Spilled gradients are counted apart, in `spilled_bytes`, and have one version.
-            need.versions * chunk_bytes(need, chunk, mask & ~need.grad_mask())
-            for need, row in zip(needs, masks, strict=True)
-            for chunk, mask in enumerate(row)
+            count * need.versions * _bytes_of(need.sections, numel, mask & ~need.grad_mask())
+            for need, numel, mask, count in chunks
         )
         return PlacementPlan(
-            nvme_masks=tuple(tuple(row) for row in masks),
-            formats=tuple(need.format for need in needs),
+            nvme_masks=tuple(masks),
+            formats=tuple([need.format for need in self._needs]),
             small_count=self._counts[0] if small else 0,
             small_bytes=small,
             large_count=self._counts[1] if large else 0,
@@ -696,11 +746,19 @@ class _SpillChoice:
             spilled_bytes=self._spilled_bytes,
             staging_bytes=self.staging_bytes,
             delayed_params_bytes=self._fixed["delayed_params_bytes"],
-            resident_bytes=self._resident_bytes(masks),
+            resident_bytes=_resident_bytes(chunks),
             nvme_bytes=nvme,
             scratch_bytes=self._given.scratch_bytes,
             min_bytes=min_bytes,
         )
+
+
+def _resident_bytes(chunks: list[Chunks]) -> int:
+    return sum(
+        # The inverse mask: sections that are not on NVMe are resident.
+        count * need.versions * _bytes_of(need.sections, numel, ~mask)
+        for need, numel, mask, count in chunks
+    )
 
 
 def _of_kind(kind: str) -> Callable[[FlatNeed, int], bool]:

@@ -53,7 +53,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,14 +83,15 @@ from infinity._src.memory.ram_budget import (
     FlatNeed,
     PlacementPlan,
     StepLoad,
-    aligned_chunk_bytes,
+    chunks_alike,
     plan_placement,
+    run_bytes_of,
 )
 from infinity._src.memory.roofline import AtRest
 from infinity._src.optim.grad_windows import windows_bytes
 from infinity._src.params.accumulator import NORM_PIECE_NUMEL
 from infinity._src.plan.machine import Machine
-from infinity._src.plan.workload import FlatShape, Job, JobShape, ModelShape, shape_in
+from infinity._src.plan.workload import FlatShape, Job, JobShape, ModelShape, UnitShape, shape_in
 from infinity.aio import Format
 from infinity.errors import BudgetError
 
@@ -125,33 +125,34 @@ def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, T
     """
     if machine.world == 1:
         return {}
-    layouts = [
-        (flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats
+    flats = [
+        (flat, flat.shard_numel(machine.world), count) for flat, count in shape.kinds_of_flats
     ]
-    trained = [(flat, layout) for flat, layout in layouts if flat.trainable]
+    trained = [each for each in flats if each[0].trainable]
     found = {}
     # Inside `no_sync` every rank adds up whole gradients, which are reduced once.
     if job.policy.accumulates_locally:
         whole = sum(
-            round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained
+            count * round_up(machine.world * shard * job.grad_itemsize(flat.dtype), 64)
+            for flat, shard, count in trained
         )
         found["whole sums of gradients"] = TierBytes(cpu=float(whole))
-    shard = float(sum(layout.shard_bytes for _, layout in layouts))
+    shards = float(sum(count * shard * flat.dtype.itemsize for flat, shard, count in flats))
     if job.policy.hpz:
         # A rank also keeps the shards of its counterparts, one from each node, so each node has
         # every value once.
-        copy = machine.nodes * shard
+        copy = machine.nodes * shards
         found["the node's copy (hpZ)"] = (
             TierBytes(device=copy) if job.policy.hpz == "device" else TierBytes(cpu=copy)
         )
     elif job.policy.params == "device" and not job.whole_params(machine.world):
-        found["shards kept on the device"] = TierBytes(device=shard)
+        found["shards kept on the device"] = TierBytes(device=shards)
     if job.policy.qgz and job.policy.error_feedback:
         # Gradients are quantized twice: whole inside the node, then as the node's sums for other
         # nodes. Each level has separate errors. One rank per node, or one node, has one level.
         turns = min(machine.nodes, machine.ranks) > 1
         numel = sum(
-            layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained
+            count * (machine.world + turns * machine.nodes) * shard for _, shard, count in trained
         )
         # Errors have 2 bytes each (`Policy.error_feedback`).
         found["errors fed back (qgZ)"] = TierBytes(cpu=2.0 * numel)
@@ -167,9 +168,8 @@ def place_states(
     """
     fine = _needs(shape, machine, job, 1, least=True)
     needs = _needs(shape, machine, job, _grain(shape, machine.world, job.policy.state))
-    largest = max(
-        (numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0
-    )
+    trained = (flat for flat, _ in shape.kinds_of_flats if flat.trainable)
+    largest = max((numel for flat in trained for numel in flat.numels), default=0)
 
     windows = _windows_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
@@ -231,16 +231,26 @@ def _windows_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
     """Return the bytes of pinned memory through which updates in backward copy gradients from a GPU
     (`optim.grad_windows`).
     """
-    sizes = (
-        [
-            numel * job.grad_itemsize(flat.dtype)
-            for flat in unit.flats
-            if flat.trainable
-            for numel in flat.numels
-        ]
-        for unit in shape.units
+    policy, copies = job.policy, bool(machine.gpus)
+
+    def count() -> int:
+        sizes: list[tuple[int, ...]] = []
+        for unit, run in shape.runs:
+            sizes += [_grad_sizes(unit, job)] * len(run)
+        return windows_bytes(policy, sizes, copies=copies)
+
+    key = "windows_bytes", policy.consumes_grads, policy.grad_dtype, copies
+    return shape.remember(key, count)
+
+
+def _grad_sizes(unit: UnitShape, job: Job) -> tuple[int, ...]:
+    """Return the bytes of the unit's gradients, in the dtype in which they wait."""
+    return tuple(
+        numel * job.grad_itemsize(flat.dtype)
+        for flat in unit.flats
+        if flat.trainable
+        for numel in flat.numels
     )
-    return windows_bytes(job.policy, sizes, copies=bool(machine.gpus))
 
 
 def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
@@ -256,9 +266,9 @@ def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
 def _grain(shape: ModelShape, ranks: int, state: str) -> int:
     """Return how many chunks form one piece, so that a rank has about PIECES_MAX pieces."""
     pieces = 0
-    for flat in shape.flats:
+    for flat, count in shape.kinds_of_flats:
         held = state_format(state, flat.dtype) if flat.trainable else None
-        pieces += -(-flat.numel // (ranks * chunk_numel(held or Format.RAW)))
+        pieces += count * -(-flat.numel // (ranks * chunk_numel(held or Format.RAW)))
     return -(-pieces // PIECES_MAX)
 
 
@@ -313,13 +323,7 @@ def _needs(
     """
     needs: list[FlatNeed] = []
     seen: set[tuple[object, ...]] = set()
-    # Layers repeat: FlatParameters of one kind share a need.
-    known: dict[FlatShape, FlatNeed] = {}
-    for flat in shape.flats:
-        if flat in known:
-            if not least:
-                needs.append(known[flat])
-            continue
+    for flat, _ in shape.kinds_of_flats:
         held = state_format(job.policy.state, flat.dtype) if flat.trainable else None
         size = chunk_numel(held or Format.RAW) * grain
         layout = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
@@ -331,9 +335,9 @@ def _needs(
                 continue
             seen.add(kind)
             layout = dataclasses.replace(layout, shard_numel=min(layout.shard_numel, size))
-        known[flat] = _need(flat, layout, held, job)
-        needs.append(known[flat])
-    return needs
+        needs.append(_need(flat, layout, held, job))
+    # Layers repeat: FlatParameters of one kind share a need.
+    return needs if least else [needs[place] for place in shape.places_of_flats]
 
 
 def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) -> FlatNeed:
@@ -366,42 +370,27 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
     )
 
 
-def bytes_at_rest(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest, AtRest]:
-    """Return the bytes of one FlatParameter's shard by kind: (on all tiers, on NVMe). masks: for
-    each chunk the sections on NVMe. placed: the format that the placement chose.
-    """
-    # The placement may have added a section of spilled gradients to the format.
-    need = dataclasses.replace(need, format=placed)
-    totals = [AtRest(), AtRest()]
-    for index, section in enumerate(need.sections):
-        kind = "grads" if index and need.kind(index) == "grad" else "optim" if index else "params"
-        if kind == "params" and not need.held:
-            kind = "frozen"
-        whole = sum(section.size_bytes(numel) for numel in need.numels)
-        nvme = sum(
-            section.size_bytes(numel)
-            for numel, mask in zip(need.numels, masks, strict=True)
-            if mask >> index & 1
-        )
-        totals[0] += AtRest(**{kind: float(whole)})
-        totals[1] += AtRest(**{kind: float(nvme)})
-    return totals[0], totals[1]
+def bytes_at_rest(needs: Sequence[FlatNeed], plan: PlacementPlan) -> tuple[AtRest, AtRest]:
+    """Return the bytes of a rank's states by kind: (on all tiers, on NVMe)."""
+    found = [dict.fromkeys(("params", "optim", "grads", "frozen"), 0.0) for _ in range(2)]
+    for need, numel, mask, count in chunks_alike(plan.in_formats(needs), plan.nvme_masks):
+        for index, section in enumerate(need.sections):
+            first = "params" if need.held else "frozen"
+            other = "grads" if need.kind(index) == "grad" else "optim"
+            size = float(count * section.size_bytes(numel))
+            for totals in found if mask >> index & 1 else found[:1]:
+                totals[other if index else first] += size
+    everything, nvme = (AtRest(**totals) for totals in found)
+    return everything, nvme
 
 
-def spare_bytes(
-    needs: Sequence[FlatNeed], masks: Sequence[Sequence[int]], formats: Sequence[Format]
-) -> int:
+def spare_bytes(needs: Sequence[FlatNeed], plan: PlacementPlan) -> int:
     """Return the bytes of the extents that a rank reserves on each of its drives for writes that
     fail.
     """
-    largest = 0
-    for need, row, placed in zip(needs, masks, formats, strict=True):
-        held = dataclasses.replace(need, format=placed)
-        # A million chunks have few distinct sizes and masks: measure each pair once.
-        chunks = {each: chunk for chunk, each in enumerate(zip(need.numels, row, strict=True))}
-        for (_, mask), chunk in chunks.items():
-            largest = max(largest, aligned_chunk_bytes(held, chunk, mask))
-    return SPARES_PER_DRIVE * largest
+    chunks = chunks_alike(plan.in_formats(needs), plan.nvme_masks)
+    sizes = (run_bytes_of(need.sections, numel, mask) for need, numel, mask, _ in chunks)
+    return SPARES_PER_DRIVE * max(sizes, default=0)
 
 
 # -- Device memory ---------------------------------------------------------------------------------
@@ -469,13 +458,16 @@ def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
     """
     shape = shape_in(job, model)
     units = _units(shape, machine, job)
-    largest = float(max((unit.gathered for unit in units), default=0))
+    largest = shape.remember(
+        ("largest unit", id(units)),
+        lambda: float(max((unit.gathered for unit in units), default=0)),
+    )
     parts = {
         "gathered units": gathered_bytes(shape, machine, job),
         **{name: size.device for name, size in beside_placement(shape, machine, job).items()},
         "exchange buffers": _exchange_bytes(machine, job, largest),
         **_gradients(shape, machine, job, units),
-        **(_returning_bytes(machine, job, units) if machine.gpus else {}),
+        **(_returning_bytes(shape, machine, job, units) if machine.gpus else {}),
         **activation_bytes(shape, machine, job),
     }
     if machine.gpus:
@@ -499,7 +491,7 @@ def _tuning_bytes(shape: JobShape, job: Job, world: int) -> float:
         return 0.0
     tokens = job.micro_batch_tokens(world)
     copies = []
-    for linear in {linear for unit in shape.units for linear in unit.linears}:
+    for linear in shape.kinds_of_linears:
         tiles = shape.tiles_of(linear, tiles=job.tiles, loss_tiles=job.loss_tiles)
         if tiles > 1:
             rows = -(-linear.out_features // tiles)
@@ -525,18 +517,15 @@ def _units(shape: JobShape, machine: Machine, job: Job) -> list[UnitBytes]:
 
 def _blocks(shape: ModelShape, machine: Machine, job: Job) -> list[UnitBytes]:
     return [
-        UnitBytes(
-            block.gathered_bytes(machine.world),
-            tuple(
-                numel * job.grad_itemsize(flat.dtype)
-                for flat in block.flats
-                if flat.trainable
-                for numel in flat.numels
-            ),
-            block.around,
-        )
+        UnitBytes(block.gathered_bytes(machine.world), _grad_sizes(block, job), block.around)
         for block in shape.in_blocks.units
     ]
+
+
+def _sums_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
+    passes = _passes(machine, job)
+    key = "sums_capacity", machine.world, job.policy.grad_dtype, passes
+    return shape.remember(key, lambda: sums_capacity(_blocks(shape, machine, job), passes))
 
 
 def _gradients(
@@ -547,8 +536,11 @@ def _gradients(
         key = "fresh_capacity", id(units), passes
         fresh = shape.remember(key, lambda: fresh_capacity(units, passes))
         return {"fresh gradients": float(fresh)}
-    sums = sums_capacity(_blocks(shape, machine, job), passes)
-    largest = max((size for unit in units for size in unit.grads), default=0)
+    sums = _sums_bytes(shape, machine, job)
+    largest = shape.remember(
+        ("largest gradient", id(units)),
+        lambda: max((size for unit in units for size in unit.grads), default=0),
+    )
     # All parameters of a model, or nearly all, have one dtype: assume each dtype for the largest.
     trained = [flat.dtype for flat, _ in shape.kinds_of_flats if flat.trainable]
     widths = {dtype.itemsize: job.grad_itemsize(dtype) for dtype in trained}
@@ -556,15 +548,22 @@ def _gradients(
     return {"fresh gradients": float(slices), "sums of gradients": float(sums)}
 
 
-def _returning_bytes(machine: Machine, job: Job, units: Sequence[UnitBytes]) -> dict[str, float]:
+def _returning_bytes(
+    shape: ModelShape, machine: Machine, job: Job, units: Sequence[UnitBytes]
+) -> dict[str, float]:
     """Count the bytes that return from CPU memory to a GPU in backward: sums, and error feedback.
     """
+
+    def capacity(count: int) -> int:
+        key = "gradients_capacity", id(units), count
+        return shape.remember(key, lambda: gradients_capacity(units, count))
+
     found = {}
     # The unit in backward, and REDUCING_UNITS whose reductions may still run.
-    reducing = gradients_capacity(units, REDUCING_UNITS)
+    reducing = capacity(REDUCING_UNITS)
     if job.passes > 1:
         if machine.world == 1 or job.policy.accumulates_locally:
-            found["sums of gradients"] = float(gradients_capacity(units, SUMS_UNITS - 1))
+            found["sums of gradients"] = float(capacity(SUMS_UNITS - 1))
         else:
             found["sums of gradients"] = reducing / machine.world
     if job.policy.qgz and job.policy.error_feedback and machine.world > 1:
@@ -772,27 +771,35 @@ class RamBeside:
 def ram_beside(shape: JobShape, machine: Machine, job: Job) -> RamBeside:
     """Count the host overhead of the ranks of a node. Does not depend on `machine.ram_bytes`."""
     ranks, policy = machine.ranks, job.policy
-    chunks, flats = 0, []
-    for flat in shape.flats:
+    chunks = 0
+    for flat, count in shape.kinds_of_flats:
         held = state_format(policy.state, flat.dtype) if flat.trainable else None
-        size = chunk_numel(held or Format.RAW)
-        count, whole, shard = _measure(flat.numels, flat.dtype.itemsize, machine.world, size)
-        chunks += count
-        flats.append((whole, shard))
+        chunks += count * -(-flat.shard_numel(machine.world) // chunk_numel(held or Format.RAW))
     passing = passing_bytes(
         chunks,
         # An undone speculative update is repeated in the step, together with all others.
         all_at_once=not policy.consumes_grads,
         durable=bool(policy.durable),
         drives=machine.drives,
-        fill=fill_bytes(flats, in_parts=reads_in_parts(machine)),
+        fill=_fill_bytes(shape, machine.world, in_parts=reads_in_parts(machine)),
     )
     return RamBeside(
         chunks,
         ranks * held_bytes(chunks, len(shape.units), policy.generations),
         {name: ranks * size for name, size in passing.items()},
-        ranks * fill_bytes(flats, in_parts=False, converting=_tiled_stacks_bytes(shape)),
+        ranks * (_fill_bytes(shape, machine.world, in_parts=False) + _tiled_stacks_bytes(shape)),
     )
+
+
+def _fill_bytes(shape: JobShape, world: int, *, in_parts: bool) -> int:
+    def count() -> int:
+        kinds = [
+            (flat.gathered_bytes(world), flat.shard_numel(world) * flat.dtype.itemsize)
+            for flat, _ in shape.kinds_of_flats
+        ]
+        return fill_bytes((kinds[place] for place in shape.places_of_flats), in_parts=in_parts)
+
+    return shape.remember(("fill_bytes", world, in_parts), count)
 
 
 def _tiled_stacks_bytes(shape: JobShape) -> int:
@@ -800,11 +807,11 @@ def _tiled_stacks_bytes(shape: JobShape) -> int:
     Tiled linears need no such term: the FlatParameters count them whole already.
     """
     stacks: dict[str, int] = {}
-    for unit in shape.units:
+    for unit, run in shape.runs:
         if unit.tiles:
             layer = unit.name.rpartition("[")[0]
             size = sum(flat.numel * flat.dtype.itemsize for flat in unit.flats)
-            stacks[layer] = stacks.get(layer, 0) + size
+            stacks[layer] = stacks.get(layer, 0) + len(run) * size
     return max(stacks.values(), default=0)
 
 
@@ -813,13 +820,3 @@ def reads_in_parts(machine: Machine) -> bool:
     ranks, which the engine knows for the ranks of one node only.
     """
     return machine.nodes == 1
-
-
-@functools.lru_cache(maxsize=4096)
-def _measure(
-    numels: tuple[int, ...], itemsize: int, world: int, size: int
-) -> tuple[int, int, int]:
-    """Return for one FlatParameter: (chunks on one rank, its bytes, bytes of the rank's shard)."""
-    # Cached because layers repeat: most FlatParameters of a model have equal sizes.
-    layout = plan_flat(numels, itemsize, world, size)
-    return len(layout.chunks), layout.size_bytes, layout.shard_bytes

@@ -155,12 +155,8 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
     ranks = machine.ranks
     placed = place_in_ram(shape, machine, job)
     plan = placed.plan
-    found_bytes = [
-        bytes_at_rest(need, row, found)
-        for need, row, found in zip(placed.needs, plan.nvme_masks, plan.formats, strict=True)
-    ]
-    at_rest = _of_node(sum((everything for everything, _ in found_bytes), AtRest()), ranks)
-    on_nvme = _of_node(sum((nvme for _, nvme in found_bytes), AtRest()), ranks)
+    of_rank = bytes_at_rest(placed.needs, plan)
+    at_rest, on_nvme = (_of_node(found, ranks) for found in of_rank)
     again = again_share(shape, machine, job)
     step = time_step(shape, machine, job, at_rest, on_nvme, again=again)
     gpu, ram = gpu_need(shape, machine, job), _ram(placed, machine)
@@ -316,7 +312,7 @@ def _compute(
     # The same cores run the kernels and move the data: the update takes the longer of the two.
     update_s = max(update_s, _kernels_s(shape, machine, job, on_nvme))
     # Gradients of micro-batches that share a pass are added up: two reads and one write for each.
-    added = (job.micro_batches - job.passes) * machine.ranks * _grad_bytes(shape)
+    added = (job.micro_batches - job.passes) * machine.ranks * shape.trained_bytes
     backward_s += 3 * added / machine.dram_bytes_per_s
     # The update takes CPU time from the pass that it runs concurrently with.
     between_s = (job.passes - 1) * (forward_s + backward_s)
@@ -336,7 +332,7 @@ def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, 
     and computes their norm: 3 passes over them. An update reads and writes every state once, and
     reads the gradients.
     """
-    params, grads = machine.ranks * _param_bytes(shape), machine.ranks * _grad_bytes(shape)
+    params, grads = machine.ranks * _param_bytes(shape), machine.ranks * shape.trained_bytes
     rate = PASS_SHARE * machine.dram_bytes_per_s
     return 3 * params / rate, (3 * params + 3 * grads) / rate, (2 * states + grads) / rate
 
@@ -381,17 +377,15 @@ def _flops(shape: ModelShape, job: Job, *, recompute: bool) -> tuple[float, floa
     )
 
 
-def _grad_bytes(shape: ModelShape) -> float:
-    flats = shape.kinds_of_flats
-    return float(sum(count * flat.gathered_bytes() for flat, count in flats if flat.trainable))
-
-
 def waiting_grad_bytes(shape: ModelShape, job: Job) -> int:
     """Return the bytes of all gradients in the dtype in which they wait."""
-    return sum(
-        count * flat.numel * job.grad_itemsize(flat.dtype)
-        for flat, count in shape.kinds_of_flats
-        if flat.trainable
+    return shape.remember(
+        ("waiting_grad_bytes", job.policy.grad_dtype),
+        lambda: sum(
+            count * flat.numel * job.grad_itemsize(flat.dtype)
+            for flat, count in shape.kinds_of_flats
+            if flat.trainable
+        ),
     )
 
 
@@ -472,7 +466,7 @@ def _model_bytes(
     """Return the sizes from which copies are counted, over all ranks of a node: the `touched` share
     of the gathered values, states at rest, gradients in the dtype in which they wait, activations.
     """
-    params, grads = _grad_bytes(shape), waiting_grad_bytes(shape, job)
+    params, grads = shape.trained_bytes, waiting_grad_bytes(shape, job)
     return ModelBytes(
         params=touched * params / machine.nodes,
         states=at_rest.states,
@@ -604,7 +598,7 @@ def _nvme(on_nvme: AtRest, placed: Placed, machine: Machine, job: Job) -> Need:
         "older commits": job.policy.older_commits * trained,
         "spilled gradients": on_nvme.grads,
         "activations": placed.spilled,
-        "spare ranges": float(files * spare_bytes(placed.needs, plan.nvme_masks, plan.formats)),
+        "spare ranges": float(files * spare_bytes(placed.needs, plan)),
     }
     found = {name: size for name, size in parts.items() if size}
     # None would mean that the capacity is not known; without drives it is 0.

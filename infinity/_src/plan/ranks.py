@@ -38,14 +38,16 @@ on the device; under stage 3 a shard of them is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from infinity._src.distributed.collectives import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
 from infinity._src.kernels.quantized import wire_bytes
 from infinity._src.memory.flat_layout import aligned_section_bytes
 from infinity._src.memory.pcie import Copied, Copies
-from infinity._src.memory.ram_budget import FlatNeed, PlacementPlan
+from infinity._src.memory.ram_budget import FlatNeed, PlacementPlan, chunks_alike
 from infinity._src.plan.machine import Machine
 from infinity._src.plan.memory import (
     BESIDE_BUDGET,
@@ -126,12 +128,13 @@ def exchanges(shape: JobShape, machine: Machine, job: Job, regathered: float) ->
     plain = float(shape.gathered_bytes(machine.world))
     if machine.world == 1:
         return Exchanges((), plain, 1, 1)
-    flats = shape.kinds_of_flats
-    trained = [(flat, count) for flat, count in flats if flat.trainable]
-    weights, grads = _weight_bytes(job), _grad_bytes(job)
-    both = _ways(machine, flats, weights)
+    trained = [(flat, count) for flat, count in shape.kinds_of_flats if flat.trainable]
+    weights = WEIGHT_BITS if job.policy.qwz else None
+    both = _ways(machine, _shards(shape, machine.world, weights))
     flags = sum(count * len(flat.numels) for flat, count in trained)
-    inside, across = _ways(machine, trained, grads)
+    coded = GRADIENT_BITS if job.policy.qgz else None
+    grads = _shards(shape, machine.world, coded, job.policy.grad_dtype, trained=True)
+    inside, across = _ways(machine, grads)
     # A byte for each parameter, also exchanged level by level, says whether it has a gradient.
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
     count, in_backward = job.passes, job.policy.update == "backward"
@@ -143,14 +146,15 @@ def exchanges(shape: JobShape, machine: Machine, job: Job, regathered: float) ->
         if trained:
             found.append(
                 PlannedCollective(
-                    "gather of what was updated", 1, 1, *_ways(machine, trained, weights)
+                    "gather of what was updated", 1, 1,
+                    *_ways(machine, _shards(shape, machine.world, weights, trained=True)),
                 )
-            )
+            )  # fmt: skip
     else:
         # Under hpZ only the first gather of a step needs other nodes: the node's copy stays current
         # until the update.
         first, again = (1, 2 * count - 1) if job.policy.hpz else (count, count)
-        copy = (_ways(machine, flats, _plain)[0], 0.0) if job.policy.hpz else both
+        copy = (_ways(machine, _shards(shape, machine.world))[0], 0.0) if job.policy.hpz else both
         # A deferred update runs concurrently with the next forward, and so with its gather.
         found.append(PlannedCollective("gather in forward", first, first if late else 1, *both))
         name = "gather from the node's copy" if job.policy.hpz else "gather in backward"
@@ -171,35 +175,36 @@ def exchanges(shape: JobShape, machine: Machine, job: Job, regathered: float) ->
     return Exchanges(tuple(found), plain, machine.ranks, machine.nodes)
 
 
-_OfShard = Callable[[FlatShape, int], float]
+def _shards(
+    shape: JobShape,
+    world: int,
+    bits: int | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    trained: bool = False,
+) -> float:
+    """Return the bytes on the wire of one rank's shards of all FlatParameters. bits: of a quantized
+    element; None: not quantized. dtype: of an element; None: the parameter's. trained: only of
+    FlatParameters that are trained.
+    """
 
+    def size(flat: FlatShape) -> float:
+        numel = flat.shard_numel(world)
+        if bits is not None:
+            return float(wire_bytes(numel, bits, SCALE_GROUP_NUMEL))
+        return float(numel * (dtype or flat.dtype).itemsize)
 
-def _plain(flat: FlatShape, numel: int) -> float:
-    return float(numel * flat.dtype.itemsize)
-
-
-def _weight_bytes(job: Job) -> _OfShard:
-    return (
-        (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, SCALE_GROUP_NUMEL)))
-        if job.policy.qwz
-        else _plain
+    flats = shape.kinds_of_flats
+    return shape.remember(
+        ("shards", world, bits, dtype, trained),
+        lambda: sum(count * size(flat) for flat, count in flats if flat.trainable or not trained),
     )
 
 
-def _grad_bytes(job: Job) -> _OfShard:
-    if job.policy.qgz:
-        return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, SCALE_GROUP_NUMEL))
-    return lambda flat, numel: float(numel * job.grad_itemsize(flat.dtype))
-
-
-def _ways(
-    machine: Machine, flats: Sequence[tuple[FlatShape, int]], size: _OfShard
-) -> tuple[float, float]:
+def _ways(machine: Machine, shards: float) -> tuple[float, float]:
     """Return the bytes that one rank receives when every FlatParameter is gathered once, or reduced
-    once: (inside its node, from other nodes). flats: each with its count. size: bytes of a shard on
-    the wire.
+    once: (inside its node, from other nodes). shards: bytes of its shards on the wire.
     """
-    shards = sum(count * size(flat, flat.shard_numel(machine.world)) for flat, count in flats)
     # A rank receives the shards of its counterparts from other nodes; then each other rank of the
     # node sends it the shards of that rank and of its counterparts.
     return (machine.ranks - 1) * machine.nodes * shards, (machine.nodes - 1) * shards
@@ -266,20 +271,17 @@ def _states(
 ) -> dict[str, TierBytes]:
     cpu = dict.fromkeys(("params", "optim", "grads"), 0.0)
     nvme = dict(cpu)
-    for need, placed, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
-        # The placement may have added a section of spilled gradients to the format.
-        need = dataclasses.replace(need, format=placed)
+    for need, numel, mask, count in chunks_alike(plan.in_formats(needs), plan.nvme_masks):
         for index, section in enumerate(need.sections):
             # Spilled gradients need no second generation.
             spilled = need.kind(index) == "grad"
             kind = "grads" if spilled else "optim" if index else "params"
-            versions = 1 if spilled else need.versions
-            for numel, mask in zip(need.numels, row, strict=True):
-                # A set bit: the section rests on NVMe, padded to 4096 bytes.
-                if mask >> index & 1:
-                    nvme[kind] += versions * aligned_section_bytes(section, numel)
-                else:
-                    cpu[kind] += versions * section.size_bytes(numel)
+            times = count * (1 if spilled else need.versions)
+            # A set bit: the section rests on NVMe, padded to 4096 bytes.
+            if mask >> index & 1:
+                nvme[kind] += times * aligned_section_bytes(section, numel)
+            else:
+                cpu[kind] += times * section.size_bytes(numel)
     stays = job.whole_params(machine.world)
     found = {
         "parameters at rest": TierBytes(cpu=cpu["params"], nvme=nvme["params"]),

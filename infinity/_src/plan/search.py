@@ -16,12 +16,14 @@ take equally long the search finds the one that a user would change least for.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from infinity._src.config.policy import Policy
 from infinity._src.memory.flat_layout import sections_of, state_format
 from infinity._src.memory.roofline import AtRest
 from infinity._src.plan.machine import Machine
@@ -269,7 +271,10 @@ class _Search:
         self._tilings = tilings_of(shape, job, fixed)
         self._job = job
         self._at_rest: dict[str, AtRest] = {}
+        # The largest tiles of experts, and the smallest.
+        self._tiles = next(iter(self._tilings)), next(reversed(self._tilings))
         self._reserves: dict[tuple[object, ...], float] = {}
+        self._least_reserved: dict[tuple[object, ...], float] = {}
         self._fitting: dict[tuple[object, ...], bool] = {}
         # Of each kind of states that did not fit, the least RAM beside activations.
         self._least_ram: dict[tuple[object, ...], float] = {}
@@ -304,19 +309,20 @@ class _Search:
         return Ranked(ways, self._tried)
 
     def _jobs(self) -> Iterator[Job]:
-        for values in itertools.product(*self._axes.values()):
+        axes, found = dict(self._axes), []
+        passes = axes.pop("passes")
+        for values in itertools.product(*axes.values()):
             fields = {name: value for each in values for name, value in each.items()}
-            update, passes = fields["update"], fields["micro_batches"]
-            passes = 1 if fields["schedule"] == "vertical" else passes
+            # Settings that a policy refuses together.
+            with contextlib.suppress(ValueError):
+                found.append(self._job.replace(**fields))
+        # Fields of passes are the job's, so each policy is checked once.
+        for each, job in itertools.product(passes, found):
+            job = job.replace(**each)
             # With one pass an update in backward consumes gradients at once: none spill.
-            spills = fields["grads"] == "nvme" and len(self._axes["grads"]) > 1
-            if spills and passes == 1 and update == "backward" and fields["generations"] == 1:
-                continue
-            try:
-                yield self._job.replace(**fields)
-            except ValueError:
-                # Settings that a policy refuses together.
-                continue
+            spills = job.policy.grads == "nvme" and len(axes["grads"]) > 1
+            if job.stores_gradients or not spills:
+                yield job
 
     def _predicted(self, job: Job) -> Prediction | None:
         """Predict a way with the fewest tiles that fit its device; None if it does not fit."""
@@ -374,11 +380,7 @@ class _Search:
         """Bytes of a node's RAM that hold neither states, gradients nor activations. Smaller tiles
         of experts take more records, and smaller windows and buffers while they are filled.
         """
-        policy = job.policy
-        key = (
-            policy.state, policy.generations, policy.update, policy.update_on, policy.params,
-            policy.hpz, policy.qgz, job.expert_tile,
-        )  # fmt: skip
+        key = *_reserving(job.policy), job.expert_tile
         if key not in self._reserves:
             shape = shape_in(job, self._shape)
             self._reserves[key] = reserved_bytes(shape, self._machine, job)
@@ -406,10 +408,13 @@ class _Search:
 
     def _bound_s(self, job: Job, splits: int) -> float:
         """Return a lower bound of the cost of a way; more splits make it sharper."""
+        key = _reserving(job.policy)
+        if key not in self._least_reserved:
+            tiled = [job.replace(**tilings[0]) for tilings in self._tilings.values()]
+            self._least_reserved[key] = min(map(self._reserved, tiled))
         # The first tiling has the least weight, and the smallest tiles of experts gather the least.
-        tiled = [job.replace(**tilings[0]) for tilings in self._tilings.values()]
-        reserved = min(map(self._reserved, tiled))
-        return weight_of(tiled[0]) * self._least_s(tiled[-1], splits, reserved, 0.0)
+        first, last = (job.replace(**self._tilings[tile][0]) for tile in self._tiles)
+        return weight_of(first) * self._least_s(last, splits, self._least_reserved[key], 0.0)
 
     def _least_s(self, job: Job, splits: int, reserved: float, again: float) -> float:
         """Return the step with the least states on drives that the RAM allows. reserved: bytes of
@@ -491,6 +496,14 @@ def _least_on_nvme(
         left = max(1.0 - for_params / params, least["params"]) if params else 0.0
         rest = max(1.0 - for_optim / at_rest.optim, least["optim"]) if at_rest.optim else 0.0
         yield at_rest.scaled(params=on_params * left, optim=on_optim * rest, grads=0.0)
+
+
+def _reserving(policy: Policy) -> tuple[object, ...]:
+    """Name what decides `reserved_bytes`, tiles of experts apart."""
+    return (
+        policy.state, policy.generations, policy.update, policy.update_on, policy.params,
+        policy.hpz, policy.qgz,
+    )  # fmt: skip
 
 
 def _kind(job: Job) -> tuple[object, ...]:

@@ -29,7 +29,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NewType, TypeVar
+from typing import Any, NamedTuple, NewType, TypeVar
 
 import torch
 
@@ -74,8 +74,7 @@ class FlatShape:
         return _layout_of(self.numels, self.dtype.itemsize, world)[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearShape:
+class LinearShape(NamedTuple):
     """Weight of a linear that can be tiled; linears and embeddings may share it. flat: index of its
     FlatParameter in the unit.
     """
@@ -112,6 +111,11 @@ class UnitShape:
     around: tuple[int, ...] = ()
     stacks: tuple[StackShape, ...] = ()
     tiles: bool = False
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """Key that tiles of one layer have in common, unless the last has fewer experts."""
+        return self.name.partition("[")[0], self.around, self.flats
 
     def gathered_bytes(self, world: int = 1) -> int:
         """Bytes of the unit's gathered values on each of `world` ranks."""
@@ -192,9 +196,29 @@ class ModelShape:
         """True if the model has stacks of experts, which `inf.tile_experts` can cut."""
         return any(unit.stacks for unit in self.units)
 
-    @property
-    def flats(self) -> list[FlatShape]:
-        return [flat for unit in self.units for flat in unit.flats]
+    @functools.cached_property
+    def flats(self) -> tuple[FlatShape, ...]:
+        return tuple(flat for unit in self.units for flat in unit.flats)
+
+    @functools.cached_property
+    def places_of_flats(self) -> tuple[int, ...]:
+        """For each FlatParameter, in order, its index in `kinds_of_flats`."""
+        index = {flat: place for place, (flat, _) in enumerate(self.kinds_of_flats)}
+        return tuple(index[flat] for flat in self.flats)
+
+    @functools.cached_property
+    def runs(self) -> tuple[tuple[UnitShape, range], ...]:
+        """Units with the range of their indices: tiles of one layer that are alike and follow each
+        other are one entry.
+        """
+        found: list[tuple[UnitShape, range]] = []
+        for index, unit in enumerate(self.units):
+            last, there = found[-1] if found else (None, range(0))
+            if last is not None and unit.tiles and last.tiles and unit.alike == last.alike:
+                found[-1] = last, range(there.start, index + 1)
+            else:
+                found.append((unit, range(index, index + 1)))
+        return tuple(found)
 
     @functools.cached_property
     def kinds_of_flats(self) -> tuple[tuple[FlatShape, int], ...]:
@@ -203,11 +227,33 @@ class ModelShape:
         """
         return tuple(collections.Counter(self.flats).items())
 
-    @property
+    @functools.cached_property
+    def _blocks(self) -> tuple[int, ...]:
+        """For each of `runs` the number of its block."""
+        numbers: dict[str, int] = {}
+        names = (_block_of(unit.name) for unit, _ in self.runs)
+        return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+    @functools.cached_property
+    def _first_runs(self) -> tuple[int, ...]:
+        """For each of `runs` the place of the first whose unit has equal FlatParameters and
+        linears.
+        """
+        first: dict[object, int] = {}
+        keys = ((unit.flats, tuple(linear[1:] for linear in unit.linears)) for unit, _ in self.runs)
+        return tuple(first.setdefault(key, place) for place, key in enumerate(keys))
+
+    @functools.cached_property
+    def kinds_of_linears(self) -> tuple[LinearShape, ...]:
+        """Linears of distinct sizes, one of each."""
+        linears = (linear for unit in self.units for linear in unit.linears)
+        return tuple({linear[2:]: linear for linear in linears}.values())
+
+    @functools.cached_property
     def params(self) -> int:
         return sum(count * flat.numel for flat, count in self.kinds_of_flats)
 
-    @property
+    @functools.cached_property
     def trainable(self) -> int:
         """Elements of the parameters that an optimizer will hold."""
         return sum(count * flat.numel for flat, count in self.kinds_of_flats if flat.trainable)
@@ -236,12 +282,22 @@ class ModelShape:
 
     def gathered_bytes(self, world: int = 1) -> int:
         """Bytes of all units, gathered on each of `world` ranks."""
-        return sum(count * flat.gathered_bytes(world) for flat, count in self.kinds_of_flats)
+        flats = self.kinds_of_flats
+        return self.remember(
+            ("gathered_bytes", world),
+            lambda: sum(count * flat.gathered_bytes(world) for flat, count in flats),
+        )
+
+    @functools.cached_property
+    def trained_bytes(self) -> int:
+        """Bytes of all units that are trained, gathered on one rank."""
+        flats = self.kinds_of_flats
+        return sum(count * flat.gathered_bytes() for flat, count in flats if flat.trainable)
 
     @functools.cached_property
     def tiled_bytes(self) -> int:
         """Bytes of the units that are tiles of stacks."""
-        return sum(unit.gathered_bytes() for unit in self.units if unit.tiles)
+        return sum(len(run) * unit.gathered_bytes() for unit, run in self.runs if unit.tiles)
 
     @property
     def boundary_bytes_per_token(self) -> int:
@@ -276,7 +332,7 @@ class ModelShape:
         """Return the bytes of the units on each of `world` ranks, with every linear in `tiles`
         tiles (`inf.tile_linears`) and the head in at least `loss_tiles` (`inf.tile_loss`), cut
         along their outputs. in_slices: each block, and each unit outside of blocks, runs all
-        micro-batches before the next one (`inf.microbatched`).
+        micro-batches before the next one (`inf.microbatched`). Of `runs` one entry stands for all.
         """
         key = tiles, loss_tiles, world, in_slices
         return self.remember(("unit_bytes", *key), lambda: self._count_unit_bytes(*key))
@@ -285,17 +341,22 @@ class ModelShape:
         self, tiles: int, loss_tiles: int, world: int, in_slices: bool
     ) -> list[UnitBytes]:
         count = functools.partial(self.tiles_of, tiles=tiles, loss_tiles=loss_tiles)
-        parts = [unit.tiled(count, world) for unit in self.units]
-        starts = list(itertools.accumulate((1 + len(cut) for _, cut in parts), initial=0))
-        numbers: dict[str, int] = {}
+        # Layers repeat: units that are alike are cut once.
+        known = {place: self.runs[place][0].tiled(count, world) for place in set(self._first_runs)}
+        parts = [known[place] for place in self._first_runs]
+        starts = itertools.accumulate((1 + len(cut) for _, cut in parts), initial=0)
+        # By the index of the unit. Nothing lies inside of tiles, so no unit refers to one.
+        place = {run.start: start for (_, run), start in zip(self.runs, starts, strict=False)}
         found = []
-        for index, (unit, (rest, cut)) in enumerate(zip(self.units, parts, strict=True)):
-            block = numbers.setdefault(_block_of(unit.name), len(numbers)) if in_slices else None
-            outer = tuple(starts[each] for each in unit.around)
-            found.append(dataclasses.replace(rest, around=outer, block=block))
+        blocks = zip(self.runs, self._blocks, parts, strict=True)
+        for (unit, run), number, (rest, cut) in blocks:
+            block = number if in_slices else None
+            outer = tuple(place[each] for each in unit.around)
+            found.append(UnitBytes(rest.gathered, rest.grads, outer, len(run), block))
             # The rest of the unit stays gathered while its tiles are gathered one by one.
-            inner = (*outer, starts[index])
-            found += [dataclasses.replace(each, around=inner, block=block) for each in cut]
+            inner = (*outer, place[run.start])
+            found += [UnitBytes(each.gathered, each.grads, inner, each.repeat, block)
+                      for each in cut]
         return found
 
 
@@ -630,26 +691,25 @@ def _cut_unit(unit: UnitShape, index: int, tile: int) -> list[UnitShape]:
         # Empty FlatParameters keep their place: linears refer to FlatParameters by index.
         found.append(dataclasses.replace(unit, flats=rest, stacks=()))
     experts = max(stack.experts for stack in unit.stacks)
-    for start in range(0, experts, tile):
-        count = min(tile, experts - start)
-        groups: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for stack in unit.stacks:
-            flat = unit.flats[stack.flat]
-            part = groups.setdefault((flat.dtype, flat.trainable), [])
-            part.append(count * stack.numel // stack.experts)
-        flats = tuple(FlatShape(tuple(part), *key) for key, part in groups.items())
-        found.append(
-            dataclasses.replace(
-                unit,
-                name=f"{unit.name}[{start}]",
-                flats=flats,
-                linears=(),
-                stacks=(),
-                around=around,
-                tiles=True,
-            )
+    # Tiles have the same FlatParameters, but for the last, which may have fewer experts.
+    flats = {
+        count: _flats_of_tile(unit, count) for count in {min(tile, experts), experts % tile or tile}
+    }
+    return found + [
+        UnitShape(
+            f"{unit.name}[{start}]", flats[min(tile, experts - start)], around=around, tiles=True
         )
-    return found
+        for start in range(0, experts, tile)
+    ]
+
+
+def _flats_of_tile(unit: UnitShape, experts: int) -> tuple[FlatShape, ...]:
+    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for stack in unit.stacks:
+        flat = unit.flats[stack.flat]
+        part = groups.setdefault((flat.dtype, flat.trainable), [])
+        part.append(experts * stack.numel // stack.experts)
+    return tuple(FlatShape(tuple(part), *key) for key, part in groups.items())
 
 
 def touched_share(experts: int, chosen: int, tile: int, tokens: int) -> float:

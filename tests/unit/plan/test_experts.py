@@ -17,6 +17,13 @@ transformers = pytest.importorskip("transformers")
 
 import infinity as inf  # noqa: E402
 from infinity._src.base.sizes import GIB  # noqa: E402
+from infinity._src.memory.device_capacity import (  # noqa: E402
+    Passes,
+    UnitBytes,
+    fresh_capacity,
+    gathered_capacity,
+    regathered_bytes,
+)
 from infinity._src.params.materialize import open_source  # noqa: E402
 from infinity._src.plan.changes import one_change  # noqa: E402
 from infinity._src.plan.machine import Machine, describe_machine  # noqa: E402
@@ -195,6 +202,30 @@ def test_tiles_are_units_of_their_own_and_nothing_is_lost(name: str, tile: int) 
         assert before == after or (before.stacks and after.name.startswith(before.name))
     assert cut_experts(cut, tile) == cut
     assert cut_experts(whole, 0) is whole
+    # A search counts tiles of one layer that are alike as one, with the capacities of all.
+    found, units = cut.unit_bytes(in_slices=True), expanded(cut)
+    assert len(found) <= len(cut.units) - len(tiles) + 3 * len(stacks)
+    for several, in_backward, copies in itertools.product((False, True), repeat=3):
+        passes = Passes(copies, several, in_backward, device_bytes=80 << 30)
+        for capacity in (gathered_capacity, fresh_capacity, regathered_bytes):
+            assert capacity(found, passes) == capacity(units, passes), (capacity, passes)
+        alone = [dataclasses.replace(unit, block=None) for unit in units]
+        assert fresh_capacity(cut.unit_bytes(), passes) == fresh_capacity(alone, passes)
+
+
+def expanded(cut: ModelShape) -> list[UnitBytes]:
+    """The bytes of every unit, each block in slices."""
+    names = [".".join(unit.name.split("[")[0].split(".")[:3]) for unit in cut.units]
+    numbers = {name: index for index, name in enumerate(dict.fromkeys(names))}
+    return [
+        UnitBytes(
+            unit.gathered_bytes(),
+            tuple(numel * flat.dtype.itemsize for flat in unit.flats for numel in flat.numels),
+            unit.around,
+            block=numbers[name],
+        )
+        for unit, name in zip(cut.units, names, strict=True)
+    ]
 
 
 def test_a_block_gathered_with_its_stack_keeps_what_is_not_of_the_stack() -> None:
