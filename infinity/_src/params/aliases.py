@@ -21,7 +21,7 @@ import dataclasses
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -179,7 +179,7 @@ def _users_unknown(known: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def _living_aliases(
-    objects: Iterable[Any],
+    objects: Sequence[Any],
     entries: Iterable[FoundParameter],
     known: dict[int, Any],
     shared: dict[int, int],
@@ -197,11 +197,14 @@ def _living_aliases(
             by_storage.setdefault(storage._cdata, []).append((start, stop, entry))
     found: list[tuple[torch.Tensor, FoundParameter]] = []
     missing = Counter(shared)
-    for each in objects:
-        kind = type(each)
-        if issubclass(kind, nn.parallel.DistributedDataParallel):
+    # A process has up to millions of objects and few types: issubclass is asked once a type.
+    wanted = (nn.parallel.DistributedDataParallel, torch.Tensor)
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, wanted)}
+    for each in [each for each in objects if type(each) in kinds]:
+        if isinstance(each, nn.parallel.DistributedDataParallel):
             _refuse_reduced(each, known)
-        if not issubclass(kind, torch.Tensor) or id(each) in known:
+            continue
+        if id(each) in known:
             continue
         storage = storage_of(each)
         if storage is None:
