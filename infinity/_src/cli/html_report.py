@@ -258,10 +258,10 @@ def _figure(title: str, y: str, **layout: Any) -> go.Figure:
 
     figure = go.Figure(
         layout={
-            "template": "plotly_white",
+            "template": "none",
             "colorway": PALETTE,
             **CHART,
-            "title": {"text": title, "font": {"size": 14}, "y": 0.97},
+            "title": {"text": title, "font": {"size": 14}, "x": 0.05, "y": 0.97},
             "margin": {"l": 60, "r": 20, "t": 40, "b": 45},
             "height": 340,
             "yaxis": {"title": {"text": y}, "rangemode": "tozero"},

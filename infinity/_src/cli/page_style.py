@@ -33,10 +33,22 @@ CHART: Final[dict[str, Any]] = {
     "paper_bgcolor": "rgba(0,0,0,0)",
     "plot_bgcolor": "rgba(0,0,0,0)",
     "font": {"color": GREY},
+    "autotypenumbers": "strict",
+    "hovermode": "closest",
+    "hoverlabel": {"align": "left"},
     "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": GREY, "activecolor": BLUE},
 }
-"""Layout of each chart: the page is its background."""
-AXIS: Final = {"gridcolor": _GRID, "zerolinecolor": _GRID, "linecolor": GREY}
+"""Layout of each chart: the page is its background. plotly takes 13 ms to copy one of its own
+templates into a chart."""
+AXIS: Final[dict[str, Any]] = {
+    "gridcolor": _GRID,
+    "zerolinecolor": _GRID,
+    "zerolinewidth": 2,
+    "linecolor": GREY,
+    "ticks": "",
+    "automargin": True,
+    "title": {"standoff": 15},
+}
 
 _PAGES_STYLE = f"""
 :root {{ color-scheme: light dark; --page: {PAGES["light"]}; --text: #1f2328; --muted: #57606a; }}
