@@ -35,14 +35,22 @@ LINE_BYTES_MAX: Final = 1 << 20
 
 class MetricsFile:
     """Writer of a metrics.jsonl. path: None for a rank that writes no file. keeps: append to an
-    existing file.
+    existing file. Otherwise the first step replaces an existing file; if there is no step until
+    `close`, the existing file stays and no new one is left.
     """
 
     def __init__(self, path: Path | None, *, keeps: bool = False) -> None:
         self._path = path
-        mode = "a" if keeps else "w"
+        # Where the record of an earlier run waits for the first step; None once it has come.
+        self._earlier: Path | None = None
         if path is not None and keeps and path.is_file():
             _mend(path)
+        elif path is not None and not keeps:
+            self._earlier = path.with_name(path.name + ".earlier")
+            # One that a kill has left has steps, which `path` then has not.
+            if path.is_file() and not self._earlier.exists():
+                path.rename(self._earlier)
+        mode = "a" if keeps else "w"
         self._file: IO[str] = (path or Path(os.devnull)).open(mode, encoding="utf-8", buffering=1)
 
     def cut(self, step: int) -> None:
@@ -69,10 +77,19 @@ class MetricsFile:
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def add(self, kind: str, record: dict[str, Any]) -> None:
+        if kind == "step" and self._earlier is not None:
+            self._earlier.unlink(missing_ok=True)
+            self._earlier = None
         self._file.write(json.dumps({"kind": kind, **record}) + "\n")
 
     def close(self) -> None:
         self._file.close()
+        if self._earlier is None or self._path is None:
+            return
+        self._path.unlink(missing_ok=True)
+        if self._earlier.exists():
+            self._earlier.rename(self._path)
+        self._earlier = None
 
 
 def _mend(path: Path) -> None:

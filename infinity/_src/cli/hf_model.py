@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,8 @@ def quiet_transformers() -> Any:
         raise ValueError(
             f"Hugging Face models need transformers: {install_line(EXTRA)}"
         ) from error
+    # It warns of names that it will rename, which newer releases alone have.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers

@@ -88,6 +88,9 @@ class _Csv:
                 rows.setdefault(row["step"], {"step": row["step"]}).update(reported(row))
             elif row["kind"] == "held_out":
                 rows.setdefault(row["step"], {"step": row["step"]})["held_out_loss"] = row["loss"]
+        if not any("loss" in row for row in rows.values()):
+            # The run has taken no step.
+            return
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()

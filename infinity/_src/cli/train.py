@@ -36,8 +36,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -154,14 +154,17 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
     try:
         with ranks.signals:
             with ExitStack() as stack:
+                run: _Run | None = None
                 try:
-                    status = _Run(options, shown, stack, ranks).run()
+                    run = _Run(options, shown, stack, ranks)
+                    status = run.run()
                 except (KeyboardInterrupt, Exception) as error:
                     # Before anything is closed: closing disconnects other ranks, which must find
                     # this rank's error recorded.
                     reported, tells = True, ranks.tells(error)
                     if tells:
-                        say_error(console, error, options, ranks)
+                        kept = run is not None and bool(run.records)
+                        say_error(console, error, options, ranks, kept=kept)
                     raise
             # Wait for all ranks, since torchrun ends the remaining ranks when one has ended, and
             # agree on a signal, so that all return the same status.
@@ -255,13 +258,13 @@ class _Run:
         self.small = self._make_small_state(found)
         self._choose_source(found)
         if ranks.first:
-            # After all that may refuse the options: a mistake leaves no directory.
-            _make_out(options.out)
+            _make_out(options.out, stack)
+        self._load(stack)
+        # Only now: loading may refuse the options, and measurements of drives and memory may fail.
         self.metrics = MetricsFile(
             options.out / FILE_NAME if ranks.first else None, keeps=self.source is not None
         )
         stack.callback(self.metrics.close)
-        self._load(stack)
         self.optimizer = inf.AdamW(
             self.model.parameters(), lr=options.lr, weight_decay=options.weight_decay
         )
@@ -934,11 +937,12 @@ class _Run:
         return found
 
     def _leave_files(self) -> None:
-        if not self.ranks.first:
+        # Without a step they would show nothing, and would replace those of an earlier run.
+        if not (self.records and self.ranks.first):
             return
         if not self.options.no_trace:
             self.handle.trace(self.options.out / "trace.json")
-        if self.records and not plot_loss(
+        if not plot_loss(
             [*self.earlier_records, *self.records], self.held_out, self.options.out / "loss.png"
         ):
             self._say(f"no loss.png: {escape(not_installed('matplotlib'))}")
@@ -1007,13 +1011,24 @@ class _Run:
         say(self.console, text)
 
 
-def _make_out(out: Path) -> None:
+def _make_out(out: Path, stack: ExitStack) -> None:
+    """Make --out. `stack` removes again what is left empty, as after a mistake."""
+    stack.callback(_remove_empty, [each for each in (out, *out.parents) if not each.exists()])
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"--out {out} cannot be made: {error.strerror}; name a directory of yours"
         ) from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {out} cannot be written to; name a directory of yours")
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    # Not empty, or removed by the user: what is left is no mistake of this command.
+    with suppress(OSError):
+        for each in directories:
+            each.rmdir()
 
 
 def _earlier_records(out: Path) -> list[StepRecord]:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from infinity._src.base import console as lines
 from infinity._src.base.console import say, to_stderr
-from infinity._src.base.metrics_file import FILE_NAME
 from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli.stop_signals import Stopped
 from infinity._src.cli.torchrun import Joined
@@ -26,18 +25,18 @@ def say_error(
     error: BaseException,
     options: argparse.Namespace | None = None,
     ranks: Joined | None = None,
+    *,
+    kept: bool = False,
 ) -> None:
     """Print an error in one line, with the rank if there are several. On several ranks print the
-    traceback of an unforeseen error, too; on one rank the caller shows it.
+    traceback of an unforeseen error, too; on one rank the caller shows it. kept: steps have been
+    recorded.
     """
     if isinstance(error, KeyboardInterrupt):
         assert options is not None
-        # A signal may come before anything is written.
-        kept = "nothing was written yet"
-        if (options.out / FILE_NAME).exists():
-            kept = f"what was measured so far is in {options.out}"
+        left = f"what was measured so far is in {options.out}" if kept else "no step was recorded"
         what = f"{error}: stopped at once" if isinstance(error, Stopped) else "interrupted"
-        say(to_stderr(console), f"{what}; {kept}", markup=False)
+        say(to_stderr(console), f"{what}; {left}", markup=False)
         return
     several = ranks is not None and ranks.world > 1
     if not is_foreseen(error):

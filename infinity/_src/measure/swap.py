@@ -301,17 +301,17 @@ def check_directories(directories: Sequence[Path]) -> None:
     missing = [str(directory) for directory in directories if not directory.exists()]
     if missing:
         raise ValueError(
-            f"directory {', '.join(missing)} does not exist; create it, or name another with --dir"
+            f"directory {', '.join(missing)} does not exist; create it, or name another"
         )
     for directory in directories:
         if not directory.is_dir():
-            raise ValueError(f"{directory} is not a directory; name one with --dir")
+            raise ValueError(f"{directory} is not a directory; name one")
         if not os.access(directory, os.W_OK | os.X_OK):
             raise ValueError(
-                f"directory {directory} cannot be written to by this user; name another with --dir"
+                f"directory {directory} cannot be written to by this user; name another"
             )
     if len({directory.resolve() for directory in directories}) != len(directories):
-        raise ValueError(f"--dir names a directory twice: {', '.join(map(str, directories))}")
+        raise ValueError(f"a directory is named twice: {', '.join(map(str, directories))}")
 
 
 def check_room(directories: Sequence[Path], size_bytes: int) -> None:

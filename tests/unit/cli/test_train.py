@@ -188,8 +188,11 @@ class OwnLoss(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined
 def test_a_model_that_cannot_run_in_slices_is_told_the_other_order(
     model_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = ("--out", tmp_path / "out")
-    arguments: list[str | Path] = ["--text", text, *out, *SMALL, "--accumulate", "2", "--no-save"]
+    out = tmp_path / "out"
+    arguments: list[str | Path] = ["--text", text, *SMALL, "--accumulate", "2", "--no-save"]
+    arguments += ["--out", out, "--report-to", "csv"]
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("the record of an earlier run")
     # What shows in forward alone.
     block = modeling_llama.LlamaDecoderLayer
     own_forward = block.forward
@@ -205,6 +208,9 @@ def test_a_model_that_cannot_run_in_slices_is_told_the_other_order(
     assert status == 2
     assert "writes to a tensor or to an object among its arguments" in shown
     assert "With --schedule horizontal micro-batches pass the model one by one" in shown
+    # A run without a step replaces nothing.
+    assert [file.name for file in out.iterdir()] == ["metrics.jsonl"]
+    assert (out / "metrics.jsonl").read_text() == "the record of an earlier run"
     # What is known before anything is loaded.
     sizes = transformers.AutoConfig.from_pretrained(model_directory)
 
@@ -402,6 +408,7 @@ def test_gradients_spill_past_the_memory_that_is_given(
     ("change", "message"),
     [
         (["--ram", "1KiB"], "smallest budget"),
+        (["--nvme", "gone", "--params", "nvme"], "gone does not exist; create it, or name another"),
         (["--seq", "5000"], "--seq"),
         (["--steps", "0"], "--steps"),
         (["--epochs", "2"], "--steps 6 and --epochs 2 both say how long the run is; give one"),
@@ -436,12 +443,12 @@ def test_a_mistake_is_one_line_that_names_the_fix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("INFINITY_NVME_DIR", raising=False)
-    status, shown = train(
-        model_directory, "--text", text, "--out", tmp_path / "out", *SMALL, *change
-    )
+    out = tmp_path / "runs" / "out"
+    status, shown = train(model_directory, "--text", text, "--out", out, *SMALL, *change)
     assert status == 2
     assert shown.startswith("error:") or "\nerror:" in shown
     assert message in shown
+    assert not out.parent.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -455,7 +462,7 @@ def test_a_signal_while_the_text_is_read_leaves_nothing(
     out = tmp_path / "out"
     status, shown = train(model_directory, "--text", text, "--out", out, *SMALL)
     assert status == 128 + number
-    assert shown.endswith(": stopped at once; nothing was written yet\n")
+    assert shown.endswith(": stopped at once; no step was recorded\n")
     assert not out.exists()
 
 
