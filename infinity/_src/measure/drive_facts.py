@@ -27,6 +27,8 @@ _TOOL_S = 10.0
 _KELVIN = 273
 # NVMe counts data in thousands of blocks of 512 bytes.
 _DATA_UNIT_BYTES = 512_000
+# The bit of an NVMe drive's critical warnings for its temperature; all others are failures.
+_HOT = 2
 # Share of a link's bits that are data, by transfers per second; later generations have 128b/130b.
 _ENCODING = {2.5: 0.8, 5.0: 0.8}
 
@@ -65,7 +67,8 @@ class Raid:
 @dataclasses.dataclass(frozen=True)
 class Health:
     """Figures of a drive's SMART; None for those that it does not have. used_percent: of the life
-    that the drive is rated for, may exceed 100. reason: why nothing was read, or "".
+    that the drive is rated for, may exceed 100. hot: the drive warns of its temperature. reason:
+    why nothing was read, or "".
     """
 
     source: str = ""
@@ -75,6 +78,7 @@ class Health:
     written_bytes: int | None = None
     spare_percent: float | None = None
     failing: bool = False
+    hot: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +115,8 @@ class Drive:
             )
         if health.failing:
             yield f"{self.device}: SMART warns of a failure; replace the drive"
+        if health.hot:
+            yield f"{self.device}: SMART warns of its temperature; cool the drive"
         if health.used_percent is not None and health.used_percent >= WORN_PERCENT:
             yield (
                 f"{self.device}: {health.used_percent:g} % of its rated life is used; plan to "
@@ -329,11 +335,13 @@ def _ask(command: Sequence[str], parse: Callable[[Any], Health]) -> Health:
 def parse_smartctl(found: dict[str, Any]) -> Health:
     """Read the object that `smartctl -j -a` writes."""
     log = _part(found, "nvme_smart_health_information_log")
-    temperature = _float(_part(found, "temperature").get("current"))
-    # From version 7.4 on smartctl says it for every kind of drive.
+    # Adapters without a thermometer write 0.
+    temperature = _float(_part(found, "temperature").get("current")) or None
+    # From version 7.5 on smartctl says it for every kind of drive.
     used = _float(_part(found, "endurance_used").get("current_percent"))
     written = _float(log.get("data_units_written"))
     passed = _part(found, "smart_status").get("passed")
+    warning = _float(log.get("critical_warning"))
     health = Health(
         "smartctl",
         "",
@@ -341,7 +349,8 @@ def parse_smartctl(found: dict[str, Any]) -> Health:
         used if used is not None else _float(log.get("percentage_used")),
         None if written is None else int(written) * _DATA_UNIT_BYTES,
         _float(log.get("available_spare")),
-        passed is False or bool(_float(log.get("critical_warning"))),
+        # An NVMe drive that is only hot has not passed, either.
+        *((passed is False, False) if warning is None else _failing_and_hot(warning)),
     )
     if passed is None and temperature is None and not log:
         messages = _part(found, "smartctl").get("messages") or [{}]
@@ -354,22 +363,26 @@ def parse_nvme(found: dict[str, Any]) -> Health:
     """Read the object that `nvme smart-log -o json` writes."""
     kelvin, written = _float(found.get("temperature")), _float(found.get("data_units_written"))
     warning = found.get("critical_warning")
-    # Newer versions write an object with the bits' names beside the value.
-    value = warning.get("value") if isinstance(warning, dict) else warning
-    # Older and newer versions name these differently.
-    used = found.get("percent_used", found.get("percentage_used"))
-    spare = found.get("avail_spare", found.get("available_spare"))
+    # Versions 2.11 and 2.12 write an object with the bits' names beside the value.
+    value = _float(warning.get("value") if isinstance(warning, dict) else warning)
+    used = _float(found.get("percent_used"))
     if kelvin is None and used is None:
         return Health("nvme", str(found.get("error") or "nvme-cli named no figures"))
     return Health(
         "nvme",
         "",
-        None if kelvin is None else kelvin - _KELVIN,
-        _float(used),
+        # A drive that does not report its temperature has 0.
+        kelvin - _KELVIN if kelvin else None,
+        used,
         None if written is None else int(written) * _DATA_UNIT_BYTES,
-        _float(spare),
-        bool(_float(value)),
+        _float(found.get("avail_spare")),
+        *_failing_and_hot(value or 0.0),
     )
+
+
+def _failing_and_hot(warning: float) -> tuple[bool, bool]:
+    bits = int(warning)
+    return bool(bits & ~_HOT), bool(bits & _HOT)
 
 
 def _part(found: dict[str, Any], name: str) -> dict[str, Any]:
@@ -378,6 +391,9 @@ def _part(found: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _float(value: Any) -> float | None:
+    # nvme-cli 2.1 to 2.3 writes counters of 128 bits as text.
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value):
+        return float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value)

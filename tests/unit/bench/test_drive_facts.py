@@ -179,11 +179,33 @@ def test_both_tools_are_read_alike() -> None:
     assert (nvme.temperature_c, nvme.used_percent, nvme.written_bytes) == (41, 3, 12288 * 10**9)
     told = Drive("nvme0n1", None, health).describe()
     assert "41 °C, 3 % of its rated life used, 12.3 TB written" in told
-    assert parse_nvme({**NVME, "critical_warning": {"value": 4}}).failing
-    worn = {**SMARTCTL, "smart_status": {"passed": False}}
-    worn["endurance_used"] = {"current_percent": 97}
+    # As nvme-cli 2.1 to 2.3 writes a counter of 128 bits.
+    for text in ("24000000", "24000000.000000"):
+        assert parse_nvme({**NVME, "data_units_written": text}) == nvme
+    worn = {"smart_status": {"passed": False}, "endurance_used": {"current_percent": 97}}
     warnings = list(Drive("sda", None, parse_smartctl(worn)).warnings())
     assert [words in warning for words, warning in zip(("failure", "97 %"), warnings, strict=True)]
+
+
+def test_a_hot_drive_is_not_a_failing_one() -> None:
+    for bits, words in ((2, ["cool the drive"]), (4, ["replace"]), (6, ["replace", "cool"])):
+        log = {**SMARTCTL["nvme_smart_health_information_log"], "critical_warning": bits}
+        status = {"passed": False, "nvme": {"value": bits}}
+        found = {**SMARTCTL, "smart_status": status, "nvme_smart_health_information_log": log}
+        for health in (
+            parse_smartctl(found),
+            parse_nvme({**NVME, "critical_warning": bits}),
+            parse_nvme({**NVME, "critical_warning": {"value": bits, "temp_threshold": 1}}),
+        ):
+            warnings = list(Drive("nvme0n1", None, health).warnings())
+            assert len(warnings) == len(words)
+            assert all(word in warning for word, warning in zip(words, warnings, strict=True))
+
+
+def test_a_drive_without_a_thermometer_has_no_temperature() -> None:
+    """Such drives report 0, which is no temperature in either unit."""
+    assert parse_nvme({**NVME, "temperature": 0}).temperature_c is None
+    assert parse_smartctl({**SMARTCTL, "temperature": {"current": 0}}).temperature_c is None
 
 
 @pytest.mark.parametrize("found", [{}, {"smartctl": 1}, {"smartctl": {"messages": ["x"]}}])
