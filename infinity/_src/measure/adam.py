@@ -23,12 +23,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from infinity._src.base.sizes import format_size
 from infinity._src.cabi import native
 from infinity._src.cabi.records import PIECE_NUMEL, QUANT_GROUP, Master, Moments, piece_count
 from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype
+from infinity.aio._memory_limits import memory_left_bytes
 
 CACHE_NUMEL = 2 * PIECE_NUMEL
 MEMORY_NUMEL = 16 << 20
+_BYTES_PER_PARAM = 120
 STATES = {
     "exact": Format.SPLIT,
     "bf16": Format(Master.SPLIT, Moments.BF16, 2),
@@ -235,8 +238,8 @@ def measure_adam(
     numel: int = MEMORY_NUMEL,
     progress: Progress | None = None,
 ) -> AdamFigures:
-    """Measure every kernel on `threads` threads. Blocks for about 15 s; takes about 120 bytes of
-    memory per parameter of `numel`.
+    """Measure every kernel on `threads` threads. Blocks for about 15 s; takes about
+    `_BYTES_PER_PARAM` bytes of memory per parameter of `numel`.
 
     Raises: ValueError without native kernels, or for arguments out of range.
     """
@@ -246,9 +249,17 @@ def measure_adam(
             "what to do"
         )
     if threads < 1 or rounds < 1:
-        raise ValueError(f"threads={threads}, rounds={rounds}: both must be at least 1")
+        raise ValueError(f"--threads {threads}, --rounds {rounds}: both must be at least 1")
     if numel < threads * PIECE_NUMEL:
-        raise ValueError(f"numel={numel} is too small; use at least {threads * PIECE_NUMEL}")
+        raise ValueError(
+            f"--numel {numel} is too small for {threads} threads; use at least "
+            f"{threads * PIECE_NUMEL}"
+        )
+    if _BYTES_PER_PARAM * numel > (left := memory_left_bytes()):
+        raise ValueError(
+            f"--numel {numel} takes about {format_size(_BYTES_PER_PARAM * numel)} of memory, and "
+            f"{format_size(left)} are left; use a smaller one"
+        )
     say = progress or (lambda _phase, _share: None)
     before = native.isa()
     # The instruction set and torch's number of threads are settings of the process: `undo` restores

@@ -228,6 +228,7 @@ def _forecast(
 
 def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure, show, and return the record."""
+    _check_sweep(options)
     directories = options.dir or hardware.default_directories()
     # Check first, since `_default_size` reads the free space.
     check_directories(directories)
@@ -252,6 +253,18 @@ def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     if swept is not None and options.json is not None and str(options.json) != "-":
         say(console, f'use it: Policy(io="{options.json}")', markup=False)
     return record
+
+
+def _check_sweep(options: argparse.Namespace) -> None:
+    """Raise ValueError for options that --sweep, or its absence, would leave without effect."""
+    for option, unused in (
+        ("--sweep-blocks", options.sweep or options.sweep_blocks == sweep.BLOCKS),
+        ("--sweep-depths", options.sweep or options.sweep_depths == sweep.DEPTHS),
+    ):
+        if not unused:
+            raise ValueError(f"{option} without --sweep, which it belongs to: add --sweep")
+    if options.sweep and options.block_size is not None:
+        raise ValueError("--block-size beside --sweep, which finds it: leave one out")
 
 
 def _run_sustained(

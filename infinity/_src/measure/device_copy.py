@@ -67,10 +67,10 @@ def measure_copy(
     Raises: ValueError for block sizes or rounds out of range.
     """
     if rounds < 1:
-        raise ValueError(f"rounds={rounds} must be at least 1")
+        raise ValueError(f"--rounds {rounds} must be at least 1")
     for block in blocks:
         if not 4096 <= block <= moved_bytes:
-            raise ValueError(f"block_bytes={block} must be 4096 to {moved_bytes}")
+            raise ValueError(f"--blocks {block}: a block must have 4096 to {moved_bytes} bytes")
     try:
         import torch
     except ImportError as error:

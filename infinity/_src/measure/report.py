@@ -38,6 +38,7 @@ phases, on a terminal only.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -65,7 +66,7 @@ from infinity._src.measure.adam import AdamFigures
 from infinity._src.measure.device_copy import CopyFigures
 from infinity._src.measure.drive_facts import Facts
 from infinity._src.measure.sustained import SustainedFigures
-from infinity._src.measure.swap import KINDS, SwapFigures
+from infinity._src.measure.swap import KINDS, SHORT_S, SwapFigures
 from infinity._src.measure.sweep import SweepFigures
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -303,6 +304,12 @@ def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
             notes.append(
                 f"{drive.path}: fitted to device and backend: {block} blocks, depth {drive.depth}"
             )
+    shortest_s = min(phase.seconds for phase in figures.phases.values())
+    if shortest_s < SHORT_S:
+        notes.append(
+            f"the shortest phase took {shortest_s * 1e3:.0f} ms, too short to tell a drive's rate: "
+            "give a larger --size, or --seconds"
+        )
     if figures.huge_page_share < 0.9:
         notes.append("without huge pages drives are slower; see `infinity doctor`")
     return notes
@@ -436,7 +443,9 @@ def check_plot(path: Path | None) -> None:
 
 
 def draw(record: Mapping[str, Any], path: Path | None) -> None:
-    """Draw a record of `infinity._src.measure.report` into `path`; None draws nothing."""
+    """Draw a record of `infinity._src.measure.report` into `path`, whole or not at all; None draws
+    nothing.
+    """
     if path is None:
         return
     # Imported here, since matplotlib is optional; not pyplot, which would look for a display.
@@ -453,7 +462,9 @@ def draw(record: Mapping[str, Any], path: Path | None) -> None:
     figure.suptitle(
         f"{machine['cpu']}, Linux {machine['kernel']}, {record['time'][:10]}", fontsize=9
     )
-    figure.savefig(path, dpi=150)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format=path.suffix[1:].lower())
+    write_named(path, drawn.getvalue())
 
 
 def _swap(axes: Any, record: Mapping[str, Any]) -> None:

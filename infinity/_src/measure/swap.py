@@ -35,6 +35,7 @@ from infinity._src.cabi.records import ALIGNMENT_BYTES
 from infinity._src.measure.reference import Reference, check_reference, open_reference
 from infinity._src.measure.streams import CHUNK_BYTES, Chunks, Content, Sample, Streams, is_hole
 from infinity.aio import DriveStats, IoSettings
+from infinity.aio._settings import DEPTH_MAX
 from infinity.errors import AioError
 
 # -- Figures ---------------------------------------------------------------------------------------
@@ -95,6 +96,11 @@ class PhaseFigures:
     def of_limit(self) -> float | None:
         """The median of achieved / limit."""
         return statistics.median(self.of_limit_rounds) if self.limit_samples else None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the shortest sample, of either arm."""
+        return min(max(sample.drive_s) for sample in (*self.samples, *self.limit_samples))
 
     @property
     def cpu_s_per_gb(self) -> float:
@@ -237,6 +243,8 @@ def drive_as_dict(drive: DriveStats) -> dict[str, Any]:
 
 
 CHECKSUMS = ("off", "sample", "full")
+SHORT_S = 0.1
+"""A phase as short as this is no measurement: it begins and ends while others still run."""
 
 Progress = Callable[[str, float], None]
 """Called with the phase's name and the share that is done, 0 to 1."""
@@ -265,24 +273,21 @@ class SwapTask:
     def __post_init__(self) -> None:
         if self.size_bytes < 4 * CHUNK_BYTES:
             raise ValueError(
-                f"size={self.size_bytes} bytes is too small to measure; use at least "
+                f"--size {self.size_bytes} is too small to measure; use at least "
                 f"{4 * CHUNK_BYTES >> 20}MiB"
             )
         if self.rounds < 1:
-            raise ValueError(f"rounds={self.rounds} must be at least 1")
+            raise ValueError(f"--rounds {self.rounds} must be at least 1")
         if not 0 < self.phase_s < 3600:
-            raise ValueError(f"seconds={self.phase_s} must be above 0 and below 3600")
-        if self.checksums not in CHECKSUMS:
+            raise ValueError(f"--seconds {self.phase_s} must be above 0 and below 3600")
+        block = self.block_bytes
+        if block is not None and (block > CHUNK_BYTES or block < 1 or block % ALIGNMENT_BYTES):
             raise ValueError(
-                f"checksums={self.checksums!r} is not known; use one of {', '.join(CHECKSUMS)}"
+                f"--block-size {block} must be a multiple of {ALIGNMENT_BYTES}, at most "
+                f"{CHUNK_BYTES} (4.5 MiB, a chunk)"
             )
-        if self.block_bytes is not None and self.block_bytes > CHUNK_BYTES:
-            raise ValueError(
-                f"block_bytes={self.block_bytes} is more than a chunk has; use at most "
-                f"{CHUNK_BYTES} (4.5 MiB)"
-            )
-        # IoSettings checks both, as for the engine.
-        aio.IoSettings(block_bytes=self.block_bytes, depth=self.depth)
+        if not 2 <= self.depth <= DEPTH_MAX:
+            raise ValueError(f"--depth {self.depth} must be 2 to {DEPTH_MAX}; 32 suits most drives")
         check_reference(self.limit)
         check_directories(self.directories)
         # The reference needs files as large as the executor's.

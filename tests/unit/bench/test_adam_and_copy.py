@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,6 +61,25 @@ def test_the_kernels_json_and_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert command.main(["adam", "--threads", "0"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["adam", "--rounds", "0"], "--rounds 0"),
+        (["adam", "--numel", "0"], "--numel 0 is too small for 1 threads"),
+        (["adam", "--numel", "1000000000000000"], "of memory, and "),
+        (["copy", "--rounds", "0"], "--rounds 0"),
+        (["copy", "--blocks", "1M,1"], "--blocks 1: "),
+    ],
+)
+def test_a_number_out_of_range_is_named_with_its_option(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(arguments) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert message in shown.err
+
+
 def test_without_a_device_copy_says_so_and_is_no_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -82,8 +104,16 @@ def test_copies_are_measured_where_there_is_a_device(tmp_path: Path) -> None:
     assert all(row["gbps"] > 0 for row in found["rows"])
 
 
-def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
+def cut_off(_figure: Any, target: Any, **_given: Any) -> None:
+    if isinstance(target, Path):
+        target.write_bytes(b"half")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_pictures_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Figure = pytest.importorskip("matplotlib.figure").Figure
     monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
     picture = tmp_path / "swap.png"
     arguments = [
@@ -94,12 +124,18 @@ def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     swept = ["--sweep", "--sweep-blocks", "1M", "--sweep-depths", "4,8"]
     assert command.main(["swap", *arguments, *swept, "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "too short to tell a drive's rate" in capsys.readouterr().out
     svg = tmp_path / "adam.svg"
     assert command.main(["adam", "--rounds", "1", "--numel", "65536", "--plot", str(svg)]) == 0
     assert "<svg" in svg.read_text()
     empty = tmp_path / "copy.pdf"
     assert command.main(["copy", "--rounds", "1", "--plot", str(empty)]) == 0
     assert empty.stat().st_size > 0
+    # One that cannot be written whole leaves the one before.
+    monkeypatch.setattr(Figure, "savefig", cut_off)
+    assert command.main(["copy", "--rounds", "1", "--plot", str(empty)]) == 2
+    assert empty.stat().st_size > 4
+    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg", ".pdf"}
 
 
 def test_a_picture_without_matplotlib_names_the_extra_before_anything_is_measured(
