@@ -24,7 +24,7 @@ from infinity._src.cli.plan_tables import (
     prediction_record,
 )
 from infinity._src.measure.command import Forecast, Meaning
-from infinity._src.plan.predict import Prediction, predict
+from infinity._src.plan.predict import EFFICIENCY, Prediction, predict
 from infinity._src.plan.search import search
 from infinity._src.plan.workload import Job, ModelShape
 from infinity.aio import IoSettings
@@ -83,9 +83,11 @@ def _lines(shape: ModelShape, found: Prediction) -> Iterator[str]:
             f"day: new drives last {format_days(found.days)}"
         )
         if found.bottleneck != "drives":
-            days = format_days(found.days * drives_s / found.step_s)
+            # Expected like step_s: the limit over the share of it that a step reaches.
+            step_s = drives_s / EFFICIENCY
+            days = format_days(found.days * step_s / found.step_s)
             yield (
-                f"  with compute as fast as the drives: {format_seconds(drives_s)} s a step, new "
+                f"  with compute as fast as the drives: {format_seconds(step_s)} s a step, new "
                 f"drives last {days}"
             )
         source = machine.sources["tbw"]

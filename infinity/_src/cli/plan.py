@@ -36,6 +36,7 @@ from infinity._src.cli.plan_tables import (
     as_record,
     deepspeed_record,
     deepspeed_table,
+    format_seconds,
     show_tables,
 )
 from infinity._src.config.choices import SCHEDULES, given_fields
@@ -448,8 +449,9 @@ def describe_model(model: Path, drives: Sequence[DirectoryProbe]) -> tuple[str, 
     now = ways[0] if ways else predict(shape, machine, job)
     value = (
         f"{shape.name}: {shape.params / 1e9:.2f} B parameters; {format_size(now.nvme.bytes)} on "
-        f"the drives, {format_size(now.nvme.there_is or 0.0)} are free; {now.step_s:.3g} s/step of "
-        f"{sequence:,} tokens (forecast with assumed rates: `infinity plan` takes yours)"
+        f"the drives, {format_size(now.nvme.there_is or 0.0)} are free; "
+        f"{format_seconds(now.step_s)} s/step of {sequence:,} tokens (forecast with assumed rates: "
+        "`infinity plan` takes yours)"
     )
     if not now.fits:
         return value, "; ".join(now.why_not)

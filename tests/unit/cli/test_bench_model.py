@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,16 @@ def test_drives_twice_as_fast_need_half_the_time_and_a_rating_is_days(
     assert "each drive is rated for 1200 TB, given" in "\n".join(rated.lines)
     assert "600 TB, assumed" in "\n".join(slow.lines)
     # Compute bounds the step with drives that are fast enough; what they could do is said, too.
-    assert "with compute as fast as the drives" in "\n".join(forecast(1e12).lines)
+    computes = forecast(1e12)
+    ((step_s, days),) = re.findall(
+        r"compute as fast as the drives: (\S+) s a step, new drives last (\S+) days",
+        "\n".join(computes.lines),
+    )
+    # In as many times the drives' time as a step that drives bound.
+    at_drives = computes.record["drives_s"] * slow.record["step_s"] / slow.record["drives_s"]
+    assert float(step_s) == pytest.approx(at_drives, rel=1e-2)
+    all_days = computes.record["drive_days"] * at_drives / computes.record["step_s"]
+    assert float(days) == pytest.approx(all_days, rel=0.1, abs=0.1)
     assert "with compute" not in "\n".join(slow.lines)
 
 

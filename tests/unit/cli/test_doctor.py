@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,15 @@ def test_a_model_is_told_with_its_room_and_what_does_not_fit(
     monkeypatch.setattr(plan.numa, "core_count", lambda cpus: 3)
     assert plan.machine_here([probe]).cores == 3
     assert "s/step of 512 tokens" in found.value
+    with monkeypatch.context() as patch:
+        searched = plan.search
+
+        def slow(*given: Any, **how: Any) -> types.SimpleNamespace:
+            ways = searched(*given, **how).ways
+            return types.SimpleNamespace(ways=[dataclasses.replace(ways[0], step_s=1496.7)])
+
+        patch.setattr(plan, "search", slow)
+        assert "; 1,497 s/step of" in doctor._model(tmp_path / "small", [probe]).value
     full = doctor._model(tmp_path / "small", [dataclasses.replace(probe, free_bytes=1 << 20)])
     assert full.warning.startswith("NVMe: ")
     assert "give one with --dir" in doctor._model(tmp_path / "small", []).warning
