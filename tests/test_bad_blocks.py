@@ -65,7 +65,7 @@ def test_a_bad_block_changes_no_bit(
     assert (ours.stats.moved_writes, ours.stats.kept_chunks) == (1, 0)
     (told,) = [text for text in caplog.messages if "refused a write" in text]
     assert str(tmp_path) in told
-    assert "4 spare ranges are left" in told
+    assert "4 reserved ranges remain" in told
 
 
 def test_a_place_that_refuses_the_first_states_is_counted_once_and_stays_reserved(

@@ -289,7 +289,7 @@ def test_a_bad_block_below_spilled_gradients_changes_no_bit(
     assert_same(result, harness.reference(DEEP))
     assert (result.stats.moved_writes, result.stats.kept_chunks) == (1, 0)
     (told,) = [text for text in caplog.messages if "refused a write" in text]
-    assert "4 spare ranges are left" in told
+    assert "4 reserved ranges remain" in told
 
 
 @pytest.mark.parametrize(

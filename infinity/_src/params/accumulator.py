@@ -8,12 +8,11 @@
 
 Invariants. The log is replayed with one fp32 operation per entry, so clipping needs no pass over
 the gradients and loses no bits. A norm is that of the fp32 gradient with the log replayed, bit for
-bit what torch computes there, for parameters of up to `NORM_PIECE_NUMEL` elements; larger ones take
-the norm of the norms of pieces (a fixed rule, it bounds the scratch).
+bit what torch computes there, for parameters of up to `NORM_PIECE_NUMEL` elements. A larger one
+takes the norm of its pieces' norms, which bounds the scratch.
 
-The one rounding: a further gradient for an accumulator with a log first replays the log in fp32 and
-rounds the result to the accumulator's dtype, because a sum cannot be scaled afterwards by a factor
-that was meant for its first part.
+One case rounds: adding a gradient to an accumulator with a log first replays the log in fp32 and
+rounds to the accumulator's dtype, because the log's factors apply only to the sum so far.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ _REPLAYED: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "clamp_min": torch.Tensor.clamp_min_,
     "clamp_max": torch.Tensor.clamp_max_,
 }
-"""Operations in place on an fp32 tensor, by the kind of a log's entry; the kernels replay the same
-by `LogKind`."""
+"""In-place operations on an fp32 tensor, by kind of log entry; the kernels use `LogKind` for them.
+"""
 
 
 def is_exact(entry: LogEntry) -> bool:
     """Return whether an entry changes no bit of any gradient: a factor of 1, as clipping by norm
-    leaves it where nothing is clipped."""
+    applies to gradients below the bound."""
     kind, number = entry
     return kind in ("mul", "div") and number == 1.0
 
@@ -111,7 +110,7 @@ def norm_of_norms(norms: Sequence[float], order: float, dtype: torch.dtype) -> f
     """Compute the norm of a tensor from those of its parts. dtype: that of the sum."""
     if len(norms) == 1:
         return norms[0]
-    # The norm of order 0 counts what is not zero.
+    # The norm of order 0 counts nonzero elements.
     if order == 0:
         return float(sum(norms))
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype), order))
@@ -130,8 +129,8 @@ class AccumulatorState(enum.Enum):
 
 
 class GradBacking(Protocol):
-    """Storage of the gradients of several accumulators outside of memory of their own:
-    `infinity._src.params.spill` implements it on NVMe."""
+    """Shared storage for the gradients of several accumulators; `infinity._src.params.spill`
+    implements it on NVMe."""
 
     def read(self, accumulator: GradAccumulator) -> torch.Tensor:
         """Return the accumulator's values [this rank's part], valid until the next call. Blocks.
@@ -143,11 +142,11 @@ class GradBacking(Protocol):
 
 
 class AccumulatorReader(Protocol):
-    """Reader of an accumulator's storage, asked before the storage is written: an update that is
-    under way, or one that may be undone and made again from it."""
+    """Reader of an accumulator's storage, asked before a write: a running update, or one that may
+    be undone and repeated from this storage."""
 
     def before_write(self, accumulator: GradAccumulator, /) -> None:
-        """Return when the accumulator may be written. Blocks for as long as that takes."""
+        """Block until the accumulator may be written."""
 
 
 class ReadByUpdate:
@@ -163,9 +162,9 @@ class ReadByUpdate:
 
 
 def wait_through(ticket: Ticket) -> None:
-    """Block until an update is done, whether it succeeded or failed."""
+    """Block until an update has succeeded or failed."""
     if not ticket.done:
-        # Its fault is raised elsewhere, once: `StepPipeline.raise_fault` finds the failed ticket.
+        # `StepPipeline.raise_fault` finds the failed ticket and raises its fault, once.
         with contextlib.suppress(AioError):
             ticket.wait()
 
@@ -177,8 +176,8 @@ class GradAccumulator:
     `tensor` is the accumulator's storage, 1-D CPU, of the gradient dtype: this rank's part of the
     parameter (all of it on one rank, nothing where the shard holds none). `guard` sets the reader
     that is asked before the storage is written, so that a pending update has read the gradient
-    first. An accumulator with a `backing` has its values there: `tensor` asks it each time. Updates
-    read a backing by themselves, so such an accumulator needs no reader.
+    first. If the accumulator has a `backing`, the backing stores the values, and `tensor` reads it
+    each time. Updates read a backing by themselves, so such an accumulator needs no reader.
     """
 
     proxy: torch.Tensor  # what `p.grad` is while the accumulator holds a gradient
@@ -219,18 +218,17 @@ class GradAccumulator:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Storage [part of the parameter]. May be set to one of the same size, which the caller has
-        filled with the values.
+        """Storage [part of the parameter]. May be set to a tensor of the same size and values.
 
-        Spilled: read back if need be, and valid until another accumulator's is asked for.
+        Spilled: read back if necessary, and valid until another accumulator's tensor is read.
         """
-        # The copy from the device may still be filling the storage.
+        # The copy from the device may still be writing the storage.
         self.wait_d2h()
         return self.storage if self.backing is None else self.backing.read(self)
 
     @tensor.setter
     def tensor(self, tensor: torch.Tensor) -> None:
-        # Of an accumulator without backing. A copy from the device may still be filling it.
+        # Without backing. A copy from the device may still be writing it.
         self.storage = tensor
         self.numel, self.dtype = tensor.numel(), tensor.dtype
         self.whole = self.numel == self.shape.numel()  # this rank holds all of the gradient
@@ -238,7 +236,7 @@ class GradAccumulator:
         self._small = self.numel <= _SMALL_NUMEL
 
     def guard(self, reader: AccumulatorReader | None) -> None:
-        """Ask `reader` before the storage is written, from now on; None ends that."""
+        """Call `reader` before each later write to the storage; None: no reader."""
         self._reader = reader
 
     @property
@@ -252,9 +250,9 @@ class GradAccumulator:
         return tensor.view(self.shape) if self.whole else tensor
 
     def move_to(self, tensor: torch.Tensor, backing: GradBacking | None) -> None:
-        """Change to other memory of the same size, or to a backing (`tensor` then is on the meta
-        device). Values go along."""
-        # Read before the backing changes: `tensor` asks the one that is set.
+        """Move the values to other memory of the same size, or to a backing (`tensor` then is on
+        the meta device)."""
+        # Read before the backing changes: `tensor` reads the current backing.
         values = self.tensor if self.state is AccumulatorState.HELD else None
         self.backing, self.tensor = backing, tensor
         if values is not None:
@@ -274,8 +272,8 @@ class GradAccumulator:
     # -- filling -----------------------------------------------------------------------------------
 
     def reconcile(self, current: torch.Tensor | None) -> AccumulatorState:
-        """Make the accumulator agree with what the user left in `p.grad`. Called before a gradient
-        is accumulated, and at the step.
+        """Make the accumulator agree with the user's `p.grad`. Called before a gradient is
+        accumulated, and at the step.
 
         None empties the accumulator; the proxy (or a detached alias of it) keeps it; an ordinary
         tensor is copied in, as the gradient that the user wants.
@@ -295,7 +293,8 @@ class GradAccumulator:
                 )
         else:
             self._assign(current)
-        # Still set: `current` is the old proxy or an alias, since anything else has cleared it.
+        # Still set: `current` is the old proxy or an alias; any other value would have cleared the
+        # mark.
         if self._overwritten:
             raise RuntimeError(
                 f"{self.name}.grad was taken away, and put back after other gradients came: it had "
@@ -310,10 +309,10 @@ class GradAccumulator:
                 f"{self.name}.grad was replaced by a tensor of shape {tuple(grad.shape)}; the "
                 f"engine takes one of shape {tuple(self.shape)}, and only on one rank"
             )
-        # Else the tensor would be added to the gradient that it replaces.
+        # Otherwise the tensor would be added to the gradient that it replaces.
         self.empty()
         self.accumulate(grad)
-        # The tensor is the loop's, which may change it from here on.
+        # The loop may change its tensor later.
         self.wait_d2h()
 
     def accumulate(self, grad: torch.Tensor) -> None:
@@ -340,7 +339,7 @@ class GradAccumulator:
             self.state = AccumulatorState.HELD
             self._accumulations = 1
         else:
-            # A sum cannot be scaled afterwards by a factor meant for its first part.
+            # The log's factors apply only to the sum so far.
             if self.log:
                 self._apply_log()
             target.add_(source if source.device == target.device else source.to(target.device))
@@ -362,7 +361,7 @@ class GradAccumulator:
     def expect_reduction(self, current: torch.Tensor | None) -> bool:
         """Note a gradient of this rank that is reduced later. current: the value of `p.grad`.
         Returns whether it is the first one since the accumulator was cleared or reduced."""
-        # Before `empty`, which clears the mark.
+        # Read first: `empty` clears the mark.
         first = not self.unreduced or current is None
         if current is None:
             self.empty()
@@ -401,7 +400,7 @@ class GradAccumulator:
         """Start copying the sum so far to the device, where backward adds the next gradient. Does
         nothing for an accumulator with a backing or a log, and after this backward's gradient has
         come."""
-        # After this backward's gradient another one is unlikely, and the copy out is under way.
+        # After this backward's gradient another is unlikely, and the copy to RAM is in flight.
         came = self._offloaded_in == offload.backward_count
         if (
             came
@@ -433,10 +432,10 @@ class GradAccumulator:
         self._norm = self._part_norm = self._device_norm = None
 
     def empty(self) -> None:
-        """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may
-        still read it."""
-        # `accumulate` takes the norm with the last gradient of a step, and learns from this count
-        # which one that is.
+        """Forget the gradient, as `p.grad = None` does. The storage stays: an update may still read
+        it."""
+        # `accumulate` computes the norm at the last gradient of a step, which it identifies by this
+        # count.
         if self.state is AccumulatorState.HELD:
             self._accumulations_before = max(1, self._accumulations)
         self.cancel_prefetch()
@@ -449,19 +448,19 @@ class GradAccumulator:
         self._overwritten = False
 
     def mark_overwritten(self) -> None:
-        """Empty a spilled accumulator that is in no `p.grad`, because other gradients take its
-        place. Putting its old proxy back into `p.grad` is an error from then on."""
+        """Empty a spilled accumulator that no `p.grad` refers to, because other gradients overwrite
+        it. Assigning its old proxy to `p.grad` is an error from then on."""
         self.empty()
         self._overwritten = True
 
     def consume(self) -> None:
-        """Empty the accumulator for an update that has taken the gradient. The proxy stays in
-        `p.grad`, and raises when it is asked for values."""
+        """Empty the accumulator after an update took the gradient. The proxy stays in `p.grad`, and
+        raises when the loop reads values."""
         self.empty()
         self.state = AccumulatorState.CONSUMED
 
     def zero(self) -> None:
-        """Set the gradient to zeros; it stays one that the optimizer steps with, as in torch."""
+        """Set the gradient to zeros; the optimizer still steps with it, as in torch."""
         if self.unreduced:
             self.unreduced = False
             self.state = AccumulatorState.HELD
@@ -534,13 +533,13 @@ class GradAccumulator:
         norm does. Saves a pass over gradients that were clipped."""
         if not self.log or self._raw_norm is None:
             return False
-        # Rounded as the elements are, so that the bound holds for each of them.
+        # Rounded like the elements, so that the bound holds for each.
         bound = self._raw_norm
         for kind, value in self.log:
             if not math.isfinite(value) or (kind == "div" and value == 0.0):
                 return False
             if kind in ("clamp_min", "clamp_max"):
-                # An element is what it was, or the clamp's own bound.
+                # A clamped element is unchanged, or one of the clamp's bounds.
                 bound = max(bound, abs(value))
             else:
                 bound = to_fp32(abs(bound * value if kind == "mul" else bound / value))
@@ -558,7 +557,7 @@ class GradAccumulator:
         return self._part_norm
 
     def _known_norm(self) -> float | None:
-        """2-norm of this rank's part, if it was taken. Blocks while the device takes it."""
+        """2-norm of this rank's part, if computed. Blocks while the device computes it."""
         if self._device_norm is not None:
             self.registry.read_device_norms()
         return self._part_norm
@@ -610,7 +609,7 @@ class GradAccumulator:
 
     def _apply_log(self) -> None:
         """Replay the log on the storage: in fp32, then rounded to the accumulator's dtype."""
-        # The copy on the device has no log applied, and cannot be the sum any more.
+        # The device's copy lacks the log, so it is not the sum any more.
         self.cancel_prefetch()
         with self.registry.scratch_lock:
             start = 0
@@ -632,10 +631,10 @@ class GradAccumulator:
             yield part.view(self.shape) if part.numel() == self.shape.numel() else part
 
     def _compute_norm(self, order: float) -> float:
-        # No element of this rank's part: it leaves the norm of the other parts as it is.
+        # This rank has no elements: the norm of the other parts stays.
         if not self.numel:
             return 0.0 if order >= 0 else math.inf
-        # One operation, which raises to fp32 on the way, with the same bits as below.
+        # One operation that also converts to fp32, with the same bits as below.
         if self._small and not self.log:
             return float(torch.linalg.vector_norm(self._shaped, order, dtype=torch.float32))
         # The scratch is shared, and autograd has a thread for each device.
@@ -691,7 +690,7 @@ class GradRegistry:
         )
 
     def reserve(self) -> None:
-        """Allocate the scratch, so that no step does."""
+        """Allocate the scratch before the first step."""
         self._scratch = torch.empty(self.scratch_bytes // 4, dtype=torch.float32)
 
     def release(self) -> None:
@@ -705,13 +704,13 @@ class GradRegistry:
         return self._scratch[:numel]
 
     def read_device_norms(self) -> None:
-        """Read the norms that the device has taken, all at once. Blocks until it has."""
+        """Read all norms that the device computes, at once. Blocks until they are computed."""
         waiting = [
             (accumulator, accumulator._device_norm)
             for accumulator in self.accumulators
             if accumulator._device_norm is not None
         ]
-        # One read for all: each would wait for the device, for four bytes.
+        # One read for all: separate reads would each wait for the device.
         norms = torch.stack([norm for _, norm in waiting]).tolist()
         for (accumulator, _), norm in zip(waiting, norms, strict=True):
             accumulator._part_norm, accumulator._device_norm = norm, None
@@ -719,7 +718,7 @@ class GradRegistry:
     def norms(self, accumulators: Sequence[GradAccumulator], order: float = 2.0) -> list[float]:
         """Return the norms of whole gradients, fp32 values. With several ranks the 2-norms of all
         accumulators are gathered together and cached, so asking for one norm at a time costs one
-        collective, too. Of another order all ranks ask for the same ones.
+        collective, too. For another order all ranks must request the same accumulators.
 
         Raises: RuntimeError for an order that is NaN.
         """
@@ -735,8 +734,7 @@ class GradRegistry:
                 for parts in zip(*rows, strict=True)
             ]
         if any(accumulator._norm is None for accumulator in accumulators):
-            # All accumulators, also the empty ones: the rows then have the same length on every
-            # rank.
+            # Empty accumulators included, so that rows have the same length on every rank.
             parts = [
                 accumulator.part_norm() if accumulator.state is AccumulatorState.HELD else 0.0
                 for accumulator in self.accumulators
@@ -745,7 +743,7 @@ class GradRegistry:
             for accumulator, squares in zip(
                 self.accumulators, zip(*rows, strict=True), strict=True
             ):
-                # One by one: newer Pythons' `sum` rounds otherwise.
+                # A loop: newer Pythons' `sum` rounds differently.
                 total = functools.reduce(operator.add, squares)
                 accumulator._norm = to_fp32(math.sqrt(total)) if total >= 0 else math.nan
         return [accumulator._norm for accumulator in accumulators if accumulator._norm is not None]
@@ -758,8 +756,8 @@ class GradRegistry:
         return all(theirs == [1.0] for theirs in self._gather([float(mine)]))
 
     def factor(self, value: torch.Tensor | float) -> float:
-        """Return a scaling factor as the fp32 number that torch would use. Reads a device scalar
-        once, however often asked."""
+        """Return a scaling factor as the fp32 number that torch would use. Reads each device scalar
+        once."""
         if not isinstance(value, torch.Tensor):
             return to_fp32(float(value))
         # A clipping coefficient scales every gradient: reading it from the device once is enough.
@@ -772,8 +770,7 @@ class GradRegistry:
 
 
 # -- gradient proxies ------------------------------------------------------------------------------
-# What `p.grad` is: clipping by norm and by value, unscaling and zeroing of gradients that rest
-# elsewhere.
+# The tensor in `p.grad`: it clips, unscales and zeroes gradients that rest elsewhere.
 #
 #     backward -> GradAccumulator.accumulate(grad)   the gradient is copied, or added to the sum
 #     p.grad   -> GradProxy                          shape, dtype, device, and no storage; one per
@@ -803,14 +800,14 @@ class GradProxy(torch.Tensor):
 
     accumulator: GradAccumulator
 
-    # Straight to `__torch_dispatch__`: its table knows aten operators alone.
+    # Dispatch goes straight to `__torch_dispatch__`, whose table has only aten operators.
     __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
     def of(accumulator: GradAccumulator, device: torch.device) -> GradProxy:
         """Make a proxy of an accumulator, with the accumulator's dtype; fp32 for an fp16
-        accumulator. Scalings apply to the gradient raised to fp32, and GradScaler refuses to
-        unscale a tensor that says it is fp16."""
+        accumulator. Scalings apply to the gradient in fp32, and GradScaler refuses to unscale an
+        fp16 tensor."""
         dtype = torch.float32 if accumulator.dtype is torch.float16 else accumulator.dtype
         made: GradProxy = torch.Tensor._make_wrapper_subclass(
             GradProxy, accumulator.shape, dtype=dtype, device=device
@@ -844,8 +841,8 @@ class GradProxy(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # `Module.to` and `.cpu()` assign what the conversion gave them, which is this gradient
-        # where nothing changes; an at-rest parameter takes that alike.
+        # `Module.to` and `.cpu()` assign the conversion's result: this gradient, if nothing
+        # changes. An at-rest parameter does the same.
         if not (isinstance(value, GradProxy) and value.accumulator is self.accumulator):
             raise_unsupported(self.accumulator.name, "`.data =`")
 
@@ -900,7 +897,7 @@ def _foreach_norm(
     ours = [grad for grad in grads if isinstance(grad, GradProxy)]
     if dtype not in (None, torch.float32):
         raise_unsupported(ours[0].accumulator.name, f"_foreach_norm in {dtype}")
-    # Checked here: `norms` takes the norm of an empty accumulator for 0.
+    # Checked here: for `norms` the norm of an empty accumulator is 0.
     for grad in ours:
         grad.accumulator._require_held("norm")
     # One call for all: on several ranks it is one reduction.
@@ -975,7 +972,7 @@ def _clamp_max(grad: GradProxy, maximum: float) -> GradProxy:
 def _foreach_clamp(
     clamp: Callable[[GradProxy, float], GradProxy], name: str
 ) -> Callable[..., None]:
-    """Return the operator on lists that clamps each gradient; ordinary ones by torch's `name`."""
+    """Return the list operator that clamps each gradient; ordinary tensors use torch's `name`."""
 
     def foreach(grads: Sequence[torch.Tensor], bound: float | Sequence[float]) -> None:
         bounds = bound if isinstance(bound, (list, tuple)) else [bound] * len(grads)
@@ -1009,7 +1006,7 @@ def _unscale(
     plain = [grad for grad in grads if not isinstance(grad, GradProxy)]
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
-    # As torch does: finiteness is that of the gradient before it is unscaled.
+    # As in torch: finiteness is checked before unscaling.
     accumulators = [grad.accumulator for grad in grads if isinstance(grad, GradProxy)]
     if not accumulators[0].registry.finite(accumulators):
         found_inf.fill_(1.0)
@@ -1018,7 +1015,7 @@ def _unscale(
 
 
 def _alias(grad: GradProxy) -> GradProxy:
-    # `detach()` and views of autograd alias it; `GradAccumulator.reconcile` knows them by the
+    # `detach()` and autograd's views alias it; `GradAccumulator.reconcile` recognizes them by the
     # accumulator.
     return GradProxy.of(grad.accumulator, grad.device)
 

@@ -1,16 +1,15 @@
 """Tensors that share the memory of a model's parameters, found before the model is offloaded.
 
-Offloaded, a parameter has other memory. A tensor that shares the old memory (`weight.t()`,
+The offload gives a parameter other memory. A tensor that shares the old memory (`weight.t()`,
 `weight.detach()`, an entry of a `state_dict()`) must follow the parameter, or be refused by name:
 
     followed   tensors over a range of one parameter, which compute its values: an `Alias` each
     refused    two parameters, or a buffer, over the same memory; another leaf; another dtype; a
                tensor that goes beyond the parameter; numpy arrays
 
-Tensors that only C++ holds are left alone: a graph made before keeps the old values, and backward
-through it is refused when it comes (`hooks.module_params`). The graph of a view that is followed
-is made anew at each use, so the parameter may add up its gradients in another order than a plain
-loop does, whose view was made once.
+Tensors that only C++ holds do not follow: an earlier graph keeps the old values, and a backward
+through it is refused (`hooks.module_params`). The graph of a followed view is rebuilt at each use,
+so its gradients may be summed in another order than in a plain loop, which makes the view once.
 
 Tied weights, one parameter under several names, are found by `infinity._src.params.discover`.
 """
@@ -47,10 +46,10 @@ class _Place:
 def find_aliases(model: nn.Module) -> list[Alias]:
     """Find the tensors that follow parameters of `model`. Changes nothing.
 
-    Takes microseconds for each parameter, and a look at all objects of the process where something
-    shares memory. If `gc.freeze()` hides that from the look, all objects are unfrozen for it, and
-    frozen afterwards. Raises: ValueError for tensors that cannot follow, with their holders, and
-    for gradients.
+    Takes microseconds for each parameter; if memory is shared, it also searches all objects of the
+    process. If `gc.freeze()` hides objects, all objects are unfrozen for the search, and frozen
+    afterwards. Raises: ValueError for tensors that cannot follow, with their holders, and for
+    gradients.
     """
     entries = find_parameters(model)
     for entry in entries:
@@ -71,7 +70,7 @@ def find_aliases(model: nn.Module) -> list[Alias]:
     misfit = ""
     for _ in range(2):
         found, missed = _living_aliases(gc.get_objects(), entries, known, shared)
-        # Graphs in C++ are missed too, and cost the look that finds nothing.
+        # The user may be a graph in C++: then the search finds nothing.
         if (missed or reduced) and gc.get_freeze_count():
             found, _ = _living_aliases(_objects_and_frozen(), entries, known, shared)
         misfit = next(filter(None, (_misfit(pair, model) for pair in found)), "")
@@ -84,8 +83,8 @@ def find_aliases(model: nn.Module) -> list[Alias]:
 
 
 def _objects_and_frozen() -> list[Any]:
-    """Return all objects that the garbage collector knows, also the objects that `gc.freeze()` has
-    hidden from `gc.get_objects()`. All objects are frozen then, so it collects first."""
+    """Return all objects that the garbage collector tracks, including those hidden from
+    `gc.get_objects()` by `gc.freeze()`. All objects are frozen afterwards, so collect first."""
     gc.collect()
     gc.unfreeze()
     try:
@@ -119,14 +118,14 @@ def _place_of(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> Iterator[_
     start, stop = (each * tensor.element_size() for each in _span(tensor))
     where: object = ("meta", storage._cdata)
     if not tensor.is_meta:
-        # Two storages may lie over the same memory: of a file, or of numpy.
+        # Two storages may share memory: that of a file, or of a numpy array.
         where, base = str(tensor.device), storage.data_ptr()
         start, stop = base + start, base + stop
     yield _Place(where, start, stop, name, is_buffer)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First element of its storage that a tensor has, and the one after its last."""
+    """Return the tensor's range of its storage: first element, and one past the last."""
     first = int(tensor.storage_offset())
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return first, first + 1 + sum((size - 1) * stride for size, stride in steps)
@@ -166,7 +165,7 @@ def _shared_text(one: _Place, other: _Place) -> str:
 
 
 def _users_unknown(known: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the storages that more tensors have than the known ones, and how many more."""
+    """Return the storages that unknown tensors use, and the number of these tensors."""
     storages: dict[int, torch.UntypedStorage] = {}
     users: dict[int, int] = {}
     for tensor in known:
@@ -184,10 +183,9 @@ def _living_aliases(
     known: dict[int, Any],
     shared: dict[int, int],
 ) -> tuple[list[tuple[torch.Tensor, FoundParameter]], bool]:
-    """Return the tensors among objects that share elements with a parameter, each with that
-    parameter, and whether a storage has users that are not among them. shared: storages, and how
-    many users of each are not known. Raises: ValueError for parameters that a
-    DistributedDataParallel reduces."""
+    """Return the tensors among `objects` that share elements with a parameter, each with that
+    parameter, and whether a storage has other users. shared: each storage, with the number of its
+    unknown users. Raises: ValueError for parameters that a DistributedDataParallel reduces."""
     by_storage: dict[int, list[tuple[int, int, FoundParameter]]] = {}
     for entry in entries:
         storage = storage_of(entry.parameter)
@@ -276,8 +274,8 @@ def _resizable(tensor: torch.Tensor) -> bool:
 
 
 def _holders(tensor: torch.Tensor, model: nn.Module, mine: object) -> list[str]:
-    """Name what holds a tensor beside `mine`: attributes of modules, variables of running
-    functions, else objects and containers. Empty: nothing that Python shows."""
+    """Name the holders of a tensor other than `mine`: attributes of modules, variables of running
+    functions, else objects and containers. Empty: Python shows none."""
     # By its id: a comprehension that uses the tensor would hold it in a cell.
     key = id(tensor)
     names = [
@@ -288,7 +286,7 @@ def _holders(tensor: torch.Tensor, model: nn.Module, mine: object) -> list[str]:
     ]
     frame = sys._getframe().f_back
     while frame is not None:
-        # Functions of this file hold it, too.
+        # Variables of this file's functions do not count.
         if frame.f_globals is not globals():
             names += [
                 f"the variable {name} of {frame.f_code.co_name}()"

@@ -4,10 +4,10 @@
     UnreducedGrads   whole gradients of this rank, until micro-batches inside `no_sync` are over
     DevicePrefetch   sums that go back to the device, where further gradients are added to them
 
-Every parameter that an optimizer holds has its place from the moment the optimizer is built, so a
-step allocates nothing. A parameter that requires a gradient and that no optimizer holds gets memory
-when its first gradient comes: on a GPU its whole flat does, pinned. Flats that spill have no
-buffer: `infinity._src.params.spill` has their gradients.
+Building an optimizer allocates memory for the gradients of its parameters, so a step allocates
+nothing. A trainable parameter without an optimizer gets memory at its first gradient; on a GPU its
+whole flat gets pinned memory. Flats that spill have no buffer: `infinity._src.params.spill` has
+their gradients.
 """
 
 from __future__ import annotations
@@ -53,16 +53,15 @@ class GradBuffers:
         return self._shards.size_bytes
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Allocate memory for the flats that have none yet. Memory that exists stays, with the
-        gradients in it."""
+        """Allocate memory for the flats without memory. Existing memory and its gradients stay."""
         # A flat that spills has windows instead (`SpilledGradients`).
         self._shards.allocate([flat for flat in flats if not self.spills(flat)])
 
     def spill(
         self, flats: Sequence[Flat], store: StateStore, *, staging_bytes: int
     ) -> None:
-        """Let the gradients of these flats rest on NVMe, in sections that `store` has for them, by
-        way of so much memory in RAM.
+        """Store the gradients of these flats on NVMe, in their sections of `store`, through this
+        much staging memory in RAM.
 
         Raises: AioError, MemoryError; before anything has changed.
         """
@@ -84,42 +83,42 @@ class GradBuffers:
         return self.spilled is not None and flat in self.spilled
 
     def shard_of(self, param: Param) -> torch.Tensor:
-        """The gradient memory of this rank's part of a parameter [part], possibly empty. Spilled:
-        on "meta"."""
+        """Return the gradient memory of this rank's part of a parameter [part], possibly empty.
+        Spilled: on "meta"."""
         start, _, numel = param.flat.layout.shard_range(param.param_index, self._rank)
         if self.spills(param.flat):
             # On meta: the accumulator takes size and dtype from it; the values are in the windows.
             return torch.empty(numel, dtype=self.dtype(param.flat), device="meta")
         shard = self._shards.get(param.flat)
         if shard is None:
-            # No optimizer holds it. The accumulator has separate memory until
-            # `place_accumulator` or `hold` moves it; untouched pages cost nothing.
+            # No optimizer holds the parameter: separate memory until `place_accumulator` or `hold`
+            # moves it. Untouched pages cost nothing.
             return torch.empty(numel, dtype=self.dtype(param.flat))
         return shard[start : start + numel]
 
     def hold(self, param: Param) -> None:
-        """Give the accumulator of a parameter that no optimizer holds pinned memory, on a device
-        with separate memory: its first gradient comes. Its whole flat gets it. Blocks then.
+        """Allocate pinned memory for the whole flat of a parameter without an optimizer, at its
+        first gradient, if the device has separate memory. Blocks then.
 
         Raises: MemoryError, DeviceCopyError.
         """
         if self._device.copies and param not in self._placed:
             assert param.grad is not None
-            # A copy to pageable memory would hold the device up.
+            # A copy to pageable memory would stall the device.
             self._shards.allocate([param.flat])
             param.grad.move_to(self.shard_of(param), None)
             self._placed.add(param)
             self._unheld.add(param)
 
     def unheld_bytes(self, planned: Container[Flat]) -> int:
-        """Bytes of gradients in RAM of flats that are not among those of a plan."""
+        """Return the bytes of gradients in RAM of flats that a plan does not include."""
         return sum(self.shard_bytes(flat) for flat in self._shards if flat not in planned)
 
     def place_accumulator(self, param: Param) -> None:
         """Move the storage of a parameter's accumulator to the memory of `shard_of`, with its
         values. Blocks.
 
-        Raises: AioError; the accumulator then is as it was.
+        Raises: AioError; then the accumulator is unchanged.
         """
         assert param.grad is not None
         # Once only: the accumulator's values are in the buffer from then on.
@@ -138,7 +137,7 @@ class GradBuffers:
             else:
                 accumulator.move_to(self.shard_of(param), None)
         except BaseException:
-            # No window was free for the values, which are still where they were.
+            # No window was free: the values are still at the old place.
             accumulator.undo_move(before, backing)
             raise
         self._placed.add(param)
@@ -152,12 +151,12 @@ class GradBuffers:
         if flat in self._shards and self.spills(flat) and not left:
             for each in flat.params:
                 if each.grad is not None:
-                    # Also for a gradient that was cleared: its copy still writes there.
+                    # Wait also for a cleared gradient: its copy still writes there.
                     each.grad.wait_d2h()
             self._shards.free(flat)
 
     def close(self) -> None:
-        """Free the memory; where an accumulator holds a view of it, with the last view."""
+        """Free the memory. Memory with views of accumulators is freed with the last view."""
         if self.spilled is not None:
             self.spilled.close()
         self.spilled = None
@@ -170,12 +169,12 @@ class UnreducedGrads:
     """Whole gradients of one rank, which micro-batches inside `no_sync` add up and the last one
     reduces over the ranks.
 
-    For ZeRO stage 1, and every stage with accumulate="local": they save all reductions but one per
-    step, and cost the memory of the whole model's gradients. Sums have the dtype in which gradients
-    wait, as in a plain loop. One thread uses it at a time. dtype_of: that dtype, for each flat.
+    For ZeRO stage 1, and every stage with accumulate="local": a step then has one reduction, at the
+    cost of memory for the whole model's gradients. Sums have the dtype in which gradients wait, as
+    in a plain loop. One thread uses it at a time. dtype_of: that dtype, for each flat.
 
-    offload: of a device with separate memory. The sums rest in pinned memory. They are copied to
-    the device when backward reaches their unit, and added to there, as accumulators are.
+    offload: of a device with separate memory. The sums rest in pinned memory. When backward reaches
+    their unit, they are copied to the device, which adds to them, as for accumulators.
     """
 
     def __init__(
@@ -206,7 +205,7 @@ class UnreducedGrads:
 
     def add(self, param: Param, grad: torch.Tensor) -> None:
         """Add a fresh gradient [param.shape]; the first since `pop` is copied."""
-        # A flat that was unfrozen, and that no optimizer holds, has no memory yet.
+        # An unfrozen flat without an optimizer has no memory yet.
         self.allocate([param.flat])
         total = self._sum_of(param)
         present = self._present.setdefault(param.unit, set())
@@ -226,20 +225,21 @@ class UnreducedGrads:
             else:
                 total.copy_(source)
         present.add(param)
-        # A real term has come, so the sum is no longer one of zeros alone.
+        # The sum now has a real term.
         self._zeroed.get(param.unit, set()).discard(param)
 
     def prefetch(self, unit: Unit) -> None:
         """Start copying the unit's sums to the device, since backward has reached it. Does not
         block."""
         for param in self._present.get(unit, ()) if self._offload is not None else ():
-            # A sum that is still being copied out has just got its gradient: no other one is near.
+            # A sum that is being copied to RAM has just got its gradient: no other will follow
+            # soon.
             if param.numel and (param not in self._d2h or self._d2h[param].filled):
                 self._to_device(param)
 
     def cancel_prefetch(self, unit: Unit | None = None) -> None:
-        """Drop the sums of a unit (None: of all) that came to the device and got no gradient. They
-        rest where they were. Blocks while they are being copied."""
+        """Drop a unit's (None: all) prefetched sums that got no gradient. The sums in RAM stay.
+        Blocks while they are being copied."""
         gone = [param for param in self._h2d if unit in (None, param.unit)]
         for param in gone:
             self._cancel(param)
@@ -248,7 +248,7 @@ class UnreducedGrads:
         found = self._h2d.get(param)
         if found is None:
             source = self._sum_of(param)
-            # H2D and D2H have streams of their own, which do not wait for each other.
+            # H2D and D2H copies use two streams, which do not wait for each other.
             if param in self._d2h:
                 self._device.wait_filled(self._d2h[param])
                 del self._d2h[param]
@@ -283,8 +283,8 @@ class UnreducedGrads:
             waiting.get(param.unit, set()).discard(param)
 
     def pop(self, unit: Unit) -> tuple[dict[Param, list[torch.Tensor]], list[Ticket]]:
-        """Remove and return the sums of the unit, each [numel], and the tickets of copies that
-        bring them; an empty list for zeros. On the CPU the tensors are views: the caller reads them
+        """Remove and return the sums of the unit, each [numel], and the tickets of the copies that
+        load them; an empty list for zeros. On the CPU the tensors are views: the caller reads them
         before anything is added again."""
         found: dict[Param, list[torch.Tensor]] = {
             param: [] for param in self._zeroed.pop(unit, set())
@@ -300,7 +300,7 @@ class UnreducedGrads:
                 tickets.append(ticket)
                 del self._h2d[param]
         except BaseException:
-            # torch gets the memory back of copies that have begun.
+            # Return the memory of copies in flight to torch.
             cancel_and_wait(tickets)
             raise
         return found, tickets
@@ -312,7 +312,7 @@ class UnreducedGrads:
         self._zeroed.clear()
 
     def close(self) -> None:
-        """Free the memory. Nothing may be under way."""
+        """Free the memory. No copy may be in flight."""
         self.clear()
         self._d2h.clear()
         self._sums.close()
@@ -322,11 +322,11 @@ class UnreducedGrads:
 
 
 class DevicePrefetch:
-    """Sums of earlier micro-batches that are copied to the device ahead of backward, which adds
-    further gradients there. One thread uses it at a time.
+    """Copies of earlier micro-batches' sums to the device, made before backward adds to them there.
+    One thread uses it at a time.
 
-    A unit's sums stay wanted until a use of the *next* unit ends: the last of a unit's gradients
-    may come a little after the unit's use has ended.
+    A unit's sums stay until a use of the *next* unit ends: a unit's last gradient may come shortly
+    after its use has ended.
     """
 
     def __init__(self, offload: GradOffload) -> None:
@@ -343,8 +343,9 @@ class DevicePrefetch:
                 param.grad.prefetch_to_device(self.offload)
 
     def unit_done(self, unit: Unit) -> None:
-        """A use of the unit has ended. Blocks while sums of earlier units, for which no gradient
-        came, are still being copied: experts that got no tokens would fill the device."""
+        """Note that a use of the unit has ended. Drops sums of earlier units without gradients,
+        such as idle experts, which would exhaust the device. Blocks while these are being copied.
+        """
         if unit not in self._use_ended:
             return
         ended = [each for each, is_ended in self._use_ended.items() if is_ended]
@@ -354,9 +355,9 @@ class DevicePrefetch:
         self._use_ended[unit] = True
 
     def backward_end(self) -> None:
-        """A backward has ended, or was broken off. Blocks as `unit_done` does."""
-        # Also after a backward that broke off: by this number accumulators know whether they
-        # have the gradient of the running backward.
+        """End a backward, also an aborted one. Blocks as `unit_done` does."""
+        # Also after an aborted backward: by this number accumulators tell whether they have the
+        # running backward's gradient.
         self.offload.backward_count += 1
         for unit in list(self._use_ended):
             self._cancel(unit)

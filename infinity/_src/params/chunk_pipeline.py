@@ -3,9 +3,8 @@
     read chunks k+1, k+2    |  transform chunk k  |  write chunk k-1       ChunkPipeline: the loop
     (executor's threads)    |  (this thread)      |  (executor's threads)  ChunkBuffer: one chunk
 
-Everything that reads or writes states outside of the update kernels goes this way: saves, restores,
-resharding, verification, the optimizers that a class of torch computes; single states by name use a
-ChunkBuffer alone.
+Saves, restores, resharding, verification and optimizers computed by a torch class use a pipeline.
+Reads and writes of a single state use only a ChunkBuffer.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ is written.
 """
 _KEPT: list[object] = []  # pipelines with transfers that may never end, and their buffers
 READ_AHEAD = BUFFERS // 2
-"""Reads into buffers that are begun before their turn. More would leave no buffer to a write."""
+"""Reads that are started ahead. More would leave no buffer for a write."""
 
 
 class ChunkPipeline(Generic[ItemT, BufferT]):
@@ -84,7 +83,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         self._read_failed = read_failed
         self._free = deque(buffers)
         assert self._free, "a pipeline has a buffer"
-        # Queues, oldest first. Transfers in a queue are waited for, however `run` ends.
+        # Queues, oldest first. However `run` ends, it waits for all transfers in them.
         self._waiting: deque[ItemT] = deque()  # known to `look_ahead`
         self._reading: deque[tuple[ItemT, BufferT, Ticket]] = deque()
         self._writing: deque[tuple[BufferT, Ticket]] = deque()
@@ -92,8 +91,8 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
     def run(self, items: Iterable[ItemT]) -> None:
         """Pass all items through. Blocks until the last write has taken its bytes.
 
-        Raises: the first fault of a read, a write or a callback. Also then nothing is on its way
-        from or into a buffer.
+        Raises: the first fault of a read, a write or a callback; then, too, no transfer is in
+        flight.
         """
         source = iter(items)
         try:
@@ -102,18 +101,17 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
                 if well:
                     self._transform(item, buffer)
                 if well and self._write is not None:
-                    # In the queue before anything else may raise: the buffer is not free until the
-                    # write has ended.
+                    # Queue it before anything can raise: the buffer is not free until the write has
+                    # ended.
                     self._writing.append((buffer, self._write(item, buffer)))
                 else:
                     self._free.append(buffer)
-                # After the write was begun: progress and checks cost the drive nothing.
+                # After the write has started, so that progress and checks overlap it.
                 self._finish(item, buffer)
             while self._writing:
                 self._reclaim()
         finally:
-            # Also after a fault or Ctrl-C: transfers still write into buffers that the caller frees
-            # next.
+            # Also after a fault or Ctrl-C: the caller frees the buffers next.
             self._wait_for_all()
 
     def _next(self, source: Iterator[ItemT]) -> tuple[ItemT, BufferT, bool] | None:
@@ -126,9 +124,9 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
             # Before the buffer is acquired, which may wait for a write: reads continue meanwhile.
             self._look_ahead(tuple(self._waiting))
             return self._waiting.popleft(), self._acquire(), True
-        # A buffer must be in sight before an item is taken: what was taken has to be read.
+        # Take an item only if a buffer will be available: a taken item must be read.
         while len(self._reading) < self._ahead and (self._free or self._writing):
-            # A loop over one item: at the end of the source it takes the `else`.
+            # At most one iteration; the `else` runs at the end of the source.
             for item in itertools.islice(source, 1):
                 buffer = self._acquire()
                 self._reading.append((item, buffer, self._read(item, buffer)))
@@ -138,7 +136,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         return self._await_read() if self._reading else None
 
     def _await_read(self) -> tuple[ItemT, BufferT, bool]:
-        # Looked at, not taken out: see below.
+        # Peek only: the read leaves the queue below, after the wait.
         item, buffer, ticket = self._reading[0]
         well = True
         try:
@@ -149,20 +147,20 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
                 raise
             self._read_failed(item, error)
             well = False
-        # Taken out after the wait: Ctrl-C in it leaves the read where the end of `run` waits for
-        # it.
+        # Removed after the wait: after Ctrl-C during the wait, the end of `run` still waits for the
+        # read.
         self._reading.popleft()
         return item, buffer, well
 
     def _acquire(self) -> BufferT:
-        """A buffer that is free, or that of the oldest write, as soon as its bytes are taken."""
-        # Only when none is free: waiting for a write earlier would hold up the reads.
+        """Return a free buffer, or wait until the oldest write's buffer is reusable."""
+        # Only if none is free: an earlier wait would delay the reads.
         if not self._free:
             self._reclaim()
         return self._free.popleft()
 
     def _reclaim(self) -> None:
-        # Taken out after the wait, for the reason in `_await_read`.
+        # Removed after the wait, as in `_await_read`.
         buffer, ticket = self._writing[0]
         self._reusable(ticket)
         self._writing.popleft()
@@ -176,18 +174,18 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
                 with contextlib.suppress(AioError):
                     ticket.wait()
             except RankFailed:
-                # The device is stuck, and what this transfer waits for may be, too.
+                # The device is stuck, and this transfer may wait for it.
                 _KEPT.append(self)
 
 
 @contextlib.contextmanager
 def slab_buffers(size_bytes: int, count: int = BUFFERS) -> Iterator[list[Bytes]]:
-    """Allocate buffers in one slab, each a multiple of 4096 bytes. At the end nothing may be in
-    flight in them.
+    """Allocate buffers in one slab, each a multiple of 4096 bytes. No transfer may use them when
+    the context ends.
     """
     # So that every buffer begins at a multiple of 4096, as the slab does.
     size = round_up(size_bytes, 4096)
-    # One slab: huge pages, which decide a drive's speed, and one check of the memory that remains.
+    # One slab has huge pages, which a drive's speed depends on, and needs one check of free memory.
     with Slab(count * size) as slab:
         buffers: list[Bytes] = [
             slab.array(np.uint8, offset=k * size, count=size) for k in range(count)
@@ -195,7 +193,7 @@ def slab_buffers(size_bytes: int, count: int = BUFFERS) -> Iterator[list[Bytes]]
         try:
             yield buffers
         finally:
-            # A view that lives would keep the slab's memory.
+            # A live view would keep the slab's memory.
             buffers.clear()
 
 
@@ -239,9 +237,7 @@ class ChunkBuffer:
         return self._records
 
     def assign(self, records: ShardRecords, chunk: int) -> None:
-        """Make room for all sections of one chunk, whose bytes are undefined until they are written
-        here.
-        """
+        """Allocate memory for all sections of one chunk, with undefined contents."""
         self._records, self._chunk = records, chunk
         numel = records.flat.layout.chunks[chunk].numel
         self._at, size = [], 0
@@ -249,7 +245,7 @@ class ChunkBuffer:
             self._at.append(size)
             # Sections begin at multiples of 64, so they are aligned for every dtype.
             size += round_up(section.size_bytes(numel), 64)
-        # Memory only grows, up to the largest chunk: smaller ones allocate nothing.
+        # Memory only grows, to the size of the largest chunk.
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8)
 

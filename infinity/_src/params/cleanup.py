@@ -21,8 +21,8 @@ log = logging.getLogger("infinity")
 
 @contextlib.contextmanager
 def run_all(*steps: Callable[[], object]) -> Iterator[None]:
-    """Take every step in turn after the block, however the block ends, and also after a step that
-    raised. The first failure is raised; later ones are logged."""
+    """After the block, however it ends, run every step in turn, also if an earlier step raised. The
+    first failure is raised; later ones are logged."""
     failure: BaseException | None = None
     try:
         yield
@@ -33,25 +33,25 @@ def run_all(*steps: Callable[[], object]) -> Iterator[None]:
             step()
         except BaseException as error:
             if failure is not None:
-                log.exception("an end that goes on after %s: %s", type(failure).__name__, failure)
+                log.exception("clean-up continues after %s: %s", type(failure).__name__, failure)
             failure = failure or error
     try:
         if failure is not None:
             raise failure
     finally:
-        # Its traceback holds this frame, and the frame holds it: a cycle that keeps memory alive.
+        # The error's traceback and this frame refer to each other: a cycle that keeps memory alive.
         del failure
 
 
 def cancel_and_wait(tickets: Sequence[Ticket]) -> KeyboardInterrupt | None:
-    """Cancel these fills, and block until none of them writes to its buffers, failed or not.
+    """Cancel these reads, and block until none of them writes to its buffers.
 
-    Returns an interrupt that came meanwhile, to be raised once the memory is freed. Faults are not
-    lost: faults of updates are sticky, and reads are made anew.
+    Returns an interrupt that arrived meanwhile, for the caller to raise once the memory is freed.
+    Faults of updates stay in their tickets, and failed reads will be repeated.
     """
     interrupt = None
     for ticket in tickets:
-        # Reads that no drive has begun are not made at all.
+        # Reads that no drive has started are dropped.
         ticket.cancel()
         # A cancelled read may have begun: its memory is free only once it has ended.
         while not ticket.filled:

@@ -2,14 +2,14 @@
 
 The user's function builds the model as it always does, with torch's own constructors and random
 numbers, under a dispatch mode. A tensor of `DEFERRED_BYTES_MIN` or more gets no memory: it is a
-FakeTensor, and each operation on it is recorded. A random operation is also done once for real, on
-a scratch tensor that is dropped, so that the generator advances as in RAM; the generator's state
-before it is recorded with it. Later `read_into` repeats the operations of one parameter, each from
-its own state of the generator: the same bits as in RAM, in any order.
+FakeTensor, and each operation on it is recorded. A random operation also runs once on a temporary
+tensor, so that the generator advances as in RAM; the generator's previous state is recorded. Later
+`read_into` repeats the operations of one parameter from the recorded generator states: the same
+bits as in RAM, in any order.
 
-Cost: each random number is drawn twice, and once more wherever the function asks for a value that
-follows from it (rejection sampling of `trunc_normal_`). Memory: two of the largest tensors at a
-time, all smaller ones, and 5 KB for each random operation.
+Cost: each random number is drawn twice, and once more where the function reads a value that depends
+on it (rejection sampling of `trunc_normal_`). Memory: two of the largest tensors at a time, all
+smaller ones, and 5 KB for each random operation.
 
 A model that is already on the meta device gets its values by `load=`
 (infinity/_src/params/materialize.py).
@@ -32,22 +32,22 @@ from infinity._src.base.progress import ProgressLine
 from infinity._src.base.torch_compat import FAKE_HAS_NO_VALUES, FakeTensor, FakeTensorMode
 
 DEFERRED_BYTES_MIN = 1 << 20
-"""Smaller tensors are real: norms, rotary frequencies, tables whose values constructors read."""
+"""Smaller tensors have memory: norms, rotary frequencies, tables whose values constructors read."""
 
 _OVERWRITES = frozenset(
     f"aten::{name}"
     for name in ("normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "exponential_")
 )
-"""Operations after which nothing is left of the values that a tensor had."""
+"""Operations that overwrite all earlier values of a tensor."""
 
 _Memory = dict[int, tuple[torch.UntypedStorage, int]]
-"""Real memory of storages: where it is, and from which byte."""
+"""Memory of storages: the tensor that holds each, and the first byte there."""
 
 
 class DeferredModel:
     """A model that `build` has built, and the recipe of each of its large tensors.
 
-    Blocks while random numbers are drawn once. shown: whether this rank tells how far that is.
+    Blocks while random numbers are drawn once. shown: whether this rank reports progress.
 
     Raises: ValueError where the function returns no module or leaves tensors on meta.
     """
@@ -55,7 +55,7 @@ class DeferredModel:
     def __init__(self, build: Callable[[], nn.Module], *, shown: bool = True) -> None:
         name = getattr(build, "__qualname__", None) or repr(build)
         self.label = f"the model that init={name} builds"
-        # How much will be drawn is not known.
+        # The total to be drawn is unknown.
         line = ProgressLine("drawing initial values", None, shown=shown)
         self._recorder = _Recorder(line.advance)
         with line, self._recorder:
@@ -95,7 +95,7 @@ class DeferredModel:
 
 @dataclasses.dataclass(frozen=True)
 class _Ref:
-    """A tensor without memory, as an operation was given it: a view of a storage."""
+    """A tensor without memory, as an operation's argument: a view of a storage."""
 
     storage: int
     dtype: torch.dtype
@@ -117,9 +117,9 @@ class _Ref:
 class _Op:
     """One operation that made or changed tensors without memory.
 
-    out: its result, with a `_Ref` in place of each tensor. reads: storages that it was given.
-    makes: storages that were new. changes: views that it changed in place. state: of `generator`
-    before it, for an operation that draws.
+    out: its result, with a `_Ref` in place of each tensor. reads: storages of its arguments. makes:
+    new storages. changes: views that it changed in place. state: of `generator` before a random
+    operation.
     """
 
     func: Any
@@ -134,15 +134,15 @@ class _Op:
 
     @property
     def overwrites(self) -> bool:
-        """True if nothing is left of the earlier values of what it changes."""
+        """True if it overwrites all earlier values of the views that it changes."""
         if self.func._schema.name not in _OVERWRITES or not all(ref.whole for ref in self.changes):
             return False
-        # A copy from a view of itself does read them.
+        # A copy from a view of the same storage reads the earlier values.
         given = [leaf for leaf in self.args[1:] if isinstance(leaf, _Ref)]
         return all(leaf.storage != ref.storage for leaf in given for ref in self.changes)
 
     def feeds_others(self, storage: int) -> bool:
-        """True if values of other storages follow from this one."""
+        """True if values of other storages depend on this one."""
         others = self.makes.union(ref.storage for ref in self.changes) - {storage}
         return storage in self.reads and bool(others)
 
@@ -156,14 +156,15 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, drawn: Callable[[int], object]) -> None:
         super().__init__()
         self._drawn = drawn
-        # Small tensors with memory may meet large ones without (`weight.mul_(scale)`).
+        # An operation may mix small tensors with memory and large ones without
+        # (`weight.mul_(scale)`).
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._ops: list[_Op] = []
         # Indices of the operations that made or changed a storage, in order.
         self._history: dict[int, list[int]] = {}
-        # Alive, so that no key is given out twice. They have no memory.
+        # References keep the keys unique. The tensors have no memory.
         self._storages: dict[int, torch.UntypedStorage] = {}
-        # One for all draws: on malloc's heap, freed ones would leave holes among what is built.
+        # One for all draws: freed tensors would fragment malloc's heap.
         self._scratch = torch.UntypedStorage(0)
 
     def __torch_dispatch__(
@@ -180,7 +181,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         changed = _changed(func, args, kwargs)
         if any(not isinstance(leaf, FakeTensor) for leaf in changed):
-            # What has memory gets its values now: no later step would do it.
+            # Tensors with memory get their values now: no later step sets them.
             return self._at_once(func, args, kwargs)
         try:
             with self._fakes:
@@ -196,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         self._scratch = torch.UntypedStorage(0)
 
     def _at_once(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do an operation for real, on the values that large tensors have by now."""
+        """Run an operation on the current values of large tensors."""
         there: _Memory = {}
         args, kwargs = pytree.tree_map(lambda leaf: self._valued(leaf, there), (args, kwargs))
         return func(*args, **kwargs)
@@ -214,9 +215,9 @@ class _Recorder(TorchDispatchMode):
         results = [self._ref(leaf) for leaf in _tensors(out)]
         makes = frozenset(ref.storage for ref in results) - reads
         if not makes and not changed:
-            return  # a view: references say all of it
+            return # a view: references describe it completely
         if not given:
-            # Defaults may be others when it is repeated.
+            # Defaults may differ when it is repeated.
             kwargs = {**kwargs, "device": torch.device("cpu"), "dtype": _tensors(out)[0].dtype}
         args, kwargs = self._refs((args, kwargs))
         generator = state = None
@@ -241,12 +242,12 @@ class _Recorder(TorchDispatchMode):
         self._ops.append(op)
 
     def _draw(self, op: _Op) -> None:
-        """Do a random operation for its generator's sake alone."""
-        # Its values do not matter where it overwrites them: a generator counts elements alone.
+        """Run a random operation only to advance its generator."""
+        # If it overwrites values, they do not matter: the generator only counts elements.
         scratch: _Memory = {}
         for ref in op.changes if op.overwrites else ():
             if self._scratch.nbytes() < ref.size_bytes:
-                # The smaller one goes first.
+                # Free the smaller one first.
                 self._scratch = torch.UntypedStorage(0)
                 self._scratch = torch.UntypedStorage(ref.size_bytes)
             scratch[ref.storage] = self._scratch, 0
@@ -277,8 +278,8 @@ class _Recorder(TorchDispatchMode):
         return _view(ref, there[ref.storage])
 
     def _refs(self, tree: Any) -> Any:
-        """The tree with references in place of tensors without memory, and copies in place of
-        others, which their owner may change."""
+        """Return the tree with references instead of tensors without memory, and copies of the
+        other tensors, which the user may change."""
 
         def frozen(leaf: Any) -> Any:
             if isinstance(leaf, FakeTensor):
@@ -288,8 +289,8 @@ class _Recorder(TorchDispatchMode):
         return pytree.tree_map(frozen, tree)
 
     def _real(self, tree: Any, there: _Memory) -> Any:
-        """The tree with values in place of references: views of storages that are `there`, or that
-        are computed now."""
+        """Return the tree with values instead of references: views of storages in `there`, or
+        computed now."""
 
         def value(leaf: Any) -> Any:
             if not isinstance(leaf, _Ref):
@@ -313,8 +314,9 @@ class _Recorder(TorchDispatchMode):
         there: _Memory,
         out: torch.Tensor | None = None,
     ) -> None:
-        """Compute the last values of a storage, with all that it follows from."""
-        # Others computed on the way may be ahead of the operation that reads them: apart.
+        """Compute the last values of a storage, and everything that they depend on."""
+        # Compute other storages separately: here they may be ahead of the operation that reads
+        # them.
         found: _Memory = {}
         for op in self._needed(storage):
             if op.makes == {storage} and out is not None and op.func._schema.name == "aten::empty":
@@ -388,14 +390,14 @@ def _makes_large(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
         return False
-    # On meta for its size alone: nothing is allocated, and no number drawn.
+    # On meta, only for the size: no memory, no random numbers.
     like = func(*args, **{**kwargs, "device": torch.device("meta")})
     return any(leaf.numel() * leaf.itemsize >= DEFERRED_BYTES_MIN for leaf in _tensors(like))
 
 
 @contextlib.contextmanager
 def _at(generator: torch.Generator | None, state: torch.Tensor | None) -> Iterator[None]:
-    """Draw from `generator` as it was in `state`; it stands where it stood afterwards."""
+    """Draw from `generator` in `state`, and restore its current state afterwards."""
     if generator is None or state is None:
         yield
         return

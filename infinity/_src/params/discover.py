@@ -2,19 +2,19 @@
 
     blocks     the classes of `_no_split_modules` (Hugging Face); else the children of the outermost
                ModuleLists; else none. `units=` names them instead.
-    the rest   every largest subtree without a block that fits `unit_bytes_max`: an embedding, a
+    others     every largest subtree without a block that fits `unit_bytes_max`: an embedding, a
                norm, a head. A module's direct parameters outside of blocks (`cls_token`) are a unit
                of that module.
     too large  a block of more than `unit_bytes_max` is split. The children of the ModuleLists
                inside it become units (the experts of a ModuleList MoE, so that only routed ones are
-               unsharded), then, if the rest is still too large, its children. A module that cannot
-               be split is one unit of any size, which streams in chunks. A child that is no larger
-               than the largest parameter of its block is not split: that would save no memory.
+               unsharded), then, if the remaining part is still too large, its children. A module
+               that cannot be split is one unit of any size, which streams in chunks. A child that
+               is no larger than the largest parameter of its block is not split: that would save no
+               memory.
     small      a module of less than SMALL_BYTES that is no block (a norm) joins the unit of the
-               neighbour that is called next (`call_order`), else of the one before, in the
-               same block.
-    tiles      every tile of a tiled linear, a tiled embedding or a stack of experts is a unit of
-               its own, whatever its size.
+               next module called (`call_order`), else of the previous one, in the same block.
+    tiles      every tile of a tiled linear, a tiled embedding or a stack of experts is a separate
+               unit of any size.
 
 A parameter belongs to one unit: that of the first module, in registration order, that holds it.
 Other modules that hold it too (tied weights) are served by the same unit, which is unsharded for
@@ -23,7 +23,7 @@ each of them. The module tree is read, never changed.
 The module tree cannot split a parameter that is too large for one unit; `inf.tile_linears` and
 `inf.tile_experts` can. `check_gatherable` refuses a model whose units exceed the memory of the
 device (`memory/device_capacity.py`), and names the function that helps, with its number of tiles
-or of experts. Linears larger than `unit_bytes_max` that fit all the same are logged.
+or of experts. Linears that exceed `unit_bytes_max` but fit the device are logged.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from infinity.aio._memory_limits import cgroup_limit_bytes
 log = logging.getLogger("infinity")
 
 SMALL_BYTES = 1 << 20
-"""Smaller modules join another unit: their own gather, gate and update would cost more."""
+"""Smaller modules join another unit: a separate gather, gate and update would cost more."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -85,7 +85,7 @@ class FoundParameter:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Its names in state dicts: those of the whole weight if it is a tile."""
+        """Names in state dicts; for a tile those of the whole weight."""
         return keys_of(self.names, place_at(self.sites))
 
     @property
@@ -97,8 +97,8 @@ class FoundParameter:
 @dataclasses.dataclass(eq=False)
 class UnitSpec:
     """Plan of a unit: the modules whose forward needs it, and its parameters in registration
-    order. around: indices of units that are in use whenever it is. block: number of the module
-    around it that runs in slices (`inf.microbatched`); None: there is none.
+    order. around: indices of units that are in use whenever this one is. block: number of the
+    enclosing module that runs in slices (`inf.microbatched`), if any.
     """
 
     name: str
@@ -126,10 +126,9 @@ def find_units(
 ) -> list[UnitSpec]:
     """Partition the parameters of `model` into units (the module's docstring has the rules).
 
-    units: the blocks, as modules, classes, class names or qualified names. nested: whether blocks
-    that are too large may be split at the ModuleLists inside them; with several ranks they may not,
-    because ranks route tokens to different experts and must gather the same units in the same
-    order.
+    units: the blocks, as modules, classes, class names or qualified names. nested: whether too
+    large blocks may be split at the ModuleLists inside them. Not with several ranks: these route
+    tokens to different experts, but must gather the same units in the same order.
 
     Raises: ValueError if `units` names something that the model does not have, and for parameters
     that a flat cannot hold.
@@ -141,21 +140,21 @@ def find_units(
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raise ValueError for a model that has parameters of another engine, or of one that was
-    closed, and for modules whose calls no hook sees."""
+    """Raise ValueError for a model with parameters of another or a closed engine, and for modules
+    whose calls hooks cannot see."""
     for prefix, module in model.named_modules():
         name = f"{type(model).__name__}.{prefix}" if prefix else type(model).__name__
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name} is a {type(module).__name__} of torch.jit, whose parameters and hooks "
-                "belong to TorchScript; give inf.offload the module that it was made of (hooks "
-                "gather parameters, and TorchScript does not call them)"
+                "belong to TorchScript; give inf.offload the original module (hooks gather "
+                "parameters, and TorchScript does not call them)"
             )
         if isinstance(module, nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"{name} is a DistributedDataParallel, which would reduce gradients that it never "
-                "gets; offload the module inside of it (the engine reduces gradients over the "
-                "ranks itself)"
+                f"{name} is a DistributedDataParallel, which would wait for gradients that it "
+                "never gets; offload its `.module` (the engine reduces gradients over the ranks "
+                "itself)"
             )
         for attr, parameter in module._parameters.items():
             if isinstance(parameter, ShardedParameter):
@@ -178,8 +177,9 @@ def _refuse_held(name: str, parameter: ShardedParameter) -> NoReturn:
 
 
 def find_parameters(model: nn.Module) -> list[FoundParameter]:
-    """The distinct parameters of a model in registration order. Tied weights are one entry: found
-    by identity, and by what a Hugging Face model declares tied, which holds on the meta device too.
+    """Return the distinct parameters of a model in registration order. Tied weights are one entry:
+    parameters that are the same object, or that a Hugging Face model declares tied, also on the
+    meta device.
     """
     by_id: dict[int, FoundParameter] = {}
     by_name: dict[str, FoundParameter] = {}
@@ -193,7 +193,7 @@ def find_parameters(model: nn.Module) -> list[FoundParameter]:
             name = f"{prefix}.{attr}" if prefix else attr
             entry.names.append(name)
             by_name[name] = entry
-            # A shared module comes again under another name, and is one site.
+            # A shared module appears under several names, and is one site.
             if (id(module), attr) not in seen_sites:
                 seen_sites.add((id(module), attr))
                 entry.sites.append((module, attr))
@@ -214,7 +214,7 @@ def _merge_declared_ties(model: nn.Module, by_name: dict[str, FoundParameter]) -
         for target, source in declared.items():
             kept, dropped = by_name.get(f"{start}{source}"), by_name.get(f"{start}{target}")
             if kept is None or dropped is None or kept is dropped or not dropped.parameter.is_meta:
-                # With real values, two objects are two parameters, whatever the configuration says.
+                # With real values two objects are two parameters, even if declared tied.
                 continue
             if kept.parameter.shape != dropped.parameter.shape:
                 continue
@@ -260,19 +260,19 @@ class _Finder:
         return self._specs
 
     def _note_slices(self) -> None:
-        """Note for each unit the module around it that runs in slices."""
+        """Record for each unit the enclosing module that runs in slices."""
         blocks = (part for part in self._model.modules() if isinstance(part, RunsInSlices))
         inside: dict[int, int] = {}
         for number, block in enumerate(blocks):
             assert isinstance(block, nn.Module)
             for part in block.modules():
-                # A module that several blocks share runs with the first.
+                # A module shared by several blocks belongs to the first.
                 inside.setdefault(id(part), number)
         for spec in self._specs:
             spec.block = inside.get(id(spec.modules[0]))
 
     def _nest(self) -> None:
-        """Note for each unit the units whose modules have modules of it inside."""
+        """Record for each unit the units whose modules contain its modules."""
         users: dict[int, list[int]] = {}
         for index, spec in enumerate(self._specs):
             for module in spec.modules:
@@ -288,8 +288,8 @@ class _Finder:
     # -- the walk ----------------------------------------------------------------------------------
 
     def _visit(self, module: nn.Module, caller: nn.Module, bytes_max: int) -> None:
-        """Make units of what is below `module`, of so many bytes at most. `caller`: the nearest
-        module around it that is called.
+        """Make units below `module`, of at most `bytes_max`. `caller`: the nearest enclosing module
+        that is called.
         """
         if not isinstance(module, CONTAINERS):
             caller = module
@@ -312,8 +312,8 @@ class _Finder:
                         raise ValueError(
                             f"{self._names[id(tile)]} is a tile of one of several modules in a "
                             "list (an expert): ranks may call them in different orders, and would "
-                            "wait for each other; leave those out of inf.tile_linears(names=...) "
-                            "or inf.tile_experts(names=...), or train on one rank"
+                            "wait for each other; omit them from inf.tile_linears(names=...) or "
+                            "inf.tile_experts(names=...), or train on one rank"
                         )
         for tile in tile_modules(self._model):
             self._claim(tile, tile, self._own(tile))
@@ -335,7 +335,7 @@ class _Finder:
                 self._claim(module, module, subtree)
                 return
         if id(module) in self._blocks:
-            # Nothing can split its largest parameter, which decides about memory.
+            # Its largest parameter cannot be split, and determines the memory.
             largest = max((self._bytes([entry]) for entry in subtree), default=0)
             bytes_max = max(bytes_max, largest)
         self._claim(module, module, self._own(module))
@@ -373,8 +373,8 @@ class _Finder:
     # -- small modules -----------------------------------------------------------------------------
 
     def _fold_small(self) -> None:
-        """Let small modules be gathered with a neighbour, so that a block of a large model has no
-        units that are only latency.
+        """Merge small modules into a neighbour's unit: gathering them separately would only add
+        latency.
         """
         calls, scopes = call_order(self._model), self._scopes()
         run: list[UnitSpec] = []
@@ -383,7 +383,8 @@ class _Finder:
             (spec for spec in self._specs if spec.modules[0] in calls),
             key=lambda spec: calls[spec.modules[0]].place,
         ):
-            # What a loop repeats would have its neighbour outside of the loop gathered each time.
+            # Merging a module inside a loop with one outside would gather the outer one in each
+            # iteration.
             last, this = run[-1].modules[0] if run else None, spec.modules[0]
             same = last is not None and (scopes[id(last)], calls[last].looped) == (
                 scopes[id(this)],
@@ -396,12 +397,12 @@ class _Finder:
             if is_piece:
                 run.append(spec)
         gone |= self._fold(run)
-        # All at once: a model may have thousands of them.
+        # In one pass: a model may have thousands.
         self._specs = [spec for spec in self._specs if id(spec) not in gone]
 
     def _fold(self, run: list[UnitSpec]) -> set[int]:
-        """Fold small units that are called in sequence into the next large one,
-        or else into the last. Returns the ids of the folded units.
+        """Merge small units that are called in sequence into the next large unit, else into the
+        last. Returns the ids of the merged units.
         """
         large = [index for index, spec in enumerate(run) if spec.size.gathered >= SMALL_BYTES]
         gone: set[int] = set()
@@ -418,7 +419,7 @@ class _Finder:
         return gone
 
     def _is_piece(self, spec: UnitSpec) -> bool:
-        """True for a unit of one module, all of it, that is no block and no tile."""
+        """True for a unit of exactly one whole module that is neither block nor tile."""
         module = spec.modules[0]
         return (
             len(spec.modules) == 1
@@ -429,8 +430,8 @@ class _Finder:
         )
 
     def _scopes(self) -> dict[int, int]:
-        """Return for each module the nearest block or member of a list that it is in, itself
-        included: what may be called more often than others, or never.
+        """Return for each module the nearest enclosing block or list member (or itself): the
+        modules that may be called several times, or never.
         """
         found: dict[int, int] = {}
 
@@ -455,7 +456,7 @@ class _Finder:
             inside = {id(part) for part in spec.modules[0].modules()}
             for entry in spec.entries:
                 for module, _ in entry.sites:
-                    # Hooks on a container never run: the module around it is served.
+                    # Hooks on a container never run, so the enclosing module gets them.
                     while isinstance(module, CONTAINERS) and id(module) in parents:
                         module = parents[id(module)]
                     if id(module) not in inside and all(
@@ -476,8 +477,8 @@ def build(
     """Make the units of `specs`: their flats (one per dtype and `requires_grad`, evicted, on
     `device`) and parameters.
 
-    chunk_numel: elements per chunk of a trainable flat of a dtype. engine: see `Unit`. The at-rest
-    and gathered parameters are not made here, and the model is left as it is.
+    chunk_numel: elements per chunk of a trainable flat of a dtype. engine: see `Unit`. Does not
+    make at-rest or gathered parameters, and leaves the model unchanged.
     """
     # A parameter outside of all units would be neither gathered nor stored.
     assert sum(len(spec.entries) for spec in specs) == len(find_parameters(model))
@@ -553,7 +554,7 @@ def _check_holdable(model: nn.Module, entry: FoundParameter) -> None:
 
 
 GATHERED_AT_ONCE = 1 + AHEAD
-"""Tiles for which there must be room: the one in use, and those ahead of it."""
+"""Tiles that must fit at once: the one in use, and the prefetched ones."""
 
 
 def _check_room(
@@ -566,7 +567,7 @@ def _check_room(
 ) -> None:
     sizes = [spec.size for spec in specs]
     gathered, fresh = gathered_capacity(sizes, passes), fresh_capacity(sizes, passes)
-    # Of slices one gradient at a time is fresh, and their sums stay.
+    # With slices one gradient at a time is fresh, and the sums stay.
     made = fresh if slices is None else slices.capacity_bytes(passes)
     if gathered + made <= device_bytes:
         return
@@ -581,7 +582,7 @@ def _check_room(
             "a narrower grad_dtype, or a loop over micro-batches without it"
         )
     else:
-        # Units inside of others may take more together than such tiles would.
+        # Nested units may need more memory together than such tiles.
         room_bytes = min(device_bytes // times_at_once(passes), largest.size.gathered // 2)
         fix = _refusal(model, largest, room_bytes)
     raise ValueError(
@@ -591,14 +592,14 @@ def _check_room(
 
 
 def times_at_once(passes: Passes) -> int:
-    """Return for how many tiles of one size there must be room, with their gradients."""
+    """Return the number of equal tiles, with their gradients, that must fit at once."""
     one = UnitBytes(1, (1,))
     return GATHERED_AT_ONCE + fresh_capacity([one] * 8, passes)
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """All memory that the device has; of the CPU, what the machine and this process's cgroups
-    allow.
+    """Return the device's total memory; for the CPU, the limit of the machine and of this process's
+    cgroups.
     """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
@@ -615,12 +616,12 @@ def check_gatherable(
     passes: Passes,
     slices: SliceGrads | None = None,
 ) -> None:
-    """Refuse units that the device can never hold, and log linears larger than `unit_bytes_max`:
-    they work, and take that much memory.
+    """Refuse units that the device can never hold, and log linears larger than `unit_bytes_max`,
+    which work.
 
-    device_bytes: all memory of the device that computes. passes: how it is used. slices: gradients
-    that slices add up. Raises: ValueError naming the largest parameter, its size, what gathers and
-    gradients take with it, and the fix.
+    device_bytes: total memory of the computing device. passes: its use. slices: gradients that
+    slices add up. Raises: ValueError naming the largest parameter, its size, the bytes of gathers
+    and gradients, and the fix.
     """
     _check_room(model, specs, device, device_bytes, passes, slices)
     # Only linears can be tiled, so only these are worth a warning.
@@ -656,7 +657,7 @@ def tiles_needed(shape: Sequence[int], size_bytes: int, tile_bytes_max: int) -> 
     """
     rows, columns = shape
     tiles = max(1, -(-size_bytes // max(tile_bytes_max, 1)))
-    # Tiles are even only as far as alignment allows, so the largest one decides.
+    # Alignment makes tiles uneven, so use the largest one.
     while tiles < rows:
         ends = Grid.of(rows, columns, tiles).row_ends
         largest = max(last - first for first, last in itertools.pairwise(ends))
@@ -667,7 +668,8 @@ def tiles_needed(shape: Sequence[int], size_bytes: int, tile_bytes_max: int) -> 
 
 
 def _refusal(model: nn.Module, spec: UnitSpec, room_bytes: int) -> str:
-    """Say what is too large, and how it becomes units of `room_bytes`."""
+    """Return the message: the part that is too large, and how to divide it into units of
+    `room_bytes`."""
     entry = max(spec.entries, key=lambda each: each.size_bytes)
     stack = _experts_name(model, entry)
     if stack is not None:
@@ -703,7 +705,7 @@ def _refused_experts(stack: str, model: nn.Module, spec: UnitSpec, room_bytes: i
     text = f"{experts} experts of {stack} take {format_size(size_bytes)} gathered at once"
     fitting = min(experts - 1, experts * room_bytes // max(size_bytes, 1))
     if fitting < 1:
-        return f"{text}: one of them alone needs more room"
+        return f"{text}: a single one needs more memory"
     return (
         f"{text}: inf.tile_experts(model, experts={fitting}, names=[{stack!r}]) before inf.offload "
         "gathers a few at a time"
@@ -711,8 +713,8 @@ def _refused_experts(stack: str, model: nn.Module, spec: UnitSpec, room_bytes: i
 
 
 def _experts_name(model: nn.Module, entry: FoundParameter) -> str | None:
-    """Return the name of the stack of experts that has the parameter, or whose tile has it; None
-    for any other parameter.
+    """Return the name of the stack of experts that contains the parameter, also in a tile; None: no
+    experts.
     """
     path, _, _ = entry.names[0].rpartition(".")
     if isinstance(model.get_submodule(path), ExpertsTile):
@@ -732,15 +734,15 @@ def _linear_name(model: nn.Module, entry: FoundParameter) -> str | None:
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that are never called: hooks on them never run, so no unit can belong to one."""
+"""Containers are never called, so hooks on them never run, and no unit can belong to one."""
 
 Named = Sequence[nn.Module | type[nn.Module] | str]
 """Blocks as modules, classes, class names or qualified names."""
 
 
 class RunsInSlices:
-    """Mark of the classes of modules that run their forward once for each slice of a batch
-    (`inf.microbatched`): what is gathered inside for one slice is wanted for the next.
+    """Marker of module classes that run their forward once for each slice of a batch
+    (`inf.microbatched`): units inside are needed again by the next slice.
     """
 
 
@@ -756,11 +758,11 @@ def is_list(module: nn.Module) -> bool:
 def find_blocks(
     model: nn.Module, named: Named | None, *, argument: str, dicts: bool = True
 ) -> list[nn.Module]:
-    """Find the blocks of `model`; of nested blocks, all.
+    """Find the blocks of `model`, nested blocks included.
 
-    named: the blocks, instead of those that the model says. argument: its name, for the error.
-    dicts: the children of a ModuleDict may be blocks, too; a model may also name its parts by one.
-    Raises: ValueError if it names something that the model does not have, or a container.
+    named: use these instead of the model's blocks. argument: name of the user's argument, for the
+    error. dicts: children of a ModuleDict may be blocks, too. Raises: ValueError if it names
+    something that the model does not have, or a container.
     """
     if named is not None:
         return _named_blocks(model, named, argument)
@@ -784,7 +786,7 @@ def _named_blocks(model: nn.Module, named: Named, argument: str) -> list[nn.Modu
         elif isinstance(wanted, type):
             found = [module for module in modules.values() if isinstance(module, wanted)]
         elif wanted in modules:
-            # Before names of classes: a qualified name says exactly which module is meant.
+            # Before class names: a qualified name identifies one module.
             found = [modules[wanted]]
         else:
             found = [module for module in modules.values() if type(module).__name__ == wanted]
@@ -823,14 +825,14 @@ def _members(container: nn.Module) -> Iterator[nn.Module]:
 
 
 # -- order of calls --------------------------------------------------------------------------------
-# A forward names the children that it calls, as a rule; methods of the module that it calls are
-# looked into.
+# Usually a forward names the children that it calls; methods of the module that it calls are
+# searched, too.
 #
 #     class Block: mlp, attn, norm are registered in this order
 #         def forward(self, x): return x + self.mlp(self.attn(self.norm(x)))     norm, attn, mlp
 #
-# Nothing runs, so every rank finds the same order before the first step. The order is a guess for
-# choices that cost time when they are wrong, and nothing else.
+# No code runs, so every rank finds the same order before the first step. A wrong order costs only
+# time.
 
 
 _IN_TURN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -838,18 +840,18 @@ _IN_TURN = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Call(NamedTuple):
-    """First call of a module: its place among all, and whether a loop around it repeats it (but for
-    a loop over a list of modules, which calls each once)."""
+    """First call of a module: its position, and whether a loop repeats it (a loop over a list of
+    modules calls each once, and does not count)."""
 
     place: int
     looped: bool
 
 
 def call_order(model: nn.Module) -> dict[nn.Module, Call]:
-    """Return the first calls of the modules of a model. Modules that no forward names have none,
-    nor has what is inside of them."""
+    """Return the first calls of a model's modules, but for modules that no forward names, and
+    modules inside those."""
     calls: dict[nn.Module, Call] = {}
-    # A model has few classes, and many modules of each. By name: whether a loop uses it.
+    # A model has few classes with many modules each. Attribute name -> whether a loop uses it.
     names: dict[type[nn.Module], dict[str, bool]] = {}
 
     def place(module: nn.Module, looped: bool) -> None:
@@ -872,8 +874,8 @@ def call_order(model: nn.Module) -> dict[nn.Module, Call]:
 
 
 def _used(kind: type[nn.Module], method: str, seen: set[str]) -> Iterator[tuple[str, bool]]:
-    """Yield the attributes that a method uses, and whether in a loop; instead of a method of the
-    class those that it uses.
+    """Yield the attributes that a method uses, and whether in a loop. Methods of the class are
+    replaced by the attributes that they use.
 
     Nothing of a method without Python source.
     """
@@ -887,7 +889,7 @@ def _used(kind: type[nn.Module], method: str, seen: set[str]) -> Iterator[tuple[
         return
     for statement in function.body:
         for name, repeated in _attributes(statement, function.args.args[0].arg):
-            # Methods of every module, as `__call__` and `to`, say nothing about this one.
+            # Methods of torch.nn.Module, such as `__call__`, name no children.
             found = None if hasattr(nn.Module, name) else inspect.getattr_static(kind, name, None)
             if not isinstance(found, FunctionType):
                 yield name, repeated
@@ -910,6 +912,6 @@ def _attributes(node: ast.AST, own: str, *, repeated: bool = False) -> Iterator[
         parts = [*node.generators, node.elt]
     loops = isinstance(node, ast.For | ast.While | ast.ListComp | ast.SetComp | ast.GeneratorExp)
     for part in parts:
-        # Over which it loops is asked for once.
+        # The loop's iterable is evaluated once.
         again = loops and part is not getattr(node, "iter", None)
         yield from _attributes(part, own, repeated=repeated or again)

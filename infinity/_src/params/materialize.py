@@ -4,17 +4,17 @@
     load=callable             `load(name, tensor)` fills the tensor (an initialiser, say)
     load=mapping              name -> tensor
     load=TensorSource         names, shapes, and a `read` that is called once for each tensor
-    load=directory or file    safetensors, sharded or single, or GGUF; for a model of transformers
-                              the tensors are converted, as many at a time as are made together
+    load=directory or file    safetensors, sharded or single, or GGUF; for a model of
+                              transformers the tensors are converted, one group at a time
     init=function             `init()` builds the model, which is initialised one tensor at a time
 
 Any part of a file can be read, so a tile, or a rank's shard, needs no more memory than its own
-size (`_FileSource`). Other sources return whole weights: a weight in tiles is made once, and stays
-until its last tile is filled (`_WholeSource`). One flat is in memory at a time, and the flat before
-it while that is written, so a model on the meta device is never in memory as a whole. If all ranks
-read the same files, each reads its shard of a flat alone (`fill_shards`).
-Names, shapes and kinds of dtype are checked against the source before anything is filled. A tied
-parameter is filled once, under any of its names that the source has.
+size (`_FileSource`). Other sources return whole weights: a tiled weight is read once, and stays in
+memory until its last tile is loaded (`_WholeSource`). One flat is loaded while the previous one is
+written, so a model on the meta device is never in memory as a whole. If all ranks read the same
+files, each reads its shard of a flat alone (`fill_shards`). Names, shapes and kinds of dtype are
+checked against the source before anything is loaded. A tied parameter is loaded once, under any of
+its names in the source.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class TensorSource(Protocol):
     """Named tensors that are read one at a time: a `load=` of `inf.offload`, beside a callable, a
     mapping and files.
 
-    Names, and shapes, are asked for before anything is filled, and must be those of the model's
-    state dict (one name of a tied parameter is enough; buffers that are not persistent are left
-    out). A source may have `dtype(name) -> torch.dtype`, too: then a tensor of whole numbers in
-    place of a floating one is found before anything is filled. On several ranks each reads all.
+    Names and shapes are read before any tensor, and must be those of the model's state dict (one
+    name of a tied parameter is enough; buffers that are not persistent are omitted). A source may
+    also have `dtype(name) -> torch.dtype`: then an integer tensor for a floating parameter is
+    detected before anything is loaded. On several ranks each reads all.
     """
 
     def names(self) -> Iterable[str]:
@@ -61,8 +61,8 @@ class TensorSource(Protocol):
         """Return the shape of one tensor, without reading it."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor, of any floating dtype where the model's is. Called once for each name
-        that the model wants; the tensor is copied and dropped before the next one is asked for.
+        """Read one tensor, of any floating dtype where the model's is. Called once for each name of
+        the model; the tensor is copied and dropped before the next is read.
         """
 
 
@@ -76,7 +76,7 @@ Source = (
 """Type of `inf.offload(load=...)`."""
 
 BAND_BYTES = 4 * MIB
-"""Bytes of a weight's rows that are read together for a tile of some of its columns."""
+"""Bytes of rows of a weight that one read covers, for a tile with only some columns."""
 
 
 @dataclasses.dataclass
@@ -114,7 +114,7 @@ class NamedTensors(abc.ABC):
     """Named tensors that can be read one at a time: a mapping, safetensors, foreign checkpoints."""
 
     stays = False
-    """True if tensors are in memory already, and keep their values while others are read."""
+    """True if all tensors are in memory, and reading one leaves the others valid."""
 
     label: str
     """Their name in messages."""
@@ -137,27 +137,28 @@ class NamedTensors(abc.ABC):
 
     @property
     def converting_bytes(self) -> int:
-        """Bytes of RAM that reading takes beside the result, at most, where it converts tensors."""
+        """Return the most RAM that reading needs besides the result, if it converts tensors."""
         return 0
 
     def origin(self, name: str) -> str:  # noqa: ARG002 - of the interface
-        """Say where one tensor lies, for messages: its file and its bytes."""
+        """Return one tensor's file and byte range, for messages."""
         return ""
 
     def explain(self, name: str) -> Faults:  # noqa: ARG002 - of the interface
-        """Say what is wrong with the tensors that make up the model's tensor `name`. Empty:
-        nothing is known beyond the name.
+        """Return what is wrong with the source tensors of the model's tensor `name`. Empty: no
+        details.
         """
         return Faults()
 
 
 class FileTensors(NamedTensors):
-    """Named tensors of files. Any part of them can be read."""
+    """Named tensors of files, which can be read in part."""
 
     @property
     @abc.abstractmethod
     def files(self) -> SourceFiles:
-        """The files that say all of the values: ranks that read the same ones have the same."""
+        """Return the files that determine all values: ranks with the same files have the same
+        values."""
 
     @abc.abstractmethod
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
@@ -170,11 +171,11 @@ Keep = Callable[[torch.Tensor], None]
 
 
 def _keep_nothing(_buffer: torch.Tensor) -> None:
-    """Note nothing: an error may leave buffers half filled."""
+    """Record nothing: after an error buffers may be partly loaded."""
 
 
 class OpenSource(abc.ABC):
-    """A source, checked against the model and ready to fill it. Base of all kinds."""
+    """A source that was checked against the model. Base of all kinds."""
 
     writes_buffers = True
     """False if real buffers keep their values."""
@@ -196,13 +197,13 @@ class OpenSource(abc.ABC):
 
     @abc.abstractmethod
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
-        """Fill a persistent buffer; one that is real already may keep its values."""
+        """Fill a persistent buffer; a buffer with memory may keep its values."""
 
     def fill_buffers(self, device: torch.device, keep: Keep = _keep_nothing) -> None:
-        """Give every buffer its values and replace those on the meta device by real ones on
-        `device`. Blocks. keep: called with each real one that is about to be written.
+        """Load every buffer, and replace meta buffers by buffers on `device`. Blocks. keep: called
+        with each buffer with memory before it is written.
 
-        Buffers that are not persistent are in no checkpoint: Hugging Face models recompute theirs.
+        Checkpoints lack buffers that are not persistent: Hugging Face models recompute them.
         Raises: ValueError naming buffers that cannot be computed.
         """
         lost: list[Buffer] = []
@@ -234,9 +235,9 @@ def open_source(
     shown: bool = True,
     received: bool = False,
 ) -> OpenSource:
-    """Open the user's `load=`, its files open already, or `init=`, and check that it has what the
-    model needs. shown: whether this rank tells how far it is. received: values come from another
-    rank, so that a model on the meta device needs no source.
+    """Open the user's `load=`, which may be open files, or `init=`, and check it against the model.
+    shown: whether this rank reports progress. received: another rank sends the values, so a model
+    on the meta device needs no source.
 
     Raises: ValueError naming what is missing, unexpected or of the wrong shape.
     """
@@ -257,7 +258,7 @@ def open_source(
         return _FileSource(model, load)
     if isinstance(load, NamedTensors):
         return _NamedSource(model, load)
-    # Before the callables: a source may be one, too.
+    # Before the callables: a source may be callable, too.
     if isinstance(load, TensorSource):
         return _NamedSource(model, _SourceTensors(load))
     if callable(load):
@@ -295,7 +296,7 @@ def fill_shards(
     """Fill one rank's part of flats, one at a time: `store(flat, shard)` gets a CPU tensor
     [layout.shard_numel], zero between parameters. Blocks. Reads no other rank's part.
     """
-    assert isinstance(source, _FileSource), source  # ranks share files alone
+    assert isinstance(source, _FileSource), source # only files are read in parts by several ranks
     for flat in flats:
         with torch.inference_mode(False), torch.no_grad():
             # Zeros: padding between parameters is stored and checked like all else.
@@ -317,7 +318,7 @@ class _ModuleSource(OpenSource):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        # Raised before anything is filled: a model on meta has no values to take.
+        # Raised before anything is loaded: a model on meta has no values.
         meta = list(
             dict.fromkeys(
                 entry.keys[0] for entry in find_parameters(model) if entry.parameter.is_meta
@@ -341,7 +342,7 @@ class _ModuleSource(OpenSource):
 
 
 class _ReceivedSource(OpenSource):
-    """No source: parameters and buffers of another rank come instead of the module's own."""
+    """No source: another rank sends parameters and buffers."""
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
         raise AssertionError(f"{param.name} {tuple(out.shape)} comes from another rank")
@@ -359,9 +360,9 @@ class _ReceivedSource(OpenSource):
 
 
 class _WholeSource(OpenSource):
-    """A source that knows whole weights: one whose tiles are being filled is made once, and freed
-    with its last tile. Weights of one module are there together, where its tiles have parts of
-    several (experts); those of two modules never are.
+    """A source that returns whole weights: a weight is read once for all its tiles, and freed with
+    the last. All weights of a module are held together if its tiles have parts of several
+    (experts); weights of two modules never are.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -395,7 +396,7 @@ class _WholeSource(OpenSource):
 
     @abc.abstractmethod
     def _make(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`, of the weight's whole shape, with its values."""
+        """Fill `out`, of the whole weight's shape, with its values."""
 
     def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         whole = torch.empty(shape, dtype=dtype)
@@ -404,14 +405,14 @@ class _WholeSource(OpenSource):
 
 
 class _CallableSource(_WholeSource):
-    """The user's function fills tensors that are handed to it."""
+    """A user's function that fills tensors."""
 
     def __init__(self, model: nn.Module, load: Callable[[str, torch.Tensor], object]) -> None:
         super().__init__(model)
         self._load = load
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
-        # A buffer that is real may keep its values, so it is not checked for being filled.
+        # The function may leave a buffer with memory as it is, so that is no error.
         if was_meta:
             self._make(names[0], out)
         else:
@@ -431,7 +432,7 @@ class _CallableSource(_WholeSource):
 
 
 class _InitSource(_WholeSource):
-    """A model built anew. One tensor at a time gets its initial values."""
+    """A newly built model, whose tensors get their initial values one at a time."""
 
     def __init__(self, model: nn.Module, built: DeferredModel) -> None:
         super().__init__(model)
@@ -443,10 +444,10 @@ class _InitSource(_WholeSource):
         self._make(self._name_of(names), out)
 
     def fill_buffers(self, device: torch.device, _keep: Keep = _keep_nothing) -> None:
-        # All of them, persistent or not: the function has computed them as they begin.
+        # All buffers, persistent or not: the function computed their initial values.
         with torch.inference_mode(False), torch.no_grad():
             for buffer in find_buffers(self._model):
-                # On the CPU first, where it was built.
+                # On the CPU, where it was built.
                 value = torch.empty_like(buffer.value, device="cpu")
                 self.fill_buffer(buffer.names, value, was_meta=buffer.value.is_meta)
                 buffer.module._buffers[buffer.attr] = value.to(device)
@@ -494,7 +495,8 @@ class _NamedSource(_WholeSource):
         super().__init__(model)
         self._tensors = tensors
         self._known = set(tensors.names())
-        # All names and shapes are checked at once: a wrong name never leaves a model half filled.
+        # All names and shapes are checked first, so a wrong name never leaves a partly loaded
+        # model.
         self._check()
 
     @property
@@ -513,25 +515,25 @@ class _NamedSource(_WholeSource):
 
     def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         value = self._read(name, shape, dtype)
-        # Of what is there already there is no second one.
+        # Tensors in memory need no second copy.
         if self._tensors.stays:
             return value
-        # A source may reuse this memory for the next tensor, which the same tiles have parts of.
+        # Copy: the source may reuse this memory for the next tensor of the same tiles.
         whole = torch.empty(shape, dtype=dtype)
         return whole.copy_(value)
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a whole weight as it was read. Raises: WeightsError for another than was stated.
+        """Read a whole weight. Raises: WeightsError for another shape or kind of dtype than stated.
         """
         value, label = self._tensors.read(name), self._tensors.label
-        # A cast between floating dtypes is wanted; from whole numbers it is a mistake.
+        # Floating dtypes are cast; integers for a floating parameter are a mistake.
         if not converts(value.dtype, dtype):
             raise WeightsError(
                 f"{label} has {name} as {value.dtype}; the model wants {dtype}. Convert it "
                 "where it is read",
                 tensors=(name,),
             )
-        # Copying would repeat a smaller tensor.
+        # `copy_` would broadcast a smaller tensor.
         if tuple(value.shape) != shape:
             raise WeightsError(
                 f"{label} read {name} with shape {tuple(value.shape)} where it had stated {shape}; "
@@ -608,7 +610,7 @@ class _NamedSource(_WholeSource):
 
 
 class _FileSource(_NamedSource):
-    """Named tensors of files. Only the part that is wanted is read."""
+    """Named tensors of files, of which only the needed parts are read."""
 
     def __init__(self, model: nn.Module, tensors: FileTensors) -> None:
         super().__init__(model, tensors)
@@ -620,7 +622,7 @@ class _FileSource(_NamedSource):
 
     @property
     def converting_bytes(self) -> int:
-        # Parts are read, and no whole weight stays.
+        # Nothing to free: no whole weight is held.
         return self._tensors.converting_bytes
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
@@ -634,7 +636,7 @@ class _FileSource(_NamedSource):
         if place is None:
             self._in_files.read_into(name, start, out)
             return
-        # On meta: where the tile's elements lie in the weight, without either.
+        # On meta: the tile's offset and strides in the weight, without memory.
         tile = place.of(torch.empty(place.whole_shape, device="meta"))
         if tile.is_contiguous():
             self._in_files.read_into(name, int(tile.storage_offset()) + start, out)
@@ -642,9 +644,9 @@ class _FileSource(_NamedSource):
         self._fill_rows(name, tile, start, out)
 
     def _fill_rows(self, name: str, tile: torch.Tensor, start: int, out: torch.Tensor) -> None:
-        """Fill `out` with elements, from `start` on, of a tile whose rows lie apart in the weight.
-        They are read band by band, with what lies between the rows: C tiles side by side read the
-        weight about C times.
+        """Fill `out` with a tile's elements from `start` on, if its rows are not contiguous in the
+        weight. Bands are read with the bytes between the rows: C tiles side by side read the weight
+        about C times.
         """
         begin, apart, row = int(tile.storage_offset()), tile.stride()[0], math.prod(tile.shape[1:])
         end = start + out.numel()
@@ -674,9 +676,9 @@ class _MappingTensors(NamedTensors):
 
     def __init__(self, mapping: Mapping[str, torch.Tensor]) -> None:
         self._mapping = mapping
-        # Another mapping may read its values from somewhere, each time that it is asked.
+        # Other kinds of mapping may read values at each access.
         self.stays = isinstance(mapping, dict)
-        # For the same reason each is looked at once before the fill.
+        # For the same reason each value is accessed once before loading.
         self._seen: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def names(self) -> Iterable[str]:
@@ -772,9 +774,9 @@ def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> No
             for value in module._parameters.values()
             if value is not None and not value.is_meta
         ]
-        # A module with real parameters would get them initialised anew.
+        # `_init_weights` would initialise real parameters again.
         if owner is not None and not held:
-            # It may draw random numbers, and the user's own sequence must not depend on that.
+            # It may draw random numbers, which must not change the user's sequence.
             with torch.random.fork_rng(devices=[]):
                 owner(module)
     for buffer in lost:
@@ -803,8 +805,8 @@ def _owner(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object]
 
 
 def _poison(out: torch.Tensor) -> None:
-    """Fill with a value that no initialiser writes, so that a tensor left alone can be found."""
-    # A bool has no third value, and bits have none to spare: what was left alone is not found.
+    """Fill with a value that no initialiser writes, to detect a tensor that was not filled."""
+    # Bools have no unused value: an unfilled bool tensor is not detected.
     kind = kind_of(out.dtype)
     if kind == "floating":
         out.fill_(float("nan"))
@@ -819,25 +821,24 @@ def _is_poisoned(out: torch.Tensor) -> bool:
     if out.numel() == 0 or out.dtype == torch.bool or kind in ("packed", "quantized"):
         return False
     if kind != "whole":
-        # The first element first: for a filled tensor that is enough.
+        # For a filled tensor the first element decides.
         return bool(out.reshape(-1)[0].isnan()) and bool(out.isnan().all())
     return bool((out == torch.iinfo(out.dtype).min).all()) and torch.iinfo(out.dtype).min != 0
 
 
 # -- identity of source files ----------------------------------------------------------------------
-# Ranks that read the same files, converted alike, have the same values, so each reads its part and
-# nothing is compared. An initialization that was killed is resumed where files and conversion are
-# still the same.
+# Ranks that read the same files with the same conversion have the same values, so each reads its
+# part without comparing. A killed initialization resumes if files and conversion are the same.
 
 
 HEAD_BYTES = 64 * 1024
-"""Bytes of a file's beginning that are part of its identity: where headers are."""
+"""Bytes at a file's beginning that are part of its identity: the headers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SourceFiles:
-    """The files that say all values of a source; false where there are none. conversion: names what
-    turns their tensors into those of the model, beyond a cast.
+    """The files that determine all values of a source; false if there are none. conversion: name of
+    the conversion of their tensors into the model's, other than casts.
     """
 
     paths: tuple[Path, ...] = ()
@@ -848,8 +849,8 @@ class SourceFiles:
 
 
 def place_of(files: SourceFiles) -> str:
-    """Name these very files, by machine and inode, and their conversion. Empty for no files.
-    Raises: OSError.
+    """Identify these files by machine and inode, with their conversion. Empty for no files. Raises:
+    OSError.
     """
     if not files:
         return ""
@@ -859,8 +860,8 @@ def place_of(files: SourceFiles) -> str:
 
 
 def identity_of(files: SourceFiles) -> str:
-    """Name what these files hold, as far as paths, sizes, times and headers tell; the same after a
-    restart of the machine. Empty for no files. Raises: OSError.
+    """Identify the contents of these files by paths, sizes, times and headers; a reboot changes
+    nothing. Empty for no files. Raises: OSError.
     """
     if not files:
         return ""
@@ -874,34 +875,34 @@ def identity_of(files: SourceFiles) -> str:
     return found.hexdigest()
 
 
-# -- buffers that all ranks take from rank 0 -------------------------------------------------------
+# -- buffers that rank 0 broadcasts ----------------------------------------------------------------
 # Policy(broadcast_buffers=True). `broadcast` runs at set-up, and with `sync_module_states`;
 # `backward_end` after each backward outside of `no_sync`, and so before the next forward, as with
-# DDP: in between evaluation and saves see the same buffers on all ranks, too. A buffer whose bits
-# equal rank 0's is not written to: a graph that has saved it stays valid.
+# DDP: evaluation and saves between them also see the same buffers on all ranks. A buffer whose bits
+# equal rank 0's is not written, so graphs that saved it stay valid.
 
 
 class ModuleBuffers:
     """Buffers of one model. One thread uses it at a time.
 
-    follow: take those of rank 0 after each backward.
+    follow: copy rank 0's after each backward.
     """
 
     def __init__(self, model: nn.Module, comm: Comm, *, follow: bool) -> None:
         self._comm = comm
-        # By their places: a module may put another tensor there.
+        # By module and name: a module may assign another tensor.
         self._places = [(each.module, each.attr, each.names[0]) for each in find_buffers(model)]
         self._follow = follow and comm.world > 1
         self._in_no_sync = False
 
     def backward_end(self) -> None:
-        """Take the buffers of rank 0, if that is asked for. Collective; blocks."""
+        """Copy the buffers of rank 0, if `follow`. Collective; blocks."""
         if self._follow and not self._in_no_sync:
             self.broadcast()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, buffers stay each rank's own: micro-batches that are not the last of a step."""
+        """Do not copy buffers inside the context: micro-batches that are not a step's last."""
         # Restored, not cleared: contexts may be nested.
         before, self._in_no_sync = self._in_no_sync, True
         try:
@@ -913,8 +914,8 @@ class ModuleBuffers:
     def broadcast(self, keep: Callable[[torch.Tensor], None] = lambda _buffer: None) -> None:
         """Give all ranks the buffers of rank 0, bit for bit. Collective; blocks.
 
-        keep: called with each buffer that is about to be written. Raises: RanksDiverged where ranks
-        have other buffers: in number, shape or dtype.
+        keep: called with each buffer before it is written. Raises: RanksDiverged if number, shapes
+        or dtypes of buffers differ.
         """
         held = {
             name: value

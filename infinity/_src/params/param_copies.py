@@ -1,4 +1,4 @@
-"""Copies of parameters, from which a gather takes them instead of their tier.
+"""Copies of parameters, which gathers read instead of the tier.
 
     DelayedParams     the values before the update that is still running, in RAM
     SecondaryShards   shards that were gathered before, on the device or in RAM
@@ -11,7 +11,7 @@ Delayed parameters: a step computes with them while the update before it is stil
     step t+1         gathers from the delayed parameters, in RAM
 
 On a device with separate memory they are pinned, and only a gather of the unit waits for their
-copy: on one rank the executor copies, on several the gather stream, on its stream.
+copy: on one rank the executor copies, on several the gather stream does.
 
 Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 5.2, one-step delayed parameter
 update (update="delayed").
@@ -37,8 +37,7 @@ class DelayedCopy:
     one rank.
 
     parts: for each flat the read that fills its delayed shard, the place in the gathered flat, and
-    the shard. One thread uses it at a time. In a communication stream `run` does it all; the rest
-    is not called.
+    the shard. One thread uses it at a time. A communication stream calls only `run`.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class DelayedCopy:
     ) -> None:
         self._device = device
         self._parts = list(parts)
-        # Parts whose copies have begun: an interrupt or a fault may come between two of them.
+        # Parts whose copies have begun: an interrupt or a fault may occur between two parts.
         self._begun = 0
         self._copies: list[Ticket] = []
         self._cancelled = False
@@ -56,18 +55,18 @@ class DelayedCopy:
         return [read for read, _, _ in self._parts]
 
     def run(self) -> None:
-        """Copy on the current stream. Blocks for reads that are under way: a communication stream
-        has them ended before it launches. Raises: the AioError of a read.
+        """Copy on the current stream. Blocks for reads in flight: a communication stream launches
+        only after they have ended. Raises: the AioError of a read.
         """
         for read, target, shard in self._parts:
             read.wait_filled()
-            # Behind the CUDA stream of the communication stream, as the all_gather that follows is.
-            # The shard is pinned.
+            # On the communication stream's CUDA stream, as the following all_gather. The shard is
+            # pinned.
             target.copy_(shard, non_blocking=True)
 
     def advance(self) -> None:
         """Begin the copies if all shards are read. Never blocks."""
-        # A CPU makes no copies in the background: the thread that wants the unit makes them.
+        # On a CPU the thread that needs the unit makes the copies.
         if self._device.copies and all(read.filled for read, _, _ in self._parts):
             self._begin()
 
@@ -82,12 +81,12 @@ class DelayedCopy:
             else:
                 with torch.no_grad():
                     target.copy_(shard)
-            # After the copy: one that is begun twice fills the same memory with the same values.
+            # Recorded after the copy: repeating a copy writes the same values.
             self._begun += 1
 
     @property
     def filled(self) -> bool:
-        """True when the unit's flats hold the shards, or never will."""
+        """True when the unit's flats hold the shards, or the copy has failed."""
         begun = self._cancelled or self._begun == len(self._parts)
         return begun and all(copy.filled for copy in self._copies)
 
@@ -101,8 +100,8 @@ class DelayedCopy:
     def wait_filled(
         self, timeout: float | None = None, *, check: Callable[[], None] | None = None
     ) -> None:
-        """Block until it is filled; `timeout` is for each part, and `check` as in `Ticket.wait`.
-        Raises: the AioError of a read, or of a copy.
+        """Block until the flats hold the shards; `timeout` is for each part, and `check` as in
+        `Ticket.wait`. Raises: the AioError of a read, or of a copy.
         """
         if not self._cancelled and self._begun < len(self._parts):
             for read in self.reads:
@@ -114,13 +113,13 @@ class DelayedCopy:
     wait = wait_filled
 
     def cancel(self) -> None:
-        """Do not begin the copies. The reads continue: they fill the delayed parameters."""
+        """Do not begin the copies. The reads into the delayed parameters continue."""
         self._cancelled = True
 
     def end(self) -> None:
-        """Block until no copy is under way. Copies may begin afterwards."""
+        """Block until no copy is in flight. Copies may begin afterwards."""
         for copy in self._copies:
-            # Its fault is raised to those who wait for the unit.
+            # `wait_filled` raises the fault.
             with contextlib.suppress(AioError):
                 copy.wait_filled()
 
@@ -128,7 +127,7 @@ class DelayedCopy:
 class DelayedParams:
     """A second copy in RAM of this rank's shards of the parameters that an optimizer holds.
 
-    active: training computes with them; until then they only have the memory. One thread uses it at
+    active: training computes with them; until then only memory is allocated. One thread uses it at
     a time.
     """
 
@@ -148,7 +147,7 @@ class DelayedParams:
         return flat_bytes(flat.layout.shard_numel, flat.dtype)
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        # New memory has no values: `refresh` reads them before training computes with them.
+        # New memory has no values until `refresh` reads them.
         self._stale.update(self._shards.allocate(flats))
 
     @property
@@ -156,23 +155,23 @@ class DelayedParams:
         return self._shards.size_bytes
 
     def __contains__(self, flat: Flat) -> bool:
-        """True when training computes with delayed values of the flat. A flat that an optimizer
-        took since the last step has none yet, and no update either.
+        """Return whether training computes with delayed values of the flat. A flat that an
+        optimizer got since the last step has neither delayed values nor an update yet.
         """
         return flat in self._tickets
 
     def computes(self, unit: Unit) -> bool:
-        """True when training computes with delayed values of some of the unit."""
+        """Return whether training computes with delayed values of any of the unit's flats."""
         return self.active and any(flat in self._tickets for flat in unit.flats)
 
     def refresh(self, unit: Unit) -> bool:
         """Start reading the unit's values at rest, before its next update is submitted. Returns
-        whether they had changed.
+        whether they changed.
 
         Earlier updates must have been waited for, and copies of the unit (`Unsharder.end_copies`).
         Does not block.
         """
-        # Reads are submitted before the update, and the executor keeps the order of a chunk's jobs.
+        # The reads precede the update, since the executor runs a chunk's jobs in order.
         stale = [flat for flat in unit.flats if flat in self._stale]
         for flat in stale:
             address = self._shards[flat].data_ptr()
@@ -181,19 +180,19 @@ class DelayedParams:
         return bool(stale)
 
     def outdated(self, unit: Unit) -> None:
-        """Note that an update of the unit was submitted: values at rest are newer from the next
-        step.
+        """Record that an update of the unit was submitted: from the next step on values at rest are
+        newer.
         """
-        # Only marked: the step that is about to run still computes with the values before.
+        # Only marked: the next step still computes with the previous values.
         self._stale.update(flat for flat in unit.flats if flat in self._shards)
 
     def copy_to(self, unit: Unit, rank: int) -> DelayedCopy:
-        """Return the copy of the unit's shards into its gathered flats, which are allocated. It has
+        """Return the copy of the unit's shards into its gathered flats, which have memory. It has
         not begun.
         """
         parts = []
         for flat in unit.flats:
-            # The other flats have no delayed values; `Unsharder._fill` reads them from their tier.
+            # `Unsharder._fill` reads flats without delayed values from their tier.
             if flat in self._tickets:
                 start = rank * flat.layout.shard_numel
                 target = flat.tensor[start : start + flat.layout.shard_numel]
@@ -202,12 +201,12 @@ class DelayedParams:
 
     def write(self, flat: Flat, start: int, values: torch.Tensor) -> None:
         """Replace elements [start, start + len) of a shard, after the values at rest were replaced.
-        Blocks until a read has ended; no copy of the unit may be under way. Does nothing for a flat
+        Blocks until a read has ended; no copy of the unit may be in flight. Does nothing for a flat
         without delayed values.
         """
         if not self.active or flat not in self._tickets:
             return
-        # A read that is under way would write the old value over the new one.
+        # A read in flight would overwrite the new value with the old one.
         self._tickets[flat].wait()
         with torch.no_grad():
             self._shards[flat][start : start + values.numel()].copy_(values)
@@ -221,14 +220,13 @@ class DelayedParams:
 
 
 # -- secondary shards ------------------------------------------------------------------------------
-# Copies of gathered weights from which the next all_gather takes them.
+# Copies of gathered weights, the source of the next all_gather.
 #
 #     params="device", stage 3    this rank's shard, on the device; others' from the other ranks
 #     hpz (ZeRO++, section 3.2)   shards of this rank and its counterparts; others' from this node
 #
-# They hold the bits that were gathered, quantized ones included, so the values do not depend on the
-# source. Whether a unit is stored follows the program alone: all ranks must gather from the same
-# place.
+# They hold the gathered bits, also if quantized, so values do not depend on the source. The
+# program's order alone decides whether a unit is stored, so all ranks gather from the same source.
 
 
 class SecondaryShards:
@@ -236,9 +234,8 @@ class SecondaryShards:
 
     ranks: the ranks whose shards this one stores. One thread uses it at a time, except that the
     gather stream calls the functions that `store` and `load` return, in its order. On a device with
-    memory of its own these wait for nothing: copies of pinned memory follow each other on the
-    communication stream's stream, and the communication stream's next collective is launched
-    meanwhile.
+    separate memory these functions do not wait: their copies are queued on the communication
+    stream's CUDA stream, and its next collective is launched meanwhile.
     """
 
     def __init__(
@@ -274,8 +271,7 @@ class SecondaryShards:
 
     def store(self, unit: Unit, version: Hashable) -> Callable[[], None]:
         """Return the function that stores the unit's weights once they are gathered."""
-        # Noted before the communication stream has copied: `load` runs behind `store` in the same
-        # communication stream.
+        # Recorded before the copy: `load` runs after `store` in the same communication stream.
         self._stored[unit] = version
 
         def work() -> None:
@@ -296,20 +292,19 @@ class SecondaryShards:
         return work
 
     def _both(self, flat: Flat) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each of the ranks the stored shard, and the one in the gathered flat."""
+        """Return for each rank the stored shard, and its range of the gathered flat."""
         shards = flat.tensor.view(-1, flat.layout.shard_numel)
-        # One by one: a list of indices would travel to the device, and the communication stream
-        # wait for it.
+        # A loop: indexing by a list would copy the list to the device, and the stream would wait.
         return [(self._parts[flat][place], shards[rank]) for place, rank in enumerate(self.ranks)]
 
     def forget(self, unit: Unit) -> None:
-        """Forget the shards of the unit, whose weights have changed."""
+        """Forget the unit's shards: its weights have changed."""
         self._stored.pop(unit, None)
 
     def close(self) -> None:
-        """Free the memory. Nothing may be under way: the last collective of the communication
-        stream that uses it has finished."""
+        """Free the memory. The communication stream's last collective that uses it must have ended.
+        """
         self._stored.clear()
-        # Views go before the memory: a slab is unmapped only once no view of it is left.
+        # Drop views first: a slab is unmapped only without views.
         self._parts.clear()
         self._buffers.close()

@@ -1,9 +1,9 @@
-"""The order in which passes use units: traced while it happens, followed afterwards. No tensors.
+"""The order in which passes use units: recorded in one pass, predicted in later ones. No tensors.
 
 A step has phases: a training forward, a backward, a forward without gradients. The schedule
-remembers the last few orders (traces) that each phase has had, and which trace followed which. So
-the distance to the next use of a unit is known beyond the end of a phase, and the first demand of a
-phase is foreseen even where two kinds of forward alternate:
+remembers the last few orders (traces) of each phase, and which trace followed which. So it predicts
+the distance to a unit's next use beyond the end of a phase, and a phase's first demand even if two
+kinds of forward alternate:
 
     forward  0 1 2 3      followed by  backward  3 2 1 0      followed by  forward ...
 
@@ -12,24 +12,24 @@ bytes of `gathered_capacity` (memory/device_capacity.py), at most AHEAD_MAX.
 
 A unit that is used last in forward is used first in backward, and needs no second read.
 
-While a phase runs, a cursor follows one trace. A demand of another unit than the next one is a
-deviation. If another trace begins as this phase has begun, the cursor follows that trace from here.
-Else the demand takes the unit's first free place in the trace, behind the cursor (a place that was
-skipped) or ahead. Then the phase may continue from there (it skipped the places between) or from
-the cursor (the unit came early): both are foreseen until the next demand decides. A demand takes a
-place once.
+While a phase runs, a cursor follows one trace. A demand of another unit than the next is a
+deviation. If another trace begins with this phase's demands so far, the cursor switches to that
+trace. Otherwise the demand takes the unit's first free place in the trace, behind the cursor (a
+skipped place) or ahead. Then the phase may continue from that place (it skipped the places between)
+or from the cursor (the unit was early): both are predicted until the next demand decides. Each
+place is taken once.
 
-The schedule remembers a phase that deviated as it was. If the phase followed most of its trace, the
-order expected next time has all its units, and also the units that it skipped (a layer dropped at
-random), unless they were skipped the time before, too.
+The schedule remembers the order of a phase that deviated. If the phase followed most of its trace,
+the next expected order also has the units that it skipped (a layer dropped at random), unless the
+phase before skipped them, too.
 
-All of this follows from the demands alone, so ranks that demand the same units decide the same.
+Only demands decide, so ranks that demand the same units predict the same.
 
 `PassTracker` knows which phase runs, and whether a backward is done with a unit. A forward call
 that needs a unit makes the backward expect a use, which ends when backward has passed the call. One
 backward may have the uses of several forwards. So uses are counted until a backward has ended all
-of them and freed its graph, or a step is taken, after which earlier graphs are useless. A use for
-which no backward comes makes the count too high: then a gradient is late, and never early.
+of them and freed its graph, or a step is taken, after which earlier graphs are useless. A use
+without a backward makes the count too high: then gradients are reduced late, never early.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Phase(enum.Enum):
 _NEXT = {Phase.TRAIN: Phase.BACKWARD, Phase.BACKWARD: Phase.TRAIN, Phase.EVAL: Phase.EVAL}
 
 NEVER = 1 << 60
-"""The distance of a unit that the schedule does not use again."""
+"""The distance of a unit without a predicted use."""
 
 AHEAD_MAX = 32
 """The most units that are prefetched, however small. The bound in bytes is reached first, except in
 a model of many small units and a large one."""
 
 LOOK_MAX = 8 * AHEAD_MAX
-"""The most uses ahead that a search for these units looks at."""
+"""The most predicted uses that a search for these units examines."""
 
 TRACES_MAX = 8
 """The most traces of each phase that are remembered."""
@@ -76,11 +76,11 @@ TRACES_MAX = 8
 
 @dataclasses.dataclass(eq=False)
 class _Trace:
-    """An order that a phase has had.
+    """An order of a phase.
 
-    then: the trace that is expected after it, for each phase that may follow. doubted: the phases
-    for which another trace followed the last time, or none yet. Only then does a new trace replace
-    the expected one. missed: the places that were skipped the last time.
+    then: the expected next trace, for each phase that may follow. doubted: phases for which another
+    trace, or none yet, followed last time; only then a new trace replaces the expected one. missed:
+    the places skipped last time.
     """
 
     order: list[int] = dataclasses.field(default_factory=list)
@@ -95,7 +95,7 @@ class _Trace:
             self.places.setdefault(unit, []).append(place)
 
     def followed_by(self, phase: Phase, trace: _Trace) -> None:
-        """Learn which trace followed this one."""
+        """Record which trace followed this one."""
         if self.then.get(phase) is trace:
             self.doubted.discard(phase)
         elif phase in self.then and phase not in self.doubted:
@@ -107,12 +107,12 @@ class _Trace:
 
 
 class Schedule:
-    """Units are named by their index. Distances count demands from now."""
+    """Predicts the order of units, given by index. Distances count demands from now."""
 
     def __init__(self) -> None:
-        # The latest one is last.
+        # Oldest first.
         self._traces: dict[Phase, list[_Trace]] = {phase: [] for phase in Phase}
-        # The latest phase that ended; evaluation has another entry, since it runs in between.
+        # The latest phase that ended; evaluation has a separate entry, since it interleaves.
         self._ended: dict[bool, _Trace | None] = {}
         self._phase = Phase.TRAIN
         self._trace = _Trace()  # the one that is followed
@@ -124,11 +124,11 @@ class Schedule:
         self._foreseen = 0  # demands of the record
         self._matching: list[_Trace] = []  # begin as the record does
         self.deviations = 0
-        # After a training forward comes another one, and no backward.
+        # Another training forward follows the current one, not a backward.
         self.forward_follows = False
 
     def order(self, phase: Phase) -> list[int]:
-        """The order that the phase is expected to have when it comes next, or has if it runs."""
+        """Return the phase's expected next order, or the current one if it runs."""
         evaluates = phase is Phase.EVAL
         if self._record is not None and phase is self._phase:
             return self._trace.order
@@ -136,7 +136,7 @@ class Schedule:
         return self._expected(self._trace if running else self._ended.get(evaluates), phase).order
 
     def start(self, phase: Phase) -> None:
-        """Begin a phase: follow the trace that is expected after the one before."""
+        """Begin a phase: follow the trace expected after the previous one."""
         self._phase = phase
         self._trace = self._expected(self._ended.get(phase is Phase.EVAL), phase)
         self._matching = list(self._traces[phase])
@@ -146,12 +146,12 @@ class Schedule:
         self._go_to(0)
 
     def end(self) -> None:
-        """End the phase: remember its order, and that it came after the one before."""
+        """End the phase: remember its order, and which trace it followed."""
         if self._record:
-            # An order of full length in `_matching` is one that this phase has had before.
+            # A full-length order in `_matching` has occurred before.
             new = all(len(one.order) != len(self._record) for one in self._matching)
             trace = self._remembered(self._record, set())
-            # Remembered last, so that it is the one expected next time.
+            # Moved to the end, so that it is expected next time.
             if new and self._foreseen * 2 > len(self._trace.order):
                 trace = self._remembered(*self._completed(self._record))
             evaluates = self._phase is Phase.EVAL
@@ -163,30 +163,30 @@ class Schedule:
         self._record = None
 
     def abandon(self) -> None:
-        """The phase broke off: its record is no order to follow."""
+        """Drop the record of an aborted phase."""
         self._record = None
         self._go_to(0)
 
     def record_unshard(self, unit: int) -> bool:
-        """Note that a unit is wanted now. Returns whether the schedule expected it next."""
+        """Record a demand of a unit. Returns whether it was predicted as the next."""
         foreseen = self._record is not None and self._follow(unit, self._record)
         self._foreseen += foreseen
         self.deviations += not foreseen and bool(self._trace.order)
         return foreseen
 
     def upcoming(self) -> Iterator[int]:
-        """Yield the units of the next LOOK_MAX uses, each once, soonest first, over the end of the
-        phase.
+        """Yield the units of the next LOOK_MAX predicted uses, each once, soonest first, across the
+        end of the phase.
         """
         found: set[int] = set()
         here = self._trace.order
-        # Until it is known how the phase continues, the two courses alternate.
+        # Alternate between two possible continuations until a demand decides.
         ways = [range(way, len(here)) for way in self._ways()]
         places = (
             place for row in itertools.zip_longest(*ways) for place in row if place is not None
         )
         rest = (here[place] for place in places if place not in self._taken)
-        # Bounded: a trace of few units, used very often, would be searched whole at each demand.
+        # Bounded: otherwise each demand would search all of a long trace with few units.
         for unit in itertools.islice(
             itertools.chain(rest, self._expected(self._trace, self._next_phase).order), LOOK_MAX
         ):
@@ -195,8 +195,8 @@ class Schedule:
                 yield unit
 
     def distance(self, unit: int) -> int:
-        """Demands until the unit is used next; NEVER if the schedule does not use it."""
-        # Called several times for each unit and pass: a loop is faster than generators.
+        """Return the number of demands until the unit's next use; NEVER if none is predicted."""
+        # Called often: a loop is faster than generators.
         found = NEVER
         for way in self._ways():
             place = self._place_from(way, unit)
@@ -204,13 +204,13 @@ class Schedule:
                 found = min(found, place - way)
         if found != NEVER:
             return found
-        # Not in the rest of this phase: count on over its end, into the next one.
+        # Not in the remaining phase: continue counting in the next one.
         then = self._expected(self._trace, self._next_phase).places.get(unit)
         return len(self._trace.order) - self._cursor + then[0] if then else NEVER
 
     @property
     def _next_phase(self) -> Phase:
-        """The phase that comes after the one that runs, or has run last."""
+        """Return the phase expected after the running (or last) one."""
         if self.forward_follows and self._phase is Phase.TRAIN:
             return Phase.TRAIN
         return _NEXT[self._phase]
@@ -218,7 +218,7 @@ class Schedule:
     # -- following a trace -------------------------------------------------------------------------
 
     def _follow(self, unit: int, record: list[int]) -> bool:
-        """Move the cursor past a place of the unit. Returns whether that place came next."""
+        """Move the cursor past a place of the unit. Returns whether it was the next place."""
         record.append(unit)
         count = len(record)
         self._matching = [
@@ -227,11 +227,12 @@ class Schedule:
             if len(one.order) >= count and one.order[count - 1] == unit
         ]
         order = self._trace.order
-        for way in sorted(self._ways()):  # where both ways agree, the one that skips nothing
+        # If both continuations predict it, take the one that skips nothing.
+        for way in sorted(self._ways()):
             if way < len(order) and order[way] == unit:
                 self._take(way)
                 return True
-        # Another trace has begun exactly as this phase: follow the latest of these from here.
+        # Other traces begin exactly like this phase: switch to the latest.
         if self._matching:
             self._trace = self._matching[-1]
             self._go_to(count)
@@ -241,28 +242,28 @@ class Schedule:
             return False
         place = self._place_from(0, unit)
         if place is None:
-            # The trace has no free place of this unit, so the cursor stays.
+            # No free place of this unit: the cursor stays.
             self._record_places.append(-1)
         else:
             before = self._cursor
             self._take(place)
-            # The phase may continue from where it left the trace: both courses are foreseen.
+            # The phase may also continue from the cursor's old place: predict both.
             if before != self._cursor and before < len(order):
                 self._skipped = before
         return False
 
     def _ways(self) -> tuple[int, ...]:
-        """The places from which the phase may continue, the likelier first."""
+        """Return the places from which the phase may continue, the likelier first."""
         return (self._cursor,) if self._skipped is None else (self._cursor, self._skipped)
 
     def _go_to(self, place: int) -> None:
-        """Follow the trace from there, all of it free."""
+        """Follow the trace from `place`, with all its places free."""
         self._cursor = place
         self._skipped = None
         self._taken.clear()
 
     def _take(self, place: int) -> None:
-        """The demand of this place has come; the next free one is next."""
+        """Take this place, and move the cursor to the next free one."""
         self._taken.add(place)
         self._record_places.append(place)
         self._skipped = None
@@ -271,7 +272,7 @@ class Schedule:
         self._cursor = place
 
     def _place_from(self, start: int, unit: int) -> int | None:
-        """The first free place of the unit at or after `start`."""
+        """Return the unit's first free place at or after `start`."""
         places = self._trace.places.get(unit, [])
         for at in range(bisect.bisect_left(places, start), len(places)):
             if places[at] not in self._taken:
@@ -287,9 +288,9 @@ class Schedule:
         return self._traces[phase][-1] if self._traces[phase] else _Trace()
 
     def _completed(self, record: list[int]) -> tuple[list[int], set[int]]:
-        """Return the record with the units of the trace that it skipped, and their places.
+        """Return the record plus the units of the trace that it skipped, and their places.
 
-        Units that were skipped the time before, too, are not added.
+        Units that were skipped last time, too, are not added.
         """
         order: list[int] = []
         missed: set[int] = set()
@@ -309,23 +310,23 @@ class Schedule:
         return order, missed
 
     def _remembered(self, order: list[int], missed: set[int]) -> _Trace:
-        """Return the trace with this order, and remember it as the last of this phase. The oldest
-        one is forgotten.
+        """Return the trace with this order, and remember it as the phase's latest. The oldest is
+        forgotten.
 
-        A new trace is expected to continue as the trace that the phase has left.
+        A new trace inherits the expected successors of the trace that the phase deviated from.
         """
         traces = self._traces[self._phase]
         trace = next((one for one in traces if one.order == order), None)
         if trace is not None:
             traces.remove(trace)
         else:
-            # Doubted all over: nothing has come after this order yet.
+            # All successors are doubted: none has followed this order yet.
             trace = _Trace(order, dict(self._trace.then), set(self._trace.then))
         trace.missed = missed
         traces.append(trace)
         if len(traces) > TRACES_MAX:
             forgotten = traces.pop(0)
-            # No other trace may lead to the forgotten one, or it would still be followed.
+            # Remove it as the successor of other traces.
             for one in itertools.chain(*self._traces.values()):
                 if one.then.get(self._phase) is forgotten:
                     del one.then[self._phase]
@@ -333,10 +334,10 @@ class Schedule:
 
 
 class PassTracker:
-    """The passes that have begun and not ended. A backward may run inside a forward, and forwards
-    (recompute) inside a backward.
+    """The running passes. A backward may run inside a forward, and forwards (recompute) inside a
+    backward.
 
-    in_backward: a backward runs, or one broke off and nothing has begun since.
+    in_backward: a backward runs, or was aborted and no pass has begun since.
     """
 
     def __init__(self) -> None:
@@ -352,7 +353,7 @@ class PassTracker:
 
     @property
     def evaluates(self) -> bool:
-        """True while a forward without gradients runs, also in a backward inside it."""
+        """True while a forward without gradients runs, also during a backward inside it."""
         return self._forward is Phase.EVAL
 
     @property
@@ -363,8 +364,8 @@ class PassTracker:
     def forward_start(self, *, trains: bool) -> None:
         """Begin an outermost forward; trains: with gradients.
 
-        Earlier forwards without gradients were evaluation: their uses never end, and perhaps one
-        rank alone ran them.
+        Drops the uses of earlier forwards without gradients: those were evaluation, perhaps on one
+        rank only, and never get a backward.
         """
         if trains:
             for unit, count in self._eval_uses.items():
@@ -379,7 +380,7 @@ class PassTracker:
 
     def backward_end(self) -> None:
         self.in_backward = False
-        # The graph may run again, so none of its uses has ended for good.
+        # The graph may run again, so its uses are not over.
         if self._retains_graph:
             return
         for unit, count in self._ended_now.items():
@@ -397,41 +398,37 @@ class PassTracker:
     def reset(self) -> None:
         self._forward = None
         self.in_backward = False
-        # Graphs of an interrupted pass are useless, and so are their uses.
+        # Graphs of an interrupted pass cannot run, so drop their uses.
         self.step_taken()
 
     def step_taken(self) -> None:
-        """Forget all uses: no backward comes for graphs of before the step."""
+        """Forget all uses: earlier graphs cannot run after the step."""
         self._uses.clear()
         self._eval_uses.clear()
         self._ended.clear()
 
     def expect_use(self, unit: Unit) -> None:
-        """Count a use of the unit that a forward call expects of backward."""
+        """Count a use of the unit that backward must end."""
         if not self.in_backward:
             self._uses[unit] = self._uses.get(unit, 0) + 1
             if self.evaluates:
                 self._eval_uses[unit] = self._eval_uses.get(unit, 0) + 1
 
     def expects_uses(self, unit: Unit) -> bool:
-        """Return whether forwards expect uses of the unit that no backward has ended yet."""
+        """Return whether the unit has uses that no backward has ended yet."""
         return self._uses.get(unit, 0) > 0
 
     def use_ended(self, unit: Unit) -> None:
         self._ended_now[unit] = self._ended_now.get(unit, 0) + 1
 
     def all_ended(self, unit: Unit) -> bool:
-        """Return whether this backward is done with the unit: as many uses have ended as forwards
-        expect.
-        """
+        """Return whether this backward has ended all uses of the unit."""
         return self._ended_now.get(unit, 0) >= max(self._uses.get(unit, 0), 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The progress of training: which passes run, in what order they want units, how long they
-    take, and how long they wait.
-    """
+    """The progress of training: running passes, their order of units, their times and waits."""
 
     passes: PassTracker
     schedule: Schedule

@@ -2,8 +2,8 @@
 
     slab   [ flat 0 | pad | flat 1 | pad | ...          ]   each from a multiple of 64 bytes on
 
-Gradients, parameters of the step before and secondary shards all lie in such buffers. Only their
-sizes and dtypes differ, and those are given to the constructor.
+Gradients, parameters of the step before and secondary shards all lie in such buffers. The
+constructor gets their sizes and dtypes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ALIGN_BYTES = 64
 
 
 def flat_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that a tensor takes of a slab, padding included."""
+    """Return the bytes of a tensor in a slab, padding included."""
     return round_up(numel * dtype.itemsize, ALIGN_BYTES)
 
 
@@ -49,15 +49,15 @@ class FlatBuffers:
         self._shown = shown
         self._slabs: list[Slab] = []
         self._tensors: dict[Flat, torch.Tensor] = {}
-        self._own: dict[Flat, Slab] = {}  # flats that have a slab to themselves
+        self._own: dict[Flat, Slab] = {} # flats with a separate slab
 
     def allocate(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Make room for the flats that have none yet, and return these. The others keep their
+        """Allocate memory for the flats without memory, and return these. Other flats keep their
         memory and its contents.
 
         Raises: MemoryError, before anything has changed; DeviceCopyError.
         """
-        # Memory that exists never moves: gradient accumulators hold views of it.
+        # Existing memory never moves: gradient accumulators hold views of it.
         fresh = [flat for flat in flats if flat not in self._tensors]
         if not sum(self.bytes_of(flat) for flat in fresh):
             return []
@@ -65,7 +65,7 @@ class FlatBuffers:
         made = make_slabs(
             [sum(self.bytes_of(flat) for flat in part) for part in parts], shown=self._shown
         )
-        # Listed before they are pinned, so that `close` frees them when pinning fails.
+        # Listed before pinning, so that `close` frees them if pinning fails.
         self._slabs += made
         if self._device is not None:
             self._device.pin_all(made, shown=self._shown)
@@ -102,8 +102,8 @@ class FlatBuffers:
         return iter(self._tensors)
 
     def free(self, flat: Flat) -> None:
-        """Free the memory of a flat that was the only fresh one of its `allocate`; that of others
-        stays until `close`. Nothing may be under way."""
+        """Free a flat's memory if its `allocate` call allocated no other flat; other memory stays
+        until `close`. No transfer may be in flight."""
         slab = self._own.pop(flat, None)
         if slab is not None:
             del self._tensors[flat]
@@ -119,8 +119,8 @@ class FlatBuffers:
         return sum(slab.size_bytes for slab in self._slabs)
 
     def close(self) -> None:
-        """Free the memory, with the last view of it. Nothing may be under way."""
-        # Tensors go first: a slab is unmapped only once no view of it is left.
+        """Free the memory, at the latest with its last view. No transfer may be in flight."""
+        # Drop tensors first: a slab is unmapped only without views.
         self._tensors.clear()
         self._own.clear()
         for slab in self._slabs:

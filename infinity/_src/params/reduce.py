@@ -9,13 +9,13 @@
 With update="backward" the mode takes complete gradients in place of `accumulate`
 (`UpdateHooks.on_gradient`).
 
-A unit is reduced by one exchange, in a separate communication stream. Flags of the parameters
-that have a gradient go along, and are united over the ranks: a parameter that only some ranks used
-gets the mean with zeros of the others, as with DDP(find_unused_parameters=True). One that no rank
-used gets none.
+A unit is reduced by one exchange, in a separate communication stream. The exchange also unites
+flags of the parameters with a gradient. A parameter that only some ranks used gets the mean with
+zeros for the other ranks, as with DDP(find_unused_parameters=True); one that no rank used gets no
+gradient.
 
-Units are reduced as backward is done with them, which is in one order on all ranks. If each rank
-may use other units, all units are reduced in a fixed order instead (`ReduceOrder`).
+Units are reduced when backward is done with them, in the same order on all ranks. If ranks may use
+different units, all units are reduced in a fixed order instead (`ReduceOrder`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Wholes = Mapping[Param, Sequence[torch.Tensor]]
 
 @dataclasses.dataclass
 class PendingReduce:
-    """One unit's gradients under way. Its results are valid once `op` is done."""
+    """The reduction in flight of one unit's gradients. Its results are valid once `op` is done."""
 
     unit: Unit
     op: PendingCollective
@@ -71,12 +71,13 @@ class PendingReduce:
     # Copies of unreduced sums and of error feedback to the device; the communication stream waits
     # for them.
     tickets: list[Ticket]
-    # Error feedback on a device with separate memory, which goes back to RAM afterwards.
+    # Error feedback on a device with separate memory; copied back to RAM afterwards.
     errors: dict[Flat, torch.Tensor]
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the gradients of all its parameters, as they wait: the same on all ranks."""
+        """Bytes of the gradients of all its parameters in their accumulation dtype: the same on all
+        ranks."""
         made = zip(self.flats, self.means, strict=True)
         return sum(flat.layout.numel * mean.element_size() for flat, mean in made)
 
@@ -85,10 +86,10 @@ class PendingReduce:
         reduced. Raises: RankFailed."""
         # The host reads the flags, so it waits for the communication stream's kernels.
         self.op.finished()
-        # Second: raises where a rank has failed meanwhile, before flags of an aborted collective
-        # are read. It orders this stream behind the communication stream's, too.
+        # Then `wait`: it raises if a rank has failed, before flags of an aborted collective are
+        # read, and orders this stream after the communication stream's.
         self.op.wait()
-        # Not earlier: the communication stream reads these gradients until the op is done.
+        # Only now: the communication stream reads these gradients until the op is done.
         self.held.clear()
         found = []
         flags = iter(self.present.tolist())
@@ -100,19 +101,19 @@ class PendingReduce:
         return found
 
     def finished(self) -> None:
-        """Block until nothing of it is under way, after a backward that broke off."""
+        """Block until the reduction has ended, after an aborted backward."""
         self.op.finished()
-        # The communication stream may have ended before it waited for them.
+        # The communication stream may not have waited for these copies.
         interrupt = cancel_and_wait(self.tickets)
         if interrupt is not None:
             raise interrupt
 
 
 class FlagBuffers:
-    """Pinned memory in which flags come from the device: the communication stream that copies them
-    is not held up.
+    """Pinned memory for flags from the device, so that copying them does not stall the
+    communication stream.
 
-    The buffers are a ring of more than can be under way at once. One thread uses it at a time.
+    A ring with more buffers than reductions in flight. One thread uses it at a time.
     """
 
     COUNT = REDUCING_UNITS + 2
@@ -129,10 +130,10 @@ class FlagBuffers:
         return cls.COUNT * max(sizes, default=0)
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Make the buffers fit units with these flats. Raises: MemoryError, DeviceCopyError."""
+        """Make the buffers large enough for these flats. Raises: MemoryError, DeviceCopyError."""
         size_bytes = self.needs_bytes(flats)
         if size_bytes > self._memory.numel():
-            # The old ones stay until `close`: flags of a unit may be on their way there.
+            # Old buffers stay until `close`: flags may be in flight to them.
             self._slabs.append(Slab(size_bytes))
             self._device.pin(self._slabs[-1])
             self._memory = torch.from_numpy(self._slabs[-1].array(np.uint8))
@@ -154,11 +155,11 @@ class FlagBuffers:
 class ReduceScatter:
     """Reduces gradients of one model. One thread uses it at a time.
 
-    flats: all that learn from the start. dtype_of: the dtype in which gradients wait.
-    reduce_dtype: the dtype in which they travel; None: the same. qgz: they travel as int4 groups.
-    error_feedback: the rounding errors of qgz stay in CPU memory and are added to the next
-    gradients. offload: of a device with separate memory. There the errors come by the executor
-    when the reduction starts, and go back when its result is taken.
+    flats: all that are trainable at first. dtype_of: accumulation dtype of gradients. reduce_dtype:
+    communication dtype; None: the same. qgz: send int4 groups. error_feedback: keep qgz's rounding
+    errors in CPU memory and add them to the next gradients. offload: of a device with separate
+    memory; there the executor copies the errors in when the reduction starts, and back when its
+    result is taken.
     """
 
     def __init__(
@@ -185,15 +186,15 @@ class ReduceScatter:
             lambda _flat: torch.bfloat16,
             device,
         )
-        # Copies of errors back to RAM. The next copy from there comes behind them.
+        # Copies of errors to RAM; the next copy from RAM must wait for them.
         self._stored: dict[Flat, Ticket] = {}
         self._flags = FlagBuffers(device)
         self.allocate(flats)
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Make room for the error feedback of these flats, where there is none yet, and for flags
-        on their way. Raises: MemoryError, DeviceCopyError."""
-        # A new slab is zeros: no error has been made yet.
+        """Allocate missing error feedback of these flats, and flag buffers. Raises: MemoryError,
+        DeviceCopyError."""
+        # A new slab is zeros: no error yet.
         if self._error_feedback:
             self._errors.allocate(flats)
         if self._offload is not None:
@@ -236,15 +237,15 @@ class ReduceScatter:
         size_bytes: int,
         after: Sequence[Ticket] = (),
     ) -> PendingReduce:
-        """Begin the reduction of a unit. Does not block, but for error feedback that is still on
-        its way to RAM. `gradients` must not change until it is done. size_bytes: of the gradients
-        that are freed then. after: copies that bring some of them.
+        """Begin the reduction of a unit. Blocks only for error feedback that is still being copied
+        to RAM. `gradients` must not change until it is done. size_bytes: of the gradients that are
+        freed then. after: copies that load some of them.
 
         Raises: ValueError for a dtype that ranks do not reduce.
         """
         flats = [flat for flat in unit.flats if flat.learns]
         _check_reducible(flats, self._dtype_of)
-        self.allocate(flats)  # flats that were unfrozen, and that no optimizer holds
+        self.allocate(flats)  # unfrozen flats without an optimizer
         params = [param for flat in flats for param in flat.params]
         flags = [param in gradients for param in params]
         device = unit.flats[0].tensor.device
@@ -252,18 +253,18 @@ class ReduceScatter:
             present = torch.tensor(flags, dtype=torch.uint8)
             there = present
         else:
-            # Made by kernels: a copy from the host would hold the communication stream up.
+            # Made by kernels: a copy from the host would stall the communication stream.
             present, there = self._flags.next(len(flags)), _flags_on(device, flags)
         means = [
             torch.empty(flat.layout.shard_numel, dtype=self._dtype_of(flat), device=device)
             for flat in flats
         ]
-        # A copy: `PendingReduce.shards` clears it once the communication stream has read the
+        # A copy: `PendingReduce.shards` clears it after the communication stream has read the
         # gradients.
         held = dict(gradients)
         errors, tickets = self._fetch_errors(flats)
         tickets += after
-        # Those in RAM change in place, and go nowhere.
+        # Errors in RAM change in place, without copies.
         returned = errors if self._offload is not None else {}
 
         def work(collectives: Collectives) -> None:
@@ -272,7 +273,7 @@ class ReduceScatter:
             with torch.no_grad():
                 collectives.all_reduce_or(there)
                 if present is not there:
-                    # `PendingReduce.shards` reads it behind `op`. The communication stream does not
+                    # `PendingReduce.shards` reads it after `op`; the communication stream does not
                     # wait for it.
                     present.copy_(there, non_blocking=True)
                 self._reduce(collectives, flats, held, means, errors)
@@ -280,7 +281,7 @@ class ReduceScatter:
         try:
             op = self._comm.submit_reduce_scatter(_title(unit), work)
         except BaseException:
-            # The errors' memory goes back to torch.
+            # Return the errors' memory to torch.
             cancel_and_wait(tickets)
             raise
         return PendingReduce(unit, op, flats, means, size_bytes, held, present, tickets, returned)
@@ -289,32 +290,31 @@ class ReduceScatter:
         """Return this rank's part of each gradient that some rank has. Blocks until they are
         reduced. Raises: RankFailed."""
         shards = pending.shards(self._comm.rank)
-        # Behind `op`: the compute stream is behind the communication stream's now, and copies are
-        # behind that.
+        # After `op`: the compute stream, and so these copies, now follow the communication stream.
         self._store_errors(pending)
         return shards
 
     def drop(self, pending: PendingReduce) -> None:
-        """Block until nothing of a reduction is under way; its result is dropped."""
+        """Block until a reduction has ended, and drop its result."""
         pending.finished()
-        # The errors that it has made count all the same, as in RAM, where they change in place.
+        # Keep its errors, as in RAM, where they change in place.
         self._store_errors(pending)
 
     @property
     def moves_errors(self) -> bool:
-        """True where error feedback travels to a device and back: a flat is then in one reduction
-        at a time."""
+        """True if error feedback is copied to a device and back: then a flat is in one reduction at
+        a time."""
         return self._error_feedback and self._offload is not None
 
     def _fetch_errors(
         self, flats: Sequence[Flat]
     ) -> tuple[dict[Flat, torch.Tensor], list[Ticket]]:
-        """Return the errors of flats where the kernels are, and the copies that bring them."""
+        """Return the flats' errors on the device, and the copies that load them."""
         errors = {flat: self._errors[flat] for flat in flats if flat in self._errors}
         tickets: list[Ticket] = []
         try:
             for flat, rest in errors.items() if self._offload is not None else ():
-                # Copies there and back have streams of their own, which do not wait for each other.
+                # The two directions use two streams, which do not wait for each other.
                 if flat in self._stored:
                     self._device.wait_filled(self._stored[flat])
                     del self._stored[flat]
@@ -370,8 +370,8 @@ class ReduceScatter:
         )
 
     def forget(self) -> None:
-        """Zero the error feedback: the states were replaced by those of another step. Blocks until
-        none is under way."""
+        """Zero the error feedback, since states of another step were restored. Blocks until no copy
+        is in flight."""
         for ticket in self._stored.values():
             self._device.wait_filled(ticket)
         self._stored.clear()
@@ -389,7 +389,7 @@ def _flags_on(device: torch.device, flags: Sequence[bool]) -> torch.Tensor:
     """Make flags on a device [len(flags)], uint8."""
     found = torch.zeros(len(flags), dtype=torch.uint8, device=device)
     start = 0
-    # A kernel for each run of flags that are set; most units have one run.
+    # One kernel for each run of set flags; most units have one run.
     for is_set, run in itertools.groupby(flags):
         count = sum(1 for _ in run)
         if is_set:
@@ -399,7 +399,7 @@ def _flags_on(device: torch.device, flags: Sequence[bool]) -> torch.Tensor:
 
 
 def _check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> None:
-    """Raise ValueError for a flat whose gradients wait in a dtype that ranks do not reduce."""
+    """Raise ValueError for a flat whose accumulation dtype ranks cannot reduce."""
     for flat in flats:
         if dtype_of(flat) not in _DTYPES:
             raise ValueError(
@@ -410,8 +410,8 @@ def _check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dty
 
 
 def _title(unit: Unit) -> str:
-    """Name a reduction. All ranks compare the name before it starts, so a rank that trains other
-    parameters of the unit stops them with an error."""
+    """Name a reduction. Ranks compare the name first, so a rank that trains other parameters of the
+    unit causes an error."""
     flags = bytes(param.gathered.requires_grad for param in unit.params)
     if all(flags):
         return f"gradients of {unit.name}"
@@ -425,7 +425,7 @@ def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
     if not terms:
         target.zero_()
         return
-    # In the dtype of the first, which is that of the waiting sum, as on one rank.
+    # In the first term's dtype, the accumulation dtype, as on one rank.
     first, *others = terms
     for other in others:
         first.view(-1).add_(other.reshape(-1).to(first))
@@ -433,12 +433,11 @@ def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
 
 
 class ReduceOrder:
-    """Fixed order in which ranks reduce units, whichever units each of them uses in a backward.
+    """Fixed order in which ranks reduce units, whichever units each rank uses.
 
-    It is the reverse of the order in which modules are registered, as that of DDP's buckets. Each
-    unit has one turn in each backward. A unit that is done before its turn keeps its gradients
-    until then. At the end of the backward all others take part, with zeros where they have no
-    gradient.
+    It is the reverse of the modules' registration order, as with DDP's buckets. Each unit has one
+    turn in each backward. A unit that is done earlier keeps its gradients until its turn. At the
+    end of the backward all remaining units are reduced, with zeros for missing gradients.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -447,12 +446,12 @@ class ReduceOrder:
         self._done: set[Unit] = set()
 
     def start(self, unused: Iterable[Unit]) -> None:
-        """Begin a backward. unused: the units to which it will not come, as far as is known."""
+        """Begin a backward. unused: the units known not to be used."""
         self._next = 0
         self._done = set(unused)
 
     def done(self, unit: Unit) -> list[Unit]:
-        """Note that backward is done with a unit. Returns those whose turn has come, in order."""
+        """Note that backward is done with a unit. Returns the units whose turn it is, in order."""
         self._done.add(unit)
         begin = self._next
         while self._next < len(self._units) and self._units[self._next] in self._done:
@@ -460,7 +459,7 @@ class ReduceOrder:
         return self._units[begin : self._next]
 
     def rest(self) -> list[Unit]:
-        """Return the units that have not had their turn, in order, when a backward has ended."""
+        """Return the units without a turn so far, in order, at the end of a backward."""
         begin, self._next = self._next, len(self._units)
         return self._units[begin:]
 
@@ -468,11 +467,11 @@ class ReduceOrder:
 class GradReducer:
     """The gradients of one model. One thread uses it at a time.
 
-    reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, if the
-    policy has them. order: in which several ranks reduce units, where each may use others; None: as
-    backward is done with them. grad_offload: copies gradients from a device that adds up further
-    ones. mode: may take each complete gradient (this rank's part), and learns of units that went
-    idle before their gradients were reduced.
+    reduce_scatter: on several ranks. unreduced: sums of `no_sync` micro-batches, if the policy has
+    them. order: of reductions, if ranks may use different units; None: when backward is done with a
+    unit. grad_offload: copies gradients from a device that adds up further ones. mode: may take
+    each complete gradient (this rank's part), and is notified of units that became idle before
+    their gradients were reduced.
     """
 
     def __init__(
@@ -494,11 +493,10 @@ class GradReducer:
         self._timeline = timeline
         self._reduce_scatter = reduce_scatter
         self._unreduced = unreduced
-        # True inside of `no_sync` where `unreduced` is there: gradients that come wait for a later
-        # backward to be reduced.
+        # True inside `no_sync` with `unreduced`: a later backward reduces the gradients.
         self.reduces_later = False
         self._pending: deque[PendingReduce] = deque()
-        # As they wait: slices add them up so (`inf.microbatched`).
+        # In the accumulation dtype, in which slices add them up (`inf.microbatched`).
         sizes = (
             [flat.layout.numel * buffers.dtype(flat).itemsize for flat in unit.flats]
             for unit in units
@@ -510,7 +508,7 @@ class GradReducer:
         self._prefetch = DevicePrefetch(grad_offload) if grad_offload is not None else None
         self._registry = registry
         self._comm = comm
-        # Several ranks: gradients of this backward that no reduction has taken yet.
+        # Several ranks: this backward's gradients whose reduction has not begun.
         self._fresh: dict[Unit, dict[Param, torch.Tensor]] = {}
         self._fresh_bytes = 0
         self.wait_s = 0.0  # for reductions
@@ -531,13 +529,13 @@ class GradReducer:
             )
             self._buffers.place_accumulator(param)
             if param.grad.proxy.dtype is not param.dtype:
-                # torch refuses a `.grad` of another dtype unless the leaf says so.
+                # torch refuses a `.grad` of another dtype unless `grad_dtype` is set.
                 param.at_rest.grad_dtype = param.grad.proxy.dtype
         return param.grad
 
     def allocate(self) -> None:
-        """Allocate the error feedback and the unreduced sums of all flats that learn, where there
-        is none yet. Raises: MemoryError."""
+        """Allocate missing error feedback and unreduced sums of all trainable flats. Raises:
+        MemoryError."""
         flats = [flat for unit in self._units for flat in unit.flats if flat.learns]
         if self._reduce_scatter is not None:
             self._reduce_scatter.allocate(flats)
@@ -547,7 +545,7 @@ class GradReducer:
     # -- backward ----------------------------------------------------------------------------------
 
     def backward_start(self, in_use: Callable[[Unit], bool]) -> None:
-        """Begin a backward. in_use: returns whether a forward expects it to use a unit."""
+        """Begin a backward. in_use: returns whether a forward used a unit."""
         if self._order is not None:
             self._order.start(unit for unit in self._units if not in_use(unit))
 
@@ -564,8 +562,8 @@ class GradReducer:
                 return
             fresh = self._fresh.setdefault(param.unit, {})
             if param in fresh:
-                # Several gradients of one backward, by reentrant checkpointing: they add up in the
-                # dtype of the accumulator, as they do on one rank.
+                # Reentrant checkpointing makes several gradients in one backward. They are added in
+                # the accumulation dtype, as on one rank.
                 before = fresh.pop(param)
                 self._fresh_bytes -= before.numel() * before.element_size()
                 grad = before.to(self.dtype(param.flat)) + grad
@@ -574,27 +572,27 @@ class GradReducer:
             self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
 
     def _note(self, unit: Unit, start_ns: int) -> None:
-        """Add to the timeline how long a gradient took until now, unless that is short."""
+        """Add the gradient's time so far to the timeline, unless it is short."""
         end_ns = time.monotonic_ns()
         if self._timeline is not None and end_ns - start_ns > SHORT_NS:
             self._timeline.add("gradients", unit.name, start_ns, end_ns)
 
     def prefetch(self, units: Sequence[Unit]) -> None:
-        """Start reading back spilled gradients of these units, which backward has reached, and sums
-        to which the device adds. Does not block."""
+        """Start reading spilled gradients of these units, which backward has reached, and copying
+        sums to the device. Does not block."""
         spilled = self._buffers.spilled
         for unit in units:
             if spilled is not None:
                 spilled.prefetch(unit)
             if self._unreduced is not None:
                 self._unreduced.prefetch(unit)
-            # On several ranks accumulators get parts of the mean, some units later: see `_reduce`.
+            # On several ranks accumulators get the mean some units later: see `_reduce`.
             if self._prefetch is not None and self._comm.world == 1:
                 self._prefetch.start(unit)
 
     def unit_done(self, unit: Unit) -> None:
-        """A use of the unit has ended. Several ranks: its gradients are reduced, and each rank
-        keeps its shard of the mean. Blocks while too many units are under way."""
+        """Note that a use of the unit has ended. On several ranks start to reduce its gradients;
+        each rank keeps its shard of the mean. Blocks while too many units are in flight."""
         if self._comm.world == 1:
             self._flush_unit(unit)
         elif self.reduces_later:
@@ -603,8 +601,8 @@ class GradReducer:
             self._reduce_all([unit] if self._order is None else self._order.done(unit))
 
     def backward_end(self) -> None:
-        """Reduce the gradients that no use claimed, in the order of units, and finish all
-        reductions. Blocks."""
+        """Reduce the remaining gradients, in the order of units, and finish all reductions. Blocks.
+        """
         if self._comm.world > 1:
             if self.reduces_later:
                 for unit in list(self._fresh):
@@ -617,15 +615,15 @@ class GradReducer:
                 for unit, has_some in zip(self._units, waiting, strict=True):
                     if has_some:
                         self._reduce(unit)
-            # The loop reads `p.grad` next, so all means must be in their accumulators.
+            # The loop reads `p.grad` next, so finish all means.
             self._finish(0)
         self._end_prefetch()
         if self._buffers.spilled is not None:
             self._buffers.spilled.backward_end()
 
     def reset(self) -> None:
-        """Forget what an interrupted backward left. Blocks until nothing of it is under way."""
-        # Gradients of a backward that broke off are not complete.
+        """Drop the gradients of an interrupted backward. Blocks until its reductions have ended."""
+        # Gradients of an aborted backward are incomplete.
         self._fresh.clear()
         self._fresh_bytes = 0
         while self._pending:
@@ -639,9 +637,10 @@ class GradReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients add up in this rank's whole sums, if the policy has them."""
+        """Add gradients to this rank's unreduced sums inside the context, if the policy has them.
+        """
         if self._unreduced is not None:
-            self.allocate()  # flats that were unfrozen, and that no optimizer holds
+            self.allocate()  # unfrozen flats without an optimizer
             # Accumulators are made in one order on all ranks, whichever parameters each rank uses.
             for unit in self._units:
                 for param in unit.params:
@@ -657,21 +656,21 @@ class GradReducer:
     # -- forward and step --------------------------------------------------------------------------
 
     def free_done(self) -> None:
-        """Free gradients on the device that are copied out, as a forward begins. Never blocks."""
+        """Free gradients on the device that were copied to RAM; a forward begins. Never blocks."""
         if self._prefetch is not None:
             self._prefetch.offload.free_done()
 
     def flush_spilled(self, unit: Unit | None = None) -> None:
-        """Return when gradients that spill (of a unit; None: of all) are on NVMe, where updates
-        read them. Raises: AioError of a write that failed."""
+        """Block until spilled gradients (of a unit; None: of all) are on NVMe, where updates read
+        them. Raises: AioError of a failed write."""
         if self._buffers.spilled is not None:
             self._buffers.spilled.flush(unit)
 
     def check_reduced(self) -> None:
-        """Raise RuntimeError while whole sums of this rank wait for a reduction."""
+        """Raise RuntimeError if unreduced sums of this rank exist."""
         if self._unreduced is None:
             return
-        # A sum that the loop has cleared waits for nothing.
+        # The loop may have cleared a sum.
         for unit in self._units:
             self._drop_cleared(unit)
         params = (param for unit in self._units for param in unit.params)
@@ -694,11 +693,11 @@ class GradReducer:
         self.replace(param, grad)
 
     def replace(self, param: Param, part: torch.Tensor) -> None:
-        """Make `part` (this rank's) the whole gradient; on several ranks all do. Raises: the error
-        of the mode's `before_assign`; then the gradient is as it was."""
-        # First: it raises where the gradient would come too late, and nothing has changed then.
+        """Replace the gradient by `part` (this rank's); all ranks must. Raises: the error of the
+        mode's `before_assign`; then the gradient is unchanged."""
+        # First, before any change: it raises if the gradient is too late.
         self._mode.before_assign(param)
-        # Empties the accumulator in `accumulate`, which would add to its gradient otherwise.
+        # Makes `accumulate` replace the accumulator's gradient instead of adding to it.
         param.at_rest.grad = None
         self.accumulate(param, part)
         # The tensor is the loop's, which may change it from here on.
@@ -714,8 +713,8 @@ class GradReducer:
         param.at_rest.grad = accumulator.proxy
 
     def forget(self) -> None:
-        """Drop error feedback and unreduced sums: the states were restored to another step, and
-        these belong to earlier gradients."""
+        """Drop error feedback and unreduced sums, which belong to earlier gradients: states of
+        another step were restored."""
         if self._reduce_scatter is not None:
             self._reduce_scatter.forget()
         if self._unreduced is not None:
@@ -724,7 +723,7 @@ class GradReducer:
     # -- inside ------------------------------------------------------------------------------------
 
     def _end_prefetch(self) -> None:
-        """Drop sums on the device for which no gradient came. Blocks while they are copied."""
+        """Drop prefetched sums without a new gradient. Blocks while they are copied."""
         if self._prefetch is not None:
             self._prefetch.backward_end()
         if self._unreduced is not None:
@@ -751,21 +750,20 @@ class GradReducer:
         for param, grad in fresh.items():
             accumulator = self.accumulator(param)
             if accumulator.expect_reduction(param.at_rest.grad):
-                # The loop has cleared the gradient since the last one: the old sum must not count.
+                # The loop has cleared the gradient since: drop the old sum.
                 self._unreduced.drop(param)
             self._unreduced.add(param, grad)
-            # The loop must see a gradient now, though its values come with the reduction.
+            # The loop must see a gradient now; the reduction sets its values.
             if param.at_rest.grad is None:
                 param.at_rest.grad = accumulator.proxy
-        # Sums for which no gradient came, as of experts without tokens, would fill the device.
+        # Sums without new gradients (idle experts) would exhaust the device.
         self._unreduced.cancel_prefetch(unit)
 
     def _drop_cleared(self, unit: Unit) -> None:
         assert self._unreduced is not None
         for param in unit.params if self._unreduced.any(unit) else ():
             accumulator = param.grad
-            # An accumulator that is not `unreduced` any more was emptied since, whatever `p.grad`
-            # shows now.
+            # An accumulator that is not `unreduced` any more was emptied meanwhile.
             if (
                 param.at_rest.grad is None
                 or accumulator is None
@@ -774,9 +772,9 @@ class GradReducer:
                 self._unreduced.drop(param)
 
     def _reduce_all(self, units: Sequence[Unit]) -> None:
-        """Start the reductions of those of these units that learn."""
+        """Start the reductions of the trainable units among these."""
         for unit in units:
-            # Also without a gradient here: another rank may have one, and all must take part.
+            # Also without a gradient here: another rank may have one.
             if any(flat.learns for flat in unit.flats):
                 self._reduce(unit)
 
@@ -785,7 +783,7 @@ class GradReducer:
         terms: dict[Param, list[torch.Tensor]] = {}
         tickets: list[Ticket] = []
         if self._reduce_scatter.moves_errors and any(one.unit is unit for one in self._pending):
-            # Late gradients of a unit: its errors are still those of the reduction before.
+            # Late gradients of a unit: its errors are still in use by its previous reduction.
             self._finish(0)
         if self._unreduced is not None and self._unreduced.any(unit):
             self._drop_cleared(unit)
@@ -801,20 +799,20 @@ class GradReducer:
                 self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh), after=tickets)
             )
         except BaseException:
-            # Their memory goes back to torch, so the reductions must have ended.
+            # Their memory is returned to torch, so the reductions must have ended.
             cancel_and_wait(tickets)
             raise
-        # The parts of the mean are added to sums that are there by the time they come.
+        # Prefetch the sums to which the mean will be added.
         if self._prefetch is not None:
             self._prefetch.start(unit)
-        # Each unit that is under way holds its fresh gradients in device memory.
+        # Each unit in flight holds its fresh gradients in device memory.
         self._finish(REDUCING_UNITS)
 
     def _finish(self, but: int) -> None:
-        """Accumulate reduced gradients, in the order in which they were started, until no
-        more than `but` units are under way, and of more than one no more than fit. Blocks."""
+        """Accumulate reduced gradients, oldest first, until at most `but` units are in flight, and
+        at most one if more do not fit. Blocks."""
         while len(self._pending) > but or (
-            # By what all ranks know: they take the results in one order, also within collectives.
+            # Decided by values equal on all ranks, so that all take results in the same order.
             len(self._pending) > 1
             and sum(one.whole_bytes for one in self._pending) > self._reducing_bytes_max
         ):
@@ -823,7 +821,7 @@ class GradReducer:
             start, start_ns = time.perf_counter(), time.monotonic_ns()
             assert self._reduce_scatter is not None
             shards = self._reduce_scatter.take(pending)
-            # Removed once it has ended: after Ctrl-C in the wait `reset` still knows it.
+            # Removed after the wait, so that after Ctrl-C `reset` still waits for it.
             self._pending.popleft()
             self._fresh_bytes -= pending.size_bytes
             self.wait_s += time.perf_counter() - start
@@ -834,8 +832,7 @@ class GradReducer:
             self._note(pending.unit, start_ns)
             self._flush_unit(pending.unit)
             if pending.unit.refs == 0:
-                # The unit went idle before its gradients were reduced, so the mode must learn again
-                # that it is free.
+                # The unit became idle before its gradients were reduced: notify the mode again.
                 self._mode.unit_released(pending.unit)
 
 

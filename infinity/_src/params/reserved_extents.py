@@ -1,4 +1,4 @@
-"""Reserved extents of the swap files: the executor writes there what a chunk's place refused.
+"""Reserved extents of the swap files: the executor redirects failed writes to them.
 
     fill       some on each drive, before anything fails: a failing drive has no capacity left
     settle     after moves: the chunk's extent is the reserved one, the bad one is never used again,
@@ -27,15 +27,14 @@ from infinity.errors import AioError
 log = logging.getLogger("infinity.memory")
 
 Adopt = Callable[[MovedWrite, SwapExtent, SwapExtent], bool]
-"""Puts the second extent in the place of the first, where a chunk has that. Returns False if none
-has."""
+"""Replaces the first extent by the second in the chunk that has it. Returns False if none has."""
 
 
 class ReservedExtents:
     """The reserved extents of one executor. One thread uses them at a time.
 
-    layer: of the swap space, in which they lie at first. remember: notes a bad range; None: nothing
-    outlives the process.
+    layer: their initial layer of the swap space. remember: records a bad range for later processes;
+    None: nothing outlives the process.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class ReservedExtents:
         self._remember = remember
         self._size_bytes = 0
         self._held: dict[tuple[int, int, int], SwapExtent] = {}
-        # Extents that refused a write. They stay reserved, and are never given out.
+        # Extents with a failed write. They stay reserved, and are never used again.
         self._bad: list[SwapExtent] = []
         self._refused: set[tuple[int, int, int]] = set()
         self._told_full = False
@@ -60,31 +59,32 @@ class ReservedExtents:
 
     @property
     def bad_bytes(self) -> int:
-        """Bytes of the ranges that refused a write, in files that there are."""
+        """Bytes of the ranges with a failed write, in existing files."""
         return sum(place.size_bytes for place in self._bad)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the ranges that no write has used."""
+        """Bytes of the unused ranges."""
         return sum(place.size_bytes for place in self._held.values())
 
     def refused(self, place: SwapExtent) -> bool:
-        """Return whether this is the place of a write that failed, which is not given out again;
-        of those since the last `rehome`."""
+        """Return whether a write to this place failed since the last `rehome`; such a place is
+        never used again."""
         return (place.layer, place.drive, place.offset) in self._refused
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes on each drive that are to be held."""
+        """Bytes to reserve on each drive."""
         return SPARES_PER_DRIVE * self._size_bytes
 
     def fill(self, size_bytes: int = 0) -> None:
-        """Have SPARES_PER_DRIVE ranges on each drive, each of `size_bytes` or as large as before.
+        """Reserve SPARES_PER_DRIVE ranges on each drive, each of `size_bytes` or as large as
+        before.
 
-        A drive without room has fewer, and a warning says so.
+        A full drive gets fewer, with a warning.
         """
         if size_bytes > self._size_bytes:
-            # Those that are there would not take the larger place.
+            # The existing ranges are too small.
             self._release()
             self._size_bytes = size_bytes
         if not self._size_bytes:
@@ -101,15 +101,14 @@ class ReservedExtents:
                 fresh += self._space.reserve_on(
                     [drive], [ExtentRequest(self._size_bytes, self._layer)]
                 )
-            # OSError: not even the room can be asked of a drive that is gone.
+            # OSError: a lost drive does not even report its free space.
             except (AioError, OSError) as error:
                 self._tell_full(error)
         self._give(fresh)
 
     def rehome(self, layer: int) -> None:
-        """Have the ranges in files of this layer from now on."""
-        # Layers may have been removed, whose numbers others will have. What refused a write there
-        # is no range of this process any more.
+        """Reserve ranges in files of this layer from now on."""
+        # Removed layers' numbers are reused, so forget their bad ranges.
         self._refused.clear()
         self._bad = [place for place in self._bad if self._space.layers[place.layer]]
         if layer != self._layer:
@@ -118,13 +117,13 @@ class ReservedExtents:
             self.fill()
 
     def settle(self, adopt: Adopt) -> None:
-        """Note the writes that went to reserved extents. `adopt` has the chunks' extents."""
+        """Settle the writes that went to reserved extents. `adopt` updates the chunks' extents."""
         moves = self._executor.take_moved_writes() if not self._executor.closed else []
         for move in moves:
             spare = self._held.pop((move.to_file, move.to_drive, move.to_offset))
             bad = SwapExtent(move.drive, move.offset, move.size_bytes, move.file)
             if not adopt(move, bad, spare):
-                # Its owner gives the extent back by the place that it knows.
+                # The owner frees the extent by its old place.
                 self._space.exchange(bad, spare)
             self.retire(bad)
         if moves:
@@ -133,7 +132,7 @@ class ReservedExtents:
             self._tell(moves)
 
     def retire(self, bad: SwapExtent) -> None:
-        """Never give this extent out again: it refused a write, or cannot be read."""
+        """Never use this extent again: a write to it failed, or it cannot be read."""
         self._bad.append(bad)
         self._refused.add((bad.layer, bad.drive, bad.offset))
         if self._remember is not None:
@@ -148,7 +147,7 @@ class ReservedExtents:
             log.warning(
                 "%s refused a write of %s at offset %d%s (%s). It was written to %s at offset %d; "
                 "no byte is lost. The range is not used again: %s are out of use on all drives, "
-                "and %d spare ranges are left on this one. Look at the drive's health",
+                "and %d reserved ranges remain on this one. Check the drive's health",
                 path,
                 format_size(first.size_bytes),
                 first.offset,
@@ -161,11 +160,11 @@ class ReservedExtents:
             )
 
     def _tell_full(self, error: AioError | OSError) -> None:
-        # Once: a drive that is full stays so, and each step would say it again.
+        # Once: a full drive would otherwise cause a warning in each step.
         if not self._told_full:
             self._told_full = True
             log.warning(
-                "no more spare ranges, so a write that fails may end the run: %s", error
+                "no more reserved ranges, so a failed write may end the run: %s", error
             )
 
     def _give(self, places: Sequence[SwapExtent]) -> None:

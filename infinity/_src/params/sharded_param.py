@@ -1,11 +1,11 @@
-"""Parameters at rest: what the module and the optimizer hold while the values are elsewhere.
+"""Parameters at rest: objects that module and optimizer hold while the values rest on a tier.
 
 An at-rest parameter is an nn.Parameter with shape, dtype, device and `requires_grad`, and no
 storage. Operations on metadata work. Operations on values get the tensor that the owner (the life
 cycle) has at that moment: the gathered parameter inside forward, a window on it inside `gather()`;
-otherwise they raise `ParameterReleased` with the name. Operations that would part the parameter
+otherwise they raise `ParameterReleased` with the name. Operations that would detach the parameter
 from the engine (`.data =`, `share_memory_`, pickle, deepcopy, `autograd.grad`) always raise: each
-was a silent loss or a segfault.
+caused a silent loss or a segfault.
 
 `replace_by_sharded` makes the model's own Parameter object one, so that all that refers to it (an
 optimizer, a closure, another module) goes on referring to the parameter. A tensor that shared the
@@ -38,7 +38,7 @@ import contextlib
 from torch import nn
 
 Tensor = torch.Tensor
-# Attributes looked up on the class are descriptors, which its stubs do not say.
+# Looked up on the class, attributes are descriptors, which the stubs omit.
 _TENSOR: Any = torch.Tensor
 _GRAD: Any = _TENSOR.grad
 
@@ -55,12 +55,12 @@ class ParamHost(Protocol):
         """The model that is offloaded."""
 
     def readable(self, param: Param) -> Tensor | None:
-        """The tensor that stands for the parameter here and now, gathering it if need be; None when
-        released.
+        """Return the tensor with the parameter's current values, gathering it if necessary; None
+        when released.
         """
 
     def take_gradient(self, param: Param, grad: Tensor) -> None:
-        """Make `grad` the parameter's whole gradient."""
+        """Replace the parameter's gradient by `grad`."""
 
     def set_requires_grad(self, param: Param, flag: bool) -> None:
         """Mirror `requires_grad` on the gathered parameter."""
@@ -71,7 +71,7 @@ class ParamHost(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class EngineLink:
-    """An at-rest parameter's place in the engine."""
+    """The engine's data of an at-rest parameter."""
 
     param: Param
     owner: ParamHost
@@ -95,19 +95,19 @@ class ShardedParameter(torch.nn.Parameter):
     def __init__(
         self, param: Param, device: torch.device, requires_grad: bool, owner: ParamHost
     ) -> None:
-        # Python hands the arguments of `__new__` here, too; the parameter is complete by then.
+        # Python passes the arguments of `__new__` here, too; the parameter is complete.
         pass
 
     @property
     def infinity_version(self) -> int:
-        """Counts the changes of its values: optimizer steps and writes."""
+        """Count of changes of the values: optimizer steps and writes."""
         return self.infinity_link.param.unit.generation
 
     # `.grad` of every parameter is read and set several times a step (clip, step, zero_grad). This
     # goes straight to C: 0.7 us instead of 4 by way of `__torch_function__`.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The stand-in of the gradient, or None."""
+        """The gradient's proxy, or None."""
         with DisableTorchFunctionSubclass():
             grad: Tensor | None = _GRAD.__get__(self)
         return grad
@@ -120,11 +120,11 @@ class ShardedParameter(torch.nn.Parameter):
     def grad(self) -> None:
         _grad_set(_GRAD.__set__, (self, None), {})
 
-    # torch calls no `__torch_function__` for it.
+    # torch does not call `__torch_function__` for it.
     def set_(  # type: ignore[override]
         self, source: Any = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Set the values where they can be written, as parametrizations do."""
+        """Set the values if they can be written, as parametrizations do."""
         if args or kwargs or not isinstance(source, Tensor):
             raise_forbidden(self, "`set_` to a storage", _WRITE)
         _set_values(self, source, "`set_`")
@@ -193,7 +193,7 @@ class ShardedParameter(torch.nn.Parameter):
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """A tensor over elements of a contiguous parameter, from `offset` on.
+    """A tensor over the elements of a contiguous parameter from `offset` on.
 
     tracks: gradients go through it to the parameter (it was made by an operation on it).
     """
@@ -205,10 +205,10 @@ class Alias:
 
 
 class ShardedView(torch.Tensor):
-    """A tensor over elements of an at-rest parameter: operations get those of the tensor that
-    stands for it, or raise `ParameterReleased`, as on the parameter.
+    """A tensor over elements of an at-rest parameter: operations use the parameter's current
+    values, or raise `ParameterReleased`, as on the parameter.
 
-    alias: where its elements are, as `params.aliases` has found it.
+    alias: its elements, as found by `params.aliases`.
     """
 
     infinity_link: EngineLink
@@ -229,7 +229,7 @@ class ShardedView(torch.Tensor):
         return made
 
     def __init__(self, alias: Alias, parameter: ShardedParameter) -> None:
-        # Python hands the arguments of `__new__` here, too; the view is complete by then.
+        # Python passes the arguments of `__new__` here, too; the view is complete.
         pass
 
     @classmethod
@@ -240,7 +240,8 @@ class ShardedView(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata, redirect values, refuse what would part it from the parameter."""
+        """Answer metadata, redirect values, refuse operations that would detach it from the
+        parameter."""
         kwargs = kwargs or {}
         if func in METADATA:
             with DisableTorchFunctionSubclass():
@@ -268,8 +269,8 @@ class ShardedView(torch.Tensor):
         return format(repr(self), spec)
 
     def infinity_values(self, operation: str) -> Tensor:
-        """The elements of the tensor that stands for the parameter here and now. Raises:
-        ParameterReleased."""
+        """Return the view's elements of the parameter's current values. Raises: ParameterReleased.
+        """
         whole = _require_readable(self.infinity_link, operation)
         whole = whole if self.infinity_tracks else whole.detach()
         start = int(whole.storage_offset()) + self.infinity_offset
@@ -277,8 +278,8 @@ class ShardedView(torch.Tensor):
 
 
 def replace_by_sharded(original: Tensor, sharded: ShardedParameter | ShardedView) -> None:
-    """Make the object `original` what `sharded` is, and exchange the two. Attributes that users
-    have put on it stay on it. Raises: ValueError where C++ refers to it weakly.
+    """Exchange the contents of the objects `original` and `sharded`, so that `original` is the
+    at-rest parameter. Users' attributes stay on it. Raises: ValueError if C++ refers to it weakly.
     """
     name = sharded.infinity_link.param.name
     attributes = dict(original.__dict__)
@@ -295,7 +296,7 @@ def replace_by_sharded(original: Tensor, sharded: ShardedParameter | ShardedView
 def raise_released(link: EngineLink, operation: str) -> NoReturn:
     """Raise the error for an operation on a parameter whose values are not gathered."""
     name = link.param.name
-    # After close no gather() can help, so the error must not recommend it.
+    # After close gather() cannot help, so do not recommend it.
     if link.owner.closed:
         raise EngineClosed(
             f"{operation} on {name}: the engine of its model was closed, and the values with it"
@@ -310,18 +311,17 @@ def raise_released(link: EngineLink, operation: str) -> NoReturn:
         )
     raise ParameterReleased(
         f"{name} is on {where}, and {operation} wants its values outside of the model's forward. "
-        "To train through another method than forward: `inf.forward_methods(model, \"method\")`, "
-        "and have the method compute what it returns before it returns. "
-        "To read or write it: `with inf.handle(model).gather(parameter): ...` (writes inside are "
-        "kept). An optimizer of torch cannot train it: build inf.AdamW(model.parameters()), "
-        "inf.SGD, inf.Lion or inf.Elementwise after inf.offload. If a trainer does this "
-        f"(DistributedDataParallel, an optimizer of torch): {TRAINERS}; "
-        "infinity.integrations.peft.merge(model) merges adapters"
+        "To train through another method than forward: `inf.forward_methods(model, \"method\")`; "
+        "the method must compute its result before it returns. To read or write it: `with "
+        "inf.handle(model).gather(parameter): ...` (writes inside are kept). An optimizer of torch "
+        "cannot train it: build inf.AdamW(model.parameters()), inf.SGD, inf.Lion or "
+        "inf.Elementwise after inf.offload. If a trainer does this (DistributedDataParallel, an "
+        f"optimizer of torch): {TRAINERS}; infinity.integrations.peft.merge(model) merges adapters"
     )
 
 
 def raise_forbidden(parameter: ShardedParameter, operation: str, instead: str) -> NoReturn:
-    """Raise the error for what can never be done to an at-rest parameter."""
+    """Raise the error of an operation that is never possible on an at-rest parameter."""
     raise ParameterReleased(f"{operation} is not possible on {_describe(parameter)}: {instead}")
 
 
@@ -347,9 +347,7 @@ def _name_of(func: Any) -> str:
 
 
 def _substitute(value: Any, operation: str, replaced: list[tuple[Tensor, Tensor]]) -> Any:
-    """`value` with every at-rest parameter, and view of one, in it replaced by the tensor that
-    stands for it.
-    """
+    """Return `value` with every at-rest parameter or view of one replaced by its current values."""
     if isinstance(value, ShardedParameter):
         tensor = _require_readable(value.infinity_link, operation)
         replaced.append((tensor, value))
@@ -366,7 +364,7 @@ def _substitute(value: Any, operation: str, replaced: list[tuple[Tensor, Tensor]
 
 
 def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` on the values: of gathered parameters, or raise."""
+    """Run `func` on the values of gathered parameters, or raise."""
     replaced: list[tuple[Tensor, Tensor]] = []
     operation = _name_of(func)
     result = func(
@@ -400,19 +398,19 @@ def _requires_grad_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         result = func(*args, **kwargs)
         flag = parameter.requires_grad
     link = parameter.infinity_link
-    # Autograd works on the gathered leaf, which has a separate flag.
+    # Autograd uses the gathered leaf, which has a separate flag.
     link.owner.set_requires_grad(link.param, flag)
     return result
 
 
 def _data_get(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    # detach(), not .data: it shares the version counter, so that a write through it is seen.
+    # detach(), not .data: it shares the version counter, which shows writes through it.
     return _require_readable(args[0].infinity_link, ".data").detach()
 
 
 def _data_set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     parameter, value = args
-    if value is not parameter:  # Module.to(same dtype and device) assigns what it got
+    if value is not parameter:  # Module.to(same dtype and device) assigns its argument
         _set_values(parameter, value, "`.data =`")
 
 
@@ -424,14 +422,14 @@ def _set_values(parameter: ShardedParameter, value: Tensor, operation: str) -> N
         raise_forbidden(
             parameter,
             operation,
-            "it would part the parameter from the engine; register parametrizations before "
+            "it would detach the parameter from the engine; register parametrizations before "
             f"`inf.offload`, and {_WRITE}",
         )
     if value is parameter:
         return
     here = (tuple(tensor.shape), tensor.dtype, tensor.device)
     given = (tuple(value.shape), value.dtype, value.device)
-    # Values that another dtype has rounded would be taken, and the dtype not.
+    # Otherwise values rounded to another dtype would be stored in the old dtype.
     if given != here:
         raise ValueError(
             f"{operation} of shape {given[0]}, {given[1]} on {given[2]}, to {link.param.name}: "
@@ -446,7 +444,7 @@ def _set_values(parameter: ShardedParameter, value: Tensor, operation: str) -> N
 def _grad_set(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     parameter, value = args
     link = parameter.infinity_link
-    # Stand-ins and None are set as they are: only an ordinary tensor brings new values.
+    # Proxies and None are assigned as they are; an ordinary tensor has new values.
     if type(value) is Tensor and not link.owner.closed:
         if value.shape != parameter.shape:
             raise ValueError(
@@ -470,8 +468,8 @@ def _register_post_accumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str
     hook = args[1] if len(args) > 1 else kwargs["hook"]
 
     def forwarded(_gathered: Tensor) -> None:
-        """Call the user's hook after the engine's has taken the gradient: `.grad` of the at-rest
-        parameter is its stand-in by then.
+        """Call the user's hook after the engine's hook: then the at-rest parameter's `.grad` is the
+        proxy.
         """
         hook(parameter)
 
@@ -537,7 +535,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parameter = args[0]
     if isinstance(parameter, ShardedParameter) and parameter.infinity_link.loading:
         link = parameter.infinity_link
-        # One-shot: a later `copy_` comes from the user.
+        # One-shot: a later `copy_` is the user's.
         link.loading = False
         source = args[1]
         # Loading the model's own state_dict(keep_vars=True).
@@ -600,17 +598,17 @@ _PARTING = frozenset(
     {_TENSOR.data.__set__, _TENSOR.requires_grad.__set__, _GRAD.__set__}
     | {getattr(_TENSOR, name) for name in ("requires_grad_", "set_", "resize_", "share_memory_")}
 )
-"""Operations that would change the tensor that stands for a view at the moment, and not it."""
+"""Operations that would change the temporary tensor of a view's current values, not the view."""
 
 
-# -- the model as it was ---------------------------------------------------------------------------
+# -- undoing the set-up ----------------------------------------------------------------------------
 
 
 class Rollback:
-    """Notes of a model before it is offloaded: the attributes of its modules, their parameters,
-    buffers, children and hooks. `undo` puts them back, whatever has changed them since.
+    """Record of a model before its offload: the attributes of its modules, their parameters,
+    buffers, children and hooks. `undo` restores them, whatever has changed.
 
-    Tensors are changed through `replace`, `keep` and `refuse`, which note what was there.
+    `replace`, `keep` and `refuse` change tensors, and record their previous state.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -624,16 +622,16 @@ class Rollback:
         self._undo.callback(self._put_back)
 
     def replace(self, original: torch.Tensor, sharded: ShardedParameter | ShardedView) -> None:
-        """Make the object `original` what `sharded` is. Raises: as `replace_by_sharded`."""
+        """Replace `original` by `sharded` in place. Raises: as `replace_by_sharded`."""
         replace_by_sharded(original, sharded)
         self._undo.callback(exchange, original, sharded)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Note the values of a tensor that is about to be written."""
+        """Record the values of a tensor before it is written."""
         self._undo.callback(_write_back, tensor, tensor.detach().clone())
 
     def refuse(self, node: Any, hook: Callable[..., None]) -> None:
-        """Have a node of a graph call `hook` before it takes gradients: it raises."""
+        """Make a graph's node call `hook`, which raises, before it takes gradients."""
         self._undo.callback(node.register_prehook(hook).remove)
 
     def undo(self) -> None:

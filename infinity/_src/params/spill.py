@@ -1,4 +1,4 @@
-"""Spilled gradients: on NVMe, in a section of their chunks, through a little staging memory in RAM.
+"""Gradients spilled to NVMe: a section of their chunks, accessed through staging memory in RAM.
 
     backward reaches a unit   read its gradients of earlier micro-batches into a window
     a gradient comes          copy or add it in the window; take its norm there, and cache it
@@ -6,12 +6,10 @@
     opt.step()                write the windows that remain; then updates read the sections
 
 A window is a flat's part of the staging memory, as large as the gradients of the flat. A
-micro-batch writes each gradient once, and reads it back unless it is the first. A window stays
-until another flat needs its memory, and at least until its write has succeeded: a failed write
-loses no values.
+micro-batch writes each gradient once; all but the first read it back. A window stays until another
+flat needs its memory, and at least until its write has succeeded: a failed write loses no values.
 
-Reads of values outside of a backward (materialize, norms that are not cached, zero_) go through a
-window, too.
+Reads outside of a backward (materialize, uncached norms, zero_) also use a window.
 """
 
 from __future__ import annotations
@@ -34,16 +32,17 @@ from infinity.errors import AioError
 
 @dataclasses.dataclass(eq=False)
 class _StagingWindow:
-    """Memory of the gradients of a flat, from `start` on. dirty: they are newer than on NVMe."""
+    """A flat's part of the staging memory, from `start` on. dirty: gradients are newer than on
+    NVMe."""
 
     flat: Flat
     start: int
     memory: torch.Tensor  # uint8
     dirty: bool = False
-    ahead: bool = False  # prefetched for a gradient that has not come yet
+    ahead: bool = False  # prefetched for a gradient that is still expected
     reading: Ticket | None = None
     writing: Ticket | None = None
-    turn: int = 0  # when it was last used
+    turn: int = 0  # sequence number of the last use
 
 
 class SpilledGradients:
@@ -63,8 +62,8 @@ class SpilledGradients:
         size_bytes: int,
         device: Device,
     ):
-        """dtypes: of the gradients of each flat that spills. size_bytes: of the staging memory, as
-        planned: capacity for the largest flat, at least."""
+        """dtypes: of the gradients of each flat that spills. size_bytes: planned size of the
+        staging memory, at least that of the largest flat."""
         self._store = store
         self._device = device
         self._rank = rank
@@ -74,7 +73,7 @@ class SpilledGradients:
         device.pin(self._slab)
         self._windows_of: dict[Flat, _StagingWindow] = {}
         self._turn = 0
-        # Flats whose unit was done before all of their gradients came: written at the next call.
+        # Flats whose unit was done while gradients were missing: the next call writes them.
         self._due: list[Flat] = []
         self._accumulated: dict[Flat, set[Param]] = {}  # in this backward
         self._expected: dict[Flat, int] = {}  # count of gradients in the last backward
@@ -88,12 +87,12 @@ class SpilledGradients:
         return self._slab.size_bytes
 
     def extend(self, dtypes: dict[Flat, torch.dtype], *, size_bytes: int) -> None:
-        """Add flats that spill, and grow to the staging memory that is planned now. If it is more,
-        the old and the new one both exist for a moment.
+        """Add flats that spill, and grow to the newly planned staging memory. While it grows, the
+        old and the new memory both exist.
 
         Raises: AioError of a write, MemoryError; before anything has changed.
         """
-        # The old windows may go, so the gradients in them must be on NVMe.
+        # The old windows may be freed, so write their gradients to NVMe.
         self.flush()
         if size_bytes > self._slab.size_bytes:
             made = Slab(size_bytes)
@@ -114,7 +113,7 @@ class SpilledGradients:
         they are read."""
         param = self._params[accumulator]
         window = self._window_of(param.flat, accumulator)
-        # The gradient for which it was prefetched has come: another flat may take the window.
+        # The expected gradient has arrived: another flat may take the window.
         window.ahead = False
         start, _, numel = param.flat.layout.shard_range(param.param_index, self._rank)
         itemsize = self._dtypes[param.flat].itemsize
@@ -126,7 +125,7 @@ class SpilledGradients:
         tensor = self.read(accumulator)
         param = self._params[accumulator]
         window = self._windows_of[param.flat]
-        # The drive still reads this memory.
+        # A write of the window still reads this memory.
         self._end_write(window)
         window.dirty = True
         self._accumulated.setdefault(param.flat, set()).add(param)
@@ -145,11 +144,9 @@ class SpilledGradients:
                     window.ahead = True
 
     def unit_done(self, unit: Unit) -> None:
-        """Start writing the gradients of a unit whose use has ended; if some are missing, at the
-        next such call."""
+        """Start writing a unit's gradients after its use; if some are missing, at the next call."""
         due, self._due = self._due, []
-        # The last gradients of a unit may come a little after its use has ended, but not after the
-        # next use has ended.
+        # A unit's last gradients may arrive after its use has ended, but before the next use ends.
         for flat in due:
             self._start_write(flat)
         for flat in unit.flats:
@@ -160,7 +157,7 @@ class SpilledGradients:
                 self._due.append(flat) if missing else self._start_write(flat)
 
     def backward_end(self) -> None:
-        """Start writing what is left in windows."""
+        """Start writing the remaining windows."""
         for flat in self._windows_of:
             self._start_write(flat)
         self._due.clear()
@@ -168,16 +165,15 @@ class SpilledGradients:
         self._accumulated.clear()
 
     def reset(self) -> None:
-        """Forget the progress of a backward that broke off. Gradients in windows stay there."""
+        """Forget the progress of an aborted backward. Gradients stay in their windows."""
         self._due.clear()
         self._accumulated.clear()
 
     def flush(self, unit: Unit | None = None) -> None:
-        """Write windows (of a unit; None: of all) to NVMe and wait for it, so that updates may read
-        there. Gradients written since the last call are counted as read by the update: once,
-        however often a step calls.
+        """Write windows (of a unit; None: all) to NVMe and wait, so that updates can read them.
+        Counts gradients written since the last call as read by the update, once.
 
-        Raises: AioError of a write that failed; its window keeps the values.
+        Raises: AioError of a failed write; its window keeps the values.
         """
         windows = [each for each in self._windows_of.values() if unit in (None, each.flat.unit)]
         # All writes begin before the first one is waited for.
@@ -187,7 +183,7 @@ class SpilledGradients:
             self._end_write(window)
         for flat in [each for each in self._fresh if unit in (None, each.unit)]:
             self._fresh.remove(flat)
-            # Updates do not read gradients that the loop has cleared.
+            # Updates do not read cleared gradients.
             if self._is_wanted(flat):
                 self._store.grads_read_bytes += self._moved_bytes(flat)
 
@@ -201,8 +197,7 @@ class SpilledGradients:
     # -- windows -----------------------------------------------------------------------------------
 
     def _window_of(self, flat: Flat, accumulator: GradAccumulator) -> _StagingWindow:
-        """Return the window of a flat, filled with the values of `accumulator` if it has any.
-        Blocks."""
+        """Return a flat's window with the values of `accumulator`, if any. Blocks."""
         window = self._windows_of.get(flat)
         if window is None:
             start = self._make_room(flat)
@@ -233,7 +228,7 @@ class SpilledGradients:
             self._store.grads_read_bytes += self._moved_bytes(flat)
             return window
         for param in flat.params:
-            # Held, but in no `p.grad` any more: writing this window will overwrite its values.
+            # Held, but in no `p.grad`: writing this window will overwrite its values.
             if param.grad is not None and param.grad.state is AccumulatorState.HELD:
                 param.grad.mark_overwritten()
         return window
@@ -250,8 +245,8 @@ class SpilledGradients:
         return start if self._slab.size_bytes - start >= size_bytes else None
 
     def _find_room(self, flat: Flat) -> int | None:
-        """Return the start of memory for a flat that can be had without waiting, or None."""
-        # A failed write keeps its window: its values are nowhere else, and `_end_write` raises.
+        """Return the start of memory for a flat that is available without waiting, or None."""
+        # A failed write keeps its window, the only copy of the values; `_end_write` raises.
         for window in self._windows_of.values():
             if window.writing is not None and window.writing.done and not window.writing.failed:
                 window.writing = None
@@ -266,13 +261,12 @@ class SpilledGradients:
         return start
 
     def _make_room(self, flat: Flat) -> int:
-        """Return the start of memory for a flat, and wait for it if need be: for a write, or by
-        writing gradients that another flat still accumulates."""
+        """Return the start of memory for a flat. Waits if necessary: for a write, or by writing
+        gradients that another flat still accumulates."""
         while (start := self._find_room(flat)) is None:
             self._reclaim(
-                # Cheapest first: a window that no gradient is still coming to, then a clean one,
-                # then one that was not prefetched, then one without a read under way, then the
-                # oldest.
+                # Cheapest first: a window that expects no gradient, then a clean one, then one that
+                # was not prefetched, then one without a read in flight, then the oldest.
                 min(
                     self._windows_of.values(),
                     key=lambda each: (
@@ -287,13 +281,13 @@ class SpilledGradients:
         return start
 
     def _reclaim(self, window: _StagingWindow) -> None:
-        """Free a window, once its gradients are on NVMe and nothing moves them."""
+        """Free a window, after its gradients are on NVMe and its transfers have ended."""
         if window.dirty:
             self._start_write(window.flat)
         self._end_write(window)
         if window.reading is not None:
-            # The memory goes to another flat, so the read must have ended. Its error does not
-            # matter: the values are still on NVMe, and are read again when they are wanted.
+            # Another flat gets the memory, so the read must have ended. Its error does not matter:
+            # the values are still on NVMe, and will be read again.
             with contextlib.suppress(AioError):
                 window.reading.wait()
         self._free(window)
@@ -309,19 +303,18 @@ class SpilledGradients:
             return
         for param in flat.params:
             if param.grad is not None:
-                # Also for a gradient that was cleared: its copy from the device writes into this
-                # window, which may be another flat's next.
+                # Also for a cleared gradient: its copy from the device writes into this window,
+                # which another flat may get next.
                 param.grad.wait_d2h()
         window.dirty = False
-        # Gradients that the loop has cleared are not written.
+        # Cleared gradients are not written.
         if self._is_wanted(flat):
             window.writing = self._store.store(flat, self._section(flat), window.memory.data_ptr())
             self._store.grads_written_bytes += self._moved_bytes(flat)
             self._fresh.add(flat)
 
     def _end_write(self, window: _StagingWindow) -> None:
-        """Wait for a window's write. Raises: AioError; the window then keeps what could not be
-        written."""
+        """Wait for a window's write. Raises: AioError; then the window keeps the values."""
         if window.writing is None:
             return
         try:
@@ -338,8 +331,8 @@ class SpilledGradients:
         window.writing = None
 
     def _mark_failed_dirty(self) -> None:
-        """After a failed write, mark every window whose write also failed as dirty. The first error
-        is enough: the drive refused the others because of it."""
+        """After a failed write, mark every window whose write failed as dirty. One error is enough:
+        after it the drive refused the other writes."""
         for window in self._windows_of.values():
             if window.writing is None:
                 continue
@@ -355,8 +348,7 @@ class SpilledGradients:
         return len(self._store[flat].sections) - 1
 
     def _moved_bytes(self, flat: Flat) -> int:
-        """Bytes that drives move for the gradients of a flat, in one direction: whole blocks of
-        each chunk."""
+        """Bytes of I/O for a flat's gradients, in one direction: whole blocks of each chunk."""
         itemsize = self._dtypes[flat].itemsize
         sizes = flat.layout.chunks.numels * itemsize
         return int((-(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES).sum())
@@ -371,8 +363,7 @@ class SpilledGradients:
         )
 
     def _on_nvme(self, flat: Flat, accumulator: GradAccumulator | None) -> bool:
-        """True when NVMe holds values of the flat that are wanted: by some `p.grad`, or by
-        `accumulator`, which asks for its values."""
+        """True when NVMe holds needed values of the flat: of some `p.grad`, or of `accumulator`."""
         return self._is_wanted(flat) or (
             accumulator is not None and accumulator.state is AccumulatorState.HELD
         )

@@ -2,12 +2,12 @@
 
 `ShardRecords` has the chunk records of one flat: the places of its sections in RAM and on NVMe.
 
-Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Its place has room
-for the states to come. Building an optimizer gives the flats that it holds their state sections
-(`convert`): parameters stay where they are, and states that begin as zeros are not written, the
-executor knows of them. The placement plan decides where each section lies
-(infinity._src.memory.ram_budget); the store carries that out. Parameters that are frozen when an
-optimizer takes them have no states (infinity/_src/engine/optimizer_owners.py).
+Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Its place has space
+for future states. Building an optimizer adds state sections to its flats (`convert`): parameters
+keep their places, and states that begin as zeros are not written: the executor marks them. The
+placement plan decides where each section lies (infinity._src.memory.ram_budget); the store
+implements the plan. Parameters that are frozen when an optimizer takes them have no states
+(infinity/_src/engine/optimizer_owners.py).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ PLACES = (
     ("other_offset", "other_file", "other_drive"),
     ("grad_offset", "grad_file", "drive"),
 )
-"""The fields of a record that say where its run lies, its second run, and its gradients."""
+"""A record's fields for the places of its run, its second run, and its gradients."""
 
 
 def sections_in_common(before: Format, now: Format) -> int:
-    """The number of sections that keep their contents when a flat changes its format: the
+    """Return the number of sections that keep their contents when a flat's format changes: only the
     parameter's, or all states'.
     """
     # Section 0 is the parameter in every format; another encoding shares nothing else.
@@ -55,10 +55,10 @@ def sections_in_common(before: Format, now: Format) -> int:
 
 
 def sections_carried(before: Format, now: Format) -> dict[int, int]:
-    """The sections that keep their contents, each with the section of the old format that has them.
+    """Map each section that keeps its contents to its section in the old format.
 
-    These are the sections in common, and spilled gradients: they are no part of the states, and
-    wait for a step also when the states change.
+    These are the common sections, and spilled gradients, which are not states and still wait for
+    their step.
     """
     carried = {section: section for section in range(sections_in_common(before, now))}
     # Gradients lie behind the states, so their section has another number in another format.
@@ -73,8 +73,8 @@ class ShardRecords:
     NVMe.
 
     `sections` and `records["section_*"]` agree; a section of a chunk is resident (an address) or in
-    the chunk's run. The records of versioned chunks are as they were made: only the executor knows
-    which place is the live one.
+    the chunk's run. Records of versioned chunks are not updated: only the executor knows which
+    place is live.
     """
 
     flat: Flat
@@ -108,8 +108,8 @@ class ShardRecords:
     def wants(
         self, chunks: npt.NDArray[np.intp], layers: tuple[int, int]
     ) -> dict[int, list[ExtentRequest]]:
-        """The extents that each of these chunks wants of the swap space, in the order of `PLACES`;
-        its first and second run in these layers.
+        """Return the extents that each of these chunks needs, in the order of `PLACES`; first and
+        second runs lie in these layers.
         """
         records = self.records[chunks]
         if not self.versioned:
@@ -127,11 +127,12 @@ class ShardRecords:
         }
 
     def stays(self, before: ShardRecords, section: int, source: int) -> npt.NDArray[np.bool_]:
-        """Chunks in which this section is where section `source` of `before` is: [chunks]."""
+        """Return which chunks have this section at the place of section `source` of `before`:
+        [chunks]."""
         mine, theirs = self.records, before.records
         in_memory = mine["section_ptr"][:, section]
         same = (in_memory != 0) & (in_memory == theirs["section_ptr"][:, source])
-        # No two chunks share a place, so one that both have was taken over.
+        # Chunks never share places, so an equal place was taken over.
         on_drive = (mine["section_at"][:, section] >= 0) & (theirs["section_at"][:, source] >= 0)
         for name in ("drive", "file", "file_offset"):
             on_drive &= mine[name] == theirs[name]
@@ -142,7 +143,7 @@ class ShardRecords:
     def keep_sums(
         self, before: ShardRecords, section: int, source: int, chunks: npt.NDArray[np.intp]
     ) -> None:
-        """Take the checksums of a section of these chunks over, from their first place."""
+        """Copy the checksums of a section of these chunks from their first place in `before`."""
         # The last chunk is shorter, and so has fewer.
         for numel in np.unique(self.records["numel"][chunks]).tolist():
             pieces, alike = piece_count(numel), chunks[self.records["numel"][chunks] == numel]
@@ -152,7 +153,7 @@ class ShardRecords:
 
     def put(self, record: Any, places: Sequence[SwapExtent | None]) -> None:
         self.places.extend(place for place in places if place is not None)
-        # All extents of a chunk lie on one drive: they were reserved together.
+        # All extents of a chunk are on one drive: they were reserved together.
         record["drive"] = next(place.drive for place in places if place is not None)
         record["other_drive"] = record["drive"]
         for place, (offset, file, _) in zip(places, PLACES, strict=False):
@@ -163,8 +164,8 @@ class ShardRecords:
 
 
 class _Wanted(NamedTuple):
-    """Memory for one section of a flat's chunks: their addresses, those of them that want memory,
-    and the bytes of each."""
+    """Needed memory of one section of a flat's chunks: addresses, chunks without memory, and bytes
+    of each."""
 
     addresses: npt.NDArray[np.uint64]
     resident: npt.NDArray[np.bool_]
@@ -176,7 +177,7 @@ class _Wanted(NamedTuple):
 
 
 def resident_bytes(section: Section, numels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Bytes that a section of each chunk takes in RAM, where the next starts at a cache line."""
+    """Return the bytes of a section of each chunk in RAM, rounded up to a cache line."""
     return -(-section.size_bytes(numels) // 64) * 64
 
 
@@ -189,10 +190,10 @@ def unplaced(
     versioned: bool,
     sums_on: bool,
 ) -> ShardRecords:
-    """Make the records of a flat's chunks, without places yet. Sections in `masks[chunk]` are to
-    lie in runs.
+    """Make the records of a flat's chunks, without places. Sections in `masks[chunk]` belong in
+    runs.
 
-    key: of the first chunk; others follow.
+    key: of the first chunk; the other chunks have the next keys.
     """
     sections = sections_of(state_format, flat.layout.itemsize)
     spans = flat.layout.chunks
@@ -202,7 +203,7 @@ def unplaced(
         (1 + versioned, len(spans), len(sections) * pieces), dtype=np.uint32
     )
     records["key"] = key + np.arange(len(spans), dtype=np.uint64)
-    # -1: no place yet. A section that keeps it is resident.
+    # -1: no place. If it stays, the section is resident.
     records["drive"] = records["other_drive"] = records["section_at"] = -1
     for offset, _, _ in PLACES:
         records[offset] = -1
@@ -220,7 +221,7 @@ def unplaced(
             section.itemsize,
             section.group_numel,
         )
-        # In order and 4096-aligned, so that each section of a run can be read by itself.
+        # In order and 4096-aligned, so that each section can be read alone.
         here = rows >> s & 1 != 0
         records["section_at"][here, s] = records["run_bytes"][here]
         records["run_bytes"][here] += aligned_section_bytes(section, numels[here])
@@ -231,14 +232,14 @@ def unplaced(
     shard = ShardRecords(
         flat, state_format, sections, records, np.zeros(0, np.int32), [], sums, versioned
     )
-    # Both places hold states alone: gradients have an extent of their own (`wants`).
+    # Both places hold only states: gradients have a separate extent (`wants`).
     if versioned:
         records["other_bytes"] = records["run_bytes"] - shard.grad_bytes(numels)
     return shard
 
 
 _SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.FP16: torch.float32}
-"""Dtypes of the second section of a master: 0 in `lo`, the same value in fp32."""
+"""Dtypes of a master's second section: `lo`, where 0 means an exact master, or an fp32 value."""
 
 
 def _makes_master(before: ShardRecords, now: ShardRecords) -> bool:
@@ -266,20 +267,20 @@ class ChunkAt:
 
 
 class StateReader(Protocol):
-    """A save under way, which copies states while training continues."""
+    """A running save, which copies states while training continues."""
 
     def before_write(self, flats: Sequence[Flat]) -> None:
-        """Return when states of these flats may be written. Blocks until they were read."""
+        """Block until states of these flats have been read, and may be written."""
 
 
 class StateStore:
     """All flats of a model at rest. Not safe from several threads at once.
 
-    sums_on: keep checksums, which the executor then verifies. generations: of what optimizers hold,
-    1 or 2; layers: those of the swap space where first and second places lie. In layers of their
-    own everything has two. shown: whether long waits show progress. before_write: called before
-    states are written. remember_bad: notes a range that refused a write; None: nothing outlives the
-    process.
+    sums_on: keep checksums, which the executor verifies. generations: of optimizers' flats, 1 or 2;
+    layers: of the swap space for first and second places. In separate layers all flats have two.
+    shown: whether long waits show progress. before_write: called before states are written.
+    remember_bad: records a range with a failed write for later processes; None: nothing outlives
+    the process.
     """
 
     def __init__(
@@ -315,8 +316,8 @@ class StateStore:
         self.nvme_bytes = 0
         self.resident_bytes = 0
         self._reader: StateReader | None = None
-        self.writes = 0  # how often something was about to be written
-        # Places that no chunk has any more, and that a durable run's last commit names.
+        self.writes = 0  # number of announced writes
+        # Places without a chunk that a durable run's last commit still names.
         self._dropped: list[SwapExtent] = []
         self._places_named = False
         # Parameters on NVMe that gathers have read, counted when a read is submitted.
@@ -333,12 +334,11 @@ class StateStore:
         masks: Sequence[Sequence[int]],
         formats: Sequence[Format] | None = None,
     ) -> None:
-        """Give each flat its parameter section. `masks[flat][chunk] & 1` puts it on NVMe; else it
-        is resident.
+        """Create each flat's parameter section: on NVMe if `masks[flat][chunk] & 1`, else resident.
 
-        formats: of the flats once they have all of `masks`. Space for these is reserved on drives
-        now, so that `convert` need not move the parameters.
-        Contents are undefined until written. Raises: SwapFullError; then nothing was created.
+        formats: the flats' formats with all sections of `masks`. Their space on drives is reserved
+        now, so that `convert` need not move the parameters. Contents are undefined until written.
+        Raises: SwapFullError; then nothing was created.
         """
         made, planned = [], []
         for index, (flat, row) in enumerate(zip(flats, masks, strict=True)):
@@ -355,12 +355,11 @@ class StateStore:
     def convert(
         self, flats: Sequence[Flat], formats: Sequence[Format], masks: Sequence[Sequence[int]]
     ) -> None:
-        """Change formats and places. Parameters and spilled gradients keep their values, and all
-        sections do where the format stays; those of a new format start as zeros. Blocks.
+        """Change formats and places. Parameters and spilled gradients keep their values. So do all
+        sections if the format stays; sections of a new format start as zeros. Blocks.
 
-        Raises: SwapFullError before anything changed; AioError when moving fails: each flat is then
-        as it was, or done. Memory that no flat has any more goes back to the system at once, flat
-        by flat, also then.
+        Raises: SwapFullError before any change; AioError if a move fails: then each flat is either
+        unchanged or converted. In any case unused memory is returned to the system flat by flat.
         """
         changed = [
             index
@@ -370,8 +369,8 @@ class StateStore:
         ]
         self.will_write([flats[index] for index in changed])
         self.settle_moves()
-        # Slots of writes that failed hold the only copy, and go with the old chunks: written now,
-        # or the drive's error is raised while nothing has changed.
+        # Slots of failed writes hold the only copy, and are freed with the old chunks: write them
+        # now, or raise the drive's error before any change.
         if changed and self._executor.stats().kept_chunks:
             self._executor.recover().wait()
             self.settle_moves()
@@ -382,7 +381,7 @@ class StateStore:
         made = []
         for index in changed:
             before = old[flats[index]]
-            # The keys of before: what stays where it is has checksums that are seeded with them.
+            # Keep the keys: they seed the checksums of sections that keep their places.
             key = int(before.records["key"][0])
             made.append(self._unplaced(flats[index], formats[index], masks[index], key))
             _mark_zeros(before, made[-1])
@@ -393,30 +392,28 @@ class StateStore:
             try:
                 self._carry_over(old[made[0].flat], made[0])
             except BaseException:
-                # Moves that are under way still write to the memory of `made`, which is freed next.
+                # Moves in flight still write to the memory of `made`, which is freed next.
                 self._executor.wait_all()
                 self.settle_moves()
                 for shard in made:
                     self._drop(shard, stays=old[shard.flat])
                 raise
-            # Removed when it is moved, and not before: the handler above frees what is in `made`.
+            # Removed only after its move: the handler above frees the flats in `made`.
             now = made.pop(0)
             self._flats[now.flat] = now
             self.settle_moves()
             self._drop(old[now.flat], stays=now)
 
     def will_write(self, flats: Sequence[Flat]) -> None:
-        """Announce that states of these flats will be written. Blocks while a reader has yet to
-        read them.
-        """
+        """Announce writes to states of these flats. Blocks until a save has read them."""
         self._before_write()
-        # A durable run compares it to learn whether there is anything to commit.
+        # A durable run compares it to detect changes to commit.
         self.writes += 1
         self.wait_for_reader(flats)
 
     def wait_for_reader(self, flats: Sequence[Flat]) -> None:
-        """Return when a save under way has read the states of these flats, whose live places are
-        about to change. Blocks.
+        """Block until a running save has read the states of these flats, whose live places will
+        change.
         """
         # Read once: another thread may call `guard` meanwhile.
         reader = self._reader
@@ -424,20 +421,19 @@ class StateStore:
             reader.before_write(flats)
 
     def guard(self, reader: StateReader | None) -> None:
-        """Ask `reader` before states are written, from now on; None ends that. Any thread may
-        call it.
+        """Call `reader` before each later write of states; None: no reader. Any thread may call it.
         """
         self._reader = reader
 
     def pin(self) -> None:
-        """Pin resident slabs, for copies to the device. Slabs that have given parts back to the
-        system stay unpinned. Blocks, once.
+        """Pin resident slabs, for copies to the device. Slabs with freed parts stay unpinned.
+        Blocks, once.
         """
         while self._unpinned:
             slab = self._unpinned[-1]
             if self._slabs.get(slab) == slab.size_bytes:
                 self._device.pin_all([slab], shown=self._shown)
-            # Removed one by one: if another one fails, the next call must not pin this one again.
+            # Removed one by one: after a failure the next call must not pin this one again.
             self._unpinned.pop()
 
     def fetch(
@@ -452,7 +448,7 @@ class StateStore:
             self.params_read_bytes += (
                 int(shard.records["numel"][on_nvme].sum()) * shard.sections[0].itemsize
             )
-        # Kernels that still read the target come first.
+        # After kernels that still read the target.
         if on_device:
             self._device.behind()
         return self._move(
@@ -467,12 +463,12 @@ class StateStore:
         return self._move(self._flats[flat], JobKind.STORE, section, address, Priority.DEMAND)
 
     def overwrite(self, flat: Flat, start: int, values: torch.Tensor) -> None:
-        """Replace elements [start, start + len) of the shard's parameter, and its master with the
-        same values. Blocks.
+        """Replace elements [start, start + len) of the shard's parameter, and of its master.
+        Blocks.
 
-        values: 1-D CPU tensor of the parameter's dtype. An element whose bits stay keeps its
-        master, which may be finer. Other elements of the chunks it touches stay as they are; in an
-        optimizer's chunk the moments do, too.
+        values: 1-D CPU tensor of the parameter's dtype. An element whose bits do not change keeps
+        its master, which may be more precise. Other elements of the chunks, and moments, do not
+        change.
         """
         self.will_write((flat,))
         shard = self._flats[flat]
@@ -487,16 +483,16 @@ class StateStore:
             section: torch.empty(numel, dtype=dtype)
             for section, dtype in zip(form.master_sections, dtypes, strict=False)
         }
-        # Read before written: the elements beside the range are in the same chunks.
+        # Read first: the chunks also hold elements outside the range.
         self._move_buffers(shard, touched, JobKind.FETCH, buffers)
         old, *others = [buffer[start - first : end - first] for buffer in buffers.values()]
         if others:
             replaced = as_integers(old) != as_integers(values)
-            # Before `lo` changes: it says which signs belong to the masters that go.
+            # Before `lo` changes: it has the signs of the replaced masters.
             if form.sign_section is not None and not clear_signs(others[0], others[1], replaced):
                 del buffers[form.sign_section]
             for buffer in others[: form.master_count - 1]:
-                # `lo` is 0 where the master is exactly `hi`; an fp32 master is the value itself.
+                # `lo` is 0 if the master is exactly `hi`; an fp32 master is the value.
                 fresh = values.to(buffer.dtype) if buffer.is_floating_point() else 0
                 buffer.copy_(torch.where(replaced, fresh, buffer))
         old.copy_(values)
@@ -509,7 +505,7 @@ class StateStore:
         kind: JobKind,
         buffers: Mapping[int, torch.Tensor],
     ) -> None:
-        """Fetch or store sections of neighbouring chunks; each buffer begins with the first chunk.
+        """Fetch or store sections of consecutive chunks; each buffer begins with the first chunk.
         Blocks."""
         starts = np.array(chunks, dtype=np.int64) * shard.flat.layout.chunk_numel
         jobs = np.zeros(len(chunks), dtype=JOB)
@@ -526,7 +522,7 @@ class StateStore:
         """
         self.will_write((flat,))
         shard = self._flats[flat]
-        # Neither the parameter, which comes first, nor spilled gradients, which come last.
+        # Not the parameter, which is first, and not spilled gradients, which are last.
         left = shard.sections[1 : shard.format.written_count]
         for index in flat.layout.chunks.touched(start, numel) if left else ():
             span = flat.layout.chunks[index]
@@ -535,7 +531,7 @@ class StateStore:
             addresses = {section: each.ctypes.data for section, each in enumerate(buffers, 1)}
             self.move_chunk(flat, index, JobKind.FETCH, addresses).wait()
             for buffer, kind in zip(buffers, left, strict=True):
-                # A parameter starts where a group does, so its last group is its own, too.
+                # Each parameter starts a new group, so its last group is not shared.
                 first = (low - span.start) // kind.group_numel * kind.itemsize
                 buffer[first : kind.size_bytes(high - span.start)] = 0
             # Without an update an fp32 master is the parameter's value.
@@ -557,8 +553,8 @@ class StateStore:
         *,
         priority: Priority = Priority.DEMAND,
     ) -> Ticket:
-        """Start a FETCH or STORE of some sections of one chunk; `addresses` says where each lies in
-        memory. Does not block.
+        """Start a FETCH or STORE of some sections of one chunk; `addresses` has the memory of each.
+        Does not block.
         """
         if kind is JobKind.STORE:
             self.will_write((flat,))
@@ -572,10 +568,10 @@ class StateStore:
     # -- chunks that cannot be read ----------------------------------------------------------------
 
     def chunk_at(self, chunk: int) -> ChunkAt | None:
-        """Return the chunk with this id of the executor; None: it is none of this store's. Any
-        thread may ask.
+        """Return the chunk with this id of the executor; None: of another store. Any thread may
+        call it.
         """
-        # A copy: the thread that trains may change formats meanwhile.
+        # A copy: the training thread may change formats meanwhile.
         for flat, shard in list(self._flats.items()):
             found = np.flatnonzero(shard.ids == chunk)
             if found.size:
@@ -609,31 +605,31 @@ class StateStore:
         return list(found.values())
 
     def has_older(self, at: ChunkAt) -> bool:
-        """Return whether the second place of a chunk may have states of an earlier step. Only
-        `exchange` and a read tell.
+        """Return whether a chunk's second place may have states of an earlier step; `exchange` and
+        a read decide.
         """
         now = self._executor.look(self._flats[at.flat].ids[at.index : at.index + 1])[0]
-        # A newer generation is one of a step that was undone.
+        # A newer generation belongs to an undone step.
         return self._sums_on and bool(now["other_generation"] < now["generation"])
 
     def exchange(self, at: ChunkAt) -> None:
-        """Exchange the committed states of a chunk for those before its last update, in its second
-        place; or back. Blocks while a save has yet to read them. Raises: ValueError where the
-        second place has none.
+        """Exchange a chunk's committed states with those before its last update, in its second
+        place; or back. Blocks until a save has read them. Raises: ValueError if the second place
+        has none.
         """
         self.will_write((at.flat,))
-        # What was read last may not be out of its queue yet.
+        # The last read may still be in its queue.
         self._executor.wait_all()
         self._executor.exchange(self._flats[at.flat].ids[at.index : at.index + 1])
 
     def renew_second_place(self, at: ChunkAt) -> SwapExtent:
-        """Give a chunk, which is committed, another second place on the same drive. Returns the old
-        one, which is not given out again. Blocks. Raises: SwapFullError; ValueError for one whose
-        spilled gradients lie on another drive than that.
+        """Give a committed chunk another second place on the same drive. Returns the old place,
+        which is never used again. Blocks. Raises: SwapFullError; ValueError if the chunk's spilled
+        gradients are on another drive.
         """
         assert self._space is not None
         assert self._spares is not None
-        # The second place may be one that a write moved to and no extent says yet.
+        # A failed write may have moved the second place, without an extent yet.
         self.settle_moves()
         ids = self._flats[at.flat].ids[at.index : at.index + 1]
         now = self._executor.look(ids)[0]
@@ -656,22 +652,22 @@ class StateStore:
             self._space.free(fresh)
             raise
         if not self._put_place(int(now["key"]), bad, fresh):
-            # Its owner gives the extent back by the place that it knows.
+            # The owner frees the extent by its old place.
             self._space.exchange(bad, fresh)
         self._spares.retire(bad)
         return bad
 
     def recover(self) -> None:
-        """Let drives that refuse writes, after one that failed, try again. Blocks.
+        """Let drives that refuse writes since a failure try again. Blocks.
 
-        A drive that still fails refuses writes as before, and the next writer gets the error.
+        A drive that still fails continues to refuse writes, and the next writer gets the error.
         """
         with contextlib.suppress(AioError):
             self._executor.recover().wait()
 
     def units_of_chunks(self) -> npt.NDArray[np.int32]:
-        """Return the index of each chunk's unit, by the executor's id of the chunk; -1: none of
-        this store's.
+        """Return the index of each chunk's unit, by the executor's id of the chunk; -1: of another
+        store.
         """
         top = max((int(shard.ids.max(initial=-1)) for shard in self._flats.values()), default=-1)
         owners: npt.NDArray[np.int32] = np.full(top + 1, -1, dtype=np.int32)
@@ -684,15 +680,13 @@ class StateStore:
         return np.concatenate(ids) if ids else np.zeros(0, np.int32)
 
     def _look(self, shard: ShardRecords) -> None:
-        """Bring the records of versioned chunks up to date: which place is live now. Nothing may
-        be pending.
-        """
+        """Update the records of versioned chunks with their live places. No job may be pending."""
         if shard.versioned or self.moved_writes:
             shard.records[:] = self._executor.look(shard.ids)
 
     def in_its_places(self, flat: Flat) -> bool:
-        """Return whether all chunks of a flat lie where their records say: no step has exchanged
-        their places, and no write that failed has moved one.
+        """Return whether all records of a flat are current: no step has exchanged places, and no
+        failed write has moved a chunk.
         """
         shard = self._flats[flat]
         now = self._executor.look(shard.ids)
@@ -703,21 +697,21 @@ class StateStore:
 
     @property
     def moved_writes(self) -> int:
-        """Writes that failed and went to another place, as far as `settle_moves` has seen them."""
+        """Failed writes that were redirected, up to the last `settle_moves`."""
         return self._spares.moved_writes if self._spares is not None else 0
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes on the drives that are kept free for writes that fail."""
+        """Bytes on all drives reserved for failed writes."""
         return self._spares.held_bytes if self._spares is not None else 0
 
     @property
     def spare_bytes_wanted(self) -> int:
-        """Bytes on each drive that are to be kept free for writes that fail."""
+        """Bytes to reserve on each drive for failed writes."""
         return self._spares.wanted_bytes if self._spares is not None else 0
 
     def settle_moves(self) -> None:
-        """Note writes that went to other places than their own, as far as they have by now."""
+        """Settle writes that were redirected so far."""
         if self._spares is not None:
             self._spares.settle(self._adopt)
 
@@ -727,16 +721,16 @@ class StateStore:
             self._spares.rehome(layers[-1])
 
     def _adopt(self, move: MovedWrite, bad: SwapExtent, spare: SwapExtent) -> bool:
-        """Put `spare` in the place of `bad` among the extents of the flat that has it."""
+        """Replace the extent `bad` by `spare` in the flat that has it."""
         return self._put_place(move.key, bad, spare)
 
     def _put_place(self, key: int, before: SwapExtent, now: SwapExtent) -> bool:
-        """Put `now` in the place of `before` among the extents of the flat that has the chunk with
-        this key. Returns whether it has `before`.
+        """Replace the extent `before` by `now` in the flat of the chunk with this key. Returns
+        whether the flat has `before`.
         """
         there = (before.layer, before.drive, before.offset)
         for shard in self._flats.values():
-            # Keys of a flat's chunks follow one another.
+            # Keys of a flat's chunks are consecutive.
             if not 0 <= key - int(shard.records["key"][0]) < len(shard.records):
                 continue
             for at, place in enumerate(shard.places):
@@ -747,12 +741,12 @@ class StateStore:
         return False
 
     def commit_named_places(self) -> None:
-        """Note that a commit which outlives the process has named all places in use.
+        """Record that a durable commit has named all places in use.
 
-        Places that are released from now on stay as they are until the next commit. Places that
-        were released before are free.
+        Places released from now on stay unchanged until the next commit; places released before are
+        free.
         """
-        # From here on `_drop` frees nothing that this commit names.
+        # From here on `_drop` frees no place that this commit names.
         self._places_named = True
         for place in self._dropped:
             assert self._space is not None
@@ -784,10 +778,10 @@ class StateStore:
         jobs["kind"] = kind
         jobs["mask"] = 1 << section | flags
         jobs["base"] = -1
-        # Address 0 stays 0 for every chunk: STORE then writes zeros.
+        # Address 0 stays 0: STORE then writes zeros.
         if address:
             kind_of = shard.sections[section]
-            # An item of a quantized section stands for a group of elements.
+            # An item of a quantized section encodes a group of elements.
             items = shard.starts[chunks].astype(np.uint64) // np.uint64(kind_of.group_numel)
             jobs["ptr"][:, section] = address + items * np.uint64(kind_of.itemsize)
         return self._executor.submit(jobs, priority=priority)
@@ -805,14 +799,14 @@ class StateStore:
         planned: Sequence[ShardRecords],
         before: Mapping[Flat, ShardRecords],
     ) -> None:
-        """Give the chunks of `made` their places, and define them in the executor. planned: the
-        chunks for which these places must be large enough. before: the flats' chunks until now,
-        with which memory and places are shared.
+        """Assign the chunks of `made` their places, and define them in the executor. planned:
+        chunks that must also fit the places. before: the flats' current chunks, whose memory and
+        places are reused.
 
         Raises: SwapFullError; then nothing has changed.
         """
         fresh: list[SwapExtent] = []
-        # Undone in reverse: the executor drops the chunks before their memory and places go.
+        # Undone in reverse: the executor drops the chunks before their memory and places are freed.
         with contextlib.ExitStack() as undo:
             with (
                 self._space.grow_together() if self._space is not None else contextlib.nullcontext()
@@ -825,7 +819,7 @@ class StateStore:
             for shard in made:
                 shard.ids = self._executor.define(shard.records)
                 undo.callback(self._executor.drop, shard.ids)
-            # Nothing may raise below: the chunks are the store's from here on.
+            # No statement below may raise: the store owns the chunks now.
             undo.pop_all()
         if self._spares is not None:
             runs = (shard.records["run_bytes"].max(initial=0) for shard in planned)
@@ -843,8 +837,8 @@ class StateStore:
         before: ShardRecords | None,
         undo: contextlib.ExitStack,
     ) -> list[SwapExtent]:
-        """Put the places of a flat's chunks into the records: those of `before` where they fit, new
-        ones elsewhere. Returns the new ones.
+        """Write the places of a flat's chunks into the records: those of `before` if they fit, else
+        new ones. Returns the new places.
         """
         runs = np.flatnonzero(planned.records["run_bytes"])
         if self._space is None or not runs.size:
@@ -865,16 +859,16 @@ class StateStore:
         before: ShardRecords,
         wants: Mapping[int, Sequence[ExtentRequest]],
     ) -> dict[int, list[SwapExtent | None]]:
-        """Find the places of `before` into which the chunks of `shard` fit, and in which nothing of
-        `before` changes.
+        """Find the places of `before` that fit the chunks of `shard` without changing contents of
+        `before`.
         """
-        # Formats with more than a parameter have sections there that new ones would overwrite. And
-        # places that the last commit of a durable run names stay as they are.
+        # Formats with states have sections there that new ones would overwrite, and a durable run's
+        # last commit names places that must not change.
         if before.format is not Format.RAW or self._places_named:
             return {}
         there = {(place.layer, place.drive, place.offset): place for place in before.places}
         old = before.records
-        # The parameter is first in its run: it stays where it is, or is elsewhere in both.
+        # The parameter is first in its run: it keeps its place, or is not in the run in both.
         alike = (old["section_at"][:, 0] < 0) == (shard.records["section_at"][:, 0] < 0)
         columns = [
             (old[file].tolist(), old[drive].tolist(), old[offset].tolist())
@@ -891,7 +885,7 @@ class StateStore:
                     group.append(None)
                 elif place is not None and place.size_bytes >= request.size_bytes:
                     group.append(dataclasses.replace(place, size_bytes=request.size_bytes))
-            # A write that failed may have moved one of them to another drive.
+            # A failed write may have moved one of them to another drive.
             together = len({place.drive for place in group if place is not None}) == 1
             if alike[index] and together and len(group) == len(requests):
                 found[index] = group
@@ -900,8 +894,8 @@ class StateStore:
         return found
 
     def _shorten(self, shard: ShardRecords) -> None:
-        """Free the extents for states behind parameters that a commit names: the states will lie
-        elsewhere.
+        """Free the extents for states behind parameters that a commit names: the states get other
+        places.
         """
         held: dict[tuple[int, int, int], int] = {}
         for offset, file, drive in PLACES[:2]:
@@ -917,15 +911,16 @@ class StateStore:
                 self.nvme_bytes -= place.size_bytes - size_bytes
 
     def _new_keys(self, count: int) -> int:
-        """Return the first of so many keys, which no chunk has had."""
-        # No two flats share a key: it seeds checksums, so that chunks have different ones.
+        """Return the first of `count` unused keys."""
+        # Keys are unique: they seed checksums, so that equal bytes of two chunks have different
+        # sums.
         key, self._key = self._key + 1, self._key + count
         return key
 
     def _unplaced(
         self, flat: Flat, state_format: Format, masks: Sequence[int], key: int
     ) -> ShardRecords:
-        # A durable run never overwrites what a commit names, frozen parameters included.
+        # A durable run never overwrites places that a commit names, frozen parameters included.
         versioned = self._generations > 1 and (
             state_format is not Format.RAW or self.layers != (0, 0)
         )
@@ -937,9 +932,9 @@ class StateStore:
         self, made: list[ShardRecords], before: Mapping[Flat, ShardRecords]
     ) -> list[Slab]:
         """Give every resident section an address: its address in `before`, so that no section is in
-        memory twice, or one in new slabs for all of `made`. Returns these slabs.
+        memory twice, or one in new slabs. Returns these slabs.
         """
-        # A section of neighbours lies together, so that a copy to a device takes it as one.
+        # A section of consecutive chunks is contiguous, so that one device copy takes it.
         wanted: list[_Wanted] = []
         for shard in made:
             old = before.get(shard.flat)
@@ -973,7 +968,7 @@ class StateStore:
         carried = sections_carried(before.format, now.format)
         for section, source in carried.items():
             stays = now.stays(before, section, source)
-            # A lost section does not stay: reading it raises the fault, before anything changes.
+            # A lost section cannot stay: reading it raises the fault before any change.
             stays &= self._executor.invalid(before.ids) >> np.uint32(source) & 1 == 0
             on_drive = now.records["section_at"][:, section] >= 0
             now.keep_sums(before, section, source, np.flatnonzero(stays & on_drive))
@@ -995,7 +990,7 @@ class StateStore:
             self._move(now, JobKind.STORE, 1, master.data_ptr(), Priority.DEMAND).wait()
 
     def _drop(self, shard: ShardRecords, *, stays: ShardRecords) -> None:
-        # First: the executor must not use the places once another chunk has them.
+        # First, so that the executor does not use places that another chunk gets.
         self._executor.drop(shard.ids)
         shared = {(place.layer, place.drive, place.offset): place for place in stays.places}
         for place in shard.places:
@@ -1006,12 +1001,11 @@ class StateStore:
                 self.nvme_bytes -= max(place.size_bytes - other.size_bytes, 0)
                 self._space.trim(other)
                 continue
-            # This place refused a write of the chunks that stay, so it is not used again.
+            # A write to this place failed, so it is never used again.
             if self._spares is not None and self._spares.refused(place):
                 continue
             self.nvme_bytes -= place.size_bytes
-            # The last commit of a durable run names the place: it stays readable until the next
-            # one.
+            # A durable run's last commit names the place: keep it readable until the next commit.
             if self._places_named:
                 self._dropped.append(place)
             else:
@@ -1026,7 +1020,7 @@ class StateStore:
                     self._free(address, size)
 
     def _free(self, address: int, size_bytes: int) -> None:
-        """Free resident memory: its pages, and the whole slab with the last of its bytes."""
+        """Free resident memory: its pages, and the slab when all its bytes are free."""
         slab = next(
             slab for slab in self._slabs if slab.address <= address < slab.address + slab.size_bytes
         )

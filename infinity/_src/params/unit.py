@@ -1,4 +1,4 @@
-"""Units, flats and parameters: the nouns that hooks, unsharding, gradients and the step share.
+"""Units, flats and parameters: the types that hooks, unsharding, gradients and the step share.
 
 A unit is unsharded and evicted as a whole. It has one flat per (dtype, trainable): a
 one-dimensional device tensor whose storage is resized to nothing when the unit is evicted, and
@@ -32,29 +32,28 @@ class UnitState(enum.Enum):
                               STALE <---------- values changed -------- UNSHARDED
         SHARDED <--------------------- evict -------------------------- UNSHARDED
 
-    `Unit.move_to` takes a unit along an arrow, and along no other way: `TRANSITIONS` lists them.
-    The values at rest on their tier are there in every state.
+    `Unit.move_to` makes only transitions along the arrows, which `TRANSITIONS` lists. The values at
+    rest exist in every state.
 
-    Orthogonal to it: `Unit.refs`, how many forwards, backwards and windows use the unit (it is not
-    evicted before 0). The payload of a state lies beside it: the `ParamVersion` in the unit's
-    memory while it has some (`Unsharder`), and the tickets and collectives while it is PENDING
-    (`PendingUnshards`).
+    Independent of the state: `Unit.refs` counts forwards, backwards and windows that use the unit
+    (evicted only at 0). Data of a state: the `ParamVersion` of the unit's memory (`Unsharder`), and
+    tickets and collectives while PENDING (`PendingUnshards`).
     """
 
     SHARDED = "sharded"
-    """No memory: the values rest on their tier (device, RAM or NVMe), each rank's shard apart."""
+    """No memory: each rank's shard rests on its tier (device, RAM or NVMe)."""
     STALE = "stale"
-    """Memory, and no values: they were never filled in, have changed since, or were undone. The
-    next `unshard` fills it."""
+    """Memory without values: never loaded, changed since, or undone. The next `unshard` loads them.
+    """
     PENDING = "pending"
-    """Memory that is being filled: by reads and an all_gather, or by the update that computes the
-    new values. No gather has waited for it yet."""
+    """Memory that reads and an all_gather, or the update that computes new values, are writing. No
+    gather has waited for it yet."""
     UNSHARDED = "unsharded"
     """Memory that holds the values of the unit's generation: modules may use them."""
 
 
 SHARDED, STALE, PENDING, UNSHARDED = UnitState
-"""The states by themselves: on Python 3.10 `UnitState.SHARDED` is a Python call, and hooks read
+"""Constants for the states: on Python 3.10 `UnitState.SHARDED` is a Python call, and hooks use
 these for every module."""
 
 TRANSITIONS = (
@@ -66,18 +65,18 @@ TRANSITIONS = (
     (STALE, SHARDED),  # evict
     (UNSHARDED, SHARDED),  # evict
 )
-"""The arrows. Writing in place takes none: the unit stays UNSHARDED. A tuple, since each gather
-looks here, and a set would call the hash of two enums, which is Python."""
+"""The arrows. A write in place makes no transition: the unit stays UNSHARDED. A tuple, since each
+gather searches it, and a set would call the Python hash of enums."""
 
 
-# Equal by identity: these are keys of dicts, and equality of fields would compare tensors.
+# Compared by identity: these are dict keys, and comparing fields would compare tensors.
 @dataclasses.dataclass(eq=False, repr=False)
 class Param:
     """One distinct parameter of a model; tied weights are one Param with several sites."""
 
     index: int
     name: str
-    names: tuple[str, ...]  # every qualified name under which the module tree holds it
+    names: tuple[str, ...]  # every qualified name in the module tree
     sites: list[tuple[torch.nn.Module, str]]
     shape: torch.Size
     dtype: torch.dtype
@@ -92,48 +91,48 @@ class Param:
     gathered: torch.nn.Parameter = dataclasses.field(init=False)
     # Version counter of `gathered` while it has no memory; set with it. No generation is as high.
     evicted_version: int = dataclasses.field(init=False)
-    # None until `GradReducer.slot` is first asked for it.
+    # None until the first call of `GradReducer.slot`.
     grad: GradAccumulator | None = None
 
-    # Without tensors: to print one without storage would crash the interpreter.
+    # Without tensors: printing one without storage would crash the interpreter.
     def __repr__(self) -> str:
         return f"Param({self.name!r})"
 
     @property
     def place(self) -> TilePlace | None:
-        """Its place in the weight that it is a tile of; None for an ordinary parameter."""
+        """A tile's place in its weight; None for an ordinary parameter."""
         return place_at(self.sites)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Its names in state dicts and files: those of the whole weight if it is a tile."""
+        """Names in state dicts and files; for a tile those of the whole weight."""
         return keys_of(self.names, self.place)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape of what has these keys."""
-        # State dicts and files know the whole weight, so shapes are compared with that.
+        """The shape of the weight with these keys."""
+        # State dicts and files have the whole weight, so shapes are compared with that.
         place = self.place
         return tuple(self.shape) if place is None else place.whole_shape
 
 
 def place_at(sites: list[tuple[torch.nn.Module, str]]) -> TilePlace | None:
-    """The place of a parameter that these (module, attribute) hold, if it is a tile."""
+    """Return the place of a parameter with these (module, attribute) sites, if it is a tile."""
     module, attr = sites[0]
     return module.places[attr] if isinstance(module, Tile) else None
 
 
 def keys_of(names: Iterable[str], place: TilePlace | None) -> tuple[str, ...]:
-    """The names in state dicts of a parameter with these names in the module tree; place: see
+    """Return the state dict names of a parameter with these module tree names; place: see
     `place_at`.
     """
-    # A name that is no tile's is a key as it is.
+    # Names of other parameters are keys.
     return tuple(names) if place is None else tuple(whole_name(name) or name for name in names)
 
 
 class ClosedWindow(NamedTuple):
-    """A leaf on a parameter's gathered storage that `gather()` has shown, and that a graph may
-    hold. version: its version counter while the unit has the values of `generation`."""
+    """A leaf on a parameter's gathered storage that `gather()` returned, and that a graph may hold.
+    version: its version counter for the unit's values of `generation`."""
 
     param: Param
     tensor: weakref.ref[torch.Tensor]
@@ -145,10 +144,9 @@ class ClosedWindow(NamedTuple):
 class Flat:
     """The parameters of a unit that share a dtype and are trainable or not, as one tensor.
 
-    trainable: they required a gradient when the model was offloaded, by which memory is planned.
-    learns: one of them requires one now, or did at some time; several ranks reduce its gradients.
-    stream: the compute stream under which its memory was allocated, which the allocator gives it
-    back to.
+    trainable: they required a gradient at the offload, which plans memory. learns: one of them
+    requires or has required a gradient; several ranks reduce its gradients. stream: the compute
+    stream on which its memory was allocated, for the allocator.
     """
 
     unit: Unit
@@ -170,7 +168,7 @@ class Flat:
 
     @property
     def size_bytes(self) -> int:
-        # With padding: the flat is allocated, read and gathered as a whole.
+        # With padding, because flats are allocated, read and gathered whole.
         return self.layout.size_bytes
 
 
@@ -185,9 +183,9 @@ class Unit:
     block: int | None = None  # number of the module around it that runs in slices
     # In the order in which all ranks read, gather and reduce them.
     flats: list[Flat] = dataclasses.field(default_factory=list)
-    # In registration order, which differs from that of the flats where dtypes alternate.
+    # In registration order, which differs from the flats' order if dtypes alternate.
     params: list[Param] = dataclasses.field(default_factory=list)
-    # `move_to` alone writes it, along `TRANSITIONS`.
+    # Written only by `move_to`.
     state: UnitState = SHARDED
     refs: int = 0  # uses: forwards, backwards and windows; it may be evicted only at 0
     taken: bool = False  # forward has taken a parameter out of its module since it got the unit
@@ -197,13 +195,13 @@ class Unit:
     # The generation that the version counters of its gathered parameters show, if any.
     stamped_generation: int | None = None
     closed_windows: list[ClosedWindow] = dataclasses.field(default_factory=list)
-    engine: Any = None  # the handle that owns it; layers below pass it on and never look inside
+    engine: Any = None  # the owning handle, opaque to lower layers
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r})"
 
     def move_to(self, state: UnitState) -> None:
-        """Take the unit to another state, along an arrow that `UnitState` draws."""
+        """Change the unit's state along an arrow of `UnitState`."""
         assert (self.state, state) in TRANSITIONS, f"{self.name}: {self.state} -> {state}"
         self.state = state
 
@@ -213,7 +211,7 @@ class Unit:
 
     @property
     def on_device(self) -> UnitBytes:
-        """Bytes that it takes on the device."""
+        """The unit's bytes on the device."""
         return UnitBytes(
             self.size_bytes,
             tuple(
@@ -228,5 +226,5 @@ class Unit:
 
 
 class EngineHook:
-    """Mark of the engine's hooks on modules: they gather and release, and change neither arguments
-    nor outputs."""
+    """Marker of the engine's hooks on modules, which gather and release, and change neither
+    arguments nor outputs."""

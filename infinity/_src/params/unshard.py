@@ -1,13 +1,13 @@
-"""Unsharder: when a unit has memory on the device, and what fills it.
+"""Unsharder: allocates units' memory on the device, and loads it.
 
-    unshard(u)   begin to fill u if it is not -> begin what the schedule wants next -> wait for u
+    unshard(u)   begin to load u unless loaded -> prefetch the schedule's next units -> wait for u
     release(u)   u is not in use: it stays, until its memory is wanted
 
-`UnitState` (`params.unit`) names the states that a unit goes through here, and draws the ways
-between them. A released unit keeps its memory until another unit needs it, so the units at a
-turning point (last in forward, first in backward; last in backward, first in the next forward) are
-read once. The idle unit with the farthest next use is evicted first. A prefetch never evicts a unit
-that is needed sooner than the prefetched one.
+`UnitState` (`params.unit`) has the states of a unit, and the transitions. A released unit keeps its
+memory until another unit needs it, so the units at a turning point (last in forward, first in
+backward; last in backward, first in the next forward) are read once. The idle unit with the
+farthest next use is evicted first. A prefetch never evicts a unit that is needed sooner than the
+prefetched one.
 
 A unit is filled by reads of this rank's shards, then by an all_gather of the others:
 
@@ -21,9 +21,9 @@ rank gathers the unit (`distributed.comm_streams`), and all ranks, which wait fo
 (`optim.step`).
 
 Between `opt.step()` and the next forward the new values of a unit are still being computed: its
-update was submitted behind a *gate*. Filling such a unit opens the gate with the unit's buffers as
-targets, and the update hands the new parameters over as it computes them. A gate *escapes* if no
-forward opens it in time: its update changes the states at rest alone, and the unit is read.
+update was submitted behind a *gate*. Loading such a unit opens the gate with the unit's buffers as
+targets, and the update writes the new parameters into them. A gate *escapes* if no forward opens it
+in time: then its update changes only the states at rest, and the unit is read.
 """
 
 from __future__ import annotations
@@ -70,19 +70,19 @@ from infinity.errors import AioError
 
 log = logging.getLogger("infinity")
 
-# One of each for all spans: the timeline keeps many.
+# Shared by all spans: the timeline keeps many.
 _FORWARD = {"pass": "forward"}
 _BACKWARD = {"pass": "backward"}
 
 
 CHECK_S = 1.0
-"""A gather without an alarm checks the engine so often: a step may take minutes, and drives are
-watched meanwhile."""
+"""Interval in seconds of a gather's checks without an alarm: a step may take minutes, and drives
+must be watched meanwhile."""
 
 
 @dataclasses.dataclass
 class PendingUpdate:
-    """An update of a unit that was submitted, and whose gate may still be closed."""
+    """A submitted update of a unit, whose gate may still be closed."""
 
     ticket: Ticket
     gate: Gate
@@ -90,9 +90,10 @@ class PendingUpdate:
 
 
 class ParamVersion(NamedTuple):
-    """The values that a unit's memory holds, or is being filled with. Neither flag: those at rest.
+    """The version of the values in a unit's memory, or being loaded. Neither flag: the values at
+    rest.
 
-    delayed: those before an update that is delayed. quantized: as they travel, in int8 groups.
+    delayed: the values before a delayed update. quantized: as communicated, in int8 groups.
     """
 
     delayed: bool = False
@@ -100,18 +101,18 @@ class ParamVersion(NamedTuple):
 
 
 AT_REST = ParamVersion()
-"""The version that `gather()`, reads and exports show."""
+"""The version for `gather()`, reads and exports."""
 
 
 class Unsharder:
     """The unsharded units of one model. One thread uses it at a time.
 
     gathered_bytes_max bounds the memory of units, prefetches included, as far as units in use allow
-    (`memory.device_capacity`). passes: the use of the device; where whole parameters are on it,
-    all units stay once they were unsharded. in_any_order: each rank may use other units than the
-    others, which needs whole parameters. access: checks the engine before values are read; a gather
-    calls it only where `alarm` was sounded, or after CHECK_S. qwz: weights travel as int8 groups,
-    and forward and backward compute with them as they travel. secondary: see `PendingUnshards`.
+    (`memory.device_capacity`). passes: the use of the device; with whole parameters all units stay
+    once unsharded. in_any_order: ranks may use different units, which needs whole parameters.
+    access: checks the engine before values are read; a gather calls it only after an `alarm`, or
+    after CHECK_S. qwz: weights are communicated as int8 groups, and forward and backward compute
+    with those. secondary: see `PendingUnshards`.
     """
 
     def __init__(
@@ -150,22 +151,21 @@ class Unsharder:
         self._never_evict = passes.whole
         self._timeline = timeline
         self._pending = PendingUnshards(comm, access, secondary=secondary)
-        # One rank sends its weights nowhere: they stay as they are.
+        # One rank sends no weights, so they are not quantized.
         self._quantized = qwz and comm.world > 1
-        # The version in the memory of each unit that is not SHARDED, or on its way there. Whether a
-        # unit has memory is said by its state alone.
+        # The version in memory, or being loaded, of each unit that is not SHARDED. Only the state
+        # says whether a unit has memory.
         self._versions: dict[Unit, ParamVersion] = {}
         self._gathered_bytes = 0
         sizes = [unit.on_device for unit in units]
         self.gathered_bytes_max = gathered_capacity(sizes, passes)
         self._kept = KeptUnits(retained_capacity(sizes, passes))
-        # Of the units whose sums of gradients are prefetched to the device together.
+        # Units whose sums of gradients are prefetched to the device together.
         self._sums_bytes_max = capacity_bytes([unit.size_bytes for unit in units], SUMS_UNITS - 1)
         self._updates: dict[Unit, PendingUpdate] = {}
-        # The unit that is being unsharded has no reference yet, and must not be evicted for the
-        # prefetches that follow it.
+        # The unit being unsharded has no reference yet; its prefetches must not evict it.
         self._unsharding: Unit | None = None
-        # Of units that a pass uses, for the timeline.
+        # Units in use by a pass, for the timeline.
         self._used_since_ns: dict[Unit, int] = {}
         self._prefetches = True  # False: a prefetch of this pass found no capacity
         self._no_room_noted = False
@@ -179,10 +179,10 @@ class Unsharder:
 
     def unshard(self, unit: Unit) -> None:
         """Block until the unit is unsharded, with its current values."""
-        # A unit that has its values would be captured, too, and the graph keep its address.
+        # Also for a gathered unit: the captured graph would keep its address.
         self._device.refuse_capture(f"the gather of {unit.name}")
-        # First: a fault is raised, and an update that ran ahead of its step is undone, before the
-        # values are used. Without an alarm that costs two comparisons.
+        # First raise faults, and undo updates that ran ahead of their step, before the values are
+        # used. Without an alarm this costs two comparisons.
         if self._alarm.word.value or time.monotonic() > self._check_at_s:
             self._check_at_s = time.monotonic() + CHECK_S
             self._access.before_read(unit)
@@ -198,48 +198,48 @@ class Unsharder:
     def _unshard(self, unit: Unit) -> None:
         version = self._wanted(unit)
         if unit in self._kept and unit.state is UNSHARDED and self._versions[unit] == version:
-            # The next slice: the schedule learns one demand of all slices, as of one call.
+            # A later slice: the schedule records one demand for all slices.
             self.prefetch_ahead()
             return
         self.demands += 1
-        # First: evictions and prefetches below measure distances from this demand on.
+        # First: evictions and prefetches below use distances from this demand.
         self._schedule.record_unshard(unit.index)
-        # Without gradients modules run once.
+        # Without gradients each module runs once, so nothing is kept.
         if self._passes.trains:
             self._kept.keep(unit)
         self._match_version(unit, version)
         if unit.state is SHARDED:
             self.demand_reads += 1
             self._allocate_and_fill(unit, Priority.DEMAND, version)
-        elif unit.state is STALE:  # its values were undone, or an interrupt broke its fill off
+        elif unit.state is STALE:  # its values were undone, or an interrupt aborted the load
             self._fill(unit, Priority.DEMAND, version)
-        # Before waiting: reads of the units to come are under way while this thread sleeps.
+        # Before waiting, so that reads of the next units overlap the wait.
         self.prefetch_ahead()
         if self._passes.in_backward:
-            # Sums of gradients that rest elsewhere are fetched with the parameters they belong to.
+            # Spilled or offloaded sums of gradients are fetched together with their parameters.
             soon = [self.units[i] for i in itertools.islice(self._schedule.upcoming(), 1)]
             if sum(each.size_bytes for each in (unit, *soon)) > self._sums_bytes_max:
-                soon = []  # two huge ones that are no neighbours
+                soon = []  # two huge units that are not neighbours
             self._gradients.prefetch([unit, *soon])
         if unit.state is PENDING:
             self._finish_fill(unit)
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
-        """True when the unit holds another version than the training pass in progress computes
-        with; with `window`: another version than the one at rest, which `gather()` shows.
+        """Return whether the unit holds another version than the running training pass uses; with
+        `window`: than the version at rest, for `gather()`.
         """
-        # A window that has closed may get a gradient when its unit is SHARDED again.
+        # A closed window may get a gradient when its unit is SHARDED again.
         version = self._versions[unit] if unit.state is not SHARDED else AT_REST
         if window:
             return version != AT_REST
         return self._passes.trains and version != self._trained(unit)
 
     def trains_on_rest(self, unit: Unit) -> bool:
-        """True when training computes with the values at rest, which `gather()` shows."""
+        """Return whether training computes with the values at rest, as `gather()` does."""
         return self._trained(unit) == AT_REST
 
     def shows_newest(self, unit: Unit) -> bool:
-        """True when the unit holds values at rest although training computes with delayed ones."""
+        """Return whether the unit holds values at rest although training uses delayed ones."""
         if unit.state is SHARDED:
             return False
         return self._versions[unit].delayed != self._trained(unit).delayed
@@ -249,52 +249,52 @@ class Unsharder:
         return ParamVersion(delayed, self._quantized)
 
     def _wanted(self, unit: Unit) -> ParamVersion:
-        """The version that the running pass computes with, or that `gather()` shows."""
+        """Return the version for the running pass, or for `gather()`."""
         if self._passes.trains:
             return self._trained(unit)
         return ParamVersion(False, self._quantized and self._passes.evaluates)
 
     def release(self, unit: Unit) -> None:
-        """Let the unit, which is not in use any more, be evicted once its room is wanted."""
+        """Allow the eviction of the unit, which is not in use any more."""
         since_ns = self._used_since_ns.pop(unit, None)
         if since_ns is not None:
             args = _BACKWARD if self._passes.in_backward else _FORWARD
             self._timeline.add("compute", unit.name, since_ns, time.monotonic_ns(), args)
         self._mode.unit_released(unit)
-        # Here too, not only where it is evicted: the stream that is current then may be a third.
+        # Not only at eviction: another stream may be current then.
         if unit.state is not SHARDED:
             unsharded_param.note_use(unit, self._device)
-        # Units in use may have exceeded the bound; the excess goes as soon as it can.
+        # Units in use may have exceeded the bound: free the excess.
         if not self._never_evict and self._gathered_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
 
     def _allocate_and_fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
-        """Allocate the unit's memory and begin to fill it. Blocks only where the device is short of
-        memory. Raises: torch.OutOfMemoryError.
+        """Allocate the unit's memory and begin to load it. Blocks only if the device lacks memory.
+        Raises: torch.OutOfMemoryError.
         """
         size_bytes = unit.size_bytes
         if priority is Priority.DEMAND:
-            # Prefetches for a pass that took another course would keep their memory otherwise.
+            # Free prefetches of mispredicted units.
             while not self._make_room(size_bytes, NEVER) and self._evict_prefetched(unit):
                 pass
-        # Booked before the state says that there is memory, so that an interrupt between the two
-        # leaves none that the books do not know.
+        # Recorded before the state changes, so that an interrupt in between leaves no unrecorded
+        # memory.
         self._versions[unit] = version
         self._gathered_bytes += size_bytes
         try:
             self._allocate(unit, demand=priority is Priority.DEMAND)
         finally:
-            if unit.state is SHARDED:  # there was none to be had
+            if unit.state is SHARDED:  # no memory
                 self._unbook(unit)
         self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._gathered_bytes)
         self._fill(unit, priority, version)
 
     def _allocate(self, unit: Unit, *, demand: bool) -> None:
-        """Allocate the unit's memory. On one rank a demand takes the memory of idle units, and a
-        prefetch asks once.
+        """Allocate the unit's memory. On one rank a demand may evict idle units; a prefetch tries
+        once.
         """
-        # The device of another rank may have room, and all ranks evict the same. Whole parameters
-        # are all in use.
+        # Other ranks' devices may have capacity, and all ranks must evict the same units. With
+        # whole parameters all units are in use.
         alone = self._comm.world == 1 and not self._never_evict
         while True:
             try:
@@ -310,20 +310,20 @@ class Unsharder:
                     raise torch.OutOfMemoryError(self._no_room(unit, error)) from error
 
     def _stop_keeping(self, error: torch.OutOfMemoryError) -> bool:
-        """Allow the eviction of units that stay for the next slice, in this pass. Returns whether
-        there were any."""
+        """Allow the eviction of units kept for the next slice, in this pass. Returns whether there
+        were any."""
         if not self._kept.pause():
             return False
         log.warning(
-            "the device has no room for units that stay gathered from slice to slice: in this pass "
-            "they are gathered for each slice: %s",
+            "the device lacks memory to keep units gathered from slice to slice: in this pass they "
+            "are gathered for each slice: %s",
             error,
         )
         return True
 
     def _evict_prefetched(self, wanted: Unit) -> bool:
-        """Evict the prefetched unit with the farthest next use, of units that are being filled.
-        Blocks for its reads. Returns whether there was one.
+        """Evict the pending prefetched unit with the farthest next use. Blocks for its reads.
+        Returns whether there was one.
         """
         return self._evict_last(
             each
@@ -332,27 +332,27 @@ class Unsharder:
         )
 
     def _no_room(self, unit: Unit, error: torch.OutOfMemoryError) -> str:
-        # Its bytes are booked by now.
+        # Its bytes are already recorded.
         units = self._gathered_bytes - unit.size_bytes
         others = max(self._device.allocated_bytes() - units, 0)
         return (
-            f"{unit.name} cannot be gathered: {self._device.torch_device} has no room for its "
+            f"{unit.name} cannot be gathered: {self._device.torch_device} lacks memory for its "
             f"{format_size(unit.size_bytes)}, also after torch's cache was emptied. Gathered units "
             f"hold {format_size(units)} (at most {format_size(self.gathered_bytes_max)}), and "
             f"activations, gradients and other tensors {format_size(others)}. Make micro-batches "
-            "smaller, checkpoint activations, or divide large units with Policy(unit_bytes_max=...)"
-            f". torch says: {error}"
+            "smaller, checkpoint activations, or divide large units with "
+            f"Policy(unit_bytes_max=...). torch says: {error}"
         )
 
     def _fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
-        """Begin to fill the unit's memory, which is allocated: from its update, from secondary
-        shards, or from the tier where it rests.
+        """Begin to load the unit into its memory: from its update, from secondary shards, or from
+        its tier.
         """
         self._versions[unit] = version
         delayed_params = self._delayed_params if version.delayed else None
         update = self._updates.get(unit)
         if update is not None and not update.opened:
-            # Marked first: a gate is opened once, also where it turns out to have escaped.
+            # Marked first: a gate is opened only once, even if it has escaped.
             update.opened = True
             # The update writes to this memory: kernels that still read it come first.
             self._device.behind()
@@ -366,7 +366,7 @@ class Unsharder:
         tickets = [
             self._store.fetch(flat, 0, self._target(flat), priority=priority, on_device=True)
             for flat in unit.flats
-            # Flats with delayed parameters are copied from these.
+            # Flats with delayed parameters are copied from those.
             if delayed_params is None or flat not in delayed_params
         ]
         copy = delayed_params.copy_to(unit, self._comm.rank) if delayed_params else None
@@ -380,21 +380,21 @@ class Unsharder:
         *,
         delayed: DelayedCopy | None = None,
     ) -> None:
-        """Record that these tickets, and the copy of delayed shards, fill this rank's shards with
-        `version`.
+        """Record that these tickets, and the copy of delayed shards, load `version` into this
+        rank's shards.
         """
         self._versions[unit] = version
-        # Secondary shards serve the next pass: another version is not worth their place.
+        # Secondary shards serve the next pass, which needs the version at rest.
         key = (unit.generation, version) if version.quantized == self._quantized else None
         self._pending.begin(
             unit, tickets, key, quantized=version.quantized, delayed=delayed
         )
 
     def _match_version(self, unit: Unit, version: ParamVersion) -> None:
-        """Fill the unit anew if it holds another version than this, unless the unit is in use."""
+        """Reload the unit if it holds another version, unless the unit is in use."""
         if unit.state is SHARDED or unit.refs or self._versions[unit] == version:
             return
-        # A fill that is under way would write over the new one.
+        # A load in flight would overwrite the new values.
         self._finish_pending(unit)
         unit.move_to(STALE)
         self._fill(unit, Priority.DEMAND, version)
@@ -403,23 +403,22 @@ class Unsharder:
         return flat.tensor.data_ptr() + self._comm.rank * flat.layout.shard_bytes
 
     def _finish_fill(self, unit: Unit, *, tries: int = 0) -> None:
-        """Wait until the unit's memory is filled. After a fault the unit is evicted. tries: reads
-        that have failed, of one rank: one is made again, and then once more if what it met could be
-        mended.
+        """Wait until the unit is loaded. After a fault the unit is evicted. tries: failed reads so
+        far. On one rank a failed read is repeated, and once more if the fault could be repaired.
         """
         start_ns, version = time.monotonic_ns(), self._versions[unit]
         try:
             self._pending.wait(unit)
         except BaseException as error:
-            # Evicting waits for what is still on its way into the memory.
+            # Evicting waits for transfers into the memory.
             self._evict(unit)
             if isinstance(error, CollectiveRefused):
-                # All ranks wait for this gather, and come here.
+                # All ranks wait for this gather, and reach this line.
                 self._access.undo_together(error.__cause__)
             if isinstance(error, AioError):
-                # Raises the fault of an update, if that failed; otherwise a read failed.
+                # Raises the fault of a failed update; otherwise a read failed.
                 self._access.before_read(unit)
-                # Other ranks count on a collective that has begun.
+                # Other ranks wait for a collective that has begun.
                 if tries < 2 and error.op == "read" and self._comm.world == 1:
                     if tries:
                         self._access.read_failed(error)
@@ -438,7 +437,7 @@ class Unsharder:
         try:
             unsharded_param.evict(unit, self._device)
         finally:
-            if unit.state is SHARDED:  # an interrupt may come before that, or after
+            if unit.state is SHARDED:  # an interrupt may arrive before or after this
                 self._unbook(unit)
         self._heap.freed()
         if interrupt is not None:
@@ -449,9 +448,7 @@ class Unsharder:
         self._gathered_bytes -= unit.size_bytes
 
     def prefetch_ahead(self) -> None:
-        """Begin to fill the units that the schedule wants next, as many as there is room for (in
-        bytes). Does not block.
-        """
+        """Begin to load the schedule's next units, as many as fit (in bytes). Does not block."""
         self._pending.advance()
         if not self._prefetches:
             return
@@ -462,10 +459,9 @@ class Unsharder:
             if unit.state is not SHARDED:
                 continue
             if not self._make_room(unit.size_bytes, self._schedule.distance(index)):
-                # In order only: a smaller unit farther away must not take the room of this one.
+                # Strictly in order: a smaller, later unit must not take this one's memory.
                 return
-            # Not `_wanted`: `gather()` prefetches too, between passes, for the training pass to
-            # come.
+            # Not `_wanted`: between passes `gather()` also prefetches for the next training pass.
             if self._passes.evaluates:
                 version = ParamVersion(False, self._quantized)
             else:
@@ -473,22 +469,22 @@ class Unsharder:
             try:
                 self._allocate_and_fill(unit, Priority.PREFETCH, version)
             except torch.OutOfMemoryError as error:
-                if self._comm.world > 1:  # every rank prefetches the same
+                if self._comm.world > 1:  # every rank prefetches the same units
                     raise
-                # The unit is not in use yet, and activations may leave before it is.
+                # The unit is not in use yet; activations may be freed before it is.
                 self._pause_prefetch(error)
                 return
 
     def _pause_prefetch(self, error: torch.OutOfMemoryError) -> None:
-        """Prefetch no more in this pass: each try would find as little capacity."""
+        """Stop prefetching in this pass: further tries would find no memory, either."""
         self._prefetches = False
         if not self._no_room_noted:
             self._no_room_noted = True
-            log.warning("units are gathered on demand, and not ahead, to the next pass: %s", error)
+            log.warning("units are gathered on demand, not ahead, until the next pass: %s", error)
 
     def _make_room(self, size_bytes: int, distance: int) -> bool:
-        """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are
-        needed later than `distance`. Returns whether they fit.
+        """Evict idle units whose next use is later than `distance`, farthest first, until
+        `size_bytes` more fit. Returns whether they fit.
         """
         if self._never_evict:
             return True
@@ -498,14 +494,14 @@ class Unsharder:
         return True
 
     def _evict_farthest(self, distance: int) -> bool:
-        """Evict the idle unit whose next use is farthest, if that is later than `distance`. Returns
-        whether there was one.
+        """Evict the idle unit with the farthest next use, if later than `distance`. Returns whether
+        there was one.
         """
         return self._evict_last(filter(self._may_evict, self._versions), distance)
 
     def _evict_last(self, units: Iterable[Unit], distance: int = NEVER) -> bool:
-        """Evict the one of these units whose next use is farthest, if later than `distance`."""
-        # The index decides between equals, so that all ranks choose the same one.
+        """Evict the unit of `units` with the farthest next use, if later than `distance`."""
+        # The index breaks ties, so that all ranks choose the same unit.
         far = max(
             units,
             key=lambda unit: (self._schedule.distance(unit.index), unit.index),
@@ -513,36 +509,37 @@ class Unsharder:
         )
         if far is None:
             return False
-        # NEVER is a demand: it may evict any idle unit.
+        # NEVER: a demand, which may evict any idle unit.
         if distance is not NEVER and self._schedule.distance(far.index) <= distance:
             return False
         self._evict(far)
         return True
 
     def _may_evict(self, unit: Unit) -> bool:
-        """True when the unit is idle, and nothing is on its way into its memory."""
-        # One that is SHARDED is in the books since its memory is being allocated.
+        """Return whether the unit is idle, without transfers into its memory."""
+        # A SHARDED unit is recorded while its memory is being allocated.
         if unit.refs or unit is self._unsharding or unit.state is SHARDED or unit in self._kept:
             return False
         if self._comm.world > 1:
-            # Whether a fill has ended is a matter of timing, and all ranks must evict the same.
+            # Not whether a load has ended: that depends on timing, and all ranks must evict the
+            # same.
             return True
         return unit.state is not PENDING or self._pending.filled(unit)
 
     def invalidate(self, unit: Unit) -> None:
-        """Forget the unit's values, which were overwritten. It is not in use. The next `unshard`
-        reads them again.
+        """Forget the values of the unit, which is not in use: they were overwritten. The next
+        `unshard` reads them again.
         """
         if unit.state is SHARDED:
             return
         if self._never_evict:
-            # Tensors that a script keeps lie in this memory: it stays, and is filled anew.
+            # A script's tensors are in this memory: keep it, and reload.
             self._cancel(unit)
         else:
             self._evict(unit)
 
     def targets(self, unit: Unit) -> list[int]:
-        """Addresses of this rank's shards in the unit's flats, which have memory."""
+        """Return the addresses of this rank's shards in the unit's flats, which have memory."""
         return [self._target(flat) for flat in unit.flats]
 
     def shard_of(self, flat: Flat) -> torch.Tensor:
@@ -551,7 +548,7 @@ class Unsharder:
         return flat.tensor[start : start + flat.layout.shard_numel]
 
     def renew(self, unit: Unit) -> None:
-        """Begin to fill the unit again, whose values have changed, if it has memory."""
+        """Begin to reload the unit, whose values have changed, if it has memory."""
         if unit.state is not SHARDED:
             self._cancel(unit)
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
@@ -561,14 +558,14 @@ class Unsharder:
         self._pending.changed(unit)
 
     def _finish_pending(self, unit: Unit) -> None:
-        """Finish a fill that no gather has waited for, or make it if its values were undone."""
+        """Finish a load that no gather has waited for; load again if the values were undone."""
         if unit.state is STALE:
             self._fill(unit, Priority.DEMAND, self._versions[unit])
         if unit.state is PENDING:
             self._finish_fill(unit)
 
     def _cancel(self, unit: Unit) -> None:
-        """Drop the unit's values, and cancel its fill. The memory stays allocated."""
+        """Drop the unit's values, and cancel its load. The memory stays allocated."""
         if unit.state is UNSHARDED:
             unit.move_to(STALE)
         elif unit.state is PENDING:
@@ -579,8 +576,8 @@ class Unsharder:
     # -- passes ------------------------------------------------------------------------------------
 
     def expect_forward(self, follows: bool) -> None:
-        """Note whether another training forward comes after the next one, or a backward does: the
-        prefetches at its end are for that.
+        """Record whether another training forward or a backward follows the next forward, to
+        prefetch for it at the end.
         """
         self._schedule.forward_follows = follows
 
@@ -588,8 +585,8 @@ class Unsharder:
         self._access.unfrozen(param)
 
     def forward_start(self) -> None:
-        """Begin the outermost forward: a training forward where gradients are enabled."""
-        # A forward inside of backward recomputes: the phase is still the backward.
+        """Begin the outermost forward: a training forward if gradients are enabled."""
+        # A forward inside backward recomputes: the phase stays the backward.
         if not self._passes.in_backward:
             trains = torch.is_grad_enabled()
             self._access.before_pass()
@@ -604,14 +601,14 @@ class Unsharder:
             self._prefetches = True
             self._kept.clear()
             if self._updates:
-                # Forward opens the gates in its order. A gate that escaped would cost a read.
+                # Forward opens the gates in order. An escaped gate would cost a read.
                 self._executor.hold_gates(True)
             if self._in_any_order:
                 self._fill_all()
 
     def _fill_all(self) -> None:
-        """Begin to fill all units that do not have the values of the pass that begins: in one order
-        on all ranks, which may demand other ones."""
+        """Begin to load all units without the new pass's values: in the same order on all ranks,
+        whichever units they use."""
         for unit in self.units:
             version = self._wanted(unit)
             self._match_version(unit, version)
@@ -622,7 +619,7 @@ class Unsharder:
 
     def forward_end(self) -> None:
         """End the outermost forward, which has returned or raised."""
-        # A forward inside of backward has begun nothing here: see `forward_start`.
+        # A forward inside backward has begun no phase: see `forward_start`.
         if not self._passes.in_backward:
             self._passes.forward_end()
             self._kept.clear()
@@ -632,8 +629,8 @@ class Unsharder:
 
     def backward_start(self) -> None:
         if self._in_any_order:
-            # Rank 0 may have skipped a gather for which another rank still waits. Once rank 0 has
-            # begun a reduction, that gather cannot be launched any more (`order_agreement`).
+            # Rank 0 may have skipped a gather for which another rank waits. After rank 0 begins a
+            # reduction, that gather cannot be launched any more (`order_agreement`).
             for unit in self.units:
                 self._finish_pending(unit)
         self._passes.backward_start(retain_graph=graph_is_kept())
@@ -645,7 +642,7 @@ class Unsharder:
         self._mode.backward_begin()
 
     def backward_end(self) -> None:
-        """End a backward: gradients that no use of a unit claimed are reduced."""
+        """End a backward, and reduce the remaining gradients."""
         self._kept.clear()
         self._passes.backward_end()
         try:
@@ -654,17 +651,17 @@ class Unsharder:
             self._mode.backward_end()
             self._buffers.backward_end()
         except BaseException:
-            self._passes.in_backward = True  # it has broken off, as `reset` is to know
+            self._passes.in_backward = True  # `reset` must know that the backward was aborted
             raise
         self._clock.enter("idle")
 
     def broke(self, where: str, error: BaseException) -> None:
-        """Report to the other ranks, which may wait, that a forward or backward raised here."""
+        """Report an exception of a forward or backward to the other ranks, which may wait."""
         self._comm.report_exception(where, error)
 
     def reset(self) -> None:
-        """Forget what an interrupted forward or backward left."""
-        # Before `passes.reset`, which forgets that a backward ran.
+        """Clean up after an interrupted forward or backward."""
+        # Before `passes.reset`, which forgets the running backward.
         if self._passes.in_backward:
             self._mode.backward_aborted()
         self._passes.reset()
@@ -675,20 +672,17 @@ class Unsharder:
         self._clock.enter("idle")
 
     def unit_done(self, unit: Unit) -> None:
-        """Count a use of the unit that backward is done with; after the last, its gradients are
-        reduced.
-        """
+        """Count an ended use of the unit; after the last its gradients are reduced."""
         self._passes.use_ended(unit)
-        # Ranks reduce a unit once: gradients of several of its modules, or of several calls of
-        # one, go together.
+        # Ranks reduce a unit once, with the gradients of all its modules and calls.
         if self._comm.world == 1 or self._passes.all_ended(unit):
             self._gradients.unit_done(unit)
 
     # -- updates -----------------------------------------------------------------------------------
 
     def hand_over(self, unit: Unit, ticket: Ticket, gate: Gate) -> None:
-        """Note that an update of the unit was submitted behind `gate`. Memory that the unit has
-        becomes the gate's target.
+        """Record that an update of the unit was submitted behind `gate`. If the unit has memory,
+        that becomes the gate's target.
         """
         self._changed(unit)
         update = self._updates[unit] = PendingUpdate(ticket, gate)
@@ -702,19 +696,19 @@ class Unsharder:
         if gate.open(self.targets(unit)):
             self._begin(unit, [ticket], self._trained(unit))
         else:
-            # The gate escaped in the meantime: the update has left the new values at rest.
+            # The gate has escaped: the update leaves the new values only at rest.
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
     def can_update_in_place(self, unit: Unit) -> bool:
-        """True when an update may take the unit's parameters from its memory and leave the new ones
-        there.
+        """Return whether an update may read the unit's parameters from its memory and write the new
+        ones there.
         """
-        # The optimizer holds whole values, not those in int8 groups.
+        # The optimizer needs values that were not quantized.
         return unit.state is UNSHARDED and unit.refs == 0 and not self._versions[unit].quantized
 
     def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
-        """Note that an update of the unit was submitted without a gate; in_place: into its memory,
-        too.
+        """Record that an update of the unit was submitted without a gate; in_place: it also writes
+        the unit's memory.
         """
         self._changed(unit)
         if in_place:
@@ -724,12 +718,12 @@ class Unsharder:
             self.renew(unit)
 
     def rewritten(self, unit: Unit, *, in_place: bool) -> None:
-        """Note that the unit's values were replaced; in_place: in its memory, too."""
+        """Record that the unit's values were replaced; in_place: also in its memory."""
         self._changed(unit)
         if not in_place:
             self.renew(unit)
         elif self._comm.world > 1:
-            # This rank has written its shards; those of the others are gathered again.
+            # This rank wrote its shards; gather the other ranks' shards again.
             unit.move_to(STALE)
             self._begin(unit, (), self._versions[unit])
 
@@ -737,8 +731,8 @@ class Unsharder:
         self._pending.end_copies(unit)
 
     def mark_stale(self, units: Iterable[Unit]) -> None:
-        """Drop the values of these units, since a write of them was undone. Blocks while they are
-        being filled.
+        """Drop the values of these units, because a write to them was undone. Blocks while they are
+        being loaded.
         """
         for unit in units:
             self._changed(unit)
@@ -746,7 +740,7 @@ class Unsharder:
             self._cancel(unit)
 
     def touched(self, unit: Unit) -> None:
-        """Note that the unit's values at rest are about to change, and evict it."""
+        """Record that the unit's values at rest will change, and evict it."""
         self._changed(unit)
         self.invalidate(unit)
 
@@ -757,10 +751,10 @@ class Unsharder:
 
     @contextlib.contextmanager
     def borrowed(self, unit: Unit) -> Iterator[None]:
-        """Unshard the unit for the block, with the values at rest, and leave no trace in the
+        """Unshard the unit for the block, with the values at rest, without recording it in the
         schedule.
         """
-        # Not `unshard`: single reads are no part of the order that the schedule learns.
+        # Not `unshard`: the schedule must not learn single reads.
         self._access.before_read(unit)
         self._match_version(unit, AT_REST)
         if unit.state is SHARDED:
@@ -775,34 +769,35 @@ class Unsharder:
                 self.release(unit)
 
     def read(self, param: Param) -> torch.Tensor:
-        """The current value [param.shape] as an ordinary CPU tensor. Waits for pending updates of
-        its unit.
+        """Return the current value [param.shape] as an ordinary CPU tensor. Waits for pending
+        updates of its unit.
         """
         with self.borrowed(param.unit), torch.no_grad():
             values = param.flat.tensor[param.offset :][: param.numel]
             return copied(values.view(param.shape))
 
     def written(self, here: list[bool]) -> list[bool]:
-        """Return for each window that all ranks close now whether some rank has written to it.
+        """Return for each window being closed whether any rank has written to it.
 
-        here: whether this rank has.
+        here: whether this rank has written to it.
         """
-        # Ranks with whole parameters may open a window alone: a collective would wait for others.
+        # With whole parameters one rank may open a window alone, so no collective.
         return here if self._never_evict else self._comm.all_reduce_any(here)
 
     def chosen(self, here: list[bool]) -> list[bool]:
-        """Return which tiles of experts are to be gathered, on all ranks alike. Collective where
-        parameters are sharded.
+        """Return which tiles of experts to gather, the same on all ranks. Collective if parameters
+        are sharded.
 
         here: whether tokens of this rank chose an expert of each.
         """
-        # Whole parameters stay gathered: all of them, so that a rank may evaluate alone.
+        # Whole parameters all stay gathered, so that a rank may evaluate alone.
         if self._never_evict and self._comm.world > 1:
             return [True] * len(here)
         return self._comm.all_reduce_any(here)
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
-        """Set the value as `write` does, on all ranks. Raises: RanksDiverged if theirs differ."""
+        """Set the value as `write` does, on all ranks. Raises: RanksDiverged if the ranks' values
+        differ."""
         self._comm.check_same_collective(
             lambda: fingerprinted(f"writing {param.name}", digest(value))
         )
@@ -812,19 +807,19 @@ class Unsharder:
         """Set the value, master included. value: [param.shape], any floating dtype (cast as copy_
         does).
         """
-        # Waits for all updates: one that failed later would undo the value with its step.
+        # Wait for all updates: a later failure would undo this value with the step.
         self._access.before_write()
         flat_value = value.detach().to("cpu", param.dtype).reshape(-1).contiguous()
         assert flat_value.numel() == param.numel
-        # A read under way would bring the old value over the new one.
+        # A read in flight would overwrite the new value with the old one.
         self._finish_pending(param.unit)
         layout = param.flat.layout
         start, source, numel = layout.shard_range(param.param_index, self._comm.rank)
-        # A rank may hold no part of a small parameter.
+        # A rank may have no part of a small parameter.
         if numel:
             values = flat_value[source : source + numel]
             self._store.overwrite(param.flat, start, values)
-            # Else training would compute with the old value until the next step.
+            # Otherwise training would use the old value until the next step.
             if self._delayed_params is not None:
                 self.end_copies(param.unit)
                 self._delayed_params.write(param.flat, start, values)
@@ -835,10 +830,10 @@ class Unsharder:
         if unit.refs == 0 and not self._never_evict:
             self._evict(unit)
         elif unit.refs == 0 and self._versions[unit].quantized:
-            # Quantized weights are rounded by the all_gather, not here.
+            # The all_gather quantizes weights, not this method.
             self.renew(unit)
         else:
-            # Nothing is under way since `_finish_pending`: the unit stays UNSHARDED.
+            # `_finish_pending` has ended all transfers: the unit stays UNSHARDED.
             with torch.no_grad():
                 copy_(param.flat.tensor[param.offset :][: param.numel], flat_value)
 
@@ -852,10 +847,10 @@ class Unsharder:
 
 @dataclasses.dataclass
 class PendingUnshard:
-    """The fill of one unit, on its way.
+    """A unit's load in flight.
 
-    op: of the gather stream; None on one rank. delayed: one of the tickets, of a copy that begins
-    when `advance` or `wait_filled` is called.
+    op: of the gather stream; None on one rank. delayed: one of the tickets: a copy that `advance`
+    or `wait_filled` begins.
     """
 
     tickets: Sequence[Ticket]
@@ -865,7 +860,7 @@ class PendingUnshard:
 
     @property
     def filled(self) -> bool:
-        # Asked of many units at each gather: a loop is faster than a generator.
+        # Called for many units at each gather: a loop is faster than a generator.
         for ticket in self.tickets:
             if not ticket.filled:
                 return False
@@ -880,16 +875,16 @@ class PendingUnshard:
             ticket.wait_filled()
 
     def cancel_and_wait(self) -> KeyboardInterrupt | None:
-        """Block until nothing writes to the memory, failed or not. Returns an interrupt that came
+        """Block until all writes to the memory have ended. Returns an interrupt that arrived
         meanwhile.
 
-        Sets `stuck` where the wait has no end: a rank has failed, and a collective that waited for
-        it does not return.
+        Sets `stuck` if the wait cannot end: a rank has failed, and a collective that waits for it
+        does not return.
         """
         if self.op is None:
             return cancel_and_wait(self.tickets)
         interrupt = None
-        # A collective is never broken off: the other ranks count on it.
+        # Never cancel a collective: the other ranks wait for it.
         while True:
             try:
                 self.stuck = not self.op.finished()
@@ -900,13 +895,13 @@ class PendingUnshard:
 
 
 class PendingUnshards:
-    """The fills of the units that are PENDING. One thread uses it at a time.
+    """The loads of PENDING units. One thread uses it at a time.
 
-    Each call that begins or ends a fill moves the unit: to PENDING, and from there to UNSHARDED or
-    back to STALE. A fill is put down before its unit is PENDING and dropped after it, so that an
-    interrupt never leaves a PENDING unit without one.
+    A call that begins a load makes the unit PENDING; a call that ends it makes the unit UNSHARDED
+    or STALE. A load is recorded before its unit is PENDING and removed after it, so that an
+    interrupt never leaves a PENDING unit without a load.
 
-    secondary: copies of shards, from which units are filled instead of from their tier.
+    secondary: copies of shards, the source instead of the tier.
     """
 
     def __init__(
@@ -916,13 +911,12 @@ class PendingUnshards:
         self._access = access
         self.secondary = secondary
         self._by_unit: dict[Unit, PendingUnshard] = {}
-        # Several ranks: the last op that copies the delayed parameters of each unit. The compute
-        # stream waits for it, and not the host.
+        # Several ranks: each unit's last op that copies delayed parameters. Only the compute stream
+        # waits for it.
         self._copying: dict[Unit, PendingCollective] = {}
 
     def filled(self, unit: Unit) -> bool:
-        """True when nothing is on its way any more into the memory of the unit, which is
-        PENDING."""
+        """Return whether all transfers into the memory of a PENDING unit have ended."""
         return self._by_unit[unit].filled
 
     def in_secondary(self, unit: Unit, version: Hashable) -> bool:
@@ -937,14 +931,13 @@ class PendingUnshards:
         quantized: bool = False,
         delayed: DelayedCopy | None = None,
     ) -> None:
-        """Begin the all_gather behind tickets that fill this rank's shards. Does not block.
+        """Begin the all_gather after the tickets that load this rank's shards. Does not block.
 
-        version: under which secondary shards are stored; None: store none. quantized: weights
-        travel as int8 groups, and are rounded to these on this rank, too. delayed: fills the flats
-        that have delayed parameters, on one rank as one of the tickets, on several in the
-        communication stream.
+        version: of the secondary shards to store; None: store none. quantized: communicate int8
+        groups; this rank's weights are rounded, too. delayed: copies the delayed parameters: on one
+        rank one of the tickets, on several in the communication stream.
         """
-        # Before the collective, which cannot be undone.
+        # Checked before the collective, which cannot be undone.
         assert unit.state is STALE, f"{unit.name} is {unit.state}, and was to be filled"
         if self._comm.world > 1:
             op = self._submit(unit, tickets, version, quantized, delayed)
@@ -958,18 +951,18 @@ class PendingUnshards:
         self._by_unit[unit] = fill
         unit.move_to(PENDING)
         if fill.delayed is not None:
-            # Begun here if the reads have ended, so that a prefetch copies, too. Last, so that an
-            # interrupt leaves no copy that the unit does not know.
+            # If the reads have ended, begin now, so that a prefetch copies, too. Last, so that an
+            # interrupt leaves no unrecorded copy.
             fill.delayed.advance()
 
     def advance(self) -> None:
-        """Begin the copies of delayed parameters whose reads have ended meanwhile. Never blocks."""
+        """Begin the copies of delayed parameters whose reads have ended. Never blocks."""
         for fill in self._by_unit.values():
             if fill.delayed is not None:
                 fill.delayed.advance()
 
     def end_copies(self, unit: Unit) -> None:
-        """Block until nothing copies the unit's delayed parameters to the device."""
+        """Block until copies of the unit's delayed parameters to the device have ended."""
         op = self._copying.get(unit)
         if op is not None:
             op.finished()
@@ -982,7 +975,7 @@ class PendingUnshards:
         """Begin to gather the unit from secondary shards. Does not block."""
         assert self.secondary is not None
         load, flats = self.secondary.load(unit), list(unit.flats)
-        # Shards of this rank alone come from all ranks; those of a whole node, from within it.
+        # If each rank stores only its shard, gather from all ranks; else within the node.
         across = len(self.secondary.ranks) == 1
 
         def work(collectives: Collectives) -> None:
@@ -995,21 +988,21 @@ class PendingUnshards:
         unit.move_to(PENDING)
 
     def wait(self, unit: Unit) -> None:
-        """Block until the unit, which is PENDING, is UNSHARDED. It stays PENDING where that fails,
-        for the caller to cancel. Raises: AioError, CollectiveRefused, RankFailed.
+        """Block until a PENDING unit is UNSHARDED. On failure it stays PENDING, for the caller to
+        cancel. Raises: AioError, CollectiveRefused, RankFailed.
         """
         self._by_unit[unit].wait()
         unit.move_to(UNSHARDED)
         del self._by_unit[unit]
 
     def cancel(self, unit: Unit) -> KeyboardInterrupt | None:
-        """Cancel the fill of the unit, which is PENDING, and block until nothing writes to its
-        memory: the unit is STALE. Returns an interrupt that came meanwhile.
+        """Cancel the load of a PENDING unit, and block until writes to its memory have ended: the
+        unit is STALE. Returns an interrupt that arrived meanwhile.
         """
         fill = self._by_unit[unit]
         interrupt = fill.cancel_and_wait()
         unit.stuck = unit.stuck or fill.stuck
-        # Noted at submission: nothing was stored.
+        # Recorded at submission, but not stored.
         if fill.op is not None and fill.op.refused:
             self.changed(unit)
         unit.move_to(STALE)
@@ -1017,8 +1010,7 @@ class PendingUnshards:
         return interrupt
 
     def changed(self, unit: Unit) -> None:
-        """Forget the secondary shards of the unit, whose weights have changed, or were not stored.
-        """
+        """Forget the unit's secondary shards: its weights have changed, or were not stored."""
         if self.secondary is not None:
             self.secondary.forget(unit)
 
@@ -1031,15 +1023,15 @@ class PendingUnshards:
         delayed: DelayedCopy | None,
     ) -> PendingCollective:
         secondary = self.secondary if version is not None else None
-        # Noted now, in the order of the program, so that all ranks note the same. The communication
-        # stream stores.
+        # Recorded now, in program order, the same on all ranks. The communication stream stores
+        # them later.
         store = secondary.store(unit, version) if secondary is not None else None
         coded = [flat for flat in unit.flats if quantized and flat.dtype in DTYPES]
         plain = [flat for flat in unit.flats if flat not in coded]
 
         def work(collectives: Collectives) -> None:
             with torch.no_grad():
-                # Before the other ranks take this shard.
+                # Before the other ranks get this shard.
                 if delayed is not None:
                     delayed.run()
                 collectives.all_gather([_parts(flat) for flat in plain])
@@ -1048,18 +1040,18 @@ class PendingUnshards:
                     store()
 
         how = " in int8 groups" if quantized else ""
-        # Waited for before the launch, which holds up the collectives behind it.
+        # Waited for before the launch, because a launched collective delays later ones.
         needs = tickets if delayed is None else [*tickets, *delayed.reads]
         excuses = self._access.may_undo if self._access.undoes_together else None
         return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, needs, excuses)
 
     def close(self) -> None:
-        """Block until nothing is under way, and forget everything. Raises: RankFailed where that
-        never ends; nothing is freed then."""
+        """Block until all loads have ended, and forget them. Raises: RankFailed if the wait cannot
+        end; then nothing is freed."""
         for unit in list(self._by_unit):
             if unit.state is PENDING:
                 self.cancel(unit)
-        # No ticket says when copies from and to pinned memory have ended, which is freed next.
+        # No ticket covers copies from and to pinned memory, which is freed next.
         self._comm.drain()
         self._copying.clear()
         if self.secondary is not None:
@@ -1071,8 +1063,8 @@ class KeptUnits:
     block at a time. bytes_max: for each block (`memory.device_capacity.retained_capacity`).
 
     A block runs its forward once for each slice, and backward takes it slice by slice. The first
-    demand of a unit gathers it. It is not evicted until a unit of another block is demanded, so the
-    demands of the other slices find it. Ranks that demand the same units keep the same.
+    demand of a unit gathers it. It is not evicted until a unit of another block is demanded, so
+    later slices find it. Ranks that demand the same units keep the same.
     """
 
     def __init__(self, bytes_max: Mapping[int, int]) -> None:
@@ -1086,7 +1078,7 @@ class KeptUnits:
         return unit in self._units
 
     def keep(self, unit: Unit) -> None:
-        """Note a demand of the unit: it stays if it fits, and those of another block no longer."""
+        """Record a demand of the unit: keep it if it fits, and drop units of another block."""
         if unit.block != self._block:
             self._let_go()
             self._block = unit.block
@@ -1097,14 +1089,14 @@ class KeptUnits:
             self._remaining_bytes -= unit.size_bytes
 
     def pause(self) -> bool:
-        """Keep none in the rest of this pass. Returns whether any stayed until now."""
+        """Stop keeping units in this pass. Returns whether any were kept."""
         had_some = bool(self._units)
         self._let_go()
         self._paused = True
         return had_some
 
     def clear(self) -> None:
-        """Keep none of those before: a pass begins or ends."""
+        """Drop all kept units: a pass begins or ends."""
         self._let_go()
         self._paused = False
 

@@ -1,16 +1,15 @@
-"""Unsharded parameters: leaf parameters on the storage of a flat that comes and goes.
+"""Unsharded parameters: leaf parameters on a flat's storage, which is allocated and freed.
 
     flat.tensor     [ param 0 | pad | param 1 | pad | ... ]   storage: full size, or 0 bytes
     param.gathered  an nn.Parameter over its range of that storage, made once, for the model's life
 
 Autograd saves the unsharded parameters (and views of them) by their storage, so evicting frees the
-memory although the graph lives on, and filling the same storage again is all that backward needs.
+memory although the graph still exists, and backward only needs the same storage loaded again.
 
-Version counters: each unsharded parameter has one, set to the generation of its unit at the
-first use after a gather or a change. Filling never counts as a modification. An optimizer step or a
-write raises the generation. A graph from before it then gets torch's own "modified by an inplace
-operation" error instead of new values. While a parameter is evicted it has a version that no graph
-has saved.
+Each unsharded parameter has a version counter, set to its unit's generation at the first use after
+a gather or a change. Loading does not count as a modification. An optimizer step or a write raises
+the generation. An earlier graph then gets torch's "modified by an inplace operation" error instead
+of new values. An evicted parameter has a version that no graph has saved.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from infinity._src.params.unit import SHARDED, STALE, Flat, Param, Unit
 from infinity.errors import WeightWritten
 
 _EVICTED_VERSIONS = itertools.count(0xC000_0000)
-"""Version counters, which have 32 bits; a process has fewer parameters than are left above this."""
+"""Version counters have 32 bits; the range above this exceeds a process's number of parameters."""
 
 
 class UnshardedParameter(torch.nn.Parameter):
     """An unsharded parameter: a plain one but for `.data` and `set_`, since writes through them
-    would not be seen, and lost.
+    would be undetected, and lost.
     """
 
     infinity_name: str
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """A detached view, which shares the version counter: a write through it in forward is seen,
-        and raises.
+        """A detached view, which shares the version counter: a write through it in forward is
+        detected, and raises.
         """
         return self.detach()
 
@@ -58,8 +57,8 @@ class UnshardedParameter(torch.nn.Parameter):
     def set_(  # type: ignore[override]
         self, source: Any = None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Take the values of a tensor like this one, as parametrizations set them. The end of
-        forward sees that as any write; nothing is written where it is given itself.
+        """Copy the values of a similar tensor, as parametrizations do. The end of forward detects
+        this write; `set_` of itself writes nothing.
         """
         if source is not self:
             if args or kwargs or not isinstance(source, torch.Tensor) or not _alike(source, self):
@@ -91,16 +90,16 @@ def empty_flat(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> 
 
 
 def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
-    """Make the gathered parameters of the unit. Its flats are allocated for a moment: views need
-    their bounds.
+    """Make the unit's gathered parameters. Flats are allocated temporarily, because views need
+    bounds.
     """
     was_evicted = any(storage_size(flat.tensor) != flat.size_bytes for flat in unit.flats)
-    # Without `allocate`: the unit's state is as before, however short its memory lives.
+    # Without `allocate`, so that the unit's state does not change.
     for flat in unit.flats:
         resize_storage(flat.tensor, flat.size_bytes)
     with torch.inference_mode(False), torch.no_grad():
         for param in unit.params:
-            # An own counter each: a write to one parameter must not count as one to its whole unit.
+            # Separate counters: a write to one parameter must not count as one to its unit.
             view = param.flat.tensor[param.offset : param.offset + param.numel].view(param.shape)
             param.gathered = UnshardedParameter(
                 separate_version(view), requires_grad=requires_grad[param]
@@ -112,9 +111,9 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
 
 
 def allocate(unit: Unit, device: Device | None = None, *, insist: bool = True) -> None:
-    """Give the unit's flats their memory, with undefined contents: it is STALE. Blocks only where
-    memory is short. insist: try again after torch's cache was emptied. Raises:
-    torch.OutOfMemoryError. On a device no flat keeps memory then, whatever it raises.
+    """Give the unit's flats their memory, with undefined contents: it is STALE. Blocks only if
+    memory is short. insist: retry after emptying torch's cache. Raises: torch.OutOfMemoryError.
+    After any error on a device no flat has memory.
     """
     if device is None:
         _grow(unit)
@@ -125,7 +124,7 @@ def allocate(unit: Unit, device: Device | None = None, *, insist: bool = True) -
             if not insist:
                 raise
             # Outside of the pool's context, inside which torch 2.10 to 2.12 frees none of its cache
-            # (pytorch#159674): memory that activations have left would be no use to a gather.
+            # (pytorch#159674): a gather could not use memory freed by activations.
             device.free_cache()
             _allocate_on(unit, device)
     unit.move_to(STALE)
@@ -133,11 +132,11 @@ def allocate(unit: Unit, device: Device | None = None, *, insist: bool = True) -
 
 def _allocate_on(unit: Unit, device: Device) -> None:
     try:
-        # From a separate pool: among activations units would leave holes that nothing else fits.
+        # From a separate pool: between activations units would fragment the memory.
         with device.allocation():
             _grow(unit)
     except BaseException:
-        # The state says that there is none. No kernel has used it: no stream has to be noted.
+        # The state has no memory. No kernel has used it, so no stream needs recording.
         _free(unit)
         raise
     stream = device.stream
@@ -151,8 +150,8 @@ def _grow(unit: Unit) -> None:
 
 
 def note_use(unit: Unit, device: Device) -> None:
-    """Note a use that ends now, where it was under another stream than the memory was allocated
-    under. Else the allocator would hand the memory out again before this stream's kernels are done.
+    """Record the end of a use on another stream than the memory was allocated on. Otherwise the
+    allocator would reuse the memory before this stream's kernels are done.
     """
     stream = device.stream
     for flat in unit.flats:
@@ -161,14 +160,14 @@ def note_use(unit: Unit, device: Device) -> None:
 
 
 def evict(unit: Unit, device: Device | None = None) -> None:
-    """Free the memory of the unit's flats. The unit must not be in use, nor be filled."""
+    """Free the memory of the unit's flats. The unit must be neither in use nor being loaded."""
     if not unit.stuck:
         assert unit.refs == 0, f"evicting {unit.name}, which {unit.refs} uses hold"
         if device is not None:
             note_use(unit, device)
         unit.move_to(SHARDED)
-        # Autograd compares versions before it reads a saved tensor: a backward that meets the
-        # parameter without its memory raises, and does not read freed memory.
+        # Autograd compares versions before it reads a saved tensor, so a backward raises instead of
+        # reading freed memory.
         unit.stamped_generation = None
         set_versions(
             [param.gathered for param in unit.params],
@@ -179,29 +178,29 @@ def evict(unit: Unit, device: Device | None = None) -> None:
                 set_versions([tensor], [window.param.evicted_version])
         _free(unit)
     else:
-        # Given up for the books alone: a collective may still write to this memory.
+        # Not freed: a collective may still write to this memory.
         unit.move_to(SHARDED)
 
 
 def _free(unit: Unit) -> None:
     for flat in unit.flats:
-        # Exporting the storage once, to numpy for instance, forbids resizing it for good.
+        # An exported storage, for instance to numpy, can never be resized.
         if not is_resizable(flat.tensor):
             _renew(flat)
         resize_storage(flat.tensor, 0)
 
 
 def _renew(flat: Flat) -> None:
-    """Move the flat to a new storage. The old one has been exported, and lives as long as the numpy
-    array on it.
+    """Move the flat to a new storage. The old one was exported, and lives as long as its numpy
+    array.
 
-    Graphs that saved the old storage hold it too, and its values stay right for them.
+    Graphs that saved the old storage also hold it, with values that are right for them.
     """
     with torch.inference_mode(False), torch.no_grad():
         flat.tensor.data = torch.empty_like(flat.tensor)
         for param in flat.params:
             view = flat.tensor[param.offset : param.offset + param.numel].view(param.shape)
-            # The object stays: modules hold it, and its hooks are on it.
+            # Keep the object: modules hold it, and it has hooks.
             set_data(param.gathered, separate_version(view))
 
 
@@ -209,7 +208,7 @@ def stamp(unit: Unit) -> list[int]:
     """Set the version counters of the unit's gathered parameters to its generation, and return
     them.
     """
-    # By generation: a unit that is gathered again with the same values must not look modified.
+    # By generation: gathering the same values again must not count as a modification.
     if unit.closed_windows:
         _stamp_windows(unit)
     versions = [unit.generation] * len(unit.params)
@@ -219,8 +218,8 @@ def stamp(unit: Unit) -> list[int]:
 
 
 def _stamp_windows(unit: Unit) -> None:
-    """Set the version counters of leaves that `gather()` has shown: as they were while the unit has
-    these values, and forget the others, whose graphs must look modified.
+    """Set the version counters of leaves that `gather()` returned: restore them if the unit has the
+    same values, else forget the leaves, so that their graphs raise.
     """
     kept = []
     for window in unit.closed_windows:

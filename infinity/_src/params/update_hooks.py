@@ -1,4 +1,4 @@
-"""Update mode, as gathering and gradients call it: one method for each event.
+"""The update mode's interface for gathers and gradients: one method for each event.
 
     Unsharder     a training backward begins          backward_begin()
     Unsharder     nothing uses a unit any more        unit_released(unit)
@@ -22,16 +22,16 @@ from infinity._src.params.unit import Param, Unit
 from infinity.errors import AioError
 
 OnGradient = Callable[[Param, torch.Tensor], None]
-"""Takes a parameter and its gradient: this rank's part, reduced if there are several ranks."""
+"""Receives a parameter and its gradient: this rank's part, reduced on several ranks."""
 
 
 class UpdateHooks:
     """The update mode as `Unsharder` and `GradReducer` see it. All calls come from the thread that
-    trains. A mode overrides the calls that concern it; by default a call does nothing."""
+    trains. A mode overrides some methods; by default they do nothing."""
 
     delayed_params: DelayedParams | None = None
-    """Parameters of before the pending update, with which update="delayed" computes; None in all
-    other modes."""
+    """Parameters before the pending update, with which update="delayed" computes; None in other
+    modes."""
 
     @property
     def updates_pending(self) -> bool:
@@ -40,25 +40,25 @@ class UpdateHooks:
 
     @property
     def on_gradient(self) -> OnGradient | None:
-        """Taker of each complete gradient of a backward; None: its accumulator, where it waits for
-        the step. Asked once, when the reducer is built."""
+        """Receiver of each complete gradient of a backward; None: gradients stay in their
+        accumulators until the step. Read once, when the reducer is built."""
         return None
 
     def backward_begin(self) -> None:
         """A backward begins."""
 
     def unit_released(self, unit: Unit) -> None:
-        """Nothing uses the unit any more: no forward, no backward, no window. Also outside of
-        backward."""
+        """No forward, backward or window uses the unit any more. Also called outside of backward.
+        """
 
     def backward_end(self) -> None:
-        """A backward has ended, and all its gradients were ready. An exception breaks it off."""
+        """A backward has ended, with all its gradients. Not called after an exception."""
 
     def backward_aborted(self) -> None:
-        """A backward broke off: its gradients are not complete, and the loop clears them."""
+        """A backward was aborted: its gradients are incomplete, and the loop clears them."""
 
     def before_assign(self, param: Param) -> None:
-        """The loop assigns a gradient. Raises: RuntimeError where it would come too late."""
+        """The loop assigns a gradient. Raises: RuntimeError if it is too late."""
 
 
 class Access(Protocol):
@@ -86,13 +86,13 @@ class Access(Protocol):
         """True where a fault of one rank's update undoes the step on all ranks."""
 
     def may_undo(self, error: AioError) -> bool:
-        """Return whether undoing the step on all ranks is an answer to this fault of a gather. Any
-        thread may ask."""
+        """Return whether undoing the step on all ranks can handle this fault of a gather. Any
+        thread may call it."""
 
     def undo_together(self, read: BaseException | None) -> None:
-        """Undo the step on all ranks, since an update, or the read of a gather, has failed on one.
-        read: the fault of this rank's gather. Collective. Raises: StepUndone, always."""
+        """Undo the step on all ranks, because an update or a gather's read has failed on one. read:
+        the fault of this rank's gather. Collective. Raises: StepUndone, always."""
 
     def read_failed(self, error: AioError) -> None:
-        """Undo the step that is not committed if a gather's read failed again, or mend the chunk,
-        where this rank may do so alone. Blocks. Raises: StepUndone, StateInvalid."""
+        """After a gather's repeated read fault undo the uncommitted step, or repair the chunk if
+        this rank may do so alone. Blocks. Raises: StepUndone, StateInvalid."""
