@@ -262,10 +262,10 @@ def write_fill(place: Path) -> None:
         for file in files.add():
             file.grow(1 << 13)
     states = [list(each) for each in files.states()]
-    files.fill.start({"source": "x", "shares": [0.5, 0.5], "states": states}, known=True)
+    files.journal.start({"source": "x", "shares": [0.5, 0.5], "states": states}, known=True)
     for index in range(3):
-        files.fill.add(index, InitializedFlat(index + 7, bytes(range(64))))
-    files.fill.flush()
+        files.journal.add(index, InitializedFlat(index + 7, bytes(range(64))))
+    files.journal.flush()
     files.close()
 
 
@@ -287,14 +287,14 @@ def arrive_run(real: Path, place: Path) -> None:
     head, start = dict(journal.head or {}), dict(journal.started or {})
     begun = RunFiles(drives(place), 0, 1)
     # Of this place: its sum, and a process's own part.
-    head = {**(begun.fill.head or {})}
+    head = {**(begun.journal.head or {})}
     states = [file for _ in range(2) for file in begun.add()]
     for file in states:
         file.grow(1 << 13)
-    begun.fill.start({**start, "states": [list(each) for each in begun.states()]}, known=True)
+    begun.journal.start({**start, "states": [list(each) for each in begun.states()]}, known=True)
     for index, flat in enumerate(flats):
-        begun.fill.add(index, flat)
-    begun.fill.flush()
+        begun.journal.add(index, flat)
+    begun.journal.flush()
     begun.close()
     assert head
 
@@ -307,8 +307,8 @@ def begin_run(place: Path, *, resumes: bool = False) -> None:
     try:
         for file in files.add():
             file.grow(1 << 13)
-        list(map(files.fill.take, range(4)))
-        files.fill.start({"source": "x", "states": [list(e) for e in files.states()]}, known=True)
+        list(map(files.journal.take, range(4)))
+        files.journal.start({"source": "x", "states": [list(e) for e in files.states()]}, known=True)
         files.check_place()
         before = files.before if resumes else None
         files.remove_strangers(each.name for head in before or () for each in head.files)

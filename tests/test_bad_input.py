@@ -108,7 +108,7 @@ def test_a_drive_that_holds_parameters_but_not_the_optimizer_leaves_the_model_wh
         model = llama()
         before = values_of(model)
         inf.offload(model, policy(path))
-        assert re.search("no room for training with this policy: .* are missing", caplog.text)
+        assert re.search("lack space for training with this policy: .* are missing", caplog.text)
         with pytest.raises(SwapFullError, match="are missing"):
             inf.AdamW(model.parameters())
         assert_same(values_of(model), before)

@@ -235,7 +235,7 @@ def test_a_run_that_is_given_up_stays_until_the_first_step(tmp_path: Path) -> No
     die(model)
     model, optimizer = made(tmp_path)
     assert restored(model, optimizer, tmp_path) == 1
-    with pytest.raises(ValueError, match="goes on in this process"):
+    with pytest.raises(ValueError, match="this process continues the durable run"):
         inf.restore(model, optimizer, tmp_path)
     close(model)
     assert len(run_files(tmp_path)) == len(before)
@@ -246,13 +246,13 @@ def test_no_step_at_all(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     model, optimizer = made(tmp_path)
     assert restored(model, optimizer, tmp_path) == 0
     step(model, optimizer, 0, 0)
-    with pytest.raises(ValueError, match="goes on in this process"):
+    with pytest.raises(ValueError, match="this process continues the durable run"):
         inf.restore(model, optimizer, tmp_path)
     assert digest(model) == wanted[1]
     close(model)
     model, optimizer = made(tmp_path / "other")
     step(model, optimizer, 0, 0)
-    with pytest.raises(ValueError, match="goes on in this process"):
+    with pytest.raises(ValueError, match="this process continues the durable run"):
         inf.restore(model, optimizer, tmp_path / "other")
     close(model)
 
@@ -484,7 +484,7 @@ def test_a_run_does_not_go_on_without_its_optimizer(tmp_path: Path) -> None:
     live(tmp_path, until=1)
     model, optimizer = made(tmp_path)
     for given in (None, []):
-        with pytest.raises(ValueError, match="would go on without its optimizer states"):
+        with pytest.raises(ValueError, match="would continue without its optimizer states"):
             inf.restore(model, given, tmp_path)
     assert restored(model, optimizer, tmp_path) == 1
     close(model)

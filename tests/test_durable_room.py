@@ -195,7 +195,7 @@ def test_a_smaller_run_finds_room_where_ranks_that_it_has_not_left_unnamed_state
 
 
 def test_the_first_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> None:
-    """The journal of the fill outlives the rank's manifest, until all ranks have theirs."""
+    """The journal of the initialization outlives the rank's manifest, until all ranks have theirs."""
     run = RunFiles([tmp_path], 0, 1)
     named, other = (Path(run.add()[0].path) for _ in range(2))
     run.keep()
@@ -228,9 +228,9 @@ def test_states_of_a_run_to_which_the_home_is_a_further_drive_stay_while_it_is_t
     # Theirs are held; then a fill that broke off can go on in them; then a manifest names one.
     mine.remove_strangers([])
     assert states(places[1]).keys() == there
-    theirs.fill.start({"states": [list(each) for each in theirs.states()]}, known=True)
-    theirs.fill.add(0, InitializedFlat(1, b"sums"))
-    theirs.fill.flush()
+    theirs.journal.start({"states": [list(each) for each in theirs.states()]}, known=True)
+    theirs.journal.add(0, InitializedFlat(1, b"sums"))
+    theirs.journal.flush()
     theirs.close()
     mine.remove_strangers([])
     assert states(places[1]).keys() == there

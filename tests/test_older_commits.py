@@ -246,7 +246,7 @@ def test_without_room_fewer_commits_are_kept(
             step(model, optimizer, index, 0)
             inf.handle(model).flush()
             assert check_all(place, wanted) == [index + 1]
-    assert sum("there is no room for 2 commits" in text for text in caplog.messages) == 1
+    assert sum("the drives lack space for 2 commits" in text for text in caplog.messages) == 1
     die(model)
     model, optimizer = made(place, generations=3)
     assert inf.restore(model, optimizer, place, damaged="from-older").step == 4
@@ -278,7 +278,7 @@ def test_a_start_beside_full_drives_gives_up_the_older_commit(
     die(model)
     for begun in (3, 4):
         model, optimizer = made(place, generations=3)
-        assert "there is no room beside the commits that an earlier process left" in caplog.text
+        assert "the drives lack space besides the commits of an earlier process" in caplog.text
         assert inf.restore(model, optimizer, place).step == begun
         assert digest(model) == wanted[begun]
         step(model, optimizer, begun, 0)

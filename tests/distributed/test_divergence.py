@@ -336,7 +336,7 @@ def holds_others(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
         (model.parameters(), 1e-2 * (1 + rank)),
     ):
         with pytest.raises(
-            ValueError, match="building an optimizer: all ranks do the same"
+            ValueError, match="building an optimizer: all ranks must do the same"
         ) as caught:
             inf.AdamW(params, lr=lr)
         told.append(str(caught.value))

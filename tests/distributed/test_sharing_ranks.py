@@ -319,7 +319,7 @@ def test_what_two_ranks_want_of_one_drive_counts_together_and_both_are_told(tmp_
         (first, _), second, third = told[0]
         want = 16 * MIB
         assert f"{want} more bytes that ranks 0, 1 need together" in first
-        assert f"'{drive}' has room for" in first
+        assert f"'{drive}' has space for" in first
         assert second[0] == "well"
         assert f"{6 * want} more bytes that ranks 0, 1 need together" in second[1]
         assert third == ("well", "well")

@@ -110,7 +110,7 @@ def test_a_gather_that_finds_no_room_at_all_says_so_and_leaves_a_clean_state(
     offloaded(model, tmp_path)
     with capped(4 * MIB), torch.no_grad():
         with pytest.raises(
-            torch.OutOfMemoryError, match="0 cannot be gathered: cuda:0 has no room"
+            torch.OutOfMemoryError, match="0 cannot be gathered: cuda:0 lacks memory"
         ):
             model(x)
     with torch.no_grad():

@@ -20,8 +20,8 @@ from infinity.errors import AioError, EngineClosed
 
 class Background(NamedTuple):
     """Parts with work that is not done when a call returns: pipeline and saving run in the
-    background, and their faults are sticky; whole has the loop's writes to whole parameters;
-    registry has unfrozen parameters without states."""
+    background, and their faults stay; whole has the loop's writes to whole parameters; registry has
+    unfrozen parameters without states."""
 
     pipeline: StepPipeline
     saving: Saver
@@ -71,8 +71,7 @@ class EngineAccess:
         self._comm.check()
 
     def check_drives(self) -> None:
-        """If a drive is known to be lost, report that to all ranks, which ends them, and raise
-        DriveLostError."""
+        """If a drive is lost, report it to all ranks, which end, and raise DriveLostError."""
         lost = self._storage.drives.lost
         if lost is not None:
             self._comm.report_failure(lost)
@@ -95,7 +94,7 @@ class EngineAccess:
     def before_read(self, unit: Unit) -> None:
         """Check the engine, and undo an update that ran ahead of its step, before the unit's values
         are read. Raises: EngineClosed; the fault of an update, of a save, of a drive or a rank."""
-        # Lowered first: a fault from here on sounds it again.
+        # Cleared first: a later fault sets it again.
         self._alarm.lower()
         try:
             self.check_open()

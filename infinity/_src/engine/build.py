@@ -1,8 +1,8 @@
 """Typed wiring of one engine, in the order of a parameter's life. Each part takes earlier ones.
 
-    take_apart        ranks, device and units of the model
+    split_model       ranks, device and units of the model
     open_tiers        budget, gradient memory, swap files, executor, state store
-    fill_tiers        writes the model's values to their tiers
+    initialize_tiers  writes the model's values to their tiers
     start_progress    tracks passes, the order of units, and times
     choose_mode       the update mode, which all later parts use
     build_grads       from autograd to the accumulators
@@ -212,16 +212,16 @@ def build_engine(
     if this raises. rollback: records changes of the model. Collective.
     """
     # Ranks meet before anything is opened: a rank that cannot continue stops all of them here.
-    split = take_apart(model, policy, device, transport, owner, undo)
+    split = split_model(model, policy, device, transport, owner, undo)
     source, in_parts = find_source(split, model, load, init)
-    # After the source was opened: a missing file is found before drives are written.
+    # After opening the source: a missing file is detected before drives are written.
     alarm = Alarm()
     tiers = open_tiers(split, seam, alarm, owner, undo, source, in_parts=in_parts)
     # Let malloc retain some memory of evicted units: a gather would otherwise fault it in again.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
-    fill_tiers(split, tiers, source, Heap.for_stream(), rollback, in_parts=in_parts)
+    initialize_tiers(split, tiers, source, Heap.for_stream(), rollback, in_parts=in_parts)
     buffers = sync_buffers(split, model, rollback)
-    # Before the parts below, which call the mode.
+    # Before the parts that call the mode.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress, alarm)
     access = EngineAccess(split.comm, tiers.storage, mode, alarm)
@@ -235,7 +235,7 @@ def build_engine(
         alone=split.comm.world == 1,
     )
     optimizer = build_optimizer(core, grads, unsharder, whole)
-    # After `fill_tiers`: the first commit names the filled places.
+    # After `initialize_tiers`: the first commit names the initialized places.
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
     # Last: with hooks installed, a forward may call every part above.
     lifecycle = build_hooks(core, grads, unsharder, whole, model, owner, rollback)
@@ -254,8 +254,8 @@ def find_source(
     load: Source | NamedTensors | None,
     init: Callable[[], torch.nn.Module] | None,
 ) -> tuple[OpenSource, bool]:
-    """Open the source of the model's values. Returns it, and whether all ranks read the same files,
-    each rank its part. Collective. Raises: ValueError for a source that does not fit the model.
+    """Open the source of the model's values. Returns it, and whether ranks each read a part of the
+    same files. Collective. Raises: ValueError for a source that does not fit the model.
     """
     if isinstance(load, Path):
         load = open_weights(model, load)
@@ -268,13 +268,14 @@ def find_source(
     read_by_all = split.comm.world > 1 and not (in_parts or split.ranks.syncs_states)
     if source.files and read_by_all and first:
         log.info(
-            "each of %d ranks reads all parameters: they do not read the same files of one machine",
+            "each of %d ranks reads all parameters, because the ranks do not read the same files "
+            "of one machine",
             split.comm.world,
         )
     return source, in_parts
 
 
-def take_apart(
+def split_model(
     model: torch.nn.Module,
     policy: Policy,
     device: torch.device,
@@ -297,7 +298,7 @@ def take_apart(
         model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several
     )
     if policy.durable:
-        # Before the run has files: a commit could not store such buffers.
+        # Before the run has files: commits cannot store such buffers.
         check_kept(persistent_buffers(model).items(), "a durable run")
     there = open_device(device, check=ranks.comm.check)
     passes = Passes(
@@ -364,12 +365,12 @@ def open_tiers(
     plan = planner.first()
     # Before anything is allocated. After this round ranks that share drives measure them together.
     shards = sum(flat.layout.shard_bytes for flat in split.flats)
-    filling, running = _beside_bytes(split, source, in_parts=in_parts)
+    initializing, running = _beside_bytes(split, source, in_parts=in_parts)
     split.resources.check_memory(
         plan,
         # Pools, and parameters that stay in RAM: allocated while the model still has its values.
         begun_bytes=plan.pool_bytes + plan.sums_bytes + min(plan.resident_bytes, shards),
-        filling_bytes=filling,
+        initializing_bytes=initializing,
         running_bytes=running,
         freed_bytes=_freed_bytes(split.params),
     )
@@ -391,7 +392,7 @@ def open_tiers(
 
 def _read_alike(split: Split, source: OpenSource) -> str:
     """Describe the files and the flats that get their values from them; empty without files. Ranks
-    with equal descriptions may each read a part. There is no other comparison of their values."""
+    with equal descriptions may each read a part, without comparing values."""
     place = place_of(source.files)
     flats = [
         (
@@ -406,7 +407,7 @@ def _read_alike(split: Split, source: OpenSource) -> str:
 
 def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[int, int]:
     """Return the host overhead of this rank outside of its plan: during initialization, and in a
-    step. A save checks itself whether there is memory for it."""
+    step. A save checks its memory itself."""
     policy = split.policy
     layouts = [flat.layout for flat in split.flats]
     chunks = sum(len(layout.chunks) for layout in layouts)
@@ -445,10 +446,10 @@ def _create_chunks(split: Split, storage: Storage, plan: PlacementPlan) -> None:
         # Another rank may have found space: only an error of all ranks may be ignored.
         if split.comm.world > 1 and not isinstance(error, NoRoomError):
             raise
-        log.warning("the drives have no room for training with this policy: %s", error)
+        log.warning("the drives lack space for training with this policy: %s", error)
         if storage.run is not None:
             # The refused reservation has cut the files, and with them initialized values.
-            storage.run.fill.forget()
+            storage.run.journal.forget()
         storage.store.create(split.flats, plan.nvme_masks)
 
 
@@ -462,7 +463,7 @@ def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
     return of_windows + split.ranks.transit_bytes(split.flats, buffers.dtype, copies=copies)
 
 
-def fill_tiers(
+def initialize_tiers(
     split: Split,
     tiers: Tiers,
     source: OpenSource,
@@ -471,31 +472,30 @@ def fill_tiers(
     *,
     in_parts: bool,
 ) -> None:
-    """Write the model's values to their tiers, unit by unit, and fill its buffers. Blocks;
+    """Write the model's values to their tiers, unit by unit, and load its buffers. Blocks;
     collective.
 
-    in_parts: all ranks read the same files, each rank its part. Raises: PeerFailed, ValueError,
-    AioError.
+    in_parts: ranks each read a part of the same files. Raises: PeerFailed, ValueError, AioError.
     """
     # Ranks that read the same files have the same values.
     synced = split.ranks.syncs_states and not in_parts
-    filling = _Filling(split, tiers, heap, source, way=_way(in_parts=in_parts, synced=synced))
-    with contextlib.closing(filling):
+    writer = _InitialWriter(split, tiers, heap, source, way=_way(in_parts=in_parts, synced=synced))
+    with contextlib.closing(writer):
         for unit in split.units:
-            flats = [flat for flat in unit.flats if not filling.is_filled(flat)]
+            flats = [flat for flat in unit.flats if not writer.is_written(flat)]
             if in_parts:
-                fill_shards(flats, source, split.comm.rank, filling.store_shard)
+                fill_shards(flats, source, split.comm.rank, writer.store_shard)
             elif synced:
-                _fill_from_first(split, unit, flats, source, filling)
+                _write_from_rank_0(split, unit, flats, source, writer)
             else:
-                fill_flats(flats, source, filling.store)
+                fill_flats(flats, source, writer.store)
             # An initialization takes long: when one rank has failed, the others stop here.
             split.resources.check_peers()
-        filling.end()
+        writer.end()
     source.fill_buffers(split.device.torch_device, rollback.keep)
     # From here on collectives, and not the rendezvous, report the error of a rank.
     split.resources.end_rendezvous()
-    # Each rank stores a part: if values differed, the whole would be a mixture of models.
+    # Each rank stores a part: with different values the result would be a mixture of models.
     split.ranks.check_values()
 
 
@@ -513,22 +513,21 @@ def _way(*, in_parts: bool, synced: bool) -> str:
     return "parts" if in_parts else "rank 0" if synced else "parameters"
 
 
-def _fill_from_first(
-    split: Split, unit: Unit, lacking: Sequence[Flat], source: OpenSource, filling: _Filling
+def _write_from_rank_0(
+    split: Split, unit: Unit, lacking: Sequence[Flat], source: OpenSource, writer: _InitialWriter
 ) -> None:
-    """Fill the flats of a unit that some rank lacks with the values that rank 0 reads. Blocks;
-    collective."""
+    """Write the missing flats of a unit with values that rank 0 reads. Blocks; collective."""
     # Another rank may have initialized other flats before an interruption.
     wanted = split.comm.all_reduce_any([flat in lacking for flat in unit.flats])
     flats = [flat for flat, is_wanted in zip(unit.flats, wanted, strict=True) if is_wanted]
     if split.comm.rank == 0:
-        fill_flats(flats, source, filling.scatter)
+        fill_flats(flats, source, writer.scatter)
         return
     for flat in flats:
-        filling.scatter(flat, None)
+        writer.scatter(flat, None)
 
 
-class _Filling:
+class _InitialWriter:
     """Writer of initial values: one flat is written while the next one is read from its source.
     way: as `_way`."""
 
@@ -554,7 +553,7 @@ class _Filling:
         total = sum(flat.layout.shard_bytes for flat in split.flats)
         self._line = ProgressLine("loading parameters", total, shown=split.comm.rank == 0)
 
-    def is_filled(self, flat: Flat) -> bool:
+    def is_written(self, flat: Flat) -> bool:
         """Return whether an interrupted initialization has written this rank's shard of a flat."""
         found = self._run.resumed(flat) if self._run is not None else None
         if found is None:
@@ -570,7 +569,7 @@ class _Filling:
         digest = self._split.ranks.note(flat, values)
         start = self._split.comm.rank * flat.layout.shard_numel
         shard = values[start : start + flat.layout.shard_numel]
-        # Before the copy: the values of the flat before would be a third tensor in memory.
+        # Before the copy: the previous flat's values would be a third tensor in memory.
         self._wait()
         if shard.numel() < values.numel():
             # A copy, so that the whole flat can be freed before the shard is written.
@@ -609,8 +608,9 @@ class _Filling:
         except AioError as error:
             self._under_way = None
             text = (
-                f"parameters of {flat.unit.name} cannot be written: {error}. The model is as it "
-                "was: free space there, or name another drive in Policy.nvme, and offload it again"
+                f"parameters of {flat.unit.name} cannot be written: {error}. The model is "
+                "unchanged: free space there, or name another drive in Policy.nvme, and offload it "
+                "again"
             )
             error.args = (text,)
             raise
@@ -737,7 +737,7 @@ def build_repair(policy: Policy, tiers: Tiers, rank: int) -> ChunkRepair:
         word = "from-older" if policy.older_commits else "report"
         advice = f"Start again, with inf.restore(..., damaged={word!r}) of this durable run"
     if policy.damaged == "raise":
-        advice += "; Policy(damaged='from-older') goes on with older states where there are some"
+        advice += "; Policy(damaged='from-older') continues with older states if they exist"
     return ChunkRepair(
         tiers.store,
         tiers.executor,

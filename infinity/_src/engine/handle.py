@@ -88,7 +88,7 @@ def offload(
     model; BudgetError when the policy's `ram` is too small; MemoryLimitError when the machine or
     the cgroup leaves less memory than the plan and the host overhead need; SwapFullError and other
     OSErrors for the NVMe directories; PeerFailed, with the rank's name, when another rank failed.
-    After an error the model is as it was.
+    After an error the model is unchanged.
     """
     if not (policy is None or isinstance(policy, Policy)):
         raise ValueError(
@@ -124,7 +124,7 @@ def offload(
             openmp.warn_if_active(torch.get_num_threads())
         # A filter may turn the warning into an error: then the model is not offloaded.
         _warn_of_order(strided)
-        # Drops `rollback`, and with it the values that the model had.
+        # Drops `rollback`, and so the model's original values.
         undo.pop_all()
     return model
 
@@ -134,8 +134,8 @@ def _warn_of_order(strided: Sequence[str]) -> None:
     if strided:
         warnings.warn(
             f"{listed(strided, 3)}: dimensions are in another order in memory (channels_last, "
-            "transposed); offloaded they are contiguous, with the same values, and kernels that "
-            "choose by the order may round otherwise",
+            "transposed); the offload makes them contiguous, with the same values, and kernels "
+            "that depend on the order may round differently",
             # The caller of `offload`.
             stacklevel=3,
         )
@@ -146,10 +146,10 @@ def _check_not_offloaded(model: torch.nn.Module) -> None:
     if before is not None and before.closed:
         raise ValueError(
             "the engine of this model was closed, and its values with it: build the model anew "
-            "(inf.export_safetensors before close() keeps the values, and load= takes them up)"
+            "(inf.export_safetensors before close() keeps the values, and load= reads them)"
         )
     if before is not None:
-        raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
+        raise ValueError("this model is offloaded already; inf.handle(model).close() first")
 
 
 def handle(model: torch.nn.Module) -> Handle:
@@ -201,15 +201,15 @@ def _why_no_forward_method(module: torch.nn.Module, name: str) -> str:
     kind = type(module).__name__
     if isinstance(module._modules.get(name), torch.nn.Module):
         return (
-            f"{kind}.{name} is a module, whose calls gather what they use as it is; for a method "
-            f"of it call forward_methods(model.{name}, ...)"
+            f"{kind}.{name} is a module, whose calls already gather their parameters; for one of "
+            f"its methods call forward_methods(model.{name}, ...)"
         )
     # Not getattr, which runs the code of a property.
     found = inspect.getattr_static(module, name, None)
     if isinstance(found, (classmethod, staticmethod)):
         found = found.__func__
     if isinstance(found, property):
-        return f"{kind}.{name} is a property; make it a method, or compute it inside of forward"
+        return f"{kind}.{name} is a property; make it a method, or compute it in forward"
     if not callable(found):
         return f"{kind} has no method {name!r}"
     plain = inspect.unwrap(found)
@@ -413,8 +413,8 @@ class Handle:
         )
         if len(found) != 1:
             raise ValueError(
-                "this wants one parameter of the offloaded model, as model.parameters() yields "
-                f"it, not a {type(param).__name__}"
+                "expected one parameter of the offloaded model, as model.parameters() yields it, "
+                f"not a {type(param).__name__}"
             )
         return found[0]
 
@@ -436,7 +436,7 @@ class Handle:
                 "handle.stats(): the engine of this model was closed; ask before close()"
             )
         return Stats.collect(
-            # `observe`, so that the forecast of the watch over the drives includes this moment.
+            # `observe`, so that the forecast for the drives includes this moment.
             executor=self.parts.tiers.storage.observe(self.pipeline.steps),
             endurance=self.parts.tiers.storage.endurance,
             unsharder=self.unsharder,
@@ -526,7 +526,7 @@ class Handle:
             self.parts.access.check_drives()
             # A save reads chunks that are freed below.
             self.saving.wait_for_last()
-            # Only a commit needs the other ranks, which may have ended.
+            # Only a commit needs other ranks, which may have ended.
             self.pipeline.wait(together=commit and self.durable is not None)
             self.saving.raise_fault()
             if commit:

@@ -122,7 +122,7 @@ def load_safetensors(
     needs only one name of a tied parameter. Names, shapes and kinds of dtype are checked before
     anything is written.
 
-    strict=False: names that the model or the file lacks are left out, and returned. Collective on
+    strict=False: names missing in the model or the file are omitted, and returned. Collective on
     several ranks; each stores its shard.
 
     Raises: ValueError naming what is missing, unexpected or different, an index that points out of
@@ -437,20 +437,18 @@ def restore(
     run is the one that this engine's policy continues, and it has no commit, the model stays as it
     was built, and `.step` is 0.
 
-    opt: as in `save`, in the same order; None restores only the parameters (not allowed where the
-    policy continues a durable run).
-    strict: False restores what fits, as torch's load_state_dict does. Parameters and buffers that
-    the checkpoint lacks are retained, with their states; others that the model lacks are left out;
-    `.notes` names both. A different shape or dtype raises nevertheless, and so does a parameter
-    that has states here and none in the checkpoint.
-    damaged: "report" restores everything that can be read. Elements that cannot be read, because of
-    a bad block or a lost drive, retain the values and moments that the model has; `.damaged` names
+    opt: as in `save`, in the same order; None restores only the parameters (not allowed if the
+    policy continues a durable run). strict: False restores what fits, as torch's load_state_dict
+    does. Parameters and buffers that the checkpoint lacks are retained, with their states; others
+    that the model lacks are left out; `.notes` names both. A different shape or dtype raises
+    nevertheless, and so does a parameter that has states here and none in the checkpoint. damaged:
+    "report" restores everything that can be read. Elements that cannot be read, because of a bad
+    block or a lost drive, retain the values and moments that the model has; `.damaged` names
     parameter, elements and file, and a warning gives the amount. "from-older" restores the newest
-    undamaged commit that a durable run retains (`Policy.generations`): training from it is as from
-    a run without damage, and `.step` is its step. If all are damaged, the newest is restored, and
-    its damaged ranges are read from older commits. `.damaged` then lists each such range; its
-    `reason` gives the step that it was read from, or says that no commit has it, which is treated
-    as in "report".
+    undamaged commit that a durable run retains (`Policy.generations`): training continues from its
+    step, `.step`, as without damage. If all are damaged, the newest is restored, and its damaged
+    ranges are read from older commits. `.damaged` then lists each such range; its `reason` gives
+    the step that it was read from, or says that no commit has it, which is treated as in "report".
     Blocks. Collective on several ranks; each reports the damage of its shard.
 
     Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer); AioError
@@ -498,8 +496,8 @@ def _source_of_run(
 
 
 def _stay(of: Handle, run: DurableRun | None, extra: object) -> None:
-    """Prevent an undo to the states before a restore. extra: the caller's restored state.
-    Collective in a durable run."""
+    """Prevent undoing to states before a restore. extra: the caller's restored state. Collective in
+    a durable run."""
     if run is not None:
         of.pipeline.begun = False
         run.restored(extra)
@@ -513,20 +511,20 @@ def _check_own(of: Handle, run: DurableRun, opt: Any, directory: str | os.PathLi
     # The first step of this process has overwritten the earlier states in the directories.
     if run.begun and (run.files.before is not None or of.pipeline.steps):
         raise ValueError(
-            f"the durable run in {directory} goes on in this process: what was there before is "
-            "replaced already"
+            f"this process continues the durable run in {directory}: its earlier states are "
+            "already overwritten"
         )
     # Without the optimizer the next commit would lose its states.
     if run.before is not None and not opt and run.has_states and of.policy.durable != "new":
         raise ValueError(
-            f"opt={opt!r}: the durable run in {directory} would go on without its optimizer "
-            "states, and lose them: give its optimizer; or read the parameters with a policy "
-            "that is not durable"
+            f"opt={opt!r}: the durable run in {directory} would continue without its optimizer "
+            "states, and lose them: give its optimizer; or read the parameters with a policy that "
+            "is not durable"
         )
 
 
 def _warn_of_damage(directory: str | os.PathLike[str], restored: Restored, mode: Damaged) -> None:
-    kept = ", and keep the values that the model had" if mode == "report" else ""
+    kept = ", and keep the model's values" if mode == "report" else ""
     log.warning(
         "restoring %s: %d elements of %s could not be read%s: %s",
         directory,

@@ -132,21 +132,21 @@ class NodeResources:
         plan: PlacementPlan,
         *,
         begun_bytes: int,
-        filling_bytes: int,
+        initializing_bytes: int,
         running_bytes: int,
         freed_bytes: int,
     ) -> None:
         """Check that the plans of all ranks and their host overhead fit into memory. Collective.
 
         begun_bytes: bytes of this rank's plan that it allocates before it frees the model's values.
-        filling_bytes, running_bytes: its overhead outside of the plan before and after that.
+        initializing_bytes, running_bytes: its overhead outside of the plan before and after that.
         freed_bytes: memory of the model's values, freed once they are at rest. Raises:
         MemoryLimitError on all ranks if the ranks under one limit need more than it leaves.
         """
         assert self._rendezvous is not None
         everyone = self._rendezvous.all_gather_object(
             {
-                "begun": (begun_bytes, filling_bytes),
+                "begun": (begun_bytes, initializing_bytes),
                 "size": (plan.ram_bytes, running_bytes),
                 "freed": freed_bytes,
                 "least": plan.min_bytes,
@@ -203,9 +203,9 @@ class NodeResources:
             left, path = min(everyone[rank]["free"][system] for rank in ranks)
             if wanted > left:
                 raise NoRoomError(
-                    f"{path!r} has room for {left} of {wanted} more bytes that {_ranks(ranks)} "
-                    f"need together: {wanted - left} "
-                    "are missing; free space, or add a directory to Policy.nvme",
+                    f"{path!r} has space for {left} of {wanted} more bytes that {_ranks(ranks)} "
+                    f"need together: {wanted - left} are missing; free space, or add a directory "
+                    "to Policy.nvme",
                     errno=errno.ENOSPC,
                     path=path,
                     op="allocate",
@@ -288,8 +288,8 @@ def _beyond(
     limit: str, wanted: int, left: int, ranks: Sequence[int], *, least: int, beside: int
 ) -> MemoryLimitError:
     """Return the error for ranks that need more memory than a limit leaves. least: the smallest
-    `Policy.ram` that works for each of them. beside: host overhead, the bytes of `wanted` outside
-    of `Policy.ram`.
+    `Policy.ram` that works for each of them. beside: host overhead: bytes of `wanted` outside
+    `Policy.ram`.
     """
     who, name = "this process", describe_limit(limit)
     if len(ranks) > 1:
@@ -303,10 +303,9 @@ def _beyond(
         "lower tier (optim='nvme', grads='nvme'), make units smaller (unit_bytes_max)"
     )
     return MemoryLimitError(
-        f"{who} would hold {format_size(wanted)}, {format_size(beside)} of it beside Policy.ram, "
-        f"and {name} leaves {format_size(left)}: "
-        f"{format_size(wanted - left)} are missing, and the kernel would end the process; {fix}, "
-        "or raise the limit",
+        f"{who} would hold {format_size(wanted)}, {format_size(beside)} of it outside Policy.ram, "
+        f"and {name} leaves {format_size(left)}: {format_size(wanted - left)} are missing, and the "
+        f"kernel would end the process; {fix}, or raise the limit",
         limit=name,
         needed_bytes=wanted,
         left_bytes=left,
@@ -320,7 +319,7 @@ def _check_alike(what: str, everyone: Sequence[Sequence[str]]) -> None:
         for mine, theirs in itertools.zip_longest(everyone[0], lines, fillvalue="nothing more"):
             if mine != theirs:
                 raise ValueError(
-                    f"{what}: all ranks do the same; rank 0 has {mine}, and rank {rank} has "
+                    f"{what}: all ranks must do the same; rank 0 has {mine}, and rank {rank} has "
                     f"{theirs}"
                 )
 
@@ -332,7 +331,7 @@ def _check_rules(everyone: Sequence[dict[str, str]]) -> None:
         if other is not None:
             raise ValueError(
                 f"Policy.{field} is {first} on rank 0 and {everyone[other][field]} on rank "
-                f"{other}: all ranks train by one policy; give them the same"
+                f"{other}: give all ranks the same policy"
             )
 
 

@@ -177,7 +177,7 @@ class OptimizerRegistry:
         Raises: BudgetError; SwapFullError; AioError; MemoryError; PeerFailed. After an error the
         engine continues without that memory, and this may be called again.
         """
-        with self._open_rendezvous("making room for gradients") as agree:
+        with self._open_rendezvous("allocating memory for gradients") as agree:
             self._check_open()
             with self._replanned():
                 self._move_states()
@@ -191,7 +191,7 @@ class OptimizerRegistry:
         in force again.
 
         States that have moved stay at their new places, with the same values, and the ledger counts
-        them. A later plan moves only the rest.
+        them. A later plan moves only the others.
         """
         # Chunks move, so no update, write or read may be in flight.
         self._pipeline.wait()
@@ -220,8 +220,8 @@ class OptimizerRegistry:
             other not in (None, optimizer) for other in others
         ):
             raise ValueError(
-                "update='delayed' takes one optimizer for all parameters of a model: with two, the "
-                "step of one would end the delay of the other; use parameter groups, or "
+                "update='delayed' takes one optimizer for all parameters of a model: with two, one "
+                "optimizer's step would end the other's delay; use parameter groups, or "
                 "update='deferred'"
             )
         for param in params:
@@ -255,8 +255,8 @@ class OptimizerRegistry:
                 )
                 raise ValueError(
                     f"optimizers keep different numbers of moments in unit {flat.unit.name}: "
-                    f"{shown}. Parameters of one unit and dtype rest in one format: hold them by "
-                    "optimizers (or groups of SGD) with as many, or part them with "
+                    f"{shown}. Parameters of one unit and dtype rest in one format: use optimizers "
+                    "(or groups of SGD) with equally many moments, or separate them with "
                     "Policy(units=...)"
                 )
             formats[flat] = self._planner.state_format(flat, next(iter(kept)))
@@ -296,7 +296,7 @@ class OptimizerRegistry:
         self._reducer.allocate()
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._registered if flat not in spilled])
-            # After all that may fail: from here on these flats have the `grad` section.
+            # After the last call that may fail: from here on these flats have the `grad` section.
             self._gradients.spill(spilled, self._store, staging_bytes=plan.staging_bytes)
             self._has_gradient_memory = True
 
@@ -310,5 +310,5 @@ class OptimizerRegistry:
                     self._gradients.place_accumulator(param)
                 elif param in self._optimizers:
                     self._reducer.accumulator(param)
-        # The scratch of norms is made here, so that no step allocates it.
+        # Allocate the norms' scratch here, not in a step.
         self._grad_registry.reserve()

@@ -78,8 +78,8 @@ class PlacementPlanner:
         self._gradients = gradients
         # Called at every plan: unfreezing a parameter adds buffers.
         self._transit_bytes = transit_bytes
-        # Bytes of `transit_bytes` in the plan in force. `restore` compares them: buffers that were
-        # made since that plan count beside it.
+        # Bytes of `transit_bytes` in the plan in force. `restore` compares them: later buffers
+        # count in addition to that plan.
         self._transit_planned = 0
         self._owner = ledger_owner
         # Computed once: free memory shrinks as this model allocates, and must not be halved again
@@ -228,7 +228,7 @@ class PlacementPlanner:
         LEDGER.release(self._owner)
 
     def _enforce(self, plan: PlacementPlan) -> PlacementPlan:
-        # With the least that works: an error of another model says how much this one could release.
+        # With the minimum: an error of another model reports how much this one could release.
         LEDGER.reserve(self._owner, plan.ram_bytes, plan.min_bytes)
         self._plan, self._transit_planned = plan, self._transit_bytes()
         return plan
@@ -290,8 +290,8 @@ class PlacementPlanner:
                 delayed_params_bytes=delayed_bytes,
                 versions=self._policy.places,
             )
-        # Only with an explicit size: otherwise the budget is a share of memory that happens to be
-        # free, which is no reason to spill.
+        # Only with an explicit size: the default budget is a share of free memory, which is no
+        # reason to spill.
         spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
         return FlatNeed(
             flat.layout,
@@ -314,7 +314,7 @@ class PlacementPlanner:
         return (
             ""
             if isinstance(self._policy.ram, int)
-            else ", give ram a size (gradients spill only past an explicit one)"
+            else ", give ram a size (gradients spill only if they exceed an explicit size)"
         )
 
     def _bandwidths(self) -> tuple[float, float]:

@@ -115,9 +115,9 @@ class RankSetup:
         if known and found and found[0] > 0:
             name = f"the values of {flat.params[found[0] - 1].name} are"
         raise ValueError(
-            f"{name} not the same on all ranks, and each rank would keep its part of them: "
-            "Policy(sync_module_states=True) takes those of rank 0; or seed all ranks alike before "
-            "the model is built, or give load= the same source"
+            f"{name} not the same on all ranks, and each rank would keep only its part: "
+            "Policy(sync_module_states=True) copies rank 0's; or seed all ranks alike before the "
+            "model is built, or give load= the same source"
         )
 
     @property

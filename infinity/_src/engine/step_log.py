@@ -43,8 +43,8 @@ class StepMeter:
     """Meter of one engine's steps. timeline: file for the timeline of a step; None draws none.
 
     The meter draws the second step, the fourth, the eighth and so on, each in place of the one
-    before. So a run of any length has the timeline of a step that is neither its first nor long
-    past, and the cost of drawing is negligible.
+    before. So a run of any length has the timeline of a recent step that is not the first, at
+    negligible cost.
     """
 
     def __init__(self, engine: Handle, timeline: Path | None, now: Stats) -> None:
@@ -86,7 +86,7 @@ class StepMeter:
         return figures
 
     def _draws(self, count: int) -> bool:
-        # Powers of two. Not 1: the first step learns the order of units, and fills pools.
+        # Powers of two. Not 1: the first step records the order of units, and faults pools in.
         return self._path is not None and count > 1 and count & (count - 1) == 0
 
     def _draw(self, step: int, end_ns: int) -> None:
@@ -190,7 +190,7 @@ class StepLog(AbstractContextManager["StepLog"]):
         taken = OWN_FIGURES & figures.keys()
         # Checked first: a call that raises ValueError does not end the step.
         if taken:
-            raise ValueError(f"the log has {', '.join(sorted(taken))} itself: give another name")
+            raise ValueError(f"the log has {', '.join(sorted(taken))} already: give another name")
         self._step += 1
         ended = self._meter.end(self._engine.stats(), step=self._step)
         own = {"step": self._step, "loss": loss, **ended}

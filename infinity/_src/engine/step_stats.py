@@ -254,8 +254,8 @@ class StepTerms:
 
     def _told(self) -> str:
         if self.alone is None:
-            return "as in the loop: what updates beside it cost counts as compute, which flatters η"
-        return "with the first forward as it is when no update is pending"
+            return "as in the loop: concurrent updates count as compute, so η is too good"
+        return "with the first forward timed while no update is pending"
 
 
 def micro_batches_text(count: int, passes: int) -> str:
@@ -312,11 +312,11 @@ def _link(total: PhaseFigures) -> LinkSpeed | None:
 def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, bool] | None:
     """Fit bandwidths to samples (bytes read, bytes written, seconds busy) of drives under load, by
     least squares over seconds = read / B_r + written / B_w. Also returns whether reads and writes
-    could be told apart.
+    are separable.
 
-    They cannot where all samples have the same mix: then B_r = B_w is the bandwidth of the drive
-    for that mix. None without samples. Time with only a few requests in flight counts as busy, so
-    this is the bandwidth that the run got, not the most that the drive can give.
+    They are not if all samples have the same mix: then B_r = B_w is the bandwidth of the drive for
+    that mix. None without samples. Time with only a few requests in flight counts as busy, so this
+    is the bandwidth that the run got, not the most that the drive can give.
     """
     rr = sum(read * read for read, _, _ in samples)
     ww = sum(written * written for _, written, _ in samples)
@@ -329,8 +329,8 @@ def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, b
     # Least squares with B_r = B_w: the best single bandwidth.
     one = both / (rt + wt)
     determinant = rr * ww - rw * rw
-    # Relative to its largest value, rr ww. Near 0 all samples have the same mix, and the two rates
-    # would be noise.
+    # Relative to its largest value, rr ww. Near 0 all samples have the same mix, so the rates would
+    # be noise.
     if determinant > 1e-3 * rr * ww:
         per_read, per_written = (rt * ww - wt * rw) / determinant, (wt * rr - rt * rw) / determinant
         # A rate ten times the single bandwidth, or a negative one, is noise.
@@ -390,5 +390,5 @@ def bandwidths_of(
     source = "bytes over busy time of this run"
     return Bandwidths(
         Drives(total_read, total_write),
-        source if apart else f"{source}, reads and writes not told apart",
+        source if apart else f"{source}, reads and writes not separable",
     )

@@ -53,9 +53,8 @@ def check_activations(policy: Policy, device: Device) -> None:
     """Raise ValueError when the policy moves activations to the CPU, and the CPU computes."""
     if policy.activations == "cpu" and not device.copies:
         raise ValueError(
-            f"activations={policy.activations!r} takes them from the device that computes to the "
-            "CPU, and this model computes there: they are in CPU memory already. Use 'nvme', or "
-            "'device' (they stay)"
+            f"activations={policy.activations!r} moves activations from the device to the CPU, but "
+            "this model computes on the CPU. Use 'nvme', or 'device' (no move)"
         )
 
 
@@ -175,7 +174,7 @@ class Storage:
         if space is not None:
             # A resumed initialization has chunks on the drives already, so it keeps their shares.
             # Otherwise faster drives get larger shares, so that all drives finish together.
-            begun = self.run.fill.started if self.run is not None else None
+            begun = self.run.journal.started if self.run is not None else None
             self.shares = tuple(begun["shares"]) if begun is not None else choose_shares(
                 space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
             )
@@ -208,7 +207,7 @@ class Storage:
             layers=layers,
             device=device,
             shown=rank == 0,
-            before_write=self.run.fill.before_write if self.run is not None else lambda: None,
+            before_write=self.run.journal.before_write if self.run is not None else lambda: None,
             remember_bad=self.run.remember_bad if self.run is not None else None,
         )
         undo.callback(self.store.close)

@@ -421,7 +421,7 @@ def watched(*arguments, **options):
     # Pools are reserved by now: what comes is memory of the fill.
     peaks.append(most(lambda: fill(*arguments, **options)))
 
-fill, build.fill_tiers, peaks = build.fill_tiers, watched, []
+fill, build.initialize_tiers, peaks = build.initialize_tiers, watched, []
 policy = inf.Policy(params="nvme", optim="nvme", nvme=sys.argv[2], ram="min")
 kind, config = hub_models.tiny(sys.argv[3], **json.loads(sys.argv[4]))
 with torch.device("meta"):

@@ -1,5 +1,5 @@
-"""Copies of a durable run's manifests: one beside the states on each further drive, so that
-losing the first drive costs no more than losing another.
+"""Copies of a durable run's manifests: one on each further drive, so that losing the first drive
+costs no more than losing another.
 
     <nvme[k]>/infinity-run/copy-<sum>/
         manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    as in the home
@@ -11,9 +11,9 @@ generation counts when the home has it. A copy is read if the home has no manife
 one. A copy's manifest names every file through one of the links: a file of the home is
 drive0/<name>.
 
-A copy is *orphaned* when its home has no manifest that can be read, because the first drive is gone
-or was replaced; or when another run has its home at that path now. Every commit of a run bears the
-run's number, which identifies the run. A path does not: another run may lie there later.
+A copy is *orphaned* when its home has no manifest that can be read, because the first drive is lost
+or was replaced; or when another run now has its home at that path. Every commit contains the run's
+number, which identifies the run. A path does not: another run may use it later.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def lead(link: Path, target: Path, rank: int) -> None:
     """Make a symbolic link lead to a target. Raises: OSError."""
     if link.is_symlink() and link.readlink() == target:
         return
-    # The rank in the name: other ranks may mend the same link at the same time.
+    # The rank is in the name: other ranks may repair the same link at the same time.
     new = link.with_name(f".{link.name}.rank{rank}")
     new.unlink(missing_ok=True)
     new.symlink_to(target)
@@ -181,9 +181,9 @@ def newest_of(home: Path, copies: Sequence[Path]) -> FoundRun | None:
             raise problem
         return None
     log.warning(
-        "%s: %s; going by the copy of its manifests in %s",
+        "%s: %s; using the copy of its manifests in %s",
         home,
-        problem or "there is no manifest of the run any more",
+        problem or "the run has no manifest any more",
         best.place,
     )
     return best
@@ -251,9 +251,8 @@ def _orphans(runs: Sequence[Path]) -> list[Path]:
     if len(orphans) > 1:
         raise SeveralRunsError(
             "several durable runs have lost their first drive, and copies of their manifests lie "
-            f"in {', '.join(str(places[0]) for places in orphans)}. Name the drives of one of them "
-            "alone in Policy.nvme to go on with it; for a new run name other directories of these "
-            "drives"
+            f"in {', '.join(str(places[0]) for places in orphans)}. To resume one, name only its "
+            "drives in Policy.nvme; for a new run name other directories of these drives"
         )
     return sorted(
         (place for places in orphans for place in places),
@@ -276,7 +275,7 @@ def _check_one_run(home: Path, copies: Sequence[Path]) -> list[Path]:
             f"Nothing was changed. To continue the run in {first}, leave the drive of {second} out "
             f"of Policy.nvme, or name another directory of that drive. To continue the run in "
             f"{second}, name a directory without a run first in Policy.nvme, then its drives. "
-            "Policy(durable='new') gives both up"
+            "Policy(durable='new') discards both"
         )
     return list(copies)
 

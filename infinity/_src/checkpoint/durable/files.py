@@ -18,8 +18,8 @@ interrupted initialization takes over the states files of that initialization.
 
 States files that no manifest names are removed. When a rank begins, it removes its own files, as it
 needs their space; rank 0 also removes the files of ranks that only an earlier, larger run had.
-After the first commit of a process, rank 0 removes the rest, except files that another process
-holds or that another run may name.
+After the first commit of a process, rank 0 removes all other files, except those that another
+process holds or that another run may name.
 
 An id begins with a checksum of the path of the run's home. A directory may also hold files of other
 runs: of the original, if this run's directory is a copy; in the home, of runs that use the
@@ -129,7 +129,7 @@ class RunFiles:
         with contextlib.ExitStack() as undo:
             # First: nothing below is read or changed while another process has the run.
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
-            self.fill = InitializationJournal(self.home / f"fill.rank{rank}")
+            self.journal = InitializationJournal(self.home / f"fill.rank{rank}")
             # Runs before the lock is released: another process may begin at that moment.
             undo.callback(self._remove_states)
             for run, copy in zip(self.directories[1:], self.copies, strict=True):
@@ -196,15 +196,15 @@ class RunFiles:
         return max(next_generation(place) for place in self.places if place.is_dir())
 
     def sync(self) -> None:
-        """Return when what was written to the states files is on the drives. Raises:
-        DeviceFailedError."""
+        """Block until all writes to the states files are on the drives. Raises: DeviceFailedError.
+        """
         for files in self._made:
             for file in files:
                 file.fsync()
 
     def remember_bad(self, place: SwapExtent) -> None:
-        """Remember a range that refused a write, so that no later file of the drive gets the range.
-        Blocks for the drive. If the drive refuses this record, too, a warning is logged.
+        """Record a range with a failed write, so that no later file of the drive gets the range.
+        Blocks for the drive. If writing the record fails, too, log a warning.
         """
         # Layer 0 has files without a name, which end with the process.
         if place.layer not in self.layers:
@@ -213,7 +213,7 @@ class RunFiles:
         try:
             remember_bad(path, place.offset, place.size_bytes)
         except AioError as error:
-            log.warning("%s: a bad range is not remembered after this process: %s", path, error)
+            log.warning("%s: a bad range will be forgotten when this process ends: %s", path, error)
 
     def states(self) -> list[tuple[int, int]]:
         return described([Path(file.path) for files in self._made for file in files])
@@ -222,7 +222,8 @@ class RunFiles:
         """Return the id for the states files: the id of an interrupted initialization if all its
         files are here, else a new id.
         """
-        head, start, mine = self.fill.head, self.fill.started, self._sum + secrets.token_hex(4)
+        head, start = self.journal.head, self.journal.started
+        mine = self._sum + secrets.token_hex(4)
         directories = [str(_real(directory)) for directory in self.directories]
         found = head["id"] if head is not None else ""
         states = [
@@ -242,7 +243,7 @@ class RunFiles:
             with typed_errors(self.home, "unlink", 0):
                 unlink_states(states)
         # `mine` is random, so a new process overwrites no file of an earlier one.
-        self.fill.begin({"id": mine, "directories": directories})
+        self.journal.begin({"id": mine, "directories": directories})
         return mine
 
     def _may_be_named(self, states: Sequence[Path]) -> bool:
@@ -352,14 +353,14 @@ class RunFiles:
             # Before a manifest names the files: from then on no process may resume the
             # initialization in them. The journal's head stays until the manifests of all ranks
             # name their files (`committed`).
-            self.fill.forget()
+            self.journal.forget()
         self._named = True
 
     def committed(self) -> None:
         """Remove the journal: the manifests of all ranks name the states files now. Blocks, once.
         Raises: AioError."""
-        if self.fill.head is not None:
-            self.fill.remove()
+        if self.journal.head is not None:
+            self.journal.remove()
 
     def release_older(self, world: int) -> bool:
         """Remove this rank's part of the commits that an earlier process left, except the newest
@@ -370,8 +371,8 @@ class RunFiles:
             return False
         self._older = False
         log.warning(
-            "%s: there is no room beside the commits that an earlier process left: of these the "
-            "newest stays, step %d",
+            "%s: the drives lack space besides the commits of an earlier process: only the newest "
+            "of these stays, step %d",
             self.home,
             self.before[0].step,
         )
@@ -415,7 +416,9 @@ class RunFiles:
         except (OSError, ValueError) as error:
             # A run that the user released may have a damaged manifest, and what that names is
             # unknown.
-            log.warning("%s: states that nothing names stay until a commit: %s", self.home, error)
+            log.warning(
+                "%s: states that no manifest names stay until a commit: %s", self.home, error
+            )
 
     def _remove_unnamed_beyond(self, world: int) -> None:
         """Remove the states files of ranks from `world` on that no manifest names and no process
@@ -474,7 +477,7 @@ class RunFiles:
             for path in gone
             for each in path.parent.glob(path.name.rpartition("-")[0] + "-*.rank*")
         }
-        # Files of this process that no manifest names yet are in use all the same.
+        # Files of this process are in use before a manifest names them.
         keep |= {_real(Path(file.path)) for files in self._made for file in files}
         gone = {path for path in gone if _STATES.fullmatch(path.name) and _is_ordinary(path)}
         gone -= keep
@@ -544,22 +547,22 @@ class RunFiles:
                 # A run without a home is gone, and names no file.
                 if home is None or not home.is_dir():
                     continue
-                kept, filling = _named_in(home), ids_of_journals(home)
+                kept, journals = _named_in(home), ids_of_journals(home)
             except (OSError, ValueError):
                 # A run that cannot be read may name all these files.
                 found.update(paths)
                 continue
-            found |= {path for path in paths if path in kept or _id_of(path) in filling}
+            found |= {path for path in paths if path in kept or _id_of(path) in journals}
         return found
 
     def _remove_states(self) -> None:
         # All files are closed. They stay for the next process if a manifest names them, or if the
         # journal lets that process resume the initialization.
-        stays = self._named or self.fill.resumes
+        stays = self._named or self.journal.resumes
         if self._made and not self._named and stays:
             log.warning(
-                "%s: loading the model broke off; inf.offload of the same model from the same "
-                "files goes on there. Remove the directory to give that up",
+                "%s: loading the model was interrupted; inf.offload of the same model from the "
+                "same files resumes it. Remove the directory to discard it",
                 self.home,
             )
         for files in self._made:
@@ -567,10 +570,10 @@ class RunFiles:
                 file.close()
                 if not stays:
                     unlink_states([Path(file.path)])
-        self.fill.close()
-        # Without an id `_adopted` did not end, and the journal may be that of an earlier process.
+        self.journal.close()
+        # Without an id `_adopted` has failed, and the journal may be an earlier process's.
         if not stays and self._id:
-            self.fill.remove()
+            self.journal.remove()
 
     def close(self) -> None:
         self._undo.close()
@@ -653,8 +656,8 @@ def _check_no_home(directory: Path, copy: Path) -> None:
     if directory.is_dir() and generations(directory):
         raise ValueError(
             f"{str(directory.parent)!r} holds the manifests of a durable run, and is not the first "
-            "directory in Policy.nvme: name it first to go on with that run, or name another "
-            "directory of that drive here, and both runs stay"
+            "directory in Policy.nvme: name it first to resume that run, or name another directory "
+            "of that drive here to keep both"
         )
 
 

@@ -53,7 +53,7 @@ class Initialization:
         shares: Sequence[float],
         way: str,
     ) -> None:
-        self._files, self._journal, self._store = files, files.fill, store
+        self._files, self._journal, self._store = files, files.journal, store
         self._index = {flat: index for index, flat in enumerate(flats)}
         self._written: list[tuple[Flat, int]] = []
         self._noted_s = time.monotonic()

@@ -34,7 +34,7 @@ log = logging.getLogger("infinity")
 _RECORD = struct.Struct("<QQ")  # kind, bytes of the payload; payload and xxh3_64 of all follow
 _FLAT = struct.Struct("<QQ")  # index, digest; checksums follow
 _SUM_BYTES = 8
-_HEAD, _START, _FILLED = range(3)
+_HEAD, _START, _WRITTEN = range(3)
 _ID = re.compile(r"[0-9a-f]{16}")
 _BYTES_MAX = (64 << 20, 64 << 20, 1 << 28)
 """Most bytes of a record of each kind. Larger ones are damage, and are not read into memory."""
@@ -58,7 +58,7 @@ class InitializationJournal:
         self.head: Mapping[str, Any] | None = None
         # START record of this process or an earlier one; None if nothing may be resumed.
         self.started: Mapping[str, Any] | None = None
-        self._filled: dict[int, InitializedFlat] = {}
+        self._written: dict[int, InitializedFlat] = {}
         self._pending: list[bytes] = []
         # Bytes of the head, and of all complete records.
         self._head_bytes = self._whole_bytes = 0
@@ -69,22 +69,22 @@ class InitializationJournal:
             if self._open():
                 self._read()
         except ValueError as error:
-            # As if there was no journal: nothing of it is used, and `begin` writes a new one.
+            # Ignore its contents; `begin` writes a new journal.
             self.refused = str(error)
-            log.warning("%s: a journal that no fill wrote is not taken over: %s", path, error)
+            log.warning("%s: ignoring a journal that no initialization wrote: %s", path, error)
             self.head = self.started = None
-            self._filled.clear()
+            self._written.clear()
 
     @property
     def resumes(self) -> bool:
-        return self.started is not None and not self._ended and bool(self._filled)
+        return self.started is not None and not self._ended and bool(self._written)
 
     def begin(self, head: Mapping[str, Any]) -> None:
         """Write a new journal that has only this head. Blocks. Raises: AioError, SwapFullError."""
         self.close()
-        self.head, self.started, self._filled = head, None, {}
+        self.head, self.started, self._written = head, None, {}
         self._pending.clear()
-        # These counted the journal that was found; the new file is empty.
+        # Those were the sizes of the old journal; the new file is empty.
         self._head_bytes = self._whole_bytes = 0
         record = _packed(_HEAD, json.dumps(head).encode())
         with typed_errors(self._path, "write", len(record)):
@@ -118,16 +118,16 @@ class InitializationJournal:
         """Return the record of a flat that is on the drives, otherwise None. The first call returns
         the checksums, too, and drops them here.
         """
-        found = self._filled.get(index)
+        found = self._written.get(index)
         if found is not None:
-            self._filled[index] = found._replace(sums=b"")
+            self._written[index] = found._replace(sums=b"")
         return found
 
     def add(self, index: int, flat: InitializedFlat) -> None:
         """Record a flat that is on the drives; the next `flush` writes the record."""
         if self.started is not None:
-            self._pending.append(_packed(_FILLED, _FLAT.pack(index, flat.digest) + flat.sums))
-            self._filled[index] = flat._replace(sums=b"")
+            self._pending.append(_packed(_WRITTEN, _FLAT.pack(index, flat.digest) + flat.sums))
+            self._written[index] = flat._replace(sums=b"")
 
     def flush(self) -> None:
         """Write the added records to the drive. Blocks. Raises: AioError, SwapFullError."""
@@ -151,7 +151,7 @@ class InitializationJournal:
 
     def forget(self) -> None:
         """Forget the flats; the head stays. Blocks. Raises: AioError."""
-        self.started, self._filled = None, {}
+        self.started, self._written = None, {}
         self._pending.clear()
         self._cut(self._head_bytes)
 
@@ -179,7 +179,7 @@ class InitializationJournal:
                 return False
         status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise ValueError("it is no regular file, or has another name elsewhere")
+            raise ValueError("it is no regular file, or has another hard link")
         return True
 
     def _read(self) -> None:
@@ -198,7 +198,7 @@ class InitializationJournal:
                     raise ValueError(f"a flat has {len(payload)} bytes")
                 else:
                     index, digest = _FLAT.unpack_from(payload)
-                    self._filled[index] = InitializedFlat(digest, payload[_FLAT.size :])
+                    self._written[index] = InitializedFlat(digest, payload[_FLAT.size :])
                 self._whole_bytes = end
         if self.head is None and self.started is not None:
             raise ValueError("it has no head")
@@ -233,7 +233,7 @@ def _records(file: IO[bytes]) -> Iterator[tuple[int, bytes, int]]:
         kind, length = _RECORD.unpack(head)
         left -= _RECORD.size + length + _SUM_BYTES
         # Checked before the record is read: a torn length may be any number.
-        if left < 0 or kind > _FILLED or length > _BYTES_MAX[kind]:
+        if left < 0 or kind > _WRITTEN or length > _BYTES_MAX[kind]:
             return
         record = head + file.read(length)
         if file.read(_SUM_BYTES) != xxhash.xxh3_64_digest(record):
@@ -245,9 +245,9 @@ def _mapping_of(payload: bytes) -> dict[str, Any]:
     try:
         found = json.loads(payload)
     except RecursionError as error:
-        raise ValueError("its values lie in each other too deep") from error
+        raise ValueError("its values are nested too deeply") from error
     if not isinstance(found, dict):
-        raise ValueError(f"a {type(found).__name__} stands for its values")
+        raise ValueError(f"a {type(found).__name__} instead of an object of values")
     return found
 
 
@@ -301,6 +301,8 @@ def described(paths: Sequence[Path]) -> list[tuple[int, int]]:
     for path in paths:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise AioError("the file is a link, or has another name", path=str(path), op="open")
+            raise AioError(
+                "the file is a link, or has another hard link", path=str(path), op="open"
+            )
         found.append((status.st_ino, status.st_size))
     return found

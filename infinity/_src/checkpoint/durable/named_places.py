@@ -146,12 +146,12 @@ class PinnedLayers:
             self._layers.add(layer)
             # No place is reserved there any more, and the file is not truncated.
             self._space.freeze_layer(layer)
-        self._tell()
+        self._set_layers()
         return True
 
     def make_way(self, flats: Sequence[Flat], named: AbstractSet[int] = frozenset()) -> None:
-        """Replace the other place of each chunk where it is pinned. Called when everything is
-        committed. Blocks for the file system. named: layers in which older commits have places.
+        """Replace each chunk's other place if it is pinned. Called when everything is committed.
+        Blocks for the file system. named: layers in which older commits have places.
 
         Raises: SwapFullError; then those chunks must not be written.
         """
@@ -161,25 +161,25 @@ class PinnedLayers:
             now = self._executor.look(self._store[flat].ids)
             # The next step writes the other place; the live place is only read.
             pinned = np.isin(now["other_file"], sorted(self._layers)) & (now["other_bytes"] > 0)
-            # `_layer_beside` picks a layer that differs from that of the live place.
+            # `_other_layer` picks a layer that differs from that of the live place.
             for live in np.unique(now["file"][pinned]):
                 self._move(
                     flat,
                     now,
                     np.flatnonzero(pinned & (now["file"] == live)),
-                    self._layer_beside(int(live)),
+                    self._other_layer(int(live)),
                 )
         self._release(flats, named)
-        self._tell()
+        self._set_layers()
 
-    def _tell(self) -> None:
-        """Tell the state store the layers for new places: those without links."""
-        # New live places go to the oldest such layer, new other places to the newest. With one
-        # layer alone, both lie there.
+    def _set_layers(self) -> None:
+        """Set the state store's layers for new places: those without links."""
+        # New live places go to the oldest such layer, new other places to the newest. They may be
+        # the same.
         mine = [layer for layer in self._files.layers if layer not in self._layers]
         self._store.place_in((mine[0], mine[-1]))
 
-    def _layer_beside(self, live: int) -> int:
+    def _other_layer(self, live: int) -> int:
         """Return a layer without links that differs from `live`, the layer of the live places."""
         found = [
             layer for layer in self._files.layers if layer not in self._layers and layer != live
@@ -232,7 +232,7 @@ class PinnedLayers:
         used |= self._space.exchanged_layers
         for layer in sorted(self._layers - used - named):
             files = self._files.layers.pop(layer)
-            # The executor first: it must not use a file that the run has closed.
+            # The executor first: it must not use a closed file.
             for drive in range(len(files)):
                 self._executor.remove_file(drive, layer)
             self._space.remove_layer(layer)
@@ -245,7 +245,7 @@ _LEFT_FREE = 64 * MIB
 
 
 class _Places(NamedTuple):
-    """Places of chunks: drive, file there (-1: none) and offset, each [chunks]."""
+    """Places of chunks: drive, file on it (-1: none) and offset, each [chunks]."""
 
     drives: npt.NDArray[np.int32]
     files: npt.NDArray[np.int32]
@@ -320,7 +320,7 @@ class OlderCommits:
 
     def committed(self, generation: int, table: str, count: int) -> None:
         """Record a commit that all ranks completed, before the manifests of older commits are
-        removed. count: the number of older commits that every rank can retain; the rest is dropped.
+        removed. count: the number of older commits that every rank can retain; others are dropped.
         """
         shards = tuple(self._store[flat] for flat in self._flats)
         moved = not self._kept or any(
@@ -343,8 +343,8 @@ class OlderCommits:
         return _Places(now["drive"].copy(), now["file"].copy(), now["file_offset"].copy())
 
     def make_way(self) -> bool:
-        """Swap every other place that an older commit or a checkpoint names for a place that none
-        names. Called when everything is committed. Blocks for the file system.
+        """Swap each chunk's other place for an unnamed place, if an older commit or a checkpoint
+        names it. Called when everything is committed. Blocks for the file system.
 
         Returns True if commits were dropped for lack of space: their manifests must be removed
         before the next write. Raises: AioError.
@@ -362,9 +362,9 @@ class OlderCommits:
                     self._exchange(index, self._store[flat])
                 return cut
             except SwapFullError as error:
-                self._tell(min(self.capacity, len(self._kept) - 1) - 1, error)
-                # Only the newest commit is left, so a checkpoint names the other place, and
-                # `PinnedLayers.make_way` raises for that.
+                self._warn(min(self.capacity, len(self._kept) - 1) - 1, error)
+                # Only the newest commit remains, so a checkpoint names the other place:
+                # `PinnedLayers.make_way` raises.
                 if len(self._kept) == 1:
                     return cut
                 cut = True
@@ -392,7 +392,7 @@ class OlderCommits:
             try:
                 self._reserve([each for each in wanted if each[2].size])
             except SwapFullError as error:
-                self._tell(row, error)
+                self._warn(row, error)
                 return
 
     def _reserve(
@@ -403,7 +403,7 @@ class OlderCommits:
             return
         drives = np.concatenate([now["other_drive"][chunks] for _, now, chunks in wanted]).tolist()
         sizes = np.concatenate([now["other_bytes"][chunks] for _, now, chunks in wanted]).tolist()
-        layer = self._layer_of_its_own()
+        layer = self._additional_layer()
         self._check_free(layer, drives, sizes)
         places = self._space.reserve_on(drives, [ExtentRequest(size, layer) for size in sizes])
         self._store.nvme_bytes += sum(sizes)
@@ -427,25 +427,25 @@ class OlderCommits:
             more = self._space.growth(layer, drive, size) if size else 0
             if more and file.free_bytes() < more + _LEFT_FREE:
                 raise SwapFullError(
-                    f"the drive has to keep {format_size(_LEFT_FREE)} free beside further places",
+                    f"additional places must leave {format_size(_LEFT_FREE)} free on the drive",
                     path=file.path, op="allocate", length=more,
                 )  # fmt: skip
 
-    def _layer_of_its_own(self) -> int:
+    def _additional_layer(self) -> int:
         if not self._layer:
             self._layer = self._pinned.layer_for_more()
         elif self._layer in self._pinned.layers:
-            # A checkpoint has links to our layer now: use the one that `PinnedLayers.link` added.
+            # A checkpoint has linked this layer: use the layer that `PinnedLayers.link` added.
             self._layer = self._pinned.newest
         return self._layer
 
-    def _tell(self, count: int, error: SwapFullError) -> None:
+    def _warn(self, count: int, error: SwapFullError) -> None:
         if count >= self.capacity:
             return
         self.capacity = max(count, 0)
         log.warning(
-            "there is no room for %d commits of the durable run beside the step that is written: "
-            "this process keeps %d. Free space before the next start, or give "
+            "the drives lack space for %d commits of the durable run besides the step being "
+            "written: this process keeps %d. Free space before the next start, or give "
             "Policy(generations=%d) (%s)",
             self._wanted + 1, self.capacity + 1, self.capacity + 2, error,
         )  # fmt: skip

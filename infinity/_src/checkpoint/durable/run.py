@@ -152,7 +152,7 @@ class RunTable:
             rows["file"] = _numbers(now, "file")
             pieces = shard.format.written_count * -(-now["numel"] // PIECE_NUMEL)
             rows["sums_at"] = count + np.cumsum(pieces) - pieces
-            # Each place has a table of checksums; the live place's is taken.
+            # Each place has a table of checksums; select the live place's.
             second = (now["sums_ptr"] != shard.first_sums).astype(np.int64)
             taken = shard.sums[second, np.arange(len(now))]
             # Chunk after chunk. A row of `taken` has capacity for the longest chunk with gradients:
@@ -163,7 +163,7 @@ class RunTable:
         return np.concatenate(parts), np.concatenate(sums)
 
     def committed(self, file: FileEntry, found: Described) -> None:
-        # Without the marks, which take most of the memory of `found`.
+        # Drop the marks, which take most of the memory of `found`.
         self._committed = file, found.digest, found.shards
 
 
@@ -176,7 +176,7 @@ def _of_chunks(
     rows["run_bytes"] = now["other_bytes"]
     for name in ("numel", "key", "section_at"):
         rows[name] = now[name]
-    # Gradients are no part of a run.
+    # Commits do not contain gradients.
     rows["section_at"][:, shard.format.written_count :] = -1
     return rows
 
@@ -270,7 +270,7 @@ class DurableRun:
         self._first_forward.remove()
 
     def _before_forward(self, *_: object) -> None:
-        # Forward changes buffers (running means, say): commit them as they were before it.
+        # Forward may change buffers (running means): commit their values before it.
         if not self._stepped and not self.waits:
             self.capture()
             if self._captured == self._committed:
@@ -298,7 +298,7 @@ class DurableRun:
             raise ValueError(
                 f"{files.source.parent} holds a durable run, committed up to step "
                 f"{self._waits_for}: call inf.restore(model, opt, {place!r}{reports}) "
-                "first, or give it up with Policy(durable='new')"
+                "first, or discard it with Policy(durable='new')"
             )
 
     def must_restore(self, directories: Sequence[str | os.PathLike[str]]) -> bool:
@@ -359,7 +359,7 @@ class DurableRun:
         self._capture(self._extra if self._stepped else lambda: None)
 
     def _capture(self, extra: Callable[[], object]) -> None:
-        # First without `extra`: if `extra` cannot be encoded, the rest of the step's state is still
+        # First without `extra`: if encoding `extra` fails, the step's other state is still
         # captured.
         self._captured = self._described()
         self._captured = dataclasses.replace(self._captured, extra=extra_bytes(extra()), whole=True)
@@ -387,7 +387,7 @@ class DurableRun:
         """Commit the last step again: flats moved, and other flats will use their old places.
         complete: all trainable parameters have states, so a run without a commit gets its first.
         """
-        # None first: if `_described` fails, the next commit captures again.
+        # Set to None first: if `_described` fails, the next commit captures again.
         before, self._captured = self._captured, None
         if self._written >= 0:
             # `extra` is that of the last step, or of the run that was restored.
@@ -397,8 +397,8 @@ class DurableRun:
                 )
             self.commit()
         elif complete and not self.waits:
-            # Not before all states exist: a commit names places, and beside these the states of a
-            # second optimizer would find no space.
+            # Not before all states exist: a commit reserves its places, and the states of a second
+            # optimizer might not fit.
             try:
                 self.commit()
             except BaseException:
@@ -432,8 +432,8 @@ class DurableRun:
             raise problem
         if failed:
             raise PeerFailed(
-                "another rank has no place for the states of the next step beside a checkpoint or "
-                "an older commit, and its error says why"
+                "another rank lacks space for the next step besides a checkpoint or an older "
+                "commit; its error says why"
             )
 
     def link(self, directory: Path, generation: int) -> StoredStates | None:
@@ -534,14 +534,16 @@ class DurableRun:
         except AioError as error:
             # The states are safe, and the next commit tries again.
             log.warning(
-                "%s: the journal of the fill could not be removed: %s", self.files.home, error
+                "%s: the journal of the initialization could not be removed: %s",
+                self.files.home,
+                error,
             )
 
     def _next_generation(self) -> int:
         """Return a generation number that no file has and no attempt had: ranks that died may have
         left parts of a commit. Collective.
         """
-        # Only the first time: afterwards every rank counts by itself, and all count alike.
+        # Only the first time: afterwards each rank counts, and all counts are equal.
         if not self._generation:
             mine = [0.0, 0.0]
             if self.files.rank == 0:
@@ -650,7 +652,9 @@ class DurableRun:
                 self.files.remove_strangers(entry.name for head in heads for entry in head.files)
             except (OSError, AioError) as error:
                 log.warning(
-                    "%s: states that nothing names could not be removed: %s", self.files.home, error
+                    "%s: states that no manifest names could not be removed: %s",
+                    self.files.home,
+                    error,
                 )
                 # The next commit tries again.
                 return
@@ -664,7 +668,7 @@ class DurableRun:
         for place in self.files.places:
             try:
                 found = [path for path, number in files_of(place) if goes(path, number)]
-                # Manifests first: without one, nothing refers to the rest.
+                # Manifests first: the other files are only used through a manifest.
                 remove(sorted(found, key=lambda path: not path.name.startswith("manifest-")))
             except OSError as error:
                 log.warning("%s: an older generation could not be removed: %s", place, error)
@@ -673,6 +677,6 @@ class DurableRun:
 def _put_manifest(place: Path, head: Head, marks: Marks) -> None:
     """Put a manifest into a directory, whole and on the drive. Blocks. Raises: AioError."""
     path, parts = place / head.name, head.parts_with(marks)
-    # Whole from the start: a reader takes any manifest for a commit.
+    # Written atomically: a reader accepts any manifest as a commit.
     with typed_errors(path, "write", sum(len(part) for part in parts)):
         write_durably(path, *parts)
