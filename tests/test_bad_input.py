@@ -391,8 +391,8 @@ def test_a_dtype_without_a_state_format_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"update": "delayed"}, "update='delayed' wants an update that runs beside Python"),
-        ({"update": "backward"}, "update='backward' wants an update that runs beside Python"),
+        ({"update": "delayed"}, "update='delayed' needs an update that runs in native threads"),
+        ({"update": "backward"}, "update='backward' needs an update that runs in native threads"),
         ({"state": "compact"}, "state='compact' keeps moments in 8 bits"),
     ],
 )
@@ -435,7 +435,7 @@ def test_states_and_gradients_that_do_not_fit_their_parameter_are_refused() -> N
     optimizer = inf.AdamW(model.parameters())
     state = handle.optimizer_state(weight)
     with pytest.raises(
-        ValueError, match=r"exp_avg of model\.embed_tokens\.weight is a floating tensor of shape"
+        ValueError, match=r"exp_avg of model\.embed_tokens\.weight must be a floating tensor of shape"
     ):
         state["exp_avg"] = torch.zeros(3)
     with pytest.raises(ValueError, match="step=-1"):
@@ -498,7 +498,7 @@ def test_a_gradient_that_is_not_finite_is_met_before_any_state_is_touched(
         steps = optimizer.state_dict()["state"]
         (models.loss_of(model, BATCH) * poison).backward()
         if mode == "raise":
-            with pytest.raises(NonFiniteGradient, match="no state was touched"):
+            with pytest.raises(NonFiniteGradient, match="no state was changed"):
                 optimizer.step()
         else:
             optimizer.step()

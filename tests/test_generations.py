@@ -148,7 +148,7 @@ def test_gradients_that_are_not_finite_leave_no_trace(tmp_path, batches, mode):
             # all are written already
             assert len(handle.parts.mode._ahead) == handle.stats().units
             if mode == "raise":
-                with pytest.raises(NonFiniteGradient, match="no state was touched"):
+                with pytest.raises(NonFiniteGradient, match="no state was changed"):
                     optimizer.step()
             else:
                 optimizer.step()

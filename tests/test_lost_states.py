@@ -239,7 +239,7 @@ def test_states_that_are_nowhere_else_are_named_by_one_error_that_stays(
             with pytest.raises(StepUndone):
                 step(model, optimizer, batches[3])
             optimizer.zero_grad()
-    with pytest.raises(StatesLost, match="can no longer give back") as caught:
+    with pytest.raises(StatesLost, match="cannot read the states") as caught:
         step(model, optimizer, batches[3])
     (found,) = [each for each in caught.value.damaged if each.name == place.name]
     assert (found.start, found.stop) == (place.start, place.stop)
@@ -265,7 +265,7 @@ def test_older_states_stand_for_those_that_are_lost(
     with caplog.at_level(logging.WARNING), pytest.raises(StepUndone):
         step(model, optimizer, batches[3])
     optimizer.zero_grad()
-    assert "They have the values and moments of before their last update" in caplog.text
+    assert "They have the values and moments before their last update" in caplog.text
     # Whole chunks: masters and both moments of the same elements, and nothing else.
     found, older = states_of(model), set()
     for name, now in states[3].items():

@@ -132,7 +132,7 @@ class BackwardUpdate(UpdateMode):
         if self._windows is not None:
             self._windows.close()
 
-    # -- gradients come ----------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     @property
     def on_gradient(self) -> OnGradient:
@@ -148,7 +148,7 @@ class BackwardUpdate(UpdateMode):
         if not held or self._accumulating:
             self._parts.grads.accumulate(param, grad)
             return
-        # Bound first: torch reads `p.grad` through the accumulator's proxy.
+        # Assign the proxy first: torch reads `p.grad` through it.
         accumulator = self._parts.grads.accumulator(param)
         ready = self._ready.setdefault(param.unit, {})
         # Reentrant checkpointing delivers a gradient in several parts in one backward.
@@ -192,7 +192,7 @@ class BackwardUpdate(UpdateMode):
         if param in self._updated or param in self._ready.get(param.unit, ()):
             raise _late_gradient(param)
 
-    # -- updates go --------------------------------------------------------------------------------
+    # -- updates -----------------------------------------------------------------------------------
 
     def unit_released(self, unit: Unit) -> None:
         # Only in a backward: after an interrupted one (in a state_dict, for example) the gradients
@@ -303,7 +303,7 @@ class BackwardUpdate(UpdateMode):
 
     def _make_room(self) -> None:
         """Free gradients that updates have read. While too many bytes are alive, block for the
-        oldest update, but not for the only one, which may be of a huge unit.
+        oldest update, unless it is the only one (a huge unit).
         """
         while self._flights and (
             self._flights[0].ticket.filled
@@ -368,8 +368,8 @@ class BackwardUpdate(UpdateMode):
         self._parts.pipeline.raise_fault()
         if lost is not None:
             raise RuntimeError(
-                f"opt.step() after a backward that broke off, and the gradient of {lost.name} with "
-                "it: with update='backward' gradients are not kept; call zero_grad() and run "
+                "opt.step() after an interrupted backward, which lost the gradient of "
+                f"{lost.name}: update='backward' does not keep gradients; call zero_grad() and run "
                 "forward and backward again"
             )
 
@@ -409,15 +409,15 @@ class BackwardUpdate(UpdateMode):
         if self._updated:
             self._parts.pipeline.set_fault(
                 StateInvalid(
-                    "a backward with update='backward' broke off when some units were updated "
-                    "already; the step is half done: "
-                    "start again from the last export, or use update='deferred'"
+                    "a backward with update='backward' was interrupted after it updated some "
+                    "units; the step is half done: start again from the last export, or use "
+                    "update='deferred'"
                 )
             )
 
 
 def wait_filled_quietly(ticket: Ticket) -> None:
-    """Block until the update has read its gradients. An error is left to the pipeline to raise."""
+    """Block until the update has read its gradients. The pipeline raises its errors."""
     while not ticket.filled:
         try:
             ticket.wait_filled()
@@ -443,8 +443,8 @@ def _second_gradient(param: Param) -> RuntimeError:
 
 def _late_gradient(param: Param) -> RuntimeError:
     return RuntimeError(
-        f"a gradient was assigned to {param.name} after backward, and with update='backward' the "
-        "update has taken the one that backward made; use update='deferred'"
+        f"a gradient was assigned to {param.name} after backward, but with update='backward' the "
+        "update has already used backward's gradient; use update='deferred'"
     )
 
 

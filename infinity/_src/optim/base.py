@@ -86,14 +86,14 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._records: dict[int, Param] = {}
         self._groups: dict[Param, dict[str, Any]] = {}
-        # Names for the group's values when the states were made, which fix the states' format.
+        # Moment names of each parameter when its states were made: they fix the states' format.
         self._moments: dict[Param, tuple[str, ...]] = {}
         self._engines: dict[StepEngine, list[Param]] = {}
         # Parameters of the groups without states, frozen since they were added, in order.
         self.stateless: dict[Param, None] = {}
         self._built = False
         # torch adds the groups here. Afterwards one call makes the states of all groups of an
-        # engine: a second call would move states that the first one placed.
+        # engine: a second call would move states that were just placed.
         super().__init__(params, defaults)
         self._built = True
         self._admit(list(self.stateless))
@@ -143,8 +143,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             if self._built:
                 self._admit(added)
         except BaseException:
-            # The optimizer stays as it was. Deleted by position: to compare groups would compare
-            # the values of parameters.
+            # Leave the optimizer unchanged. Delete by position: comparing groups would compare
+            # parameters' values.
             del self.param_groups[-1]
             for key in {id(param) for param in group["params"]} & self._records.keys():
                 record = self._records.pop(key)
@@ -224,7 +224,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 # Before every check: as in torch, the closure runs forward and backward.
                 loss = closure()
         self.refresh_groups()
-        # These have a gradient without a training forward, for example one that the loop assigned.
+        # Unfrozen parameters may have a gradient without a training forward: the loop assigned it.
         self.make_states([p for p in self.stateless if p.at_rest.grad is not None])
         # All engines are checked before any is updated: a step updates every model, or none.
         live: dict[StepEngine, list[Param]] = {}
@@ -328,8 +328,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             held = {id(each) for group in self.param_groups for each in group["params"]}
             gone = next(param for param in self._groups if id(param.at_rest) not in held)
             raise ValueError(
-                f"{gone.name} is in no parameter group any more, and its states are still held: "
-                "freeze it with requires_grad_(False) instead, or build a new optimizer"
+                f"{gone.name} is in no parameter group any more, but still has states: freeze it "
+                "with requires_grad_(False) instead, or build a new optimizer"
             )
 
     def _has_gradient(self, engine: StepEngine, param: Param) -> bool:
@@ -377,7 +377,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyper-parameters from a manifest of this optimizer's parameters.
+        """Load hyper-parameters from a manifest of this optimizer's parameters.
 
         The tensors stay those of the engine, so the manifest must have the same step counts.
 
@@ -392,7 +392,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         writer = state_dict.get("infinity_optimizer", self.title)
         if writer != self.title:
             raise ValueError(
-                f"this is a manifest of infinity.{writer}; load it into one, not into {self.title}"
+                f"this is a manifest of infinity.{writer}; load it into infinity.{writer}, not "
+                f"into {self.title}"
             )
         here = self.state_dict()
         for index, entry in state_dict["state"].items():

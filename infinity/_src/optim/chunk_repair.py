@@ -157,17 +157,17 @@ class ChunkRepair:
         # ranges, but every gather of the unit reads it.
         if cause is not None:
             raise StatesLost(
-                f"the drive can no longer give back the states of {_listed(lost)}, and nothing "
-                f"else has them ({cause}). The step was undone, and all other states are "
-                f"those before it. {self._advice}",
+                f"the drive cannot read the states of {_listed(lost)} any more, and no other copy "
+                f"exists ({cause}). The step was undone; all other states are those before it. "
+                f"{self._advice}",
                 damaged=tuple(lost),
             ) from cause
         if whole is not None:
             ranges_of_whole = self._ranges([(whole.at, whole.error)])[whole.at.id]
             raise StateInvalid(
-                f"updates of {_listed(ranges_of_whole)} failed in {ROUNDS_MAX} steps, one after "
-                f"the other ({whole.error}). No states are lost: the step was undone, and they are "
-                "those before it. Start again from the last save, or on another drive"
+                f"updates of {_listed(ranges_of_whole)} failed in {ROUNDS_MAX} consecutive steps "
+                f"({whole.error}). No states are lost: the step was undone. Start again from the "
+                "last save, or on another drive"
             ) from whole.error
         return len(gone) == len(bad)
 
@@ -187,7 +187,7 @@ class ChunkRepair:
             problems = self._store.verify([at], reads=self._reads)
         except BaseException:
             # An interrupt came before the warning: the run must not continue with older states
-            # that no message has announced.
+            # without a message.
             self._executor.wait_all()
             self._store.exchange(at)
             raise
@@ -197,7 +197,7 @@ class ChunkRepair:
         self._rounds.pop(at.id, None)
         self.older_chunks += 1
         log.warning(
-            "the states of %s cannot be read any more (%s). They have the values and moments of "
+            "the states of %s cannot be read any more (%s). They have the values and moments "
             "before their last update, and so are older than all others",
             _listed(ranges),
             error,
@@ -210,11 +210,11 @@ class ChunkRepair:
         try:
             bad = self._store.renew_second_place(at)
         except (SwapFullError, OSError, ValueError) as problem:
-            log.warning("no other place for what cannot be read (%s): %s", error, problem)
+            log.warning("no other place for an unreadable chunk (%s): %s", error, problem)
             return
         log.warning(
-            "drive %d cannot give back %d bytes at offset %d (%s). The range is not used again; "
-            "look at the drive's health",
+            "drive %d cannot read %d bytes at offset %d (%s). The range is not used again; check "
+            "the drive's health",
             bad.drive,
             bad.size_bytes,
             bad.offset,

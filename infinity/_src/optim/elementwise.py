@@ -119,8 +119,8 @@ class Elementwise(Optimizer):
         policy = engine.policy
         if policy.state == "compact":
             raise ValueError(
-                "state='compact' keeps moments in 8 bits, whose map fits those of AdamW, SGD and "
-                f"Lion; use state='exact' or 'bf16' with {self.title}"
+                "state='compact' keeps moments in 8 bits, whose map fits only moments of AdamW, "
+                f"SGD and Lion; use state='exact' or 'bf16' with {self.title}"
             )
         if policy.update_on != "cpu":
             raise ValueError(
@@ -129,8 +129,8 @@ class Elementwise(Optimizer):
             )
         if not policy.updates_in_step:
             raise ValueError(
-                f"update={policy.update!r} wants an update that runs beside Python; {self.title} "
-                "does not: use update='deferred', or AdamW, SGD or Lion"
+                f"update={policy.update!r} needs an update that runs in native threads; "
+                f"{self.title} runs in Python: use update='deferred', or AdamW, SGD or Lion"
             )
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
@@ -192,8 +192,8 @@ class Elementwise(Optimizer):
         state: dict[str, Any],  # noqa: ARG002
         log: Sequence[LogEntry],  # noqa: ARG002
     ) -> npt.NDArray[Any]:
-        """Refuse: no kernel runs, and the update modes that would ask for one refuse this class."""
-        raise AssertionError(f"{self.title} has no kernel, and {param.name} was given to one")
+        """Refuse: this class has no kernel, and update modes that need one refuse it."""
+        raise AssertionError(f"{self.title} has no kernel for {param.name}")
 
     def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
         for engine, params in live.items():
@@ -417,7 +417,7 @@ def probe(torch_class: Any, group: dict[str, Any], settings: dict[str, Any]) -> 
     if len(moments) > MOMENTS_MAX:
         _refuse(
             torch_class,
-            f"it keeps {len(moments)} states for each element; at most {MOMENTS_MAX} have room",
+            f"it keeps {len(moments)} states for each element; at most {MOMENTS_MAX} fit",
         )
     scalars = {name: value for name, value in states[-1].items() if name not in moments}
     for name, value in scalars.items():
@@ -443,12 +443,12 @@ def probe(torch_class: Any, group: dict[str, Any], settings: dict[str, Any]) -> 
         if not same:
             _refuse(
                 torch_class,
-                "its step on a part of a parameter is not that part of its step on the whole: it "
-                "looks at more than one element at a time, or at the shape",
+                "a step on part of a parameter gives other values than a step on the whole: its "
+                "update uses other elements, or the shape",
             )
         # A number that depends on the values would differ from slice to slice.
         if any(part_states[-1].get(name) != value for name, value in scalars.items()):
-            _refuse(torch_class, "numbers that it keeps depend on the parameter's values")
+            _refuse(torch_class, "its numbers depend on the parameter's values")
     return Traits(moments, scalars)
 
 
@@ -487,7 +487,7 @@ def _run(
     except TypeError as error:
         _refuse(
             torch_class,
-            "its step() wants a closure" if "closure" in str(error) else str(error),
+            "its step() needs a closure" if "closure" in str(error) else str(error),
             error,
         )
     except (RuntimeError, ValueError, AssertionError, IndexError, NotImplementedError) as error:

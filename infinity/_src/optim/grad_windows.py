@@ -64,7 +64,7 @@ def ring_bytes(unit_sizes: Iterable[Iterable[int]]) -> int:
 def grad_sizes(
     units: Sequence[Unit], dtype_of: Callable[[Flat], torch.dtype]
 ) -> Iterator[list[int]]:
-    """Yield for each unit the bytes of each gradient, of the parameters that learn."""
+    """Yield for each unit the bytes of each gradient, of the trainable parameters."""
     for unit in units:
         yield [
             param.numel * dtype_of(param.flat).itemsize
@@ -112,8 +112,8 @@ class GradWindows:
         return GradOffload(self._device, overlap_bytes(sizes, OFFLOAD_UNITS))
 
     def grow(self) -> None:
-        """Enlarge the ring for all parameters that learn now, if it is too small. Nothing may be
-        pending.
+        """Enlarge the ring for all trainable parameters, if it is too small. No copy or update may
+        be pending.
         """
         size_bytes = ring_bytes(grad_sizes(self._units, self._dtype_of))
         if size_bytes > self._size_bytes:

@@ -125,9 +125,9 @@ class SGD(Optimizer):
         group = self.group_of(param)
         if bool(group["momentum"]) != bool(self.moments_of(param)):
             raise ValueError(
-                f"momentum={group['momentum']!r} for {param.name}: whether there is momentum (and "
-                "so a buffer) is fixed when a group is added; build inf.SGD anew, with a momentum "
-                "of 0 or above 0 as you want it"
+                f"momentum={group['momentum']!r} for {param.name}: whether a group has momentum "
+                "(and so a buffer) is fixed when it is added; build a new inf.SGD with that "
+                "momentum"
             )
         # As in torch, the first step copies the gradient into the buffer; dampening does not apply
         # to it.

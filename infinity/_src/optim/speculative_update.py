@@ -204,7 +204,7 @@ class SpeculativeUpdate(UpdateMode):
         if any(param.grad is not None and param.grad.backing is not None for param in params):
             self._parts.grads.flush_spilled(unit)
         holder.refresh_groups()
-        # A preview: the step counts advance only in opt.step().
+        # A preview: step counts advance only in opt.step().
         work = {item.param: item for item in holder.preview(params)[0]}
         in_place = self._parts.unsharder.can_update_in_place(unit)
         # The gathered unit gets the new parameters; an undo marks it stale.
@@ -222,7 +222,7 @@ class SpeculativeUpdate(UpdateMode):
             param.grad.guard(_UndoOnWrite(self, unit))
         self._parts.unsharder.updated(unit, ahead.ticket, in_place=in_place)
 
-    # -- back --------------------------------------------------------------------------------------
+    # -- undo --------------------------------------------------------------------------------------
 
     def undo_unit(self, unit: Unit) -> None:
         """Undo the unit's update: its gradients are about to change, or a caller reads its

@@ -123,13 +123,13 @@ class States:
                 "handle.gather()"
             )
         shard = self.store[param.flat]
-        # fp32 on the way, whatever the format: one rounding, at the encoder.
+        # Convert to fp32 for every format, so that only the encoder rounds.
         wanted = tensor.detach().to("cpu", torch.float32).reshape(-1)
         if shard.format.moments is Moments.Q8 and value == 2 and bool((wanted < 0).any()):
             raise ValueError(
-                f"the second moment of {param.name} is a mean of squares, and some of the values "
-                "given are below zero (the least "
-                f"is {wanted.min():.3g}): state='compact' holds it without a sign; clamp them to 0"
+                f"the second moment of {param.name} is a mean of squares, but some given values "
+                f"are below zero (the least is {wanted.min():.3g}): state='compact' stores no "
+                "sign; clamp them to 0"
             )
         if value == 0:
             # Before the first store: after an error in between, the gathered unit is read anew,
@@ -274,7 +274,7 @@ def check_tensor(what: str, param: Param, value: object) -> None:
             else type(value).__name__
         )
         raise ValueError(
-            f"{what} of {param.name} is a floating tensor of shape {tuple(param.shape)}, not "
+            f"{what} of {param.name} must be a floating tensor of shape {tuple(param.shape)}, not "
             f"{shown}"
         )
 
@@ -284,7 +284,7 @@ def sections_with(form: Format, value: int) -> list[int]:
     if value == 0:
         return list(form.master_sections)
     section = form.master_count + value - 1
-    # `lo` says whether a sign is the moment's own.
+    # `lo` says whether the sign bit belongs to the moment.
     if section == form.sign_section:
         return [1, section]
     # 8-bit moments share one section of scales, so a moment needs that too.

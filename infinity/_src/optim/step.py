@@ -19,10 +19,9 @@ infinity/_src/optim/base.py.
 
 This is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
 
-A fault in the background is sticky: the next call to the engine raises it, and so does every later
-one. The executor knows which chunks the fault left half written, and refuses to read them. With two
-generations the step is undone instead (`infinity._src.optim.transaction`), and the next call raises
-once.
+A fault in the background is sticky: every later call to the engine raises it. The executor refuses
+to read chunks that the fault left half written. With two generations the step is undone instead
+(`infinity._src.optim.transaction`), and the next call raises once.
 
 Several ranks with two generations undo a step together. A rank does not raise a fault until all
 ranks are at the same point of the program, and know of it. There are two such points:
@@ -36,12 +35,12 @@ ranks are at the same point of the program, and know of it. There are two such p
 
 Then ranks exchange what failed, and each rank undoes its part of the step, after the gathers in
 flight have ended, which are the same on all ranks. All raise StepUndone. So no rank raises alone,
-or computes with a mixture of updated and older units. A loss belongs to one step's parameters: of a
-step that stays, or of a step that a later call reports as undone.
+or computes with a mixture of updated and older units. Each loss is computed with one step's
+parameters; if that step is undone, a later call reports it.
 
 **No deadlock.** A rank sends its flag when its updates have ended, which depends on no other rank.
-A shard that is lacking counts as ready in the order of gathers (`distributed.order_agreement`). A
-refused gather ends in its turn, so ranks continue with the same collectives after it.
+A missing shard counts as ready in the order of gathers (`distributed.order_agreement`). A refused
+gather ends in its turn, so ranks continue with the same collectives after it.
 
 **Cost.** One all_gather of a flag for each rank and step, in addition to the exchange of its name.
 Flags of gathers are sent with the names; on several nodes with several ranks each they take one
@@ -49,8 +48,8 @@ more exchange of a byte, which overlaps with the collective before.
 
 Some faults are not undone, and end all ranks, as with one generation: a fault that opt.step()
 itself meets on one rank (update_on="device", an interrupt), since the other ranks are at other
-points of the program; a fault that `close()` meets in a run that is not durable, which leaves no
-states to read; and every fault that is not one of an update.
+points of the program; a fault in `close()` of a run that is not durable, which has no states to
+continue from; and every fault that is not an update's.
 """
 
 from __future__ import annotations
@@ -218,7 +217,7 @@ class StepPipeline:
         if fault is None:
             return
         if isinstance(fault.__cause__, DriveLostError):
-            # A step cannot be undone on a lost drive. The drive's error is raised itself.
+            # A step cannot be undone on a lost drive: raise the drive's error.
             self._comm.report_failure(fault.__cause__)
             raise fault.__cause__.with_traceback(None)
         if self.transaction is not None and not (self.undoes_together or self._final):
@@ -250,7 +249,7 @@ class StepPipeline:
             # Interrupted before or after the states were restored: the next call undoes and raises.
             self.set_fault(half_done(cause))
             raise
-        # After the undo: gathers that fail meanwhile are attributed to the failed updates.
+        # After the undo: until then failing gathers are attributed to the failed updates.
         self._forget_updates()
         return undone
 
@@ -288,8 +287,8 @@ class StepPipeline:
             raise
 
     def end_updates(self, error: AioError | None) -> None:
-        """End updates that the calling thread has made itself. error: of an update that failed.
-        Raises the sticky fault. Collective where ranks undo steps together.
+        """End updates that the calling thread made. error: of a failed update. Raises the sticky
+        fault. Collective where ranks undo steps together.
         """
         if self.undoes_together:
             if failed_anywhere(self._comm, error):
@@ -339,13 +338,13 @@ class StepPipeline:
             failed.wait()
         except AioError as error:
             fault = StateInvalid(
-                f"an optimizer update failed in the background ({error}); the step is incomplete "
-                "and the states cannot be trusted; close this engine and start again from the last "
+                f"an optimizer update failed in the background ({error}); the step is incomplete, "
+                "and the states are inconsistent; close this engine and start again from the last "
                 "export"
             )
             fault.__cause__ = error
             return fault
-        raise AssertionError("a ticket has failed without an error")
+        raise AssertionError("a ticket failed without an error")
 
     def _faults_of_updates(self) -> list[AioError]:
         found = []
@@ -671,9 +670,9 @@ def half_done(error: BaseException) -> StateInvalid:
     """Return the sticky fault of a step that was interrupted after some parameters were, or may
     have been, updated."""
     fault = StateInvalid(
-        f"opt.step() broke off ({type(error).__name__}: {error}); some parameters are updated and "
-        "others are not, so the states cannot be trusted; close this engine and start again from "
-        "the last export"
+        f"opt.step() was interrupted ({type(error).__name__}: {error}) after it updated some "
+        "parameters, so the states are inconsistent; close this engine and start again from the "
+        "last export"
     )
     fault.__cause__ = error
     return fault
@@ -691,6 +690,6 @@ def refuse_nonfinite(bad: Sequence[Param], mode: str) -> bool:
         return False
     names = listed((param.name for param in bad), most=3)
     raise NonFiniteGradient(
-        f"gradients of {names} are not finite; no state was touched. Policy(on_nonfinite='skip') "
+        f"gradients of {names} are not finite; no state was changed. Policy(on_nonfinite='skip') "
         "skips such steps, 'ignore' applies them"
     )

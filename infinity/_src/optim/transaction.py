@@ -211,7 +211,8 @@ class Transaction:
             while not self.repair.mend(misread, of_step=False):
                 time.sleep(ASKED_AGAIN_S)
         finally:
-            # Only if values have changed: units in use would be filled anew under autograd.
+            # Only if values have changed: reloading units in use would overwrite tensors that
+            # autograd saved.
             if self.repair.older_chunks > older:
                 self._unsharder.mark_stale(self._units)
         # The chunk can be read: the repair counts later faults anew.
@@ -241,11 +242,11 @@ def _undone(cause: BaseException, *, of_gather: bool) -> StepUndone:
     """Return the error of an undone step. of_gather: the cause is the read of a gather."""
     met, since = "an optimizer update failed", ""
     if of_gather:
-        met, since = "a unit cannot be read", ", with what was written to parameters since,"
+        met, since = "a unit cannot be read", ", and later writes to parameters,"
     undone = StepUndone(
         f"{met} ({cause}); the step was undone: parameters, optimizer states and step counts"
-        f"{since} are those before it; its gradients are used up. Once the cause is mended, clear "
-        "the gradients and take the step's batches again, or go on with the next"
+        f"{since} are those before it; its gradients are consumed. After fixing the cause clear "
+        "the gradients, and repeat the step's batches or continue with the next"
     )
     undone.__cause__ = cause
     return undone

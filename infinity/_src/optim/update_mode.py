@@ -186,15 +186,15 @@ class UpdateMode(StepHooks):
 # Update t stays the last one, the next forward computes with the same parameters as the forward of
 # the skipped step, and `delayed_warmup` does not count it.
 #
-# A write to a parameter (in `gather()`, by `load_state_dict()`, as "master") goes to both copies,
-# whole. The next forward computes with the written value, and the next update changes it.
-# `gather()` shows the newest parameters, with which training computes one step later. A training
-# forward or backward of them inside of `gather()` is refused.
+# A write to a parameter (in `gather()`, by `load_state_dict()`, as "master") goes to both copies.
+# The next forward computes with the written value, and the next update changes it. `gather()` shows
+# the newest parameters, with which training computes one step later. A training forward or backward
+# of them inside of `gather()` is refused.
 
 
 class DelayedUpdate(UpdateMode):
-    """Submits updates with whose result forward computes one step later. The first `warmup` steps
-    are deferred updates."""
+    """Submits updates whose results forward uses one step later. The first `warmup` steps are
+    deferred updates."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class DelayedUpdate(UpdateMode):
 
 
 class _Swap(NamedTuple):
-    """Reader of an accumulator's storage whose writers get other memory
+    """Reader that gives writers of an accumulator's storage other memory
     (`infinity._src.params.accumulator.AccumulatorReader`).
     """
 

@@ -184,7 +184,7 @@ def test_units_that_stay_for_the_next_slice_give_way_where_there_is_no_room(
     block.before = short
     before = inf.handle(model).stats().demands
     assert torch.equal(model(x), expected)
-    assert "units that stay gathered from slice to slice" in caplog.text
+    assert "to keep units gathered from slice to slice" in caplog.text
     assert len(caplog.records) == 1
     # Five demands of two slices that find nothing kept, besides that of each layer.
     assert inf.handle(model).stats().demands - before == 9
