@@ -435,7 +435,7 @@ def test_states_and_gradients_that_do_not_fit_their_parameter_are_refused() -> N
     optimizer = inf.AdamW(model.parameters())
     state = handle.optimizer_state(weight)
     with pytest.raises(
-        ValueError, match=r"exp_avg of model\.embed_tokens\.weight must be a floating tensor of shape"
+        ValueError, match=r"exp_avg of model\.embed_tokens\.weight must be a floating tensor"
     ):
         state["exp_avg"] = torch.zeros(3)
     with pytest.raises(ValueError, match="step=-1"):
@@ -444,7 +444,7 @@ def test_states_and_gradients_that_do_not_fit_their_parameter_are_refused() -> N
         state["momentum_buffer"]
     with pytest.raises(ValueError, match="the gradient of"):
         handle.set_full_grad(weight, torch.zeros(3))
-    with pytest.raises(ValueError, match="wants one parameter of the offloaded model"):
+    with pytest.raises(ValueError, match="expected one parameter of the offloaded model"):
         handle.full_grad(torch.nn.Parameter(torch.zeros(3)))
     assert optimizer.param_groups
     handle.close()
@@ -640,9 +640,9 @@ def test_no_step_goes_past_an_update_in_backward_that_broke_off_at_its_end(
     monkeypatch.setattr(inf.handle(model).gradients, "backward_end", failing("no such luck"))
     with pytest.raises(AioError, match="no such luck"):
         crashes.step(model, optimizer, 0, 0)
-    with pytest.raises(StateInvalid, match="broke off"):
+    with pytest.raises(StateInvalid, match="interrupted"):
         optimizer.step()
-    with pytest.raises(StateInvalid, match="broke off"):
+    with pytest.raises(StateInvalid, match="interrupted"):
         inf.handle(model).close()
 
 

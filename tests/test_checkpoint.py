@@ -270,11 +270,11 @@ def test_buffers_and_extra_come_back_and_the_handle_s_extra_stands_in(tmp_path: 
     assert torch.equal(restored.extra["rng"], state)
     assert torch.equal(fresh[1].running_mean, model[1].running_mean)  # type: ignore[index]
     assert fresh[1].num_batches_tracked == 1  # type: ignore[index]
-    with pytest.raises(ValueError, match="extra= cannot be kept"):
+    with pytest.raises(ValueError, match="extra= cannot be saved"):
         inf.save(model, opt, tmp_path / "other", extra=object())
     with pytest.raises(
         ValueError,
-        match=r"cannot be kept: it names pathlib.*not known to be harmless.*Numbers, text",
+        match=r"cannot be saved: it names pathlib.*may be harmful.*numbers, text",
     ):
         inf.save(model, opt, tmp_path / "other", extra={"text": Path("book.txt")})
 
@@ -343,7 +343,7 @@ def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path: Path) -
     with Run(PLAIN, policy(tmp_path)) as run:
         run.train(0, 1)
         run.save(place).wait()
-        with pytest.raises(ValueError, match="held by an optimizer that was not given"):
+        with pytest.raises(ValueError, match="belongs to an optimizer that was not given"):
             inf.save(run.model, None, place)
         with pytest.raises(ValueError, match="SGD is no optimizer of infinity"):
             inf.save(run.model, torch.optim.SGD([torch.zeros(1)]), place)

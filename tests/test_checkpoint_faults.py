@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
         run.train(1, 2)
         with LimitedFiles(65536):
             save = run.save(place)
-            with pytest.raises(SwapFullError, match="which is as it was") as caught:
+            with pytest.raises(SwapFullError, match="which is unchanged") as caught:
                 save.wait()
         assert caught.value.errno == errno.EFBIG
         assert str(place) in caught.value.path

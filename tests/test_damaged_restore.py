@@ -126,7 +126,7 @@ def test_a_file_that_is_cut_or_gone(
         check(inf.Restored(0, None, "", ()), model, fresh, fresh)
         restored = inf.restore(model, opt, place, damaged="report")
         assert least <= check(restored, model, states, fresh) <= most
-        assert "could not be read, and keep the values that the model had" in caplog.text
+        assert "could not be read, and keep the model's values" in caplog.text
         step(model, opt)
         inf.handle(model).close()
         file.unlink(missing_ok=True)

@@ -378,7 +378,7 @@ def test_a_model_that_ddp_reduces_is_refused_by_name() -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         around = nn.parallel.DistributedDataParallel(net)
-        for model, name in ((net, "built around this model"), (around, "^Dist.* offload the mod")):
+        for model, name in ((net, "built around this model"), (around, "^Dist.* offload its")):
             for hidden in (contextlib.nullcontext, frozen):
                 with hidden(), unchanged(net), pytest.raises(ValueError, match=name):
                     offload(model, policy("cpu", Path("/tmp")))

@@ -65,7 +65,7 @@ def test_gradients_that_a_broken_backward_lost_are_not_left_out_silently(tmp_pat
     model = make(tmp_path, "backward", units=[""])
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
     break_off(model, model.get_input_embeddings().weight)  # type: ignore[operator]
-    with pytest.raises(RuntimeError, match=r"gradient of .* with it: .*zero_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"lost the gradient of .*zero_grad\(\)"):
         optimizer.step()
     optimizer.zero_grad()
     reference, reference_optimizer = plain()
@@ -271,7 +271,7 @@ def test_an_interrupt_in_an_elementwise_step_is_sticky(tmp_path: Path) -> None:
     stop_at[0] = next(calls) + 6
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    with pytest.raises(StateInvalid, match="broke off"):
+    with pytest.raises(StateInvalid, match="interrupted"):
         optimizer.step()
     with pytest.raises(StateInvalid):
         inf.handle(model).close()

@@ -177,13 +177,13 @@ class Centralised(torch.optim.SGD):
     ("torch_class", "reason"),
     [
         (torch.optim.LBFGS, "closure"),
-        (torch.optim.Adafactor, "more than one"),
+        (torch.optim.Adafactor, "uses other elements"),
         (torch.optim.SparseAdam, "dense"),
         (getattr(torch.optim, "Muon", torch.optim.LBFGS), "2D|closure"),
-        (Normalised, "more than one"),
-        (NormalisedSoon, "more than one"),
-        (LargestMoves, "more than one"),
-        (Centralised, "or at the shape"),
+        (Normalised, "uses other elements"),
+        (NormalisedSoon, "uses other elements"),
+        (LargestMoves, "uses other elements"),
+        (Centralised, "or the shape"),
         (nn.Linear, "no torch.optim.Optimizer"),
     ],
 )

@@ -157,7 +157,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="after=-1: give the number of a step"):
         inf.StepLog(model, tmp_path, after=-1)
     with inf.StepLog(model, tmp_path / "out") as log:
-        with pytest.raises(ValueError, match="the log has step_s itself: give another name"):
+        with pytest.raises(ValueError, match="the log has step_s already: give another name"):
             log.step(1.0, step_s=2.0)
         log.step(float("nan"))
     (row,) = rows_of(tmp_path / "out", "step")

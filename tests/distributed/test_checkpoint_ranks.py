@@ -240,7 +240,7 @@ class Adapting:
         model, opt = _adapted(place)
         _step(model, opt, 1)
         inf.save(model, opt, self.top).wait()
-        with pytest.raises(ValueError, match="other parameters on some ranks") as refused:
+        with pytest.raises(ValueError, match="different parameters on some ranks") as refused:
             inf.save(model, opt, self.top, frozen=rank == 0)
         assert newest_generation(self.top)[0].generation == 1
         inf.save(model, opt, self.top, frozen=False).wait()

@@ -4,9 +4,9 @@ crash leaves each file whole or not at all.
     manifest-<generation>.rank<r>   data-<generation>.rank<r>
     buffers-<generation>.rank<r>    extra-<generation>.rank<r>    table-<generation>.rank<r>
 
-A save writes the files of a new generation beside those of the last one, the manifests last; older
-ones go when every rank's manifest is there. So at any moment the directory has a whole generation,
-once it has had one. The bytes of a file reach the drive before its name does.
+A save writes the files of a new generation, the manifests last, and removes older generations when
+every rank's manifest exists. So after the first save the directory always has a whole generation.
+The bytes of a file reach the drive before its name does.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def file_name(kind: str, generation: int, rank: int) -> str:
 
 
 def files_of(directory: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the files there that saves made, and the generation of each."""
+    """Yield the files of saves in the directory, each with its generation."""
     for path in directory.iterdir():
         found = _NAME.fullmatch(path.name)
         if found is not None:
@@ -63,7 +63,7 @@ def is_of(path: Path, rank: int) -> bool:
 
 
 def next_generation(directory: Path) -> int:
-    """Return the number of a save that begins now: no file has it yet."""
+    """Return an unused generation number."""
     # Over all files, not manifests alone: leftovers of a save that died must not be mixed with the
     # new save's files.
     return max((generation for _, generation in files_of(directory)), default=0) + 1
@@ -80,7 +80,7 @@ def generations(directory: Path) -> list[int]:
 def begun_commits(directory: Path) -> list[int]:
     """List the generations in which at least one rank's manifest has its final name, newest first.
 
-    A save that is still writing, or broke off while it wrote, has partial names and is left out.
+    A running or interrupted save has only partial names, and is omitted.
     """
     found = {
         number
@@ -102,7 +102,7 @@ def read_generation(directory: Path, generation: int) -> list[Manifest]:
 
 def read_heads(directory: Path, generation: int) -> list[Head]:
     """Read the heads of all ranks' manifests of one generation: a fraction of the memory, and no
-    tables of chunks. `optimizers` is the same in each manifest: the first head alone keeps it.
+    tables of chunks. `optimizers` is equal in all manifests: only the first head keeps it.
 
     Raises: as `read_generation`; damage inside of a table is not seen.
     """
@@ -116,10 +116,10 @@ def _of_all_ranks(directory: Path, generation: int, read: Callable[[Path], _Kind
     for rank in range(1, first.world):
         path = directory / manifest_name(generation, rank)
         other = read(path)
-        # Two saves may have had one number: the first broke off, the second began anew.
+        # Two saves may have the same number, if the first was interrupted.
         if (other.save, other.world, other.rank) != (first.save, first.world, rank):
             raise AioError(
-                "the manifest is of another save than that of rank 0", path=str(path), op="read"
+                "the manifest is of another save than rank 0's", path=str(path), op="read"
             )
         manifests.append(other)
     return manifests
@@ -129,8 +129,8 @@ def newest_generation(directory: Path) -> list[Manifest]:
     """Read the manifests of the newest whole generation. A generation that lacks a rank's manifest
     was never committed.
 
-    Raises: AioError (ENOENT) where there is none; ChecksumError for a manifest that is there and
-    damaged: it is not passed over in silence.
+    Raises: AioError (ENOENT) if there is none; ChecksumError for a damaged manifest, which is never
+    skipped silently.
     """
     return _newest(directory, read_generation)
 
@@ -143,9 +143,7 @@ def newest_heads(directory: Path) -> list[Head]:
 
 
 def readable_heads(directory: Path) -> list[Head] | None:
-    """Read the heads of the newest generation that can be read whole, damaged ones passed over;
-    None where there is none.
-    """
+    """Read the heads of the newest undamaged generation; None if there is none."""
     for generation in generations(directory):
         with contextlib.suppress(AioError, ValueError):
             return read_heads(directory, generation)
@@ -156,12 +154,12 @@ def _newest(directory: Path, read: Callable[[Path, int], list[_Kind]]) -> list[_
     if not directory.is_dir():
         raise AioError("there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open")
     missing: AioError | None = None
-    # A newer generation may lack manifests: its save is under way, or was broken off.
+    # A newer generation may lack manifests: its save is running, or was interrupted.
     for generation in generations(directory):
         try:
             return read(directory, generation)
         except AioError as error:
-            # Damage is reported, not stepped over: an older generation would lose steps in silence.
+            # Damage is reported, not skipped: an older generation would silently lose steps.
             if error.errno != errno.ENOENT:
                 raise
             # The error of the newest generation helps the user most.
@@ -196,7 +194,7 @@ def read_head(path: Path) -> Head:
 
 def _read_lean(path: Path) -> Head:
     head = read_head(path)
-    # `optimizers` has an entry for each parameter, and is equal in all ranks' heads: one is kept.
+    # `optimizers` has an entry for each parameter, and is equal in all ranks' heads: keep one.
     return head if head.rank == 0 else dataclasses.replace(head, optimizers=())
 
 
@@ -207,8 +205,8 @@ def _named(manifest: Path, file: FileEntry) -> bytes:
 
 @contextlib.contextmanager
 def _needed(manifest: Path, file: FileEntry) -> Iterator[None]:
-    """Raise another error than ENOENT for a file that a manifest needs and that is missing: the
-    generation is damaged, not begun.
+    """Replace ENOENT of a missing file that a manifest needs: the generation is damaged, not
+    absent.
     """
     try:
         yield
@@ -230,7 +228,7 @@ def read_attachment(directory: Path, file: FileEntry) -> bytes:
     data = _read(path, file.size_bytes)
     if xxhash.xxh3_128_hexdigest(data) != file.digest:
         raise ChecksumError(
-            "the file is not what was written", path=str(path), op="read", length=len(data)
+            "the contents differ from those written", path=str(path), op="read", length=len(data)
         )
     return data
 
@@ -243,7 +241,7 @@ def check_length(path: Path, file: FileEntry) -> None:
         raise AioError(
             "a file of a checkpoint is missing", errno=error.errno or 0, path=str(path), op="open"
         ) from error
-    # Longer is well: a run's file may have grown since the manifest was written.
+    # A longer file is valid: a run's file may have grown since.
     if size < file.size_bytes:
         raise AioError(
             f"the file was cut short: it has {size} bytes of {file.size_bytes}",
@@ -255,7 +253,7 @@ def check_length(path: Path, file: FileEntry) -> None:
 
 
 def write_attachment(directory: Path, name: str, *parts: bytes | memoryview) -> FileEntry:
-    """Write a whole small file, on the drive when this returns. parts: its bytes. Raises:
+    """Write a small file, and return when it is on the drive. parts: its bytes. Raises:
     SwapFullError, DeviceFailedError, AioError.
     """
     path = directory / name
@@ -266,13 +264,13 @@ def write_attachment(directory: Path, name: str, *parts: bytes | memoryview) -> 
         for part in parts:
             digest.update(part)
             write_all(file, part)
-        # Before another file names it: a manifest must not outlive the bytes that it counts on.
+        # Before another file names it: a manifest must not outlive the bytes that it names.
         os.fsync(file.fileno())
     return FileEntry(name, size, digest.hexdigest())
 
 
 def sync_directory(directory: Path) -> None:
-    """Return when the names in a directory are on the drive. Raises: DeviceFailedError, AioError
+    """Block until the names in a directory are on the drive. Raises: DeviceFailedError, AioError
     (`fsync_directory`: OSError).
     """
     with typed_errors(directory, "fsync", 0):
@@ -289,10 +287,10 @@ def make_directory(directory: Path) -> None:
             f"directory={str(directory)!r} is a file, and a checkpoint is a directory: name another"
         )
     with typed_errors(directory, "open", 0):
-        # Asked before it is made: only a new name has to be flushed.
+        # Checked before it is made: only a new name must be flushed.
         made = not directory.exists()
         directory.mkdir(parents=True, exist_ok=True)
-    # Else a crash may take the directory away again, and the checkpoint with it.
+    # Otherwise a crash may remove the directory, and the checkpoint with it.
     if made:
         sync_directory(directory.parent)
 
@@ -306,7 +304,7 @@ def remove(paths: list[Path]) -> None:
 class DirectoryLock:
     """A lock of the directory that a checkpoint is written into.
 
-    Without it a second writer would give its files the same numbers, and remove the first one's.
+    Without it a second writer would use the same numbers, and remove the first writer's files.
     Raises: AioError (EWOULDBLOCK) while another save of any process on this machine holds it. On a
     file system without locks nothing is locked.
     """
@@ -321,7 +319,7 @@ class DirectoryLock:
             os.close(self._fd)
             raise AioError(
                 "another save into this directory is under way: wait for it, or give each model a "
-                "directory of its own",
+                "separate directory",
                 errno=errno.EWOULDBLOCK, path=str(directory), op="open",
             ) from error  # fmt: skip
         except OSError as error:
@@ -329,7 +327,7 @@ class DirectoryLock:
             log.debug("%s cannot be locked: %s", directory, error)
 
     def release(self) -> None:
-        # Closing is not enough: a process that was forked meanwhile has it open, too.
+        # Closing is not enough: a forked process may also have it open.
         with contextlib.suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
@@ -343,8 +341,8 @@ def typed_errors(path: Path, op: str, length: int) -> Iterator[None]:
     except AioError:
         raise
     except OSError as error:
-        # The class tells the user what to do. SwapFullError: make room; DeviceFailedError: look at
-        # the drive; AioError: anything else.
+        # The class implies the fix. SwapFullError: free space; DeviceFailedError: check the drive;
+        # AioError: anything else.
         code = error.errno or 0
         kind: type[AioError] = AioError
         if code in _NO_ROOM:
@@ -357,18 +355,17 @@ def typed_errors(path: Path, op: str, length: int) -> Iterator[None]:
 
 
 def _read(path: Path, size_bytes: int | None = None) -> bytes:
-    """Read a whole regular file. size_bytes: the size that it must have; None: unknown. Raises:
-    AioError."""
+    """Read a whole regular file. size_bytes: the required size; None: unknown. Raises: AioError."""
     try:
-        # O_NONBLOCK: a FIFO of that name must not hold the reader.
+        # O_NONBLOCK: a FIFO of that name must not block the reader.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb") as opened:
             status = os.fstat(fd)
             # A device of that name may have no end.
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "no regular file")
-            # Before reading, so that a wrong size is no ChecksumError: a file that the user copied,
-            # and whose copying was interrupted, is short and not damaged.
+            # Before reading, so that an interrupted copy by the user is reported as short, not as
+            # damaged.
             if size_bytes is not None and status.st_size != size_bytes:
                 raise AioError(
                     f"the file has {status.st_size} bytes, not {size_bytes}",

@@ -114,7 +114,7 @@ def _named_by_config(model: Any, path: Path) -> Path | None:
     if not (path / name).resolve().is_relative_to(path.resolve()):
         raise WeightsError(f"{says}, which leads out of {path}; {fix}", path=str(path))
     if not (path / name).is_file():
-        raise FileNotFoundError(f"{says}, and {path / name} is not there; {fix}")
+        raise FileNotFoundError(f"{says}, but {path / name} does not exist; {fix}")
     return path / name
 
 
@@ -185,8 +185,8 @@ def _refuse_distributed(path: Path) -> None:
         if _DISTRIBUTED.fullmatch(file.name):
             raise WeightsError(
                 f"{path} has {file.name}, a part of a distributed save, which from_pretrained "
-                "takes before all others; parts cannot be read tensor by tensor: save the model "
-                "whole (`from_pretrained(...).save_pretrained(...)`), or move the parts away",
+                "loads first; parts cannot be read tensor by tensor: save the whole model "
+                "(`from_pretrained(...).save_pretrained(...)`), or move the parts away",
                 path=str(file),
             )
 

@@ -263,7 +263,7 @@ class Manifest(Head):
 
     def parts(self) -> list[Part]:
         # Readers of versions 1 and 2 would take folded checksums for checksums of pieces.
-        assert not (self.rows["padded"] == FOLDED).any(), "these rows want a table"
+        assert not (self.rows["padded"] == FOLDED).any(), "these rows need a table"
         # Encoded once for a run: a model of 20,000 parameters has a long layout.
         texts = (self.layout.encoded, self.state())
         version = 2 if self.rows["zeros"].any() else 1
@@ -313,7 +313,8 @@ def _lengths(data: bytes, path: str) -> tuple[int, int, int, int, int]:
     # First: without a header there is no version to read.
     if body < _HEADER.size or not data.startswith(_MAGIC):
         raise AioError(
-            "this is no whole manifest of a checkpoint", path=path, op="read", length=len(data)
+            "the file is no complete manifest of a checkpoint",
+            path=path, op="read", length=len(data)
         )
     _, version, *lengths = _HEADER.unpack_from(data)
     if version > VERSION:
@@ -324,7 +325,7 @@ def _lengths(data: bytes, path: str) -> tuple[int, int, int, int, int]:
     # The version first: a later one may have another checksum.
     if xxhash.xxh3_128_digest(memoryview(data)[:body]) != data[body:]:
         raise ChecksumError(
-            "the manifest is not what was written", path=path, op="read", length=len(data)
+            "the manifest differs from the one written", path=path, op="read", length=len(data)
         )
     layout_bytes, state_bytes, row_count, sum_count = lengths
     return version, layout_bytes, state_bytes, row_count, sum_count
@@ -353,7 +354,7 @@ def table_parts(layout: Layout, table: npt.NDArray[np.void]) -> list[Part]:
 def _read_table(data: bytes) -> tuple[Layout, npt.NDArray[np.void]]:
     magic, version, layout_bytes, count = _TABLE_HEADER.unpack_from(data)
     if (magic, version) != (_TABLE_MAGIC, VERSION):
-        raise ValueError("its table of chunks is something else")
+        raise ValueError("its table of chunks has another format")
     at = _TABLE_HEADER.size + layout_bytes
     return Layout.decode(data[_TABLE_HEADER.size : at]), np.frombuffer(data, TABLE, count, at)
 
@@ -532,9 +533,9 @@ def _wrong_flats(manifest: Manifest) -> Iterator[str]:
 def _wrong_left_out(manifest: Manifest) -> Iterator[str]:
     for entry in manifest.layout.left_out:
         if not entry.names or not all(isinstance(name, str) for name in entry.names):
-            yield "a parameter that was left out has no name"
+            yield "an omitted parameter has no name"
         elif any(type(number) is not int or number < 0 for number in entry.shape):
-            yield f"{entry.name}, which was left out, is of shape {entry.shape}"
+            yield f"{entry.name}, which was omitted, is of shape {entry.shape}"
 
 
 def _wrong_rows(manifest: Manifest) -> Iterator[str]:
@@ -543,9 +544,9 @@ def _wrong_rows(manifest: Manifest) -> Iterator[str]:
     counts = {"flat": len(flats), "file": len(manifest.files), "padded": FOLDED + 1}
     for name, count in counts.items():
         if ((rows[name] < 0) | (rows[name] >= count)).any():
-            yield f"a row has a {name} that there is not"
+            yield f"a row has a {name} that does not exist"
     if ((rows["numel"] <= 0) | (rows["numel"] > _CHUNK_NUMEL_MAX)).any():
-        yield "a row has a length that cannot be"
+        yield "a row has an impossible length"
     yield from _gaps(manifest)
     if len(rows) and len(flats):
         sizes = np.array([file.size_bytes for file in manifest.files], dtype=np.int64)[rows["file"]]
@@ -559,11 +560,11 @@ def _wrong_rows(manifest: Manifest) -> Iterator[str]:
             yield "a row lies outside of its file"
         bits = here.astype(np.int64) @ (1 << np.arange(SECTION_MAX))
         if (rows["zeros"] & ~np.where(rows["padded"] == PADDED, 0, bits)).any():
-            yield "a row has zeros in sections that are not there"
+            yield "a row has zeros in missing sections"
         # An address is computed from `sums_at`, so it must stay inside of the table.
         last = len(manifest.sums) - pieces_of(rows, flats).sum(axis=1)
         if ((rows["sums_at"] < 0) | (rows["sums_at"] > last)).any():
-            yield "a row has checksums that are not there"
+            yield "a row has missing checksums"
 
 
 def _gaps(manifest: Manifest) -> Iterator[str]:
@@ -583,7 +584,7 @@ def _gaps(manifest: Manifest) -> Iterator[str]:
         joined = np.array_equal(starts[1:], ends[:-1]) and (not len(starts) or starts[0] == 0)
         end = int(ends[-1]) if len(ends) else 0
         if not joined or not min(used, flat.shard_numel) <= end <= flat.shard_numel:
-            yield f"the chunks of unit {flat.unit!r} do not make up its shard"
+            yield f"the chunks of unit {flat.unit!r} do not cover its shard"
 
 
 # -- small values as JSON --------------------------------------------------------------------------
@@ -615,8 +616,8 @@ def to_json(value: Any) -> Any:
     if callable(item) and type(item()) in (bool, int, float):
         return item()
     raise ValueError(
-        f"{value!r} of type {type(value).__name__} cannot be kept: numbers, text, None, small "
-        "tensors, and lists, tuples and dicts of them can"
+        f"{value!r} of type {type(value).__name__} cannot be saved; supported are numbers, text, "
+        "None, small tensors, and lists, tuples and dicts of them"
     )
 
 
@@ -766,7 +767,7 @@ def joined(
     if len(table) != len(marks.flags):
         raise ValueError(f"its table has {len(table)} chunks, not {len(marks.flags)}")
     if ((table["flat"] < 0) | (table["flat"] >= len(sections))).any():
-        raise ValueError("a row has a flat that there is not")
+        raise ValueError("a row has a flat that does not exist")
     rows = np.zeros(len(table), dtype=ROW)
     for name in ("start", "numel", "key", "run_bytes", "section_at", "flat"):
         rows[name] = table[name]

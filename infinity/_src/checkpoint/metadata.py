@@ -1,5 +1,5 @@
-"""Descriptions of a run for its manifest: flats and parameters, optimizers, buffers, and the fields
-of the policy that decide about rounding.
+"""Descriptions of a run for its manifest: flats and parameters, optimizers, buffers, and the
+policy's fields that affect numbers.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from infinity._src.params.unit import Flat, Param, Unit
 
 # A restore compares them with those of the run that saved, and notes what differs.
 NUMERICS = ("state", "seed", "update", "grad_dtype", "reduce_dtype")
-"""Fields of the policy that decide about numbers."""
+"""Fields of the policy that affect numbers."""
 
 
 def numerics_of(policy: Policy) -> dict[str, Any]:
-    """Return the fields of the policy that decide about numbers, as JSON."""
+    """Return the policy's fields that affect numbers, as JSON."""
     values = {name: getattr(policy, name) for name in NUMERICS}
     return {
         name: dtype_name(value) if isinstance(value, torch.dtype) else value
@@ -98,8 +98,8 @@ def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
         for group in optimizer.param_groups:
             if any(param_of(at_rest).unit.engine is not engine for at_rest in group["params"]):
                 raise ValueError(
-                    f"the {optimizer.title} holds parameters of another model too: a checkpoint is "
-                    "of one model; give each an optimizer of its own"
+                    f"the {optimizer.title} also holds parameters of another model: a checkpoint "
+                    "is of one model; give each model a separate optimizer"
                 )
     return optimizers
 
@@ -113,8 +113,8 @@ def check_all_held(
             holder = optimizer_of(param)
             if holder is not None and all(holder is not optimizer for optimizer in optimizers):
                 raise ValueError(
-                    f"{param.name} is held by an optimizer that was not given, and its states "
-                    "would be lost: give it, or a list of all"
+                    f"{param.name} belongs to an optimizer that was not given, and its states "
+                    "would be lost: give a list of all optimizers"
                 )
 
 
@@ -212,10 +212,10 @@ def check_buffers(
         there, here = saved[name].dtype, mine[name].dtype
         if not converts(there, here):
             raise ValueError(
-                f"the buffer {name} is {there} in {directory}, and {here} in the model, and one is "
-                f"not taken as the other: register it in {there} before inf.offload"
+                f"the buffer {name} is {there} in {directory}, but {here} in the model: register "
+                f"it in {there} before inf.offload"
             )
-    return [f"buffers in one only: {listed(alone)}"] if alone else []
+    return [f"buffers only in model or checkpoint: {listed(alone)}"] if alone else []
 
 
 def write_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:

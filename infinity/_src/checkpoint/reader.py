@@ -143,7 +143,7 @@ class Checkpoint:
             ):
                 path = str(directory / other.name)
                 raise AioError(
-                    "the manifest describes another model than that of rank 0", path=path, op="read"
+                    "the manifest describes another model than rank 0's", path=path, op="read"
                 )
         self.flats = first.layout.flats
         self.left_out = first.layout.left_out
@@ -334,10 +334,10 @@ def _manifests_of(
         for copy in copies:
             with contextlib.suppress(AioError, ValueError):
                 found = _read(copy, generation)
-                # An older commit must never stand in for a damaged one.
+                # An older commit must never replace a damaged one.
                 newer = found[0].generation >= (generation or max(generations(directory)))
                 if newer and are_of_one_run(directory, copy):
-                    log.warning("%s; going by the copy of the manifests in %s", error, copy)
+                    log.warning("%s; using the copy of the manifests in %s", error, copy)
                     return copy, found
         raise
 
@@ -391,7 +391,7 @@ class ChunkReader:
 
     def start(self, refs: Iterable[ChunkRef]) -> None:
         """Start reading these chunks: the first `capacity` different ones."""
-        # Without repeats, and no more than fit: later ones would push earlier ones out unread.
+        # Each once, and no more than fit: otherwise chunks would be evicted unread.
         wanted = list(dict.fromkeys(refs))[: self._capacity]
         for ref in wanted:
             # First make all wanted chunks the youngest, so that none of them is evicted below.
@@ -415,7 +415,7 @@ class ChunkReader:
         Raises: ChecksumError naming file, offset and length; DeviceFailedError; AioError.
         """
         self.start([ref])
-        # The chunk stays cached: the next chunk to be composed often needs the rest of it.
+        # The chunk stays cached: the next composed chunk often needs its other elements.
         arrays, tickets = self._held[ref]
         for ticket in tickets:
             ticket.wait()
@@ -506,8 +506,8 @@ def check_algorithm(algorithm: str) -> None:
     """Refuse checksums that no executor takes. Raises: ValueError."""
     if algorithm == "xxh3":
         raise ValueError(
-            "the checkpoint's checksums are 'xxh3': an earlier infinity wrote it without its C "
-            "extension, and nothing here can check them; export its weights with that release "
+            "the checkpoint's checksums are 'xxh3': an earlier release without its C extension "
+            "wrote them, and this release cannot check them; export the weights with that release "
             "(infinity checkpoint export), and load these"
         )
     if algorithm != ALGORITHM:

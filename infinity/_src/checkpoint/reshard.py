@@ -1,5 +1,5 @@
-"""Resharding: chunks put together from those of a checkpoint, with any number of ranks, chunk size
-and state format.
+"""Resharding: composes chunks from a checkpoint's chunks, for any number of ranks, chunk size and
+state format.
 
     compose       one chunk, from the saved chunks that hold its parameters; a restore uses it too
     ReshardJob    a whole checkpoint, written anew for another number of ranks
@@ -60,14 +60,14 @@ from infinity.errors import AioError, SwapFullError
 CHUNKS_CACHED = 8
 """Saved chunks in memory: chunks read ahead, and chunks that the next composed chunk needs, too."""
 LOOK_AHEAD = 4
-"""Chunks to be put together whose saved chunks are read ahead."""
+"""Number of composed chunks whose saved chunks are read ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A chunk that is put together. section: gives the memory of (section, first element,
-    elements). states: also take the optimizers' states, as in `convert`. If False, the moments
-    stay as they are, and `section` must give `format.master_sections` with their present values.
+    """A chunk to compose. section: gives the memory of (section, first element, elements). states:
+    also compose optimizer states, as in `convert`. If False, the moments stay as they are, and
+    `section` must give `format.master_sections` with their present values.
     """
 
     format: Format
@@ -78,8 +78,8 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A part of a parameter. start: its first element in the chunk that is put together. saved,
-    pieces: its place in the checkpoint. element: its first element in the saved parameter.
+    """A part of a parameter. start: its first element in the composed chunk. saved, pieces: its
+    place in the checkpoint. element: its first element in the saved parameter.
     """
 
     start: int
@@ -94,7 +94,7 @@ class Part:
 
 
 def refs_of(chunks: Sequence[Sequence[Part]]) -> Iterator[ChunkRef]:
-    """Yield the saved chunks that these chunks are put together of."""
+    """Yield the saved chunks that these chunks need."""
     return (ref for parts in chunks for part in parts for ref in part.refs)
 
 
@@ -164,7 +164,7 @@ def convert(
 
 
 def rounding(source: Format, target: Format) -> str:
-    """Say what is lost between two state formats; "" if nothing is."""
+    """Describe the loss of converting between two state formats; "" without loss."""
     # No optimizer states on one side, so none that could be rounded.
     if Master.RAW in (source.master, target.master):
         return ""
@@ -229,7 +229,7 @@ class ReshardJob:
         backend: str = "auto",
     ) -> None:
         if world < 1:
-            raise ValueError(f"{world} ranks: a checkpoint is of at least 1")
+            raise ValueError(f"{world} ranks: give at least 1")
         self.checkpoint = checkpoint
         self._world = world
         self._backend = backend
@@ -293,7 +293,7 @@ class ReshardJob:
         free = shutil.disk_usage(target).free
         if free < self.size_bytes:
             raise SwapFullError(
-                f"no room for a checkpoint of {self.size_bytes} bytes, {free} are free: free "
+                f"no space for a checkpoint of {self.size_bytes} bytes, {free} are free: free "
                 "space, or name another directory",
                 errno=errno.ENOSPC, path=str(target), op="allocate", length=self.size_bytes,
             )  # fmt: skip
@@ -345,7 +345,7 @@ class ReshardJob:
         if not lost:
             return ()
         ranks = ", ".join(map(str, lost))
-        return (f"the extra state of ranks {ranks} is left out: there are {self._world} now",)
+        return (f"the extra state of ranks {ranks} is omitted: there are {self._world} now",)
 
     def parts(self, flat_index: int, rank: int) -> dict[int, list[Part]]:
         """Find the parts that make up the chunks of a rank's shard of a flat, by chunk."""
@@ -417,7 +417,7 @@ class _RankShards:
         for flat in range(len(self._of.flats)):
             by_chunk = self._of.parts(flat, self._rank)
             for chunk in range(counts[flat]):
-                # A chunk of padding alone has no parts, and is written all the same.
+                # A chunk of only padding has no parts, but is written.
                 yield _NewRow(row, by_chunk.get(chunk, []))
                 row += 1
 
@@ -445,10 +445,10 @@ def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:
     # As a model's own planner: frozen parameters have no states, and chunks of the default size.
     chunk = chunk_numel_of(state, dtype) if flat.trainable else CHUNK_NUMEL
     layout = plan_flat(tuple(entry.numel for entry in flat.params), dtype.itemsize, world, chunk)
-    # Bytes are moved by offset arithmetic, which holds only where both layouts agree.
+    # Bytes are copied by offset, so both layouts must agree.
     if layout.offsets != tuple(entry.offset for entry in flat.params):
         raise ValueError(
-            f"unit {flat.unit}: its parameters do not lie where this release lays them; restore "
+            f"unit {flat.unit}: its parameters have another layout than in this release; restore "
             "and save it instead"
         )
     return layout

@@ -68,8 +68,8 @@ from infinity.errors import AioError, DamagedRange, PeerFailed, StateInvalid
 log = logging.getLogger("infinity")
 
 _WAYS = (
-    "Tile the model as it was (inf.tile_linears, inf.tile_experts); or go by inf.export_dcp and "
-    "inf.load_dcp, or without optimizer states by `infinity checkpoint export` and load="
+    "Tile the model in the same way (inf.tile_linears, inf.tile_experts); or use inf.export_dcp "
+    "and inf.load_dcp, or without optimizer states `infinity checkpoint export` and load="
 )
 
 
@@ -111,7 +111,7 @@ def match_params(
     ]
     there = {id(entry) for entry in kept.values()}
     unexpected += [
-        f"{entry.name} ({list(entry.shape)}, frozen when it was saved, and left out)"
+        f"{entry.name} ({list(entry.shape)}, frozen when saved, and omitted)"
         for entry in checkpoint.left_out
         if id(entry) not in there
     ]
@@ -119,11 +119,11 @@ def match_params(
         parts = [f"{listed(missing)} missing in it"] if missing else []
         parts += [f"{listed(unexpected)} not in the model"] if unexpected else []
         raise ValueError(
-            f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}. With "
-            "strict=False what fits is restored"
+            f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}. "
+            "strict=False restores what fits"
         )
-    notes = [f"{listed(missing)} missing in the checkpoint: values are kept"] if missing else []
-    notes += [f"{listed(unexpected)} not in the model: left out"] if unexpected else []
+    notes = [f"{listed(missing)} missing in the checkpoint: values unchanged"] if missing else []
+    notes += [f"{listed(unexpected)} not in the model: omitted"] if unexpected else []
     for param, entry in kept.items():
         _check_kept(param, entry, str(checkpoint.directory), learns=learns(param))
     found = {param: _ranges_of(param, weight, checkpoint) for param, weight in weights.items()}
@@ -165,7 +165,7 @@ def _ranges_of(param: Param, weight: SavedWeight, checkpoint: Checkpoint) -> Sav
     if ranges is None:
         raise ValueError(
             f"{param.keys[0]} is in other tiles in {checkpoint.directory}, and tiles along columns "
-            f"(input features) are restored into the same alone. {_WAYS}"
+            f"(input features) can only be restored into the same tiles. {_WAYS}"
         )
     for saved in ranges.saved:
         # A cast here would silently change the values; the user has to cast explicitly.

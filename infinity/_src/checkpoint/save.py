@@ -398,13 +398,13 @@ class Saver:
                 raise problem
             if agreed[2]:
                 raise AioError(
-                    "another rank cannot save, and its error says why", path=str(target), op="write"
+                    "another rank cannot save; its error says why", path=str(target), op="write"
                 )
             # Before an older checkpoint is replaced: parts that differ do not make up a checkpoint.
             if self._differs(captured.layout):
                 raise ValueError(
-                    "inf.save() would save other parameters on some ranks than on others: give "
-                    "frozen= alike, and freeze the same parameters on all"
+                    "inf.save() would save different parameters on some ranks: give the same "
+                    "frozen=, and freeze the same parameters on all ranks"
                 )
             try:
                 return self._start(captured, target, agreed, step, undo, run)
@@ -633,8 +633,8 @@ class _SaveJob:
             raise problem
         if failed:
             raise AioError(
-                "another rank failed to write its part of the checkpoint, and its error says why; "
-                "there is no new checkpoint",
+                "another rank failed to write its part of the checkpoint, so there is no new "
+                "checkpoint; its error says why",
                 path=str(self.handle.directory),
                 op="write",
             )
@@ -668,8 +668,8 @@ class _SaveJob:
         except SwapFullError as error:
             raise SwapFullError(
                 f"no room for a checkpoint of {self.handle.size_bytes} bytes in "
-                f"{str(self.handle.directory)!r}; a save needs it beside the checkpoint that is "
-                "there, which is as it was: free space, or save elsewhere",
+                f"{str(self.handle.directory)!r}in addition to the existing checkpoint, which is "
+                "unchanged: free space, or save elsewhere",
                 errno=error.errno or 0,
                 path=error.path,
                 op=error.op,

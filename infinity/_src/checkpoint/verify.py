@@ -296,14 +296,14 @@ class VerifyJob:
                 world = max(world, self._ranks())
             else:
                 world = max(world, manifest.world)
-                # Ranks of two saves do not belong together; the first one decides.
+                # Ranks must be of one save: compare with the first rank.
                 if found and (manifest.save, manifest.world) != (found[0].save, found[0].world):
                     self._report(
                         path,
                         0,
                         0,
                         f"the manifest of rank {rank}",
-                        "is of another save than that of the first rank",
+                        "is of another save than the first rank's",
                     )
                 else:
                     found.append(manifest)
@@ -429,7 +429,7 @@ class VerifyJob:
 
     def _look_closer(self, manifest: Manifest, row: int, path: Path, error: ChecksumError) -> None:
         """Report every damaged piece of a row. If this second read finds no damage, report the
-        error of the first read.
+        first read's error.
         """
         before = len(self.damage)
         # A second read, through the page cache. The executor's read may have bypassed the cache.

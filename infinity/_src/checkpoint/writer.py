@@ -88,7 +88,7 @@ class DataWriter:
         self.entry = FileEntry(path.name, int(rows["run_bytes"].sum()))
         with contextlib.ExitStack() as undo:
             self._file = undo.enter_context(SwapFile.new(path))
-            # All at once: a drive that is too full is known before anything is written.
+            # All at once, to detect a full drive before the first write.
             self._file.grow(self.entry.size_bytes)
             # A staging buffer holds one section: a padded row is written section by section.
             pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
@@ -107,7 +107,7 @@ class DataWriter:
         return self._chunks.submit(row, JobKind.STORE, addresses)
 
     def check(self) -> None:
-        """Raise the error of a write that failed."""
+        """Raise the error of a failed write."""
         fault = self._executor.fault()
         if fault is not None:
             raise fault
@@ -212,7 +212,7 @@ def remove_part(directory: Path, generation: int, rank: int) -> None:
     reports the fault.
     """
     manifest = directory / manifest_name(generation, rank)
-    # The fault is on its way to the user: an error of the removal must not replace it.
+    # An error of the removal must not replace the fault.
     with contextlib.suppress(OSError):
         mine = [
             path

@@ -53,8 +53,8 @@ def check_activations(policy: Policy, device: Device) -> None:
     """Raise ValueError when the policy moves activations to the CPU, and the CPU computes."""
     if policy.activations == "cpu" and not device.copies:
         raise ValueError(
-            f"activations={policy.activations!r} moves activations from the device to the CPU, but "
-            "this model computes on the CPU. Use 'nvme', or 'device' (no move)"
+            f"activations={policy.activations!r} moves activations to CPU memory, but this model "
+            "computes on the CPU: they are in CPU memory already. Use 'nvme' or 'device'"
         )
 
 

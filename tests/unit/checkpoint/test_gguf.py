@@ -188,7 +188,7 @@ REFUSED: list[tuple[str, Callable[[Path], Path], str]] = [
     ("old", lambda path: patched(write_gguf(path), 4, b"\1"), r"of version 1, and transformers"),
     ("cut", cut(-100), r"not a whole GGUF file.*\S+\.weight lies at"),
     ("cut header", cut(300), r"its header ends or breaks at byte 300"),
-    ("text", text, r"no GGUF file that can be read"),
+    ("text", text, r"no readable GGUF file"),
     ("missing", without_a_tensor, r"model\.layers\.1\.mlp\.up_proj\.weight is missing"),
     ("tied twice", tied_twice, r"with different values.*tie_word_embeddings=False"),
 ]

@@ -377,7 +377,7 @@ def config_that_is_a_list(place: Path) -> None:
 REFUSED = [
     (config_that_leads_out, r'config\.json has "transformers_weights": "\.\./out.*leads out of'),
     (config_of_another_format, r'"adapter_model\.bin", which is no safetensors; name a file'),
-    (config_of_a_file_that_is_gone, r"gone\.safetensors is not there; name a file"),
+    (config_of_a_file_that_is_gone, r"gone\.safetensors does not exist; name a file"),
     (pickled, r"pytorch_model\.bin holds the weights.*save the model as safetensors first"),
     (pickled_shards, r"pytorch_model\.bin\.index\.json holds the weights; only safetensors"),
     (variant, r"with variant='fp16' alone; name the file: .*model\.fp16\.safetensors"),
@@ -389,7 +389,7 @@ REFUSED = [
     (adapter_alone, r"gives some/base with an adapter; load= the directory of some/base"),
     (distributed, r"shard-00000-model-00001-of-00001\.safetensors, a part of a distributed save"),
     (tensor_in_two_shards, r"takes the one in \S+, and the index says \S+; drop one"),
-    (shard_that_is_gone, r"names files that are not there: model-.*; copy or download them"),
+    (shard_that_is_gone, r"names missing files: model-.*; copy or download them"),
     (tensor_that_is_nowhere, r"does not have model\.embed_tokens\.weight, though the index"),
     (tensor_that_is_missing, r"lm_head\.weight is missing .*Build the model from the config"),
     (tied_with_two_values, r"with different values.*build it with tie_word_embeddings=False"),

@@ -64,7 +64,7 @@ def test_a_full_drive_and_other_errors_name_the_path(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(1 << 18)}
     full = Path("/dev/full")
     if full.exists():
-        with pytest.raises(OSError, match="no room for 1 MiB") as raised:
+        with pytest.raises(OSError, match="no space for 1 MiB") as raised:
             write_file(full, described(tensors), tensors.values())
         assert raised.value.errno == errno.ENOSPC
         assert raised.value.filename == str(full)

@@ -463,7 +463,7 @@ def test_reshard_leaves_all_or_nothing(
 def test_the_extra_of_ranks_that_are_no_more_is_told(saved: Path, tmp_path: Path) -> None:
     assert run("reshard", saved / "ckpt", tmp_path / "three", "--world", 3)[0] == 0
     shown = run("reshard", tmp_path / "three", tmp_path / "one", "--world", 1)[1]
-    assert "the extra state of ranks 1, 2 is left out" in shown
+    assert "the extra state of ranks 1, 2 is omitted" in shown
     names = [
         path.name
         for path in itertools.chain((tmp_path / "three").iterdir(), (tmp_path / "one").iterdir())

@@ -142,7 +142,7 @@ def test_memory_beside_the_plan_is_refused_before_anything_is_taken(
     running = held + host_overhead.STEP_CHUNK_BYTES * chunks
     # Two flats of 8 MiB are on their way. With gradients the plan has room for them then.
     need = plan + running if learns else plan + held + (16 << 20)
-    with pytest.raises(MemoryLimitError, match="of it beside Policy") as caught:
+    with pytest.raises(MemoryLimitError, match="of it outside Policy") as caught:
         offloaded(need - 1)
     assert (caught.value.needed_bytes, caught.value.left_bytes) == (need, need - 1)
     assert list(tmp_path.iterdir()) == []

@@ -102,7 +102,7 @@ def test_a_directory_saved_by_transformers_loads_through_its_index(tmp_path: Pat
     first = sorted(tmp_path.glob("*.safetensors"))[0]
     lost = sorted(safetensors_reader.read_header(first))
     first.unlink()
-    with pytest.raises(FileNotFoundError, match="names files that are not there") as raised:
+    with pytest.raises(FileNotFoundError, match="names missing files") as raised:
         filled(on_meta(models.llama), tmp_path)
     assert f"{first.name}, with {lost[0]}" in str(raised.value)
     assert str(raised.value).endswith("copy or download them to beside the index")
@@ -135,7 +135,7 @@ def test_a_single_file_that_an_index_does_not_name_is_refused(tmp_path: Path) ->
         index.write_text(json.dumps({"weight_map": dict.fromkeys(("weight", "bias"), file)}))
 
     listing("model-00001-of-00001.safetensors")
-    with pytest.raises(WeightsError, match=r"the index does not name.*name the one that does"):
+    with pytest.raises(WeightsError, match=r"the index does not name.*give the path of one"):
         filled(nn.Linear(1, 1), tmp_path)
     for path, value in ((tmp_path / "model.safetensors", 1.0), (index, 2.0)):
         assert filled(nn.Linear(1, 1), path)["weight"] == value

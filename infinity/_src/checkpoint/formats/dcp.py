@@ -11,7 +11,7 @@ every tensor in memory until its file is complete. This module writes each value
 
     optim.state.<parameter>.exp_avg        a tensor of the parameter's shape
     optim.state.<parameter>.step           a tensor of one number, fp32, as torch.optim keeps it
-    optim.state.<parameter>.master         where model.<parameter> is not the master
+    optim.state.<parameter>.master only if model.<parameter> has no master
     optim.param_groups.<i>.lr              as torch.distributed.checkpoint.state_dict does
 """
 
@@ -104,7 +104,7 @@ class DCPFiles(NamedTensors):
 
     The constructor reads and checks `.metadata`. Raises: FileNotFoundError without `.metadata`;
     ValueError where `.metadata` names a class or function that the format does not need, points out
-    of the directory, or describes a tensor that the files do not hold whole.
+    of the directory, or describes a tensor that the files hold only in part.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -118,7 +118,7 @@ class DCPFiles(NamedTensors):
         if not path.is_file():
             raise FileNotFoundError(
                 f"{directory} has no {METADATA}: it is no checkpoint of "
-                "torch.distributed.checkpoint, or not whole"
+                "torch.distributed.checkpoint, or incomplete"
             )
         try:
             # The unpickler runs no code: every name becomes a record, or is refused.
@@ -154,7 +154,7 @@ class DCPFiles(NamedTensors):
                 or part.dtype != stored.dtype
             ):
                 raise ValueError(
-                    f"{box.range.file} does not hold {name} as {METADATA} says: {_kind(part)}"
+                    f"{box.range.file} has another {name} than {METADATA} says: {_kind(part)}"
                 )
             # One box holds the whole tensor: no second copy in memory.
             if box.sizes == stored.shape:
@@ -208,7 +208,7 @@ class DCPFiles(NamedTensors):
             ] = self._range(info)
         for name, entry in entries.items():
             if not isinstance(name, str) or not isinstance(entry, Record):
-                raise ValueError(f"{name!r} is no name of a tensor")
+                raise ValueError(f"{name!r} is no tensor name")
             if entry.kind == _BYTES:
                 if (name, None) in ranges:
                     self.objects[name] = ranges[name, None]
@@ -221,12 +221,12 @@ class DCPFiles(NamedTensors):
         # A hostile `.metadata` must not lead to files outside of its directory.
         if Path(file).name != file or file in ("", ".."):
             raise ValueError(
-                f"it points to {file!r}; files lie beside {METADATA}, so a path is refused"
+                f"it points to {file!r}; files must lie beside {METADATA}"
             )
         if info.state.get("transform_descriptors"):
             raise ValueError(
                 f"{file} is transformed by {info.state['transform_descriptors']}, which is not "
-                "read here"
+                "supported"
             )
         if file not in self._sizes:
             self._sizes[file] = (self._directory / file).stat().st_size
@@ -256,10 +256,10 @@ def _stored(
         )
         found = ranges.get((name, offsets)) or ranges.get((name, None))
         if found is None:
-            raise ValueError(f"the part of {name} at {offsets} lies nowhere")
+            raise ValueError(f"no file has the part of {name} at {offsets}")
         boxes.append(Box(offsets, sizes, found))
     if not _tile(boxes, shape):
-        raise ValueError(f"the parts of {name} do not make up a tensor of shape {shape}")
+        raise ValueError(f"the parts of {name} do not form a tensor of shape {shape}")
     return Stored(shape, dtype, tuple(boxes))
 
 
@@ -286,7 +286,7 @@ def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 def _field(record: Any, kind: str, name: str, wanted: type) -> Any:
     if not isinstance(record, Record) or record.kind != kind or not isinstance(record.state, dict):
-        raise ValueError(f"where a {kind} should be there is a {_kind(record)}")
+        raise ValueError(f"expected a {kind}, not a {_kind(record)}")
     value = record.state.get(name)
     if not isinstance(value, wanted) or isinstance(value, bool):
         raise ValueError(f"{name} of a {kind} is a {_kind(value)}")
@@ -297,7 +297,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, tuple) or any(
         type(value) is not int or value < 0 for value in values
     ):
-        raise ValueError(f"{values!r} is no shape or place in a tensor")
+        raise ValueError(f"{values!r} is no shape or offset")
     return values
 
 
@@ -328,7 +328,7 @@ class _Part(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any, /) -> int:
-        # The file that torch.load sees ends where the range ends.
+        # For torch.load the file ends with the range.
         target = memoryview(buffer).cast("B")[: max(0, self._length - self._at)]
         self._file.seek(self._start + self._at)
         count = self._file.readinto(target)  # type: ignore[attr-defined]
@@ -391,7 +391,7 @@ class DCPWriter:
             )
         else:
             self._entries[name] = dcp.BytesStorageMetadata()
-        # Written at once: torch's own writer would keep every tensor until its file is whole.
+        # Written at once: torch's writer would keep every tensor until its file is complete.
         start = self._stream.tell()
         torch.save(value, self._stream)
         index = dcp.MetadataIndex(name, offset, 0 if offset is not None else None)
@@ -427,7 +427,7 @@ class DCPWriter:
 
 
 class ModelPart(NamedTensors):
-    """The tensors of a checkpoint under one key. Names lack the key, as in the model."""
+    """The tensors of a checkpoint under one key. Names are the model's, without the key."""
 
     def __init__(self, files: DCPFiles, key: str) -> None:
         self._files = files
@@ -473,13 +473,14 @@ class StatePart:
     def fault(self, name: str, shape: tuple[int, ...] | None) -> str:
         files = self._files
         if name in files.objects:
-            return f"{name} is no tensor there" if shape is not None else ""
+            return f"{name} is no tensor in the file" if shape is not None else ""
         if shape is None:
-            return "" if files.shape(name) in ((), (1,)) else f"{name} is no number there"
+            return "" if files.shape(name) in ((), (1,)) else f"{name} is no number in the file"
         there = files.dtype(name)
         if files.shape(name) == shape and kind_of(there) == "floating":
             return ""
-        return f"{name} is a {there} tensor of shape {files.shape(name)} there, and of {shape} here"
+        found = f"{name} is a {there} tensor of shape {files.shape(name)} in the file"
+        return f"{found}, and of {shape} in the model"
 
     def read(self, name: str) -> Any:
         files = self._files
@@ -506,7 +507,7 @@ def tensors_of(
         return
     if len(held) < len(whole.params):
         raise ValueError(
-            f"the optimizer holds some tiles of {whole.name}, not all; give it the others, or "
+            f"the optimizer holds some tiles of {whole.name}, not all; give it all tiles, or "
             "export with opt=None"
         )
     for state in (*held[0].tensors, *held[0].numbers):
@@ -526,9 +527,8 @@ def tensors_of(
 
 
 def groups_of(optimizer: Optimizer, key: str) -> Iterator[tuple[Key, Any]]:
-    """Yield the hyper-parameters of each group. The defaults of the torch.optim class of the same
-    name fill in missing hyper-parameters, so that this class can load the result. Tensors become
-    numbers.
+    """Yield the hyper-parameters of each group. Missing hyper-parameters get the defaults of the
+    torch.optim class of the same name, so that it can load the result. Tensors become numbers.
     """
     like = getattr(torch.optim, optimizer.title, None)
     defaults = like([torch.zeros(1)]).defaults if isinstance(like, type) else {}

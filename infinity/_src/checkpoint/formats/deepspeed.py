@@ -62,8 +62,8 @@ WHOLE_MODEL = "mp_rank_00_model_states.pt"
 MASTERS = "fp32"
 """The name of masters among the states, as in universal checkpoints."""
 WAY_OUT = (
-    "DeepSpeed's own zero_to_fp32.py, which lies beside the checkpoint, converts the weights of "
-    "what is not read here, and inf.load_safetensors reads what it writes"
+    "DeepSpeed's zero_to_fp32.py in the checkpoint's directory converts the weights, and "
+    "inf.load_safetensors reads the result"
 )
 _NVME = (
     "with the optimizer offloaded to NVMe, DeepSpeed leaves in its checkpoint only what was in "
@@ -80,7 +80,7 @@ class Vector:
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self.tensors = tensors
         if len({tensor.dtype for tensor in tensors}) > 1:
-            raise ValueError(f"{tensors[0].file.path} and its neighbours have several dtypes")
+            raise ValueError(f"{tensors[0].file.path} and other ranks' files have several dtypes")
         self.starts = [0, *itertools.accumulate(tensor.numel for tensor in tensors)]
 
     @property
@@ -200,7 +200,7 @@ class DeepSpeedCheckpoint(NamedTensors):
             raise ValueError(f"{error}. {WAY_OUT}") from error
 
     def take_whole(self, file: TorchFile, names: Iterable[str]) -> None:
-        """Take the named whole tensors of `module`, and the names of shared parameters."""
+        """Add the named whole tensors of `module`, and the names of shared parameters."""
         module, shared = file.root["module"], file.root.get("shared_params") or {}
         for alias, name in dict(shared).items():
             if alias not in self._values:
@@ -210,14 +210,14 @@ class DeepSpeedCheckpoint(NamedTensors):
                 self._whole[str(name)] = file.tensor(module[name])
 
     def take_frozen(self, first: TorchFile, others: Iterable[TorchFile]) -> None:
-        """Take the frozen parameters of stage 3. Each rank has a part of each parameter."""
+        """Add the frozen parameters of stage 3. Each rank has a part of each."""
         shapes = dict(first.root.get("frozen_param_shapes") or {})
         files = [first, *(others if shapes else ())]
         for name, shape in shapes.items():
             parts = [vector_of(file, file.root["frozen_param_fragments"][name]) for file in files]
             sizes = {part.numel for part in parts}
             if len(sizes) != 1 or sum(part.numel for part in parts) < math.prod(shape):
-                raise ValueError(f"{self.label} does not hold all of {name}, which was frozen")
+                raise ValueError(f"{self.label} lacks a part of {name}, which was frozen")
             self._values[str(name)] = Pieces(
                 shape_of(shape), [Vector([part]) for part in parts], 0, parts[0].numel
             )
@@ -328,7 +328,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
             for count in counts if isinstance(counts, list) else [counts]:
                 if count != len(names):
                     raise ValueError(
-                        f"{self.label} was written by {count} ranks, and has files of {len(names)}"
+                        f"{self.label} was written by {count} ranks, but has files of {len(names)}"
                     )
         ranks = list(zip(optimizer, roots, strict=True))
         if stage == 3:
@@ -398,8 +398,8 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         if list(sizes) != expected or not 0 <= total - needed < 2 * world:
             raise ValueError(
                 f"{self.label} holds partitions of {', '.join(map(str, sizes))} elements of "
-                f"{what}, which has {needed}: files of several saves lie there together, or one is "
-                "not whole"
+                f"{what}, which has {needed}: the folder has files of several saves, or a file is "
+                "incomplete"
             )
 
     def _vectors_of(
@@ -514,7 +514,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         for name, every in tensors.items():
             # Only a state of all sub-groups has the same positions in its vectors as the masters.
             if any(len(mine) != count for mine in every):
-                raise ValueError(f"{self.label} has {name} of some sub-groups, and not of all")
+                raise ValueError(f"{self.label} has {name} of only some sub-groups")
             whole = [Vector(mine) for mine in every]
             for of_group in found:
                 of_group[name] = whole
@@ -529,7 +529,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         start: int,
         numel: int,
     ) -> None:
-        """Take a trained parameter: the elements [start, start + numel) of each vector."""
+        """Add a trained parameter: elements [start, start + numel) of each vector."""
         self._values[name] = Pieces(shape, masters, start, numel)
         self.states[name] = {
             state: value if isinstance(value, (int, float)) else Pieces(shape, value, start, numel)
@@ -560,8 +560,8 @@ def folder_of(directory: Path, tag: str | None) -> Path:
         if latest is None:
             if any(directory.glob("*_model_states.pt")):
                 raise ValueError(
-                    f"{directory} has no optimizer states of ZeRO: it is of a run with stage 0, "
-                    "or not whole. Save with ZeRO stage 1, 2 or 3"
+                    f"{directory} has no optimizer states of ZeRO: it is of a run with stage 0, or "
+                    "incomplete. Save with ZeRO stage 1, 2 or 3"
                 )
             raise FileNotFoundError(
                 f"{directory} has no file `latest`, and no optimizer states: pass "
@@ -573,7 +573,7 @@ def folder_of(directory: Path, tag: str | None) -> Path:
     # The contents of `latest` are untrusted: the tag must not lead out of the directory.
     if not tag or Path(tag).name != tag or tag == "..":
         raise ValueError(
-            f"tag={tag!r}: it is the name of a folder in {directory}, so a path is refused"
+            f"tag={tag!r}: give the name of a folder in {directory}, not a path"
         )
     if not (directory / tag).is_dir():
         raise FileNotFoundError(f"{directory} has no folder {tag}")
@@ -598,7 +598,7 @@ def rank_files(folder: Path, pattern: re.Pattern[str]) -> list[str]:
         # Model-parallel ranks hold parts of weights, which this reader cannot assemble.
         if int(match[2]) or int(match[1]) in found:
             raise ValueError(
-                f"{folder / name} is of a model-parallel run, or a second one of its rank. "
+                f"{folder / name} is of a model-parallel run, or a second file of its rank. "
                 f"{WAY_OUT}"
             )
         found[int(match[1])] = name
@@ -610,8 +610,8 @@ def rank_files(folder: Path, pattern: re.Pattern[str]) -> list[str]:
         )
     if sorted(found) != list(range(len(found))):
         raise FileNotFoundError(
-            f"{folder} has files of ranks {sorted(found)}, and not of those between: "
-            f"{found[max(found)]} is one"
+            f"{folder} has only files of ranks {sorted(found)} (such as {found[max(found)]}), not "
+            "of all"
         )
     return [found[rank] for rank in range(len(found))]
 
@@ -621,7 +621,7 @@ def shape_of(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or any(
         type(size) is not int or size < 0 for size in value
     ):
-        raise TypeError(f"where a shape should be there is a {kind_of(value)}")
+        raise TypeError(f"expected a shape, not a {kind_of(value)}")
     return tuple(value)
 
 
@@ -687,8 +687,8 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
         if model.root["dp_world_size"] > 1:
             raise ValueError(
                 f"{self.label} was converted from a run with round_robin_gradients on several "
-                "ranks: DeepSpeed's converter mixes up its parameters, which differ from the "
-                "model's order there. Give the checkpoint that was converted, which is read right"
+                "ranks: DeepSpeed's converter gives its parameters wrong names. Load the original "
+                "checkpoint instead"
             )
 
     def _take_param(self, name: str, shape: tuple[int, ...], step: float | None) -> None:
@@ -713,7 +713,7 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
         masters = found.pop(MASTERS, None)
         if not isinstance(masters, Pieces):
             raise FileNotFoundError(
-                f"{folder} has no {MASTERS}.pt: the checkpoint is not whole; convert it again"
+                f"{folder} has no {MASTERS}.pt: the checkpoint is incomplete; convert it again"
             )
         self._values[name] = masters
         # A parameter that never got a gradient has only a master.
@@ -721,7 +721,7 @@ class UniversalCheckpoint(DeepSpeedCheckpoint):
             self.states[name] = found
 
     def _take_others(self) -> None:
-        """Take the masters that no model state names: frozen parameters."""
+        """Add the masters that no model state names: frozen parameters."""
         for path in sorted((self.folder / ZERO).glob(f"*/{MASTERS}.pt")):
             name = path.parent.name
             if name in self._values or name in self._whole or name in self._aliases:

@@ -55,17 +55,16 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _FORMAT = "0.19.8"
 """Version of DeepSpeed whose format the export writes. DeepSpeed's loaders compare it."""
 _MODEL_NOTE = (
-    "DeepSpeed takes parameters that are not trained, and buffers, from the model that it is "
-    "given, and its loss scaler from its configuration"
+    "DeepSpeed takes untrained parameters and buffers from its model, and the loss scaler from its "
+    "configuration"
 )
 _SCHEDULER_NOTE = (
-    "the scheduler's state is that of one which was stepped once a step: if yours was not, pass "
+    "the scheduler's state assumes one scheduler step per step: otherwise pass "
     "load_lr_scheduler_states=False"
 )
 _STEP_NOTE = (
-    "stage 3 gives all its sub-groups one step object: it is a number here, which DeepSpeed's own "
-    "Adam takes; optimizers of torch (torch_adam) want a tensor, which several sub-groups would "
-    "count several times: go on with DeepSpeed's Adam, or with stage 1 or 2"
+    "the step of stage 3 is a number, for DeepSpeed's Adam; torch_adam needs a tensor, which each "
+    "sub-group would increment: continue with DeepSpeed's Adam, or with stage 1 or 2"
 )
 _SUB_GROUP_NUMEL = 10**9
 """DeepSpeed's default of `sub_group_size`."""
@@ -118,8 +117,8 @@ class UniversalExport:
         if other is not None:
             raise ValueError(
                 f"{first.names[0]} has made {first.step} steps and {other.names[0]} {other.step}: "
-                "DeepSpeed counts once for all parameters, so its updates of one of them would be "
-                "wrong; export the weights alone (--to safetensors --masters)"
+                "DeepSpeed has one count for all parameters, so it would update one of them "
+                "wrongly; export only the weights (--to safetensors --masters)"
             )
         data = checkpoint.attachment("buffers", 0)
         self._buffers = read_buffers(data) if data is not None else {}
@@ -149,7 +148,7 @@ class UniversalExport:
         checkpoint = self._checkpoint
         folder = target / f"global_step{checkpoint.step}_universal"
         if folder.exists():
-            raise ValueError(f"{folder} is there already: name another directory, or move it away")
+            raise ValueError(f"{folder} exists already: name another directory, or move it away")
         # Before the first write, so that a missing file is reported at once.
         checkpoint.check_files()
         partial = folder.with_name(folder.name + ".partial")
@@ -195,7 +194,8 @@ class UniversalExport:
         return whole
 
     def _read(self, saved: SavedParam, count: int, reader: ChunkReader) -> list[torch.Tensor]:
-        """Read the first `count` of master and moments of a saved parameter, as fp32 vectors."""
+        """Read `count` values of a saved parameter as fp32 vectors: its master, then its moments.
+        """
         flat, numel = saved.flat, saved.entry.numel
         out = [torch.empty(numel) for _ in range(count)]
         pieces = self._checkpoint.pieces(saved, 0, numel)
@@ -261,8 +261,9 @@ class UniversalExport:
         values = [group["values"] for group in self._optimizer.groups]
         if any(value != values[0] for value in values[1:]):
             notes.append(
-                "parameter groups differ: stages 1 and 2 take each, in this order; stage 3 gives "
-                "the first group's values to all, so set the others after load_checkpoint"
+                "parameter groups differ: stages 1 and 2 load each group, in this order; stage 3 "
+                "loads the first group's values for all, so set the other groups after "
+                "load_checkpoint"
             )
         left_out = self._checkpoint.left_out
         if left_out:
@@ -276,14 +277,15 @@ def _optimizer_of(checkpoint: Checkpoint) -> OptimizerEntry:
     if len(titles) != 1:
         raise ValueError(
             f"{checkpoint.directory} has the states of {', '.join(titles) or 'no optimizer'}: "
-            "DeepSpeed has one for all parameters; export the weights alone (--to safetensors)"
+            "DeepSpeed has one optimizer for all parameters; export only the weights (--to "
+            "safetensors)"
         )
     entry = checkpoint.optimizers[0]
     for name, param in entry.params.items():
         if tuple(param["moments"]) != _MOMENTS:
             raise ValueError(
                 f"{name} has the moments {param['moments']} of {entry.title}: DeepSpeed's "
-                "universal checkpoints have exp_avg and exp_avg_sq; export the weights alone (--to "
+                "universal checkpoints have exp_avg and exp_avg_sq; export only the weights (--to "
                 "safetensors --masters)"
             )
     if not entry.params:
@@ -309,13 +311,13 @@ def _weights_of(checkpoint: Checkpoint, optimizer: OptimizerEntry) -> Iterator[_
             continue
         seen.add(id(weight))
         if "/" in names[0]:
-            raise ValueError(f"{names[0]!r} is no name of a folder, as DeepSpeed's format has it")
+            raise ValueError(f"{names[0]!r} cannot be a folder's name, as in DeepSpeed's format")
         steps = [optimizer.params.get(each.entry.name) for each in weight.saved]
         counts = [from_json(each["state"]).get("step", 0) for each in steps if each is not None]
         if len(counts) not in (0, len(steps)) or len(set(counts)) > 1:
             raise ValueError(
-                f"the tiles of {names[0]} have several counts of steps, or some no states: "
-                "DeepSpeed has one; export the weights alone (--to safetensors --masters)"
+                f"the tiles of {names[0]} have several step counts, or only some have states: "
+                "DeepSpeed has one count; export only the weights (--to safetensors --masters)"
             )
         yield _Weight(tuple(names), weight, counts[0] if counts else None)
 

@@ -132,7 +132,7 @@ class RunFields:
             try:
                 client[name] = model.plain(value)
             except ValueError as error:
-                notes.append(f"client_state[{name!r}] is left out: {error}")
+                notes.append(f"client_state[{name!r}] is omitted: {error}")
         samples = root.get("global_samples")
         return cls(
             step=_count(root["global_steps"]),
@@ -153,13 +153,13 @@ def check_kind(file: TorchFile, root: Mapping[str, Any]) -> None:
     if found is not None:
         raise ValueError(
             f"{file.path} has {found}: DeepSpeed split its experts over the ranks (AutoEP), which "
-            "is not read here; convert it with deepspeed.checkpoint.ds_to_universal, or save from "
-            "a run without"
+            "is not supported; convert it with deepspeed.checkpoint.ds_to_universal, or save from "
+            "a run without AutoEP"
         )
     if zero_config(file).get("zenflow"):
         raise ValueError(
-            f"{file.path} is of a run with ZenFlow, whose updates under way are in no checkpoint; "
-            "save from a run without"
+            f"{file.path} is of a run with ZenFlow, whose pending updates no checkpoint has; save "
+            "from a run without ZenFlow"
         )
 
 
@@ -213,8 +213,8 @@ def number_of(files: Sequence[TorchFile], values: Sequence[Any], what: str) -> i
         numbers.append(value)
     if any(number != numbers[0] for number in numbers):
         raise ValueError(
-            f"{files[0].path} has {numbers[0]} as {what}, and the file of another rank not: files "
-            "of several saves lie there together"
+            f"{files[0].path} has {numbers[0]} as {what}, unlike another rank's file: the folder "
+            "has files of several saves"
         )
     return numbers[0]
 
@@ -241,8 +241,8 @@ def match_groups(
         if any(other != values[0] for other in values[1:]):
             names = " and ".join(list(indices.values())[:2])
             raise ValueError(
-                f"{names} are in one parameter group, and were in groups with other values in "
-                f"{label}: group them as there"
+                f"{names} are in one parameter group, but in {label} in groups with different "
+                "values: group them as there"
             )
         given = dict(values[0]) if values else {}
         for name, neutral in _NEUTRAL.items():
@@ -251,8 +251,8 @@ def match_groups(
             if name not in group and given.get(name, neutral) != neutral and not idle:
                 raise ValueError(
                     f"{label} was computed with {name}={given[name]!r}, which {optimizer.title} "
-                    "does not: use inf.Elementwise with the class of torch.optim that does, or "
-                    "load without opt="
+                    "does not support: use inf.Elementwise with a class of torch.optim that does, "
+                    "or load without opt="
                 )
         # Schedulers of torch that resume from a step need `initial_lr`.
         mine = {
@@ -264,7 +264,7 @@ def match_groups(
             try:
                 optimizer.check_group({**group, **mine})
             except ValueError as error:
-                raise ValueError(f"{label} has hyper-parameters that cannot be: {error}") from error
+                raise ValueError(f"{label} has impossible hyper-parameters: {error}") from error
         taken.append(mine)
     return taken
 
@@ -298,5 +298,5 @@ def _scaler(file: TorchFile, value: Any) -> dict[str, Any] | None:
     if any(isinstance(each, bool) or not isinstance(each, (int, float)) for each in numbers):
         raise TypeError(f"the loss scaler has {listed(found)}")
     if found.get("dynamic") and (found["scale_window"] < 1 or found["scale_factor"] <= 1):
-        raise TypeError("the loss scaler grows by nothing")
+        raise TypeError("the loss scaler has the growth factor 1 or less")
     return None if not found.get("dynamic") and found["cur_scale"] == 1 else found

@@ -75,7 +75,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
             found = _read(path, file)
         except (struct.error, UnicodeDecodeError, EOFError, OverflowError) as error:
             raise WeightsError(
-                f"{path} is no GGUF file that can be read (its header ends or breaks at byte "
+                f"{path} is no readable GGUF file (its header ends or breaks at byte "
                 f"{file.tell():,}: {error}); {_REMEDY}",
                 path=str(path),
             ) from error
@@ -170,13 +170,13 @@ def _bytes(file: IO[bytes], length: int) -> bytes:
     # A damaged length may exceed the memory of the machine.
     found = file.read(min(length, 1 << 24))
     if len(found) != length:
-        raise EOFError(f"{length:,} bytes are stated, {len(found):,} are there")
+        raise EOFError(f"{length:,} bytes are stated, {len(found):,} exist")
     return found
 
 
 def _unreadable(path: Path, reason: str) -> WeightsError:
     return WeightsError(
-        f"{path} is no GGUF file that can be read ({reason}); {_REMEDY}", path=str(path)
+        f"{path} is no readable GGUF file ({reason}); {_REMEDY}", path=str(path)
     )
 
 
@@ -197,7 +197,7 @@ def open_gguf(model: Any, path: Path, dtype: torch.dtype) -> tuple[StoredTensors
     damaged, or that transformers cannot read.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file")
+        raise FileNotFoundError(f"{path}: no such file")
     transformers_loading()
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
 

@@ -2,9 +2,9 @@
 checked as a whole, then written one by one.
 
 A parameter with optimizer states gets the value as its fp32 master, in the precision of the file,
-even where the rounded value was equal before; forward computes with the master, rounded as every
-update rounds it. A parameter without optimizer states gets the value rounded to its dtype. Moments,
-step counts and gradients stay.
+even if the rounded value does not change; forward computes with the master, rounded as by an
+update. A parameter without optimizer states gets the value rounded to its dtype. Moments, step
+counts and gradients do not change.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def match(
         # A tile is matched by its whole weight.
         shape = like.whole_shape if isinstance(like, Param) else tuple(like.shape)
         if source.shape(name) != shape:
-            wrong.append(f"{name} has shape {source.shape(name)} there and {shape} here")
+            wrong.append(f"{name} has shape {source.shape(name)} there and {shape} in the model")
         elif (there := source.dtype(name)) is not None and not converts(there, like.dtype):
-            wrong.append(f"{name} is {there} there, {like.dtype} here")
+            wrong.append(f"{name} is {there} in the source, {like.dtype} in the model")
         return name
 
     for param in (param for unit in units for param in unit.params):
@@ -122,7 +122,7 @@ def _checked(
     named = zip(Loaded._fields, left_out, strict=True) if strict else ()
     parts = [f"{kind}: {listed(names)}" for kind, names in (*named, ("different", wrong)) if names]
     if parts:
-        partly = "strict=False takes what fits and returns the names of the rest"
+        partly = "strict=False loads what fits and returns the other names"
         way_out = "" if wrong else f"; {partly}"
         raise ValueError(
             f"{label} does not fit the model, and nothing was written. {'; '.join(parts)}{way_out}"
@@ -184,7 +184,7 @@ def _by_name(matches: Sequence[_Match]) -> list[_Match]:
 
 
 def take_in(of: Engine, source: NamedTensors, matched: Matched) -> None:
-    """Write what was matched, one tensor in memory at a time. Calls no collective. Blocks.
+    """Write the matched tensors, one in memory at a time. Calls no collective. Blocks.
 
     Raises: any error of reading or writing; then some tensors have been written and others not.
     """

@@ -1,8 +1,8 @@
 """Reading pickles without running them, and encoding the user's small state as bytes.
 
-A pickle is a program that calls the names in it. Here a name is looked up in a list, and stands for
-a record class of this module. The class is made anew for every read, so that a hostile file affects
-nothing outside of its values. No name in a file is imported.
+A pickle is a program that calls the names in it. This module replaces each name in a fixed list by
+an inert record class. Every read makes new classes, so a hostile file affects only its own values.
+No name in a file is imported.
 
 The user's small state (`handle.extra`, `inf.save(extra=)`) is written by torch.save and read by
 torch.load(weights_only=True). Arrays and scalars of numpy, which random generators' states contain,
@@ -66,10 +66,10 @@ class KnownNames:
         full = f"{module}.{name}"
         if self._prefix and full.startswith(self._prefix) and full not in self._known:
             self._known[full] = record_class(full)
-        # The list has what is needed, not what is harmful: unknown names are refused.
+        # An allow-list: unknown names are refused.
         if full not in self._known:
             raise pickle.UnpicklingError(
-                f"it names {full}, which such a file has no need of, and which was not imported"
+                f"it names {full}, which such a file does not need; it was not imported"
             )
         return self._known[full]
 
@@ -131,7 +131,7 @@ def reason_of(message: str) -> str:
     """Return the reason in torch.load's message, without its advice to load the file unsafely."""
     named = re.search(r"GLOBAL ([\w.]+)", message)
     if named:
-        return f"it names {named[1]}, which is not known to be harmless, and which was not called"
+        return f"it names {named[1]}, which may be harmful; it was not called"
     return message.rpartition("WeightsUnpickler error: ")[2].strip().split("\n")[0]
 
 
@@ -159,8 +159,8 @@ def extra_bytes(extra: object) -> bytes | None:
             else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         )
         raise ValueError(
-            f"extra= cannot be kept: {what}. Numbers, text, tensors, numpy's arrays of numbers, "
-            "and lists, tuples and dicts of them can, and state_dict()s that are made of these"
+            f"extra= cannot be saved: {what}. Supported: numbers, text, tensors, numpy's arrays of "
+            "numbers, and lists, tuples, dicts and state_dict()s of them"
         ) from error
     return out.getvalue()
 

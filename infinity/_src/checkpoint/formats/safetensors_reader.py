@@ -231,7 +231,7 @@ class StoredTensors(FileTensors):
     def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.label = str(path)
         self._tensors = tensors
-        # Only one file is open: a large model has more files than a process may open.
+        # Only one file is open: a large model may have more files than a process may open.
         self._open: _OpenFile | None = None
 
     def names(self) -> Iterable[str]:
@@ -282,8 +282,8 @@ class StoredTensors(FileTensors):
 
 
 class SafetensorsFiles(StoredTensors):
-    """The safetensors of a directory, of an index, or of a single file. In a directory the files of
-    its index count; without an index model.safetensors; without that, all files.
+    """The safetensors of a directory, of an index, or of a single file. In a directory these are
+    the files of its index; without an index model.safetensors; without that, all files.
 
     Raises: FileNotFoundError; WeightsError for several indices, an index in one directory with a
     model.safetensors that it does not name, an index that leads out of its directory or names a
@@ -340,8 +340,8 @@ def _open(path: Path) -> int:
             raise
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise AioError(
-            f"this process has {limit} files open, as many as it may (RLIMIT_NOFILE), and reads "
-            "weights from one more; raise the limit (ulimit -n)",
+            f"this process has {limit} files open, its limit (RLIMIT_NOFILE), and needs one more; "
+            "raise the limit (ulimit -n)",
             errno=errno.EMFILE,
             path=str(path),
             op="open",
@@ -420,8 +420,8 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
         return _indexed(path) if is_index(path) else read_header(path)
     check_link(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: there is no such directory or file")
-    # Nothing says which of several indices counts; the user can name one of them as the path.
+        raise FileNotFoundError(f"{path}: no such directory or file")
+    # Several indices are ambiguous; the user can give the path of one.
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise WeightsError(
@@ -434,9 +434,8 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
         check_link(indices[0])
         if single.is_file() and single.name not in _weight_map(indices[0]).values():
             raise WeightsError(
-                f"{path} has {indices[0].name} and {single.name}, which the index does not name, "
-                "and nothing says which of them counts; name the one that does as the path, or "
-                "move the other one away",
+                f"{path} has {indices[0].name} and {single.name}, which the index does not name: "
+                "the choice is ambiguous; give the path of one of them, or move one away",
                 path=str(path),
             )
         return _indexed(indices[0])
@@ -451,7 +450,7 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
     found: dict[str, list[StoredTensor]] = {}
     for tensor in itertools.chain.from_iterable(read_header(file).values() for file in files):
         found.setdefault(tensor.name, []).append(tensor)
-    # Without an index nothing says which of several tensors with one name counts.
+    # Without an index several tensors with one name are ambiguous.
     several = {name: tensors for name, tensors in found.items() if len(tensors) > 1}
     if several:
         raise WeightsError(
@@ -491,8 +490,8 @@ def read_index(
         lost = sorted(name for name, file in weight_map.items() if file in away)
         place = "beside the index" if directory == index.parent else str(directory)
         raise FileNotFoundError(
-            f"{index} names files that are not there: {listed(gone)}, with {listed(lost)}; copy or "
-            f"download them to {place}"
+            f"{index} names missing files: {listed(gone)}, with {listed(lost)}; copy or download "
+            f"them to {place}"
         )
     return weight_map, {file: read_header(directory / file) for file in files}
 
@@ -526,8 +525,8 @@ def _weight_map(index: Path) -> dict[str, str]:
         # An index from elsewhere must not make this read files outside of its directory.
         if not isinstance(file, str) or Path(file).name != file or file == "..":
             raise WeightsError(
-                f"{index} says that {name} is in {file!r}; files lie beside their index, so a path "
-                "is refused: move the file there and write its name alone",
+                f"{index} says that {name} is in {file!r}; files must lie beside their index: move "
+                "the file there and write only its name",
                 path=str(index),
                 tensors=(name,),
             )

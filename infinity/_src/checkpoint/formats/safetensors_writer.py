@@ -135,7 +135,7 @@ def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch
             raise
         if error.errno == errno.ENOSPC:
             size = sum(tensor.size_bytes for tensor in tensors)
-            raise OSError(errno.ENOSPC, f"no room for {format_size(size)}", str(path)) from error
+            raise OSError(errno.ENOSPC, f"no space for {format_size(size)}", str(path)) from error
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -149,7 +149,7 @@ def _append(out: IO[bytes], value: torch.Tensor) -> None:
 
 class WeightFiles:
     """The files of one export. `finish` renames all of them, when they are on the drive. If the
-    context exits before `finish`, an earlier export in the directory stays as it was.
+    context exits before `finish`, an earlier export in the directory stays unchanged.
 
     writes: False writes nothing, for ranks other than 0.
     """
@@ -348,9 +348,9 @@ def _check_memory(held: int) -> None:
     left = memory_left_bytes()
     if held > left:
         raise MemoryError(
-            f"an export would hold {format_size(held)} of tensors in memory, those of one file, "
-            f"and {format_size(left)} are left; give a smaller shard_bytes_max, or inf.save the "
-            "model and write it by `infinity checkpoint export`, which streams"
+            f"an export would hold {format_size(held)} of tensors in memory (one file's), and "
+            f"{format_size(left)} are free; give a smaller shard_bytes_max, or inf.save the model "
+            "and write it by `infinity checkpoint export`, which streams"
         )
 
 
@@ -434,7 +434,7 @@ def check_written(
         if not (masters and has_master(of.states, param))
     ]
     tensors += [FileTensor(name, held.dtype, tuple(held.shape)) for name, held in buffers.items()]
-    check_dtypes(tensors, way_out=f"{_WAY_OUT}, or give names= a function that leaves it out")
+    check_dtypes(tensors, way_out=f"{_WAY_OUT}, or give names= a function that omits it")
 
 
 def whole_bytes(of: Engine, whole: Whole, *, masters: bool) -> int:

@@ -108,7 +108,7 @@ class _Unpickler(InertUnpickler):
 
     def persistent_load(self, pid: Any, /) -> _StorageId:
         if not isinstance(pid, tuple):
-            raise pickle.UnpicklingError("it refers to something that is no storage")
+            raise pickle.UnpicklingError("it refers to an object that is no storage")
         return _StorageId(pid)
 
 
@@ -134,7 +134,7 @@ class Descriptors:
         """
         # The directory of a hostile zip may contain any offset.
         if offset < 0:
-            raise ValueError(f"{path} is refused: it has something at byte {offset}")
+            raise ValueError(f"{path} is refused: it has a member at byte {offset}")
         done = 0
         try:
             descriptor = self._descriptor(path)
@@ -142,8 +142,8 @@ class Descriptors:
                 count = os.preadv(descriptor, [target[done:]], offset + done)
                 if count == 0:
                     raise ValueError(
-                        f"{path} ends at byte {offset + done}, and is read up to byte "
-                        f"{offset + len(target)}: it was cut short"
+                        f"{path} ends at byte {offset + done}, before byte {offset + len(target)}: "
+                        "it was cut short"
                     )
                 done += count
         except OSError as error:
@@ -245,11 +245,11 @@ class TorchFile:
             self._members = found
             data = self._bytes("data.pkl")
             if self._top + "byteorder" in found and self._bytes("byteorder") != b"little":
-                raise ValueError("it was written by a machine with the other order of bytes")
+                raise ValueError("it was written with the other byte order")
             self.root = _Unpickler(data, prefix).load()
         except (OSError, MemoryError):
             raise
-        # Damaged bytes make zipfile and pickle raise anything.
+        # Damaged bytes can make zipfile and pickle raise any exception.
         except Exception as error:
             raise ValueError(f"{path} is refused: {_reason(error)}") from error
 
@@ -267,7 +267,7 @@ class TorchFile:
         try:
             return self._plain(value, {}, set())
         except RecursionError:
-            raise ValueError(f"{self.path} is refused: it nests too deep") from None
+            raise ValueError(f"{self.path} is refused: it is nested too deeply") from None
 
     def check(self, members: Iterable[str] | None = None) -> None:
         """Read members (None: all) and compare their checksums, where the file has them. Blocks.
@@ -290,8 +290,7 @@ class TorchFile:
             if crc != member.crc:
                 raise ValueError(
                     f"{self.path} is damaged: {name}, {member.size} bytes from {member.offset} on, "
-                    f"has the CRC-32 {crc:08x}, and was written with {member.crc:08x}; copy the "
-                    "file again from where it was written"
+                    f"has the CRC-32 {crc:08x}, not {member.crc:08x}; copy the file again"
                 )
 
     def read_into(self, member: str, offset: int, target: memoryview) -> None:
@@ -346,7 +345,7 @@ class TorchFile:
         if id(value) in made:
             return made[id(value)]
         if id(value) in within:
-            raise ValueError(f"{self.path} is refused: a list is in itself")
+            raise ValueError(f"{self.path} is refused: a list contains itself")
         within.add(id(value))
         made[id(value)] = self._converted(value, made, within)
         within.remove(id(value))
@@ -377,7 +376,7 @@ def _call_of(value: Any) -> tuple[str, Any]:
     if kind == _WITH_ATTRIBUTES:
         kind, arguments = getattr(arguments[0], "kind", ""), arguments[2]
     if kind not in (_REBUILD, _REBUILD_UNTYPED) or not isinstance(arguments, tuple):
-        raise ValueError(f"where a tensor should be there is a {kind_of(value)}")
+        raise ValueError(f"expected a tensor, not a {kind_of(value)}")
     return kind, arguments
 
 
@@ -399,11 +398,11 @@ def _members(path: Path, descriptors: Descriptors) -> dict[str, _Member]:
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                 raise ValueError(f"{info.filename} is compressed, which torch.save never does")
             if info.filename in found:
-                raise ValueError(f"{info.filename} is there twice")
+                raise ValueError(f"it has {info.filename} twice")
             header = bytearray(_LOCAL_HEADER_BYTES)
             descriptors.read_into(path, info.header_offset, memoryview(header))
             if header[:4] != b"PK\3\4":
-                raise ValueError(f"{info.filename} does not lie where its directory says")
+                raise ValueError(f"{info.filename} is not at the offset in the zip's directory")
             names = int.from_bytes(header[26:28], "little") + int.from_bytes(
                 header[28:30], "little"
             )
@@ -418,7 +417,7 @@ def _top_of(members: Iterable[str]) -> str:
     """Return the folder in the zip that contains all members, for example "archive/"."""
     found = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(found) != 1:
-        raise ValueError(f"it has {len(found)} times data.pkl, so it is no file of torch.save")
+        raise ValueError(f"it has data.pkl {len(found)} times, so it is no file of torch.save")
     return found[0].removesuffix("data.pkl")
 
 
@@ -426,7 +425,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or any(
         type(value) is not int or value < 0 for value in values
     ):
-        raise ValueError("a tensor has a shape or a place that is none")
+        raise ValueError("a tensor has an invalid shape or offset")
     return tuple(values)
 
 
