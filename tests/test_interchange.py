@@ -226,7 +226,7 @@ def edited(
         (lambda t: t.update(extra=torch.ones(1)), r"unexpected: extra; strict=False"),
         (
             lambda t: t.update({"first.bias": torch.ones(5)}),
-            r"first\.bias has shape \(5,\) there and \(4,\) here",
+            r"first\.bias has shape \(5,\) there and \(4,\) in the model",
         ),
         (
             lambda t: t.update({"first.bias": torch.ones(4).long()}),
