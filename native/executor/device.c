@@ -233,8 +233,8 @@ static void flight_add(inf_flight *flown, inf_run *run) {
     flown->count++;
 }
 
-/* Whether a run may join the flight of the run before it. Not if it would delay the others: if the
- * stream must still wait for its mark, or a caller waits for the run before it. */
+/* Whether a run may join the flight of the run before it. Not if it would delay others: the stream
+ * must still wait for its mark, or a caller waits for the run before it. */
 static bool may_follow(const inf_copies *copies, const inf_run *before, const inf_run *run) {
     if (before->submission == run->submission) return true;
     const inf_mark *marks[2];

@@ -6,8 +6,7 @@
  * Idle slots read ahead for UPDATEs that wait at closed gates (prefetch.c).
  *
  * One mutex guards everything. At 1 MiB a block and 10 GB/s that is 20,000 short critical sections
- * a second, which is nothing beside what they order (bench/executor.py measures that); and there is
- * no lock order to get wrong.
+ * a second, a negligible cost (bench/executor.py measures it), and there is no lock order.
  *
  * A drive, a worker or a copying thread that works on a run never decides the run's next state. It
  * appends the run to `ended` under the mutex, and calls inf_pump before it unlocks. The pump, in
@@ -32,15 +31,15 @@
  *   rings/null.c
  *   executor/open.c
  *   executor/tickets.c executor/versions.c executor/submit.c
- * Threads: per drive one (io_uring) or several (threads) that move blocks, and workers that verify,
- * update, copy. None of them knows Python.
+ * Threads: per drive one (io_uring) or several (threads) that transfer blocks, and workers that
+ * verify, update, copy. None uses Python.
  *
  * A job is on at most one queue at a time (`next`), besides the FIFO of its chunk (`fifo_next`). A
- * job holds at most one slot and takes it before anything else, so there is no cycle of waiting. (A
- * write that failed may have it wait for a large slot while it holds a small one, and for nothing
- * else: failed_writes.c.)
+ * job holds at most one slot, and takes it before any other resource, so there is no deadlock.
+ * (After a failed write a job may wait for a large slot while it holds a small one:
+ * failed_writes.c.)
  *
- * Functions marked [locked] want the mutex held and keep it.
+ * Functions marked [locked] require the mutex, and return with it held.
  */
 #ifndef INF_EXECUTOR_H
 #define INF_EXECUTOR_H
@@ -150,8 +149,8 @@ typedef struct {
     int32_t file;
 } inf_range;
 
-/* A slot, and which bytes of the chunk's run it holds. What is read into it is not always what is
- * written from it. */
+/* A slot, and the bytes of the chunk's run in it. The bytes read into it and written from it may
+ * differ. */
 typedef struct {
     uint8_t *memory; /* NULL: none */
     int64_t bytes;   /* of all sections in it; 0 = the job needs no slot */
@@ -166,10 +165,10 @@ typedef struct {
     inf_range ranges[INF_OP_COUNT][INF_RANGE_MAX];
 } inf_slot;
 
-/* What a versioned chunk's live place, `plan`, is. */
+/* State of a versioned chunk's live place, `plan`. */
 typedef enum {
     INF_PLACE_FREE,      /* nothing was committed yet: written in place */
-    INF_PLACE_COMMITTED, /* what is written next goes to the other place */
+    INF_PLACE_COMMITTED, /* the next write goes to the other place */
     INF_PLACE_MOVED      /* the other place is the committed one */
 } inf_place;
 
@@ -223,7 +222,7 @@ struct inf_run {
     bool copied_in; /* its copy from the device has ended */
     int32_t moved; /* times that its write failed and went to a reserved extent */
     int32_t direction; /* of its copy: INF_TO_DEVICE or INF_FROM_DEVICE */
-    int64_t bad; /* what its pass returned */
+    int64_t bad; /* result of its pass */
     int32_t copy_error; /* of the driver, when it was given the copy */
     bool prefetch_failed; /* its read ahead failed, so it reads again */
     uint64_t order; /* of arrival at the slots or the workers */
@@ -348,7 +347,7 @@ struct inf_drive {
     int32_t event_fd;
     int32_t fds[INF_FILE_MAX]; /* the first is the config's; -1 = none */
     int32_t dead; /* errno after the ring broke: every request fails with it */
-    uint32_t kicks; /* number of wakes: a thread about to sleep sees that one came */
+    uint32_t kicks; /* number of wakes: tells a thread about to sleep that one came */
     bool sleeping;
 };
 
@@ -488,7 +487,7 @@ struct inf_executor {
     bool seam_on;
     bool spans_on;
     bool faulted;
-    bool gates_held; /* a thread is about to open them: no gate escapes for being idle */
+    bool gates_held; /* a thread is about to open them: idle gates do not escape */
     bool escaping; /* gates escape one after another until a caller opens one */
     bool shut;
     bool cancelled;
@@ -714,7 +713,7 @@ void *inf_copies_main(void *copies);
 void *inf_seam_main(void *executor);
 
 /* open.c */
-/* Drops one reference; the last one frees. [locked], unlocks. */
+/* Drops a reference, and frees with the last. [locked], unlocks. */
 void inf_executor_let_go(struct inf_executor *ex);
 
 #endif

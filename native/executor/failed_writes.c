@@ -31,7 +31,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Once to the same drive, once to another: a further failure is not of a block. */
+/* Once to the same drive, once to another: a further failure is no bad block. */
 #define MOVES_MAX 2
 
 /* One of a chunk's places on the drive. */
@@ -180,7 +180,7 @@ static int32_t spare_for(const struct inf_executor *ex, const inf_run *run, plac
     int64_t bytes = place_bytes(chunk, place);
     int32_t drive = inf_run_drive(run, INF_OP_WRITE);
     if (run->moved >= MOVES_MAX) return -1;
-    /* A second failure on a drive is not of a block: try another drive. */
+    /* A second failure on a drive is no bad block: try another drive. */
     int32_t index = run->moved > 0 ? -1 : spare_find(ex, drive, true, bytes);
     if (index >= 0 || !may_leave_drive(chunk, place)) return index;
     return spare_find(ex, drive, false, bytes);

@@ -7,12 +7,12 @@
  * Hinted jobs are read first, in the order of their gates, then requested chunks, in the order of
  * request. A read ahead gets a slot only while no job waits for one, leaves a quarter of the pool
  * free, and has the lowest priority of all reads. Its slot holds the data until the UPDATE takes
- * the slot over, so no byte is read twice, and jobs use the free quarter. A job that finds no slot
- * gets that of the newest read ahead that no drive has begun; that of a completed one only if jobs
- * hold less than their quarter (because of another drive's share, or of failed writes). A dropped
- * read ahead is queued again. Sections that a STORE writes meanwhile are read again by the UPDATE.
- * Only the UPDATE verifies the data; a failed read ahead has no effect: the UPDATE reads, and
- * reports a fault.
+ * the slot over, so no byte is read twice, and jobs use the free quarter. A job without a slot gets
+ * that of the newest read ahead that no drive has begun. It gets that of a completed one only if
+ * jobs hold less than their quarter (because of another drive's share, or of failed writes). A
+ * dropped read ahead is queued again. Sections that a STORE writes meanwhile are read again by the
+ * UPDATE. Only the UPDATE verifies the data; a failed read ahead has no effect: the UPDATE reads,
+ * and reports a fault.
  *
  * While a drive works on a read, its slot is not reused; if the chunk is dropped meanwhile, the
  * result is discarded.
@@ -254,7 +254,7 @@ static bool drive_waits(const inf_pool *pool, int32_t drive) {
 
 /* Whether jobs hold the slots reserved for them (of the pool, or, if only this drive is at its
  * limit, of the drive): then they continue with these, and no read is dropped. */
-static bool jobs_go_on(struct inf_executor *ex, const inf_pool *pool, int32_t drive) {
+static bool jobs_have_slots(struct inf_executor *ex, const inf_pool *pool, int32_t drive) {
     bool all = pool->free_count == 0;
     int32_t held = all ? pool->count - pool->prefetch_count : pool->held[drive];
     for (const inf_prefetch *prefetch = ex->with_slot.head; prefetch != NULL && !all;
@@ -273,7 +273,7 @@ bool inf_prefetch_yield(struct inf_executor *ex, int32_t index) {
         /* dropping it would not help */
         if (pool->free_count > 0 && !drive_waits(pool, chunk->plan.drive)) continue;
         if (prefetch->state == INF_PREFETCH_READING && !unread(ex, prefetch)) continue;
-        if (prefetch->state == INF_PREFETCH_HELD && jobs_go_on(ex, pool, chunk->plan.drive))
+        if (prefetch->state == INF_PREFETCH_HELD && jobs_have_slots(ex, pool, chunk->plan.drive))
             continue;
         let_slot_go(ex, prefetch);
         inf_run *head = chunk->fifo_head;

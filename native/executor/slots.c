@@ -1,8 +1,8 @@
 /* Slots: choice of the run that gets the next one. All [locked].
  *
  * By priority, then in the order of arrival; one grant in INF_FAIR_TURN is to the oldest run. The
- * slots of a drive are limited: otherwise a slow drive, whose jobs hold their slots for long, would
- * in the end hold all of them and stop the fast ones.
+ * slots of a drive are limited: otherwise a slow drive would finally hold all slots and stop the
+ * fast ones.
  */
 #include "executor.h"
 

@@ -182,7 +182,7 @@ static void run_cancel(struct inf_executor *ex, inf_run *run) {
 }
 
 /* A ticket has one fault. A submission of updates and fetches (frozen parameters of the same unit)
- * is not cancelled: its ticket would tell of a failed update, or hide one. */
+ * is not cancelled: its ticket would report a failed update, or hide one. */
 static bool only_fetches(const inf_submission *submission) {
     for (int32_t j = 0; j < submission->job_count; j++)
         if (submission->runs[j].job.kind != INF_JOB_FETCH) return false;
