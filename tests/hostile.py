@@ -308,7 +308,8 @@ def begin_run(place: Path, *, resumes: bool = False) -> None:
         for file in files.add():
             file.grow(1 << 13)
         list(map(files.journal.take, range(4)))
-        files.journal.start({"source": "x", "states": [list(e) for e in files.states()]}, known=True)
+        states = [list(e) for e in files.states()]
+        files.journal.start({"source": "x", "states": states}, known=True)
         files.check_place()
         before = files.before if resumes else None
         files.remove_strangers(each.name for head in before or () for each in head.files)

@@ -195,7 +195,7 @@ def test_a_smaller_run_finds_room_where_ranks_that_it_has_not_left_unnamed_state
 
 
 def test_the_first_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> None:
-    """The journal of the initialization outlives the rank's manifest, until all ranks have theirs."""
+    """The journal outlives the rank's manifest, until all ranks have manifests."""
     run = RunFiles([tmp_path], 0, 1)
     named, other = (Path(run.add()[0].path) for _ in range(2))
     run.keep()
