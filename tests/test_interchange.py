@@ -230,7 +230,7 @@ def edited(
         ),
         (
             lambda t: t.update({"first.bias": torch.ones(4).long()}),
-            r"first\.bias is torch\.int64 there",
+            r"first\.bias is torch\.int64 in the source",
         ),
         (
             lambda t: t.update({"count": torch.ones(2)}),
