@@ -234,7 +234,7 @@ def edited(
         ),
         (
             lambda t: t.update({"count": torch.ones(2)}),
-            r"count is torch\.float32 there",
+            r"count is torch\.float32 in the source",
         ),
     ],
 )
