@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,13 @@ IGNORED = -100
 Messages = list[dict[str, Any]]
 
 
+class Conversation(NamedTuple):
+    """Messages, and the file and line that they come from."""
+
+    messages: Messages
+    place: str
+
+
 class Encoded(NamedTuple):
     """Tokens of a conversation, and their labels, IGNORED where it is a prompt."""
 
@@ -35,14 +43,16 @@ class Encoded(NamedTuple):
     labels: list[int]
 
 
-def read_conversations(path: Path, column: str) -> list[Messages]:
+def read_conversations(path: Path, column: str) -> list[Conversation]:
     """Return the conversations of a file of JSON lines. Raises: ValueError naming file and line."""
-    found: list[Messages] = []
+    found: list[Conversation] = []
     try:
-        with path.open(encoding="utf-8") as file:
+        # "-sig": editors may write a mark of the encoding first.
+        with path.open(encoding="utf-8-sig") as file:
             for number, row in enumerate(file, 1):
                 if row.strip():
-                    found.append(_messages(row, column, f"{path}:{number}"))
+                    place = f"{path}:{number}"
+                    found.append(Conversation(_messages(row, column, place), place))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     except OSError as error:
@@ -55,7 +65,7 @@ def read_conversations(path: Path, column: str) -> list[Messages]:
 def _messages(row: str, column: str, place: str) -> Messages:
     try:
         record = json.loads(row)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place} is not JSON: {error}") from None
     messages = record.get(column) if isinstance(record, dict) else None
     if not isinstance(messages, list) or not all(
@@ -67,14 +77,30 @@ def _messages(row: str, column: str, place: str) -> Messages:
         )
     if not any(each["role"] == "assistant" for each in messages):
         raise ValueError(f"{place} has no message of the assistant, so nothing to learn")
+    for each in messages:
+        # Templates write other values as Python shows them. Calls of tools have no text.
+        if not isinstance(each.get("content"), str) and not each.get("tool_calls"):
+            raise ValueError(
+                f"{place}: the message of the {each['role']} has no text in 'content' "
+                f"({type(each.get('content')).__name__}); write it as one string"
+            )
     return messages
 
 
-def encode(tokenizer: Any, messages: Messages) -> Encoded:
+def encode(tokenizer: Any, conversation: Conversation) -> Encoded:
     """Render a conversation. Raises: ValueError for a template that fails, or that renders earlier
     messages in another way once later ones follow.
     """
-    if "{% generation" in tokenizer.chat_template or "{%- generation" in tokenizer.chat_template:
+    try:
+        return _encode(tokenizer, conversation.messages)
+    except ValueError as error:
+        raise ValueError(f"{conversation.place}: {error}") from error
+
+
+def _encode(tokenizer: Any, messages: Messages) -> Encoded:
+    # A tokenizer may have several templates by name.
+    template = tokenizer.get_chat_template()
+    if re.search(r"\{%-?\s*generation\b", template):
         found = _rendered(tokenizer, messages, return_assistant_tokens_mask=True)
         ids, marks = list(found["input_ids"]), found["assistant_masks"]
     else:
@@ -90,6 +116,12 @@ def _marks(tokenizer: Any, messages: Messages, ids: list[int]) -> list[int]:
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
+        if not index:
+            raise ValueError(
+                "the conversation begins with the assistant, so that its words cannot be told from "
+                "their header; begin it with the user, or mark the assistant's part in the chat "
+                "template by {% generation %} and {% endgeneration %}"
+            )
         before = _rendered(tokenizer, messages[:index], add_generation_prompt=True)["input_ids"]
         after = _rendered(tokenizer, messages[: index + 1])["input_ids"]
         if ids[: len(before)] != list(before) or ids[: len(after)] != list(after):
@@ -111,6 +143,11 @@ def _rendered(tokenizer: Any, messages: Messages, **more: Any) -> Any:
         raise ValueError(f"the chat template cannot render a conversation: {text}") from error
 
 
+def has_labels(conversation: Encoded, seq: int) -> bool:
+    """Return whether the first `seq` tokens have a label; the first token has no prediction."""
+    return any(label != IGNORED for label in conversation.labels[1:seq])
+
+
 def to_windows(
     conversations: Sequence[Encoded], seq: int, pad: int, *, packing: bool
 ) -> torch.Tensor:
@@ -118,9 +155,11 @@ def to_windows(
     a window is `pad`, without labels. Conversations longer than `seq` are cut at the end; without a
     label in `seq` tokens they are left out. packing: several in a window, if they fit.
     """
-    cut = [Encoded(ids[:seq], labels[:seq]) for ids, labels in conversations]
-    # The first token has no prediction.
-    kept = [each for each in cut if any(label != IGNORED for label in each.labels[1:])]
+    kept = [
+        Encoded(each.ids[:seq], each.labels[:seq])
+        for each in conversations
+        if has_labels(each, seq)
+    ]
     windows = [[each] for each in kept] if not packing else _best_fit(kept, seq)
     found = torch.zeros(len(windows), 3, seq, dtype=torch.int32)
     found[:, 0], found[:, 1] = pad, IGNORED

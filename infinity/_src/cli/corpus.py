@@ -25,7 +25,14 @@ from typing import Any
 
 import torch
 
-from infinity._src.cli.chat import IGNORED, Encoded, encode, read_conversations, to_windows
+from infinity._src.cli.chat import (
+    IGNORED,
+    Encoded,
+    encode,
+    has_labels,
+    read_conversations,
+    to_windows,
+)
 
 Tokenize = Callable[[list[str]], list[list[int]]]
 """Lines to token ids, without special tokens."""
@@ -42,6 +49,8 @@ HOLDOUT = 0.05
 KINDS = ("text", "jsonl", "sqlite", "chat")
 """Options that name the text."""
 
+_ENCODING = "utf-8-sig"
+"""UTF-8, with or without the mark of the encoding that some editors write first."""
 _DTYPE = torch.int32
 """Dtype of windows in memory. Batches are int64, as torch wants them."""
 
@@ -170,7 +179,10 @@ def build_corpus(
 
 
 def _share(options: argparse.Namespace) -> float:
-    return HOLDOUT if options.holdout is None else float(options.holdout)
+    share = HOLDOUT if options.holdout is None else float(options.holdout)
+    if not 0 < share < 1:
+        raise ValueError(f"--holdout {share:g} must lie between 0 and 1")
+    return share
 
 
 def _of_eval(options: argparse.Namespace) -> argparse.Namespace:
@@ -190,7 +202,8 @@ def _build_chats(options: argparse.Namespace, tokenizer: Any, measured: int | No
     if options.eval is not None:
         train, held_out = found, _encoded(_of_eval(options), tokenizer)
     else:
-        held = max(math.ceil(_share(options) * len(found)), 1)
+        share = _share(options)
+        held = max(math.ceil(share * len(found)), 1)
         train, held_out = found[:-held], found[-held:]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     parts = [
@@ -203,20 +216,27 @@ def _build_chats(options: argparse.Namespace, tokenizer: Any, measured: int | No
                 f"no {label} conversation has an answer within --seq {options.seq} tokens; use "
                 "more conversations or a larger --seq"
             )
-    longer = sum(len(each.ids) > options.seq for each in found)
-    note = f"{longer} of {len(found)} conversations are longer than --seq {options.seq}, and cut"
-    return Corpus(parts[0], parts[1][:measured], (note,) if longer else ())
+    every = [*train, *held_out]
+    longer = sum(len(each.ids) > options.seq for each in every)
+    without = sum(not has_labels(each, options.seq) for each in every)
+    notes = [
+        f"{count} of {len(every)} conversations {what}"
+        for count, what in (
+            (longer, f"are longer than --seq {options.seq}, and cut"),
+            (without, f"have no answer in their first {options.seq} tokens, and are left out"),
+        )
+        if count
+    ]
+    return Corpus(parts[0], parts[1][:measured], tuple(notes))
 
 
 def _encoded(options: argparse.Namespace, tokenizer: Any) -> list[Encoded]:
     conversations = read_conversations(options.chat, options.column or "messages")
-    return [encode(tokenizer, messages) for messages in conversations]
+    return [encode(tokenizer, each) for each in conversations]
 
 
 def read_lines(options: argparse.Namespace) -> list[str]:
     """Return the lines of the text that are not blank. Raises: ValueError naming file and cause."""
-    if options.query is not None and options.sqlite is None:
-        raise ValueError("--query goes with --sqlite FILE")
     try:
         if options.sqlite is not None:
             if options.query is None:
@@ -227,14 +247,14 @@ def read_lines(options: argparse.Namespace) -> list[str]:
         elif options.jsonl is not None:
             lines = _read_jsonl(options.jsonl, options.column or "text")
         else:
-            lines = options.text.read_text(encoding="utf-8").splitlines()
+            lines = options.text.read_text(encoding=_ENCODING).splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.text or options.jsonl} is not UTF-8 text: {error}") from None
     except OSError as error:
         raise ValueError(f"cannot read the text: {error}") from None
     kept = [line for line in lines if line.strip()]
     if not kept:
-        raise ValueError("the text is empty")
+        raise ValueError(f"{options.text or options.jsonl or options.sqlite}: the text is empty")
     return kept
 
 
@@ -254,13 +274,13 @@ def _read_sqlite(path: Path, query: str) -> list[str]:
 
 def _read_jsonl(path: Path, column: str) -> list[str]:
     lines: list[str] = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding=_ENCODING) as file:
         for number, row in enumerate(file, 1):
             if not row.strip():
                 continue
             try:
                 record = json.loads(row)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}:{number} is not JSON: {error}") from None
             if not isinstance(record, dict) or not isinstance(record.get(column), str):
                 raise ValueError(
@@ -274,11 +294,7 @@ def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[
     """Return (training lines, held-out lines). Held out are the last lines that make up at least
     `share` of the characters. If that leaves no line for training, the text is cut by characters,
     inside a line.
-
-    Raises: ValueError unless 0 < share < 1.
     """
-    if not 0 < share < 1:
-        raise ValueError(f"--holdout {share} must lie between 0 and 1")
     wanted = share * sum(len(line) for line in lines)
     held = 0
     at = len(lines)

@@ -154,6 +154,47 @@ def check_tokens(model: Any, source: Pretrained, tokens: Iterable[torch.Tensor])
         )
 
 
+def check_length(model: Any, seq: int) -> str:
+    """Return a note on sequences of `seq` tokens if the model was made for shorter ones, else "".
+    Raises: ValueError if the model has no positions for them.
+    """
+    config = model.config
+    most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
+    if not most or seq <= most:
+        return ""
+    # Rotary positions are computed, and others are read from a table.
+    if not getattr(config, "rope_parameters", None):
+        raise ValueError(f"--seq {seq}: the model has {most} positions; give {most} or less")
+    return f"--seq {seq} is longer than the {most} positions that the model was made for"
+
+
+def check_packing(model: Any, device: torch.device) -> None:
+    """Raise ValueError if a conversation changes what the model says of a later one in its window.
+    Models with all values zero pass. Collective on several ranks.
+    """
+    count, vocabulary = 8, model.get_input_embeddings().weight.shape[0]
+    rows = torch.arange(2 * count).repeat(3, 1)
+    # Against the first row: another conversation before, and another first token.
+    rows[1, :count] += count
+    rows[2, count] += 1
+    positions = torch.arange(count).repeat(3, 2)
+    model.eval()
+    with torch.no_grad():
+        found = model(
+            input_ids=(rows % vocabulary).to(device),
+            position_ids=positions.to(device),
+            use_cache=False,
+        ).logits[:, count + 1 :].float()
+    model.train()
+    of_others, own = ((found[row] - found[0]).abs().max() for row in (1, 2))
+    # Not against 0: sums may round in another order.
+    if of_others > own / 1000:
+        raise ValueError(
+            f"--packing: in {type(model).__name__} conversations of a window would see each other, "
+            "since it does not tell them apart by their positions; leave --packing out"
+        )
+
+
 def offload_pretrained(
     model: torch.nn.Module,
     source: Pretrained,

@@ -340,6 +340,8 @@ class _Run:
         stack.callback(self._tell_of_save)
         stack.callback(self.handle.close)
         self.params = self.handle.stats().params
+        if options.packing:
+            hf_model.check_packing(self.model, self.device)
 
     def run(self) -> int:
         options = self.options
@@ -467,6 +469,8 @@ class _Run:
         prompt = self.pretrained.tokenizer(options.prompt or "", return_tensors="pt")["input_ids"]
         tokens = (ids_of(self.corpus.train), ids_of(self.corpus.held_out), prompt)
         hf_model.check_tokens(model, self.pretrained, tokens)
+        if note := hf_model.check_length(model, options.seq):
+            self._say(f"  {note}")
         return model
 
     def _check_run(self) -> None:

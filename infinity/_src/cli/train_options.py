@@ -63,6 +63,13 @@ def _check_text(options: argparse.Namespace) -> None:
             f"--eval {options.eval} replaces the held-out part of the text, and --holdout "
             f"{options.holdout:g} is its size; give one of them"
         )
+    if options.query is not None and options.sqlite is None:
+        raise ValueError("--query goes with --sqlite FILE")
+    if options.column is not None and options.jsonl is None and options.chat is None:
+        raise ValueError(
+            f"--column {options.column} names a field of the lines of --jsonl or --chat; leave it "
+            "out"
+        )
     if options.packing and options.chat is None:
         raise ValueError(
             "--packing puts several conversations of --chat into a window; the windows of a text "

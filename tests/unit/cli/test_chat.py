@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
 
+from infinity._src.cli import hf_model  # noqa: E402
 from infinity._src.cli.chat import (  # noqa: E402
     IGNORED,
+    Conversation,
     Encoded,
     encode,
     read_conversations,
@@ -57,22 +60,32 @@ def says(*texts: str) -> list[dict[str, Any]]:
     return [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def talk(*texts: str) -> Conversation:
+    return Conversation(says(*texts), "a.jsonl:3")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, MARKED.replace("{% gen", "{%-gen")])
 def test_the_words_of_the_assistant_are_learnt_alone(
     tokenizer: Any, template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", template)
-    ids, labels = encode(tokenizer, says("Who?", "Me.", "Why?", "So."))
+    ids, labels = encode(tokenizer, talk("Who?", "Me.", "Why?", "So."))
     assert tokenizer.decode(ids) == "<u>Who?</><a>Me.</><u>Why?</><a>So.</>"
     learnt = [token for token in labels if token != IGNORED]
     assert tokenizer.decode(learnt) == "Me.</>So.</>"
     assert all(label in (token, IGNORED) for token, label in zip(ids, labels, strict=True))
+    begun = Conversation(says("Who?", "Me.")[1:], "a.jsonl:3")
+    if template == PLAIN:
+        with pytest.raises(ValueError, match="the conversation begins with the assist"):
+            encode(tokenizer, begun)
+    else:
+        assert tokenizer.decode(encode(tokenizer, begun).ids) == "<a>Me.</>"
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (CHANGING, "renders a message in another way when others follow"),
+        (CHANGING, "a.jsonl:3: the chat template renders a message in another way when others"),
         ("{{ raise_exception('no system') }}", "cannot render a conversation: no system"),
     ],
 )
@@ -81,7 +94,7 @@ def test_a_template_that_hides_the_prompts_is_refused(
 ) -> None:
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(ValueError, match=message):
-        encode(tokenizer, says("Who?", "Me.", "Why?", "So."))
+        encode(tokenizer, talk("Who?", "Me.", "Why?", "So."))
 
 
 @pytest.mark.parametrize(
@@ -91,11 +104,15 @@ def test_a_template_that_hides_the_prompts_is_refused(
         ('{"text": "a"}', "a.jsonl:2 has no list of messages"),
         ('{"messages": [1]}', "a.jsonl:2 has no list of messages"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no message of the assistant"),
+        ("[" * 9999, "a.jsonl:2 is not JSON"),
+        ('{"messages": [{"role": "assistant", "content": null}]}', "assistant has no text .*None"),
+        ('{"messages": [{"role": "assistant", "content": ["a"]}]}', r"\(list\); write it"),
     ],
 )
 def test_a_line_without_a_conversation_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"messages": says("a", "b")}) + "\n" + line + "\n")
+    mark, calls = "\ufeff", {"role": "assistant", "content": None, "tool_calls": [{}]}
+    path.write_text(mark + json.dumps({"messages": [*says("a", "b"), calls]}) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=message):
         read_conversations(path, "messages")
 
@@ -134,7 +151,7 @@ def test_packed_conversations_do_not_see_each_other(model_directory: Path, token
     """The loss of a window is the mean over its conversations' tokens, each computed alone."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = load(model_directory, dtype=torch.float32)
-    found = [encode(tokenizer, says("Who?", "Me.")), encode(tokenizer, says("Why is it?", "So."))]
+    found = [encode(tokenizer, talk("Who?", "Me.")), encode(tokenizer, talk("Why is it?", "So."))]
     packed = to_windows(found, 64, 256, packing=True).long()
     alone = to_windows(found, 64, 256, packing=False).long()
     assert (len(packed), len(alone)) == (1, 2)
@@ -194,6 +211,10 @@ def test_conversations_that_are_cut_are_told_of(tokenizer: Any, chats: Path) -> 
     longer = sum(len(encode(tokenizer, each).ids) > 40 for each in conversations)
     assert 0 < longer < 30
     assert found.notes == (f"{longer} of 30 conversations are longer than --seq 40, and cut",)
+    options.seq, options.eval = 20, chats
+    longer, without = build_corpus(options, tokenizer, tokenizer=tokenizer).notes
+    assert longer == "60 of 60 conversations are longer than --seq 20, and cut"
+    assert without.startswith("40 of 60 conversations have no answer in their first 20 tokens, and")
     # One in twenty is held out, or more.
     assert (len(found.train), len(found.held_out)) == (28, 2)
 
@@ -216,6 +237,10 @@ def test_an_eval_file_of_text_is_measured_whole(model_directory: Path, tmp_path:
         (["--eval", "gone.txt"], "cannot read the text"),
         (["--eval", "text.txt", "--holdout", "0.1"], "give one of them"),
         (["--packing"], "--packing puts several conversations of --chat into a window"),
+        (["--query", "SELECT 1"], "--query goes with --sqlite"),
+        (["--column", "text"], "--column text names a field of the lines of --jsonl or --chat"),
+        (["--chat", "one.jsonl", "--holdout", "2"], "--holdout 2 must lie between 0 and 1"),
+        (["--holdout", "nan"], "--holdout nan must lie between 0 and 1"),
         (["--chat", "gone.jsonl"], "cannot read the conversations"),
         (["--chat", "text.txt"], "text.txt:1 is not JSON"),
         (["--chat", "one.jsonl", "--seq", "2"], "no training conversation has an answer within"),
@@ -233,6 +258,27 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert message in shown
     assert sum("error:" in line for line in shown.splitlines()) == 1
     assert not Path("out").exists()
+
+
+def test_packing_is_refused_for_models_that_do_not_keep_conversations_apart(
+    model_directory: Path, chats: Path, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(model_directory, tmp_path / "model")
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.OPTConfig(
+        **sizes, vocab_size=257, word_embed_proj_dim=32, max_position_embeddings=99, pad_token_id=0
+    )
+    transformers.OPTForCausalLM(config).save_pretrained(directory)
+    for more, message in (
+        (("--packing",), "in OPTForCausalLM conversations of a window would see each other"),
+        (("--seq", "100"), "--seq 100: the model has 99 positions; give 99 or less"),
+    ):
+        status, shown, _ = train(directory, tmp_path / "out", "--chat", chats, *more)
+        assert (status, (tmp_path / "out").exists()) == (2, False)
+        assert message in shown
+    llama = hf_model.model_on_meta(hf_model.find_pretrained(model_directory), torch.bfloat16)
+    assert hf_model.check_length(llama, 256) == ""
+    assert "longer than the 256 positions" in hf_model.check_length(llama, 257)
 
 
 def test_a_tokenizer_without_a_template_says_so(chats: Path, tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ def bytes_of(lines: list[str]) -> list[list[int]]:
 
 
 def test_plain_text_jsonl_and_sqlite_give_the_same_lines(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one two\n\nthree four\n")
-    (tmp_path / "a.jsonl").write_text('{"body": "one two"}\n\n{"body": "three four"}\n')
+    (tmp_path / "a.txt").write_text("\ufeffone two\n\nthree four\n")
+    (tmp_path / "a.jsonl").write_text('\ufeff{"body": "one two"}\n\n{"body": "three four"}\n')
     database = sqlite3.connect(tmp_path / "a.db")
     database.execute("CREATE TABLE t (x TEXT, y TEXT)")
     database.executemany(
@@ -72,12 +72,13 @@ def test_a_query_cannot_change_the_database(tmp_path: Path) -> None:
         ({"sqlite": "gone.db", "query": "SELECT 1"}, "no such file"),
         ({"sqlite": "text.txt", "query": "SELECT x FROM t"}, "not a database"),
         ({"sqlite": "text.txt"}, "--query"),
-        ({"text": "text.txt", "query": "SELECT 1"}, "--sqlite"),
+        ({"jsonl": "deep.jsonl"}, "deep.jsonl:1 is not JSON"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, given: dict[str, str], message: str) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "deep.jsonl").write_text("[" * 9999)
     (tmp_path / "other.jsonl").write_text('{"body": "one"}\n')
     (tmp_path / "text.txt").write_text("text " * 400)
     paths: dict[str, Any] = {
