@@ -1,4 +1,4 @@
-"""A watch over the bus: what the engine moves between host and device past the executor.
+"""Detects copies between host and device that bypass the executor.
 
 On a simulated device both memories are the host's, so nothing but the program tells them apart. In
 the engine's code host memory is a slab, or made without a device or with "cpu" by name; what is
@@ -41,7 +41,7 @@ READS = {
     "item", "tolist", "numpy", "__array__", "equal", "allclose", "nonzero",
     "__float__", "__int__", "__bool__", "__index__",
 }  # fmt: skip
-"""Functions that hand values of a tensor to Python."""
+"""Functions that return a tensor's values to Python."""
 KERNELS = {"kernels/update.py: run"}
 """Functions whose kernels read pinned memory by its address."""
 _UNSEEN = {"__get__", "__set__", "data_ptr", "untyped_storage", "is_pinned", "backward"}
@@ -52,8 +52,8 @@ class Crossing:
     """Use of the bus past the executor.
 
     where: file and function of the engine. what: "copy", "read" or "kernel", and torch's function.
-    pinned: the host's side of it. waits: the thread waits until the device has come to it.
-    in_comm_stream: not on the thread that trains.
+    pinned: whether the host memory is. waits: whether the thread waits for the device.
+    in_comm_stream: not on the training thread.
     """
 
     where: str
@@ -64,14 +64,14 @@ class Crossing:
 
     @property
     def smooth(self) -> bool:
-        """True if it holds nothing up: an asynchronous copy of pinned memory, on a communication
-        stream's stream."""
+        """True if it stalls nothing: an asynchronous copy of pinned memory, on a communication
+        stream's CUDA stream."""
         copies = self.what.startswith("copy") and self.pinned
         return copies and not self.waits and self.in_comm_stream
 
 
 class Bus:
-    """The crossings found, and which memory is the host's."""
+    """The detected crossings, and the known host memory."""
 
     def __init__(self) -> None:
         self.found: Counter[Crossing] = Counter()
@@ -83,7 +83,7 @@ class Bus:
         self._main = threading.get_ident()
 
     def slab(self, slab: Slab) -> None:
-        """Take a slab for host memory."""
+        """Record a slab as host memory."""
         self._slabs[slab.address] = slab.size_bytes
 
     def freed(self, slab: Slab) -> None:
@@ -91,22 +91,22 @@ class Bus:
         self._slabs.pop(slab.address, None)
 
     def pin(self, slab: Slab) -> None:
-        """Take a slab for pinned."""
+        """Record a slab as pinned."""
         self._pinned[slab.address] = slab.size_bytes
 
     def unpin(self, slab: Slab) -> None:
-        """Take a slab for pageable again."""
+        """Record a slab as pageable again."""
         self._pinned.pop(slab.address, None)
 
     def is_host(self, tensor: torch.Tensor) -> bool:
-        """Tell if the memory of a tensor is the host's."""
+        """Return whether a tensor's memory is the host's."""
         return (
             _inside(self._slabs, tensor.data_ptr())
             or tensor.untyped_storage()._cdata in self._host
         )
 
     def made(self, tensor: torch.Tensor) -> None:
-        """Take the memory of a tensor that was just made for the host's."""
+        """Record the memory of a new tensor as the host's."""
         storage = tensor.untyped_storage()
         # Weak, and kept: no other storage gets this address as long as the reference lives.
         self._host[storage._cdata] = StorageWeakRef(storage)
@@ -120,7 +120,7 @@ class Bus:
                 self.found[Crossing(where, name, pinned, waits, in_comm_stream)] += 1
 
     def saw(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Look at a call of torch that has returned."""
+        """Examine a call of torch that has returned."""
         name = getattr(func, "__name__", str(func))
         where = _caller()
         if where is None or name in _UNSEEN:
@@ -271,11 +271,11 @@ ALLOWED: dict[str, str] = {
     "optim/state_access.py: encode_values": "the same",
     "params/unshard.py: read": "state_dict() and single values, between steps",
 }
-"""Functions of the engine that may use the bus by themselves, and why."""
+"""Functions of the engine that may use the bus directly, with the reason."""
 
 
 def assert_smooth(bus: Bus) -> None:
-    """Assert that the engine moved nothing past the executor that holds up the device."""
+    """Assert that no copy that bypassed the executor stalled the device."""
     assert bus.training, "nothing was trained"
     rough = sorted(
         f"{one.where}: {one.what}, pinned {one.pinned}, waits {one.waits}"

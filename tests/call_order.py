@@ -1,10 +1,10 @@
 """Records the order in which the engine's parts call each other, one line an event.
 
 `EVENTS` is the only place that names classes and methods of the engine: a rename changes this table
-and nothing else. What a line says is the vocabulary of tests/data/call_order/*.txt.
+and nothing else. The lines are the vocabulary of tests/data/call_order/*.txt.
 
-Only calls of the thread that trains are recorded, and only such as follow from the program alone:
-what is evicted, prefetched or found in flight is a matter of timing, and is left out.
+Only calls of the training thread that do not depend on timing are recorded: evictions, prefetches
+and transfers in flight are not.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from infinity._src.params.update_hooks import UpdateHooks
 
 
 class Event(NamedTuple):
-    """One call to record: `word` and what `subject` makes of the arguments; nothing where that is
-    None."""
+    """One call to record: `word` and the text that `subject` makes of the arguments; None: not
+    recorded."""
 
     word: str
     owner: type
@@ -137,7 +137,7 @@ EVENTS = [
 
 
 class Recorder:
-    """The lines so far. `told` adds one of the test's own."""
+    """The recorded lines. `told` adds a line of the test."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -146,7 +146,7 @@ class Recorder:
         self._thread = threading.get_ident()
 
     def told(self, line: str) -> None:
-        """Add a line that says what the loop does now."""
+        """Add a line that describes the loop's action."""
         self.lines.append(f"# {line}")
 
     def add(self, event: Event, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ def _wrapped(recorder: Recorder, event: Event, inner: Callable[..., Any]) -> Cal
 def _wrapped_of_mode(
     recorder: Recorder, event: Event, inner: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Recorded unless the mode itself is the caller."""
+    """Record unless the mode itself is the caller."""
 
     @functools.wraps(inner)
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The campaign of faults: each request of a training fails in each way, in each of its phases.
+"""The fault campaign: each request of a training fails in each way, in each phase.
 
     python -m tests.campaign                          # all of it: `make campaign`, hours
     python -m tests.campaign --slice 5 --seed 3       # a sample of five minutes
@@ -6,7 +6,7 @@
 
 A case is an injection: a kind of fault, at request n of reads or writes counted from the beginning
 of a phase, under a policy, with a backend, on one or two ranks and one or four drives. A process
-(of each rank) trains, meets it, and closes; a second one starts again. A case is right if
+(of each rank) trains with the fault, and closes; a second process starts again. A case is right if
 
     the numbers are those of a run in memory, bit by bit, or an error of a promised type says why;
     what was committed, or saved, before comes back, and damage is named;
@@ -42,14 +42,14 @@ from tests.unit.aio.rig import BACKENDS
 SECONDS = 60.0
 """A process that has not ended by then hangs."""
 LATE = 12
-"""Cases with a late request, which wait and compute nothing, at once."""
+"""Concurrent cases with a late request, which only wait."""
 PASSES = {
     *itertools.product(("EAGAIN", "short", "late"), ("read", "write")),
     *itertools.product(("bitflip", "stale", "misdirected"), ("read",)),
 }
-"""Faults that a retry, or a second read, mends."""
+"""Faults that a retry or a second read repairs."""
 SPOILS = set(itertools.product(("bitflip", "stale", "misdirected"), ("write",)))
-"""Damage of what is written, which is unknown until it is read."""
+"""Damage of written bytes, which only a read detects."""
 FAILS = {
     ("EIO", "read"),
     ("EIO", "write"),
@@ -63,7 +63,7 @@ OTHERS = tuple(phase for phase in PHASES if phase not in TRAINS)
 GENERATIONS = tuple(policy for policy in POLICIES if policy != "one")
 OUTCOMES = ("right", "retried", "undone", "ended", "refused", "named", "not met", "finding")
 PROMISES: Sequence[tuple[Any, ...]] = (
-    # faults, in phases, under policies, on ranks: how a case may end
+    # faults, phases, policies, ranks: allowed outcomes
     (PASSES, PHASES, POLICIES, (1, 2), ("right",)),
     (FAILS, TRAINS, GENERATIONS, (1,), ("right", "retried", "undone")),
     (FAILS, TRAINS, POLICIES, (1, 2), ("right", "retried", "undone", "ended")),
@@ -71,8 +71,8 @@ PROMISES: Sequence[tuple[Any, ...]] = (
     (SPOILS, TRAINS, POLICIES, (1, 2), ("right", "retried", "undone", "ended", "named")),
     (SPOILS, OTHERS, POLICIES, (1, 2), ("right", "retried", "undone", "refused", "named")),
 )
-"""The first row that a case is in holds for it. A case may also end as "not met", if its request
-was not made; none may end as "finding".
+"""The first matching row applies to a case. A case may also end as "not met", if its request was
+not made; none may end as "finding".
 
     right    no process saw an error
     retried  an error reached the loop, which repeated the call or the step
@@ -83,8 +83,8 @@ was not made; none may end as "finding".
 """
 
 PROCESSES = threading.Lock()
-"""Held where a process is started, and where its code is read: a start looks at all of them, and a
-code is there to be read once."""
+"""Held while a process is started, and while an exit code is read: a start polls all processes, and
+a code can be read only once."""
 
 
 class Setting(NamedTuple):
@@ -97,7 +97,7 @@ class Setting(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """End of a case: one of OUTCOMES, and what was seen."""
+    """Result of a case: one of OUTCOMES, and the observed errors."""
 
     how: str
     seen: tuple[str, ...]
@@ -108,7 +108,8 @@ class Outcome(NamedTuple):
 
 
 def _lives(case: Case, place: Path, wanted: Any, bounds: tuple[int, int] | None) -> list[Any]:
-    """Run one life. Returns what its ranks told; of one that hangs or dies a text that says so."""
+    """Run one process per rank. Returns their reports; for a process that hangs or dies a message.
+    """
     started = []
     for rank in range(case.ranks):
         here, there = FORKSERVER.Pipe(duplex=False)
@@ -120,7 +121,7 @@ def _lives(case: Case, place: Path, wanted: Any, bounds: tuple[int, int] | None)
             process.start()
         there.close()
         started.append((process, here))
-    # A request that comes late, and one that waits for it.
+    # Time for a late request, and for one that waits for it.
     until = time.monotonic() + SECONDS + 3 * case.late_s
     try:
         return [_told(process, pipe, until) for process, pipe in started]
@@ -154,7 +155,7 @@ def _ended(process: Any, seconds: float | None) -> int | None:
 
 
 def run_case(case: Case, wanted: Any) -> Outcome:
-    """Run both lives of a case."""
+    """Run both starts of a case."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="campaign-", dir=os.environ.get("TMPDIR")) as name:
         place = Path(name)
@@ -162,7 +163,7 @@ def run_case(case: Case, wanted: Any) -> Outcome:
         texts = [each for each in first if isinstance(each, str)]
         second: list[Any] = []
         if not texts:
-            # What one rank knows to be committed is.
+            # A step that one rank knows as committed is committed.
             bounds = max(each.least for each in first), max(each.most for each in first)
             second = _lives(case, place, wanted, bounds)
             texts = [f"next start: {each}" for each in second if isinstance(each, str)]
@@ -176,14 +177,14 @@ def run_case(case: Case, wanted: Any) -> Outcome:
 
 
 def _left_in(case: Case, place: Path) -> list[str]:
-    """Files on the drives that no run has."""
+    """Return files on the drives that belong to no run."""
     return [str(path.relative_to(place)) for drive in case.drives_in(place)
             for path in drive.iterdir()
             if not (case.policy == "durable" and path.name == "infinity-run")]  # fmt: skip
 
 
 def judge(case: Case, first: Sequence[Told], second: Sequence[Told]) -> tuple[str, list[str]]:
-    """Return how a case ended, and what its processes saw."""
+    """Return a case's outcome, and the errors that its processes saw."""
     seen = [each for told in (*first, *second) for each in told.seen]
     wrong = [each for told in (*first, *second) for each in told.wrong]
     how = _how(case, first, second, seen)
@@ -197,7 +198,7 @@ def judge(case: Case, first: Sequence[Told], second: Sequence[Told]) -> tuple[st
 
 
 def promised(case: Case) -> tuple[str, ...]:
-    """Return how a case may end."""
+    """Return the allowed outcomes of a case."""
     meets = ((case.kind, case.op), case.phase, case.policy, case.ranks)
     for *columns, outcomes in PROMISES:
         if all(value in column for value, column in zip(meets, columns, strict=True)):
@@ -220,8 +221,7 @@ def _how(case: Case, first: Sequence[Told], second: Sequence[Told], seen: Sequen
 
 
 class Matrix:
-    """All cases: for every setting the requests of each phase, as a run without a fault has
-    them."""
+    """All cases: for every setting the requests of each phase of a run without a fault."""
 
     def __init__(self, settings: Sequence[Setting], late_s: float, each: int | None) -> None:
         self.settings, self.late_s, self.each = settings, late_s, each
@@ -229,8 +229,8 @@ class Matrix:
         self.counts: dict[Setting, dict[str, tuple[int, int]]] = {}
 
     def look(self, pool: concurrent.futures.Executor) -> None:
-        """Run the reference, and each setting without a fault. Raises: RuntimeError where that is
-        not right."""
+        """Run the reference, and each setting without a fault. Raises: RuntimeError if one is
+        wrong."""
         for ranks in sorted({setting.ranks for setting in self.settings}):
             with tempfile.TemporaryDirectory() as place:
                 case = Case("", "read", 0, "", "one", "threads", ranks, 1)
@@ -249,7 +249,7 @@ class Matrix:
             return counts
 
     def cases(self) -> Iterable[Case]:
-        """All of them, setting by setting."""
+        """Yield all cases, setting by setting."""
         for setting, phase in itertools.product(self.settings, PHASES):
             for kind, op in FAULTS:
                 total = self.counts[setting].get(phase, (0, 0))[op == "write"]
@@ -315,7 +315,7 @@ class Record:
 
 
 def in_order(cases: Iterable[Case], seed: int) -> list[Case]:
-    """Order cases at random, by their names: a few more or less change nothing for the others."""
+    """Order cases at random, by their names: adding cases does not reorder the others."""
     return sorted(
         cases, key=lambda case: hashlib.sha256(f"{seed} {name_of(case)}".encode()).digest()
     )
@@ -324,8 +324,8 @@ def in_order(cases: Iterable[Case], seed: int) -> list[Case]:
 def run_all(
     cases: Sequence[Case], wanted: Any, record: Record, processes: int, *, until: float | None
 ) -> None:
-    """Run cases that the record does not have, in their order: `processes` at once, and beside them
-    `LATE` that wait for a late request."""
+    """Run cases missing in the record, in order: `processes` at once, plus `LATE` that wait for a
+    late request."""
     with concurrent.futures.ThreadPoolExecutor(processes + LATE) as pool:
         _run_all(cases, wanted, record, pool, processes, until=until)
 

@@ -1,4 +1,4 @@
-"""One process of a case of the campaign: it trains, meets a fault, closes, and tells of it."""
+"""One process of a case of the campaign: it trains with a fault, closes, and reports."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 STEPS = 4
 STRUCK = 2
-"""The step in which the fault is armed; the steps before are committed, or saved."""
+"""The step in which the fault is armed; earlier steps are committed or saved."""
 TRIES = 6
 PROMISED = (AioError, StateInvalid, StepUndone, RankError)
 LEFT_S = 5.0
-"""Seconds for which a thread or a file that was given back may still be listed."""
+"""Seconds during which a freed thread or file may still be listed."""
 
 States = dict[str, npt.NDArray[Any]]
 """The bits of values."""
@@ -95,10 +95,10 @@ class Case:
 class Told:
     """Report of one process.
 
-    seen: errors of the promised types, as "phase: type <- type of the cause". wrong: what no
-    promise allows. least, most: the steps that may be committed when it has ended. counts: requests
-    (reads, writes) from the beginning of each phase. met: the fault was injected. named: damaged
-    elements that a restore named.
+    seen: errors of the promised types, as "phase: type <- type of the cause". wrong: broken
+    promises. least, most: bounds of the committed step at the end. counts: requests (reads, writes)
+    from the beginning of each phase. met: the fault was injected. named: damaged elements that a
+    restore named.
     """
 
     seen: list[str] = dataclasses.field(default_factory=list)
@@ -112,7 +112,7 @@ class Told:
 
 
 class Net(nn.Module):
-    """Three units, without buffers: a forward that is repeated changes nothing."""
+    """Three units, without buffers, so that repeating a forward changes nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Net(nn.Module):
 
 
 def values_of(model: Any) -> States:
-    """All that training goes on from, flat. Collective."""
+    """Return everything from which training continues, flat. Collective."""
     state, handle = model.state_dict(), inf.handle(model)
     found: States = {}
     for name, param in model.named_parameters():
@@ -138,7 +138,7 @@ def values_of(model: Any) -> States:
 
 
 def differing(ours: States, theirs: States, damaged: Damage) -> list[str]:
-    """Names of values that differ in elements that are not damaged."""
+    """Return names of values that differ in undamaged elements."""
     found = [f"no {name}" for name in theirs.keys() - ours.keys()]
     for name, value in theirs.items():
         mask = damaged.get(name.rsplit("/", 1)[0])
@@ -182,7 +182,7 @@ def undisturbed(rank: int) -> tuple[list[float], list[States]]:
     return losses, states
 
 
-# -- what a process holds --------------------------------------------------------------------------
+# -- resources of a process ------------------------------------------------------------------------
 
 
 def _locked() -> dict[str, int]:
@@ -216,7 +216,8 @@ class Held:
 
     @classmethod
     def now(cls, *, ranks: int) -> Held:
-        # Threads and sockets of gloo come and go with its groups: of several ranks, ours alone.
+        # Threads and sockets of gloo vary with its groups: on several ranks count only the
+        # engine's.
         threads = [each.name for each in threading.enumerate()]
         if ranks > 1:
             threads = [name for name in threads if name.startswith("infinity")
@@ -231,7 +232,7 @@ class Held:
         return cls(tuple(sorted(threads)), frozenset(files), _locks(), _locked())
 
     def more_than(self, before: Held) -> list[str]:
-        """Say what this has beyond `before`."""
+        """Return the resources beyond `before`."""
         found = [f"thread {name}" for name in self.threads if name not in before.threads]
         found += [f"file {name}" for name in self.files - before.files]
         found += ["a lock"] if self.locks > before.locks else []
@@ -241,7 +242,7 @@ class Held:
 
 
 def left(before: Held, *, ranks: int) -> list[str]:
-    """Say what is left after `LEFT_S`."""
+    """Return the resources that remain after `LEFT_S`."""
     until = time.monotonic() + LEFT_S
     while found := Held.now(ranks=ranks).more_than(before):
         if time.monotonic() > until:
@@ -254,7 +255,7 @@ def left(before: Held, *, ranks: int) -> list[str]:
 
 
 def told_of(error: BaseException) -> str:
-    """An error and its cause, by their types."""
+    """Return the types of an error and its cause."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, AioError):
         cause = cause.__cause__
@@ -263,7 +264,7 @@ def told_of(error: BaseException) -> str:
 
 
 class Opened:
-    """Executors that a save or a restore opens, with a seam while one is set."""
+    """Executors that a save or a restore opens, with a fault injector while one is set."""
 
     def __init__(self) -> None:
         self.seam: Seam | None = None
@@ -309,7 +310,7 @@ class Life:
     @property
     def policy(self) -> inf.Policy:
         drives = self.case.drives_in(self.place)
-        # Given: else every start of several drives measures them, and stripes as it finds them.
+        # Given, so that no start measures several drives and stripes by the result.
         io = IoSettings(block_bytes=8192, bandwidths={str(each): (1e9, 1e9) for each in drives})
         return inf.Policy(
             params="nvme",
@@ -329,7 +330,7 @@ class Life:
         return steps
 
     def note(self, phase: str, error: Exception) -> None:
-        """Take down an error that was promised, or one that was not."""
+        """Record an error, promised or not."""
         text = told_of(error)
         if not isinstance(error, PROMISED):
             self.told.wrong.append(f"{phase}: {traceback.format_exc()[-1500:]}")
@@ -338,17 +339,17 @@ class Life:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, AioError):
             cause = cause.__cause__
-        # Of another rank's fault this one knows no place.
+        # A rank does not know the place of another rank's fault.
         struck = self.rank == self.case.ranks - 1
         if struck and isinstance(cause, AioError) and not (cause.path and cause.op):
             self.told.wrong.append(f"{phase}: no path or operation in {cause}")
-        # There the cause of an undone step is a PeerFailed, which names the rank.
+        # On other ranks the cause of an undone step is a PeerFailed, which names the rank.
         elsewhere = isinstance(error.__cause__, RankError) and not struck
         if isinstance(error, (StateInvalid, StepUndone)) and cause is None and not elsewhere:
             self.told.wrong.append(f"{phase}: {error!r} has no cause")
 
     def build(self, seed: int = 0) -> None:
-        """Offload; in the phase set-up with the fault."""
+        """Offload; with the fault in the phase set-up."""
         struck = self.case.phase == "set-up"
         seam = Seam(delay_us_max=200, seed=self.case.nth, fault=self.fault if struck else None)
         self.model, self.optimizer = built(self.policy, seam, seed)
@@ -399,7 +400,7 @@ class Life:
             self.told.least = self.steps
 
     def restart(self) -> None:
-        """Close, build anew, restore: the fault is met in that."""
+        """Close, build again, and restore with the fault."""
         inf.handle(self.model).close()
         self.build(seed=1)
         self.arm("restore")
@@ -409,7 +410,7 @@ class Life:
             self.told.wrong.append(f"restored step {found.step}")
 
     def after(self, index: int) -> None:
-        """Commit, save or restart after step `index`, as the case wants it."""
+        """Commit, save or restart after step `index`, as in the case."""
         phase = self.case.phase
         if index % 2 == 1:
             self.commit()
@@ -428,14 +429,14 @@ class Life:
             self.marks.append(("saved", moved(self.engine)))
 
     def end(self) -> None:
-        """Commit, and compare what training has led to."""
+        """Commit, and compare the final values."""
         self.commit()
         wrong = differing(values_of(self.model), self.states[STEPS], {})
         self.told.wrong += [f"wrong numbers after the last step: {wrong[:4]}"] if wrong else []
         self.told.finished = True
 
     def train(self) -> None:
-        """Train to the end, and go on after what may be gone on after."""
+        """Train to the end, and continue after recoverable errors."""
         index, tries = 0, 0
         while not self.told.finished:
             try:
@@ -448,14 +449,14 @@ class Life:
             except PROMISED as error:
                 self.note(f"step {index}", error)
                 tries += 1
-                # Of several ranks all undo a step, but some alone meet what fails elsewhere.
+                # All ranks undo a step together; other errors occur on some ranks only.
                 alone = isinstance(error, AioError) and self.case.ranks == 1
                 passing = isinstance(error, StepUndone) or alone
                 broke_off = self.case.phase == "restore" and index + 1 == STRUCK
                 if not passing or broke_off or tries > TRIES:
                     return
                 self.optimizer.zero_grad()
-                # A step that was taken is not repeated, nor is what came after it.
+                # Do not repeat a step that was taken, nor the calls after it.
                 index = self.steps
 
     def live(self) -> None:
@@ -485,14 +486,15 @@ class Life:
         return bool(self.engine.set_seam(Seam()) > 0)
 
     def _count(self) -> None:
-        """Requests from the beginning of each phase on: of a forward to the step, of a backward to
-        the commit, of a step or commit to the end of the next forward, without those of the save.
+        """Count requests from the beginning of each phase: of a forward up to the step, of a
+        backward up to the commit, of a step or commit up to the end of the next forward, without
+        those of the save.
         """
         if self.case.kind:
             return
         at = {name: np.array(count) for name, count in self.marks}
         saved = at["saved"] - at["save"]
-        # The model was built anew in the restore.
+        # The restore built the model again.
         windows = {
             "forward": at["step"] - at["forward"],
             "backward": at["commit"] - at["backward"],
@@ -506,7 +508,7 @@ class Life:
 
 
 class SecondLife:
-    """The next start: it restores what was committed, and goes on."""
+    """The next start: restores the committed step, and continues."""
 
     def __init__(self, first: Life, least: int, most: int) -> None:
         self.of, self.least, self.most = first, least, most
@@ -577,7 +579,7 @@ class SecondLife:
 
 @contextlib.contextmanager
 def joined(case: Case, rank: int, place: Path, life: int) -> Iterator[None]:
-    """In the process group of the case's ranks."""
+    """Run `life` in the process group of the case's ranks."""
     if case.ranks > 1:
         dist.init_process_group(
             "gloo", init_method=f"file://{place}/meeting{life}", rank=rank, world_size=case.ranks
@@ -597,10 +599,10 @@ def serve(
     wanted: tuple[list[float], list[States]] | None,
     bounds: tuple[int, int] | None,
 ) -> None:
-    """A process of a case: the first life, the second (`bounds`), or (`wanted` None) the run that
-    nothing disturbs."""
-    # A thread that is woken does not take the processor from the one that woke it: gloo's send to
-    # another rank does so with a lock held, for which gloo's own thread then turns in a loop.
+    """Be a process of a case: the first start, the second (`bounds`), or (`wanted` None) the
+    undisturbed run."""
+    # A woken thread does not preempt the waking one: gloo's send wakes another rank with a lock
+    # held, for which gloo's thread would spin.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
     torch.ones(1, requires_grad=True).sum().backward()  # its threads, if any

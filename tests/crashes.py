@@ -1,5 +1,5 @@
-"""Trainers that are killed: processes forked from one that has imported everything, and what they
-tell before they die."""
+"""Trainers that are killed: processes forked from one that has imported everything, and their
+reports."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ from tests.forks import FORKSERVER
 
 STEPS = 50
 CALLS = ("fsync", "replace", "rename", "unlink", "write", "open", "posix_fallocate")
-"""Calls on files that a commit, a save and a beginning make, besides the executor's reads and
-writes."""
+"""Calls on files by a commit, a save and a start, besides the executor's reads and writes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One trainer. die_at: it kills itself at the call of this number of `CALLS`, counted from when
-    it has told `die_from` for the `nth` time. saves: a run that is not durable, and saves all the
-    time; copies: a durable one that does."""
+    """One trainer. die_at: it kills itself at this call of `CALLS`, counted from its `nth` report
+    of `die_from`. saves: a run that is not durable, and saves continuously; copies: a durable run
+    that saves."""
 
     directory: Path
     update: str = "deferred"
@@ -60,7 +59,7 @@ class Job:
     def policy(self) -> inf.Policy:
         if self.reference:
             return inf.Policy(unit_bytes_max=4096)
-        # Further drives beside the first, which is the one that is restored.
+        # Further drives; the first is restored.
         further = [self.directory / f"drive{number}" for number in range(1, self.drives)]
         places = [self.directory / "drive", *further]
         for place in places:
@@ -98,8 +97,7 @@ class Net(nn.Module):
 
 
 class Rooted(Net):
-    """With a parameter of its own: the Uses of that and of the first block end with the backward,
-    one after the other."""
+    """A model with a direct parameter: its Use and the first block's both end with the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +110,7 @@ class Rooted(Net):
 
 
 def digest(model: Any) -> str:
-    """All that training goes on from. Collective."""
+    """Return a digest of everything from which training continues. Collective."""
     found = hashlib.sha256()
     handle = inf.handle(model)
     for value in model.state_dict().values():
@@ -146,7 +144,7 @@ class Tell:
         self._pipe = pipe
         self._calls = -1
         self._until = job.nth
-        self._lock = threading.Lock()  # saves tell from threads of their own
+        self._lock = threading.Lock()  # saves report from separate threads
 
     def __call__(self, *what: Any) -> None:
         with self._lock:
@@ -158,7 +156,7 @@ class Tell:
                     self._watch(name)
 
     def each(self, owner: type, name: str, kind: str) -> None:
-        """Tell from now on when a method of a class begins, as `kind`, and when it ends."""
+        """Report each begin and end of a method of a class, as `kind`."""
         before = getattr(owner, name)
 
         def call(*args: Any, **values: Any) -> Any:
@@ -184,7 +182,7 @@ class Tell:
 
 
 def train(job: Job, pipe: Any) -> None:
-    """A trainer's life: build, restore, tell what came, train, and tell every step."""
+    """Be a trainer: build, restore, report the result, train, and report every step."""
     torch.set_num_threads(1)
     tell = Tell(job, pipe)
     tell.each(DurableRun, "commit", "commit")
@@ -221,7 +219,7 @@ def train(job: Job, pipe: Any) -> None:
     for index in range(first, STEPS):
         step(model, optimizer, index, job.rank)
         tell("step", index + 1)
-        # A save is collective: ranks begin it at the same steps, whenever each has ended the last.
+        # A save is collective, so ranks begin it at the same steps.
         due = index % 3 == 0 if job.world > 1 else save is None or save.done
         if (job.saves or job.copies) and due:
             if save is not None:
@@ -235,7 +233,7 @@ def train(job: Job, pipe: Any) -> None:
 
 @dataclasses.dataclass
 class Life:
-    """Reports that the ranks of one life have sent, by rank."""
+    """Reports of the ranks of one process generation, by rank."""
 
     told: list[list[tuple[Any, ...]]]
     killed: bool
@@ -244,7 +242,7 @@ class Life:
         return next((report for report in reversed(self.told[rank]) if report[0] == kind), None)
 
     def met(self) -> set[str]:
-        """Return what the end of this life broke off, on any rank."""
+        """Return the operations that the kill interrupted, on any rank."""
         found = set()
         for told in self.told:
             kinds = [report[0] for report in told]
@@ -266,7 +264,7 @@ class Life:
 
 @contextlib.contextmanager
 def processes(jobs: list[Job]) -> Iterator[list[tuple[Any, Any]]]:
-    """One process for each job, and the end of its pipe. Killed at the end."""
+    """Start a process for each job, with a pipe. Kills them at the end."""
     started = []
     try:
         for job in jobs:
@@ -300,7 +298,7 @@ def jobs_of(job: Job) -> list[Job]:
 
 
 def _take(pipe: Any, told: list[tuple[Any, ...]]) -> bool:
-    """Everything that lies in the pipe; False when the process has ended."""
+    """Read all reports in the pipe; False when the process has ended."""
     try:
         while pipe.poll():
             told.append(pipe.recv())
@@ -345,8 +343,8 @@ def live(job: Job, *, after: str, delay_s: float, nth: int = 1, patience_s: floa
 
 @functools.cache
 def trajectory(directory: Path, world: int) -> list[dict[int, str]]:
-    """By rank, what an undisturbed run has after every step, which is the same for every kind of
-    job."""
+    """Return, by rank, the digests of an undisturbed run after every step; the same for every kind
+    of job."""
     jobs = jobs_of(Job(directory, world=world, reference=True))
     told: list[dict[int, str]] = [{} for _ in jobs]
     with processes(jobs) as started:
@@ -359,11 +357,12 @@ def trajectory(directory: Path, world: int) -> list[dict[int, str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """A kill: where it was aimed at, what it broke off, and at which step the next life began.
+    """A kill: its target, the interrupted operations, and the step from which the next process
+    continued.
 
     nth: report of `after` from which on it was counted, to the time `delay_s` or, if that is None,
-    to the call `die_at` of `CALLS`. found: "last", the last step that was told, or "before", the
-    one before it; None where the next life was killed before it had restored.
+    to the call `die_at` of `CALLS`. found: "last", the last reported step, or "before", the one
+    before it; None if the next process was killed before it had restored.
     """
 
     number: int
@@ -377,28 +376,29 @@ class Kill:
 
 
 WITHIN_S = {"built": 0.04, "restored": 0.25, "commit": 0.006, "save": 0.02}
-"""Seconds that a restore, some steps, a commit and a save take about, by the report before."""
+"""Approximate seconds of a restore, some steps, a commit and a save, by the previous report."""
 
 
 class Killed:
-    """A run that is killed again and again. Each life begins where the one before has left."""
+    """A run that is killed repeatedly. Each process continues from the one before."""
 
     def __init__(self, job: Job, wanted: list[dict[int, str]], chance: random.Random) -> None:
         self.job = job
         self._wanted = wanted
         self._chance = chance
-        # Steps between which the next life begins.
+        # Bounds of the step from which the next process continues.
         self._least = self._most = 0
         self._last: Kill | None = None
         self.was_killed = False
 
     @property
     def is_old(self) -> bool:
-        """True when so few steps are left that a life may end before it is killed."""
+        """True when so few steps remain that a process may end before it is killed."""
         return self._least > STEPS - 25
 
     def kill(self, number: int) -> Iterator[Kill]:
-        """Kill one life, which may end before; the kill before it, as it turned out."""
+        """Kill one process, which may end earlier. Returns the previous kill, now with its outcome.
+        """
         aims = ["built", "restored", "restored", *(["commit"] * 2 if not self.job.saves else [])]
         aims += ["save"] * 2 if self.job.saves or self.job.copies else []
         after, nth = self._chance.choice(aims), 1
@@ -417,7 +417,7 @@ class Killed:
             self._last = Kill(number, after, nth, None if at_call else delay_s, die_at, met)
 
     def finish(self) -> Iterator[Kill]:
-        """Go on to the end undisturbed; the last kill, as it turned out."""
+        """Continue to the end undisturbed. Returns the last kill with its outcome."""
         life = live(self.job, after="closed", delay_s=0.0)
         yield from self._begun(life)
         for rank, told in enumerate(life.told):
@@ -425,7 +425,7 @@ class Killed:
             assert ends == [self._wanted[rank][STEPS]], f"rank {rank}: {told[-3:]}"
 
     def _begun(self, life: Life) -> Iterator[Kill]:
-        """Check where a life began; the kill before it."""
+        """Check where a process continued. Returns the kill before it."""
         last, self._last = self._last, None
         for rank, told in enumerate(life.told):
             came = next((report for report in told if report[0] == "restored"), None)
@@ -448,8 +448,8 @@ class Killed:
 def kill_often(
     directory: Path, job: Job, wanted: list[dict[int, str]], *, kills: int, seed: int
 ) -> Iterator[Kill]:
-    """Kill trainers of one kind of run `kills` times, as soon as it is known what came after each.
-    A run that is near its end goes on to it, and another one begins."""
+    """Kill trainers of one kind of run `kills` times, and yield each kill once its outcome is
+    known. A run near its end is finished, and a new one begins."""
     chance, done, number = random.Random(seed), 0, 0
     run = Killed(dataclasses.replace(job, directory=directory / "0"), wanted, chance)
     while done < kills:
@@ -465,7 +465,7 @@ def kill_often(
 
 
 def counted(kills: Iterable[Kill]) -> dict[str, int]:
-    """Counts of where kills fell, and of what came after them."""
+    """Count kills by target and by outcome."""
     found = collections.Counter[str]()
     for kill in kills:
         found.update(["kills", *kill.met, f"restored {kill.found}"])
@@ -473,7 +473,7 @@ def counted(kills: Iterable[Kill]) -> dict[str, int]:
 
 
 def _bounds(job: Job, life: Life, least: int, most: int) -> tuple[int, int]:
-    """Between which steps the next life begins."""
+    """Return bounds of the step from which the next process continues."""
     steps = [
         report[1]
         for told in life.told

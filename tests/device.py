@@ -31,11 +31,10 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 def simulated(
     monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int = 2000, late_us: int = 0
 ) -> Iterator[Simulated]:
-    """Models that are offloaded inside compute on a simulated device. At the end nothing may have
-    raced.
+    """Models offloaded inside compute on a simulated device. Fails at the end if there was a race.
 
-    late_us: each gradient is there that much after backward has handed it on, as behind a kernel of
-    a GPU; a copy that does not wait for that kernel takes other bytes.
+    late_us: delay of each gradient after backward has returned it, as by a GPU's kernel; a copy
+    that does not wait for this kernel copies other bytes.
     """
     device = Simulated(seed=seed, delay_us=delay_us)
     demand, idle, copy, free = Unsharder.unshard, Unsharder.release, Device.copy, GradOffload._free

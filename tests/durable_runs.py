@@ -1,4 +1,4 @@
-"""Small durable runs for tests of what befalls them."""
+"""Small durable runs for tests of faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def made(
         "durable": True,
     }
     if more:
-        # Given: a busy machine measures one as slow, and gives it nothing.
+        # Given: on a busy machine a drive may measure as slow, and get no chunks.
         tiers["io"] = IoSettings(bandwidths={str(each): (1e9, 1e9) for each in (place, *more)})
     offload(model, inf.Policy(**{"unit_bytes_max": 4096, **tiers, **values}), _seam=seam)
     return model, inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -64,7 +64,7 @@ def run_files(place: Path) -> list[str]:
 
 @functools.cache
 def undisturbed(state: str = "exact") -> tuple[str, ...]:
-    """Return digests of a run that nothing disturbs, before its first step and after each."""
+    """Return digests of an undisturbed run, before its first step and after each."""
     torch.manual_seed(0)
     model: Any = offload(Net().bfloat16(), inf.Policy(unit_bytes_max=4096, state=state))
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
@@ -77,7 +77,7 @@ def undisturbed(state: str = "exact") -> tuple[str, ...]:
 
 
 def restored(model: Any, optimizer: Any, source: Path | Sequence[Path], **values: Any) -> int:
-    """Restore a run, and check that what it has is that of `undisturbed`. Returns the step."""
+    """Restore a run, and check that it equals `undisturbed`. Returns the step."""
     found = inf.restore(model, optimizer, source, **values)
     assert found.extra == ({"next": found.step} if found.step else None)
     assert digest(model) == undisturbed()[found.step]
@@ -98,8 +98,8 @@ def live(
     end: Callable[[Any], None] = close,
     **values: Any,
 ) -> int:
-    """Be one process of a run: restore what is there, train up to step `until`, and end. Returns
-    the step that was restored."""
+    """Be one process of a run: restore it, train up to step `until`, and end. Returns the restored
+    step."""
     model, optimizer = made(*drives, **values)
     found = restored(model, optimizer, source or drives[0])
     train(model, optimizer, found, max(found, until))

@@ -1,9 +1,8 @@
-"""Processes of their own that begin in no time: forked from one that has imported torch,
-transformers and the engine, and has done nothing with them.
+"""Separate processes that start fast: forked from one that has imported torch, transformers and the
+engine, without using them.
 
-It starts when it is first needed and ends with the process that started it. What the C library or
-the interpreter reads when a process begins is what it found then: see `harness.in_a_process` for
-that.
+The server starts when first needed and ends with its parent. Settings that the C library or the
+interpreter reads at a process's start are the server's: see `harness.in_a_process` for others.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ LLAMA = "transformers.models.llama.modeling_llama"
 FORKSERVER = multiprocessing.get_context("forkserver")
 METHOD = FORKSERVER.get_start_method()
 FORKSERVER.set_forkserver_preload(
-    # The last one freezes what all have made.
+    # The last one freezes the objects of all.
     ["peft", LLAMA, LLAMA.replace("llama", "gpt2"), LLAMA.replace("llama", "t5"),
      "tests.fork_server"]
 )  # fmt: skip
@@ -54,8 +53,8 @@ def run_code(code: str, *arguments: object, **environment: str) -> subprocess.Co
 
 
 class Child:
-    """A process that runs code as `run_code` does, while the test talks with it. Leaving the `with`
-    block kills it."""
+    """A process that runs code as `run_code` does, and exchanges lines with the test. Leaving the
+    `with` block kills it."""
 
     def __init__(self, code: str, *arguments: object) -> None:
         self._output, said = FORKSERVER.Pipe(duplex=False)
@@ -76,7 +75,7 @@ class Child:
         return self._lines.readline().strip()
 
     def hears(self, line: str) -> None:
-        """Give it a line on its standard input."""
+        """Write a line to its standard input."""
         os.write(self._input.fileno(), f"{line}\n".encode())
 
     @property

@@ -5,7 +5,7 @@ by bit.
     run = trained(policy(tmp_path), steps=4, faults=Seam(...))     # the engine
     assert_same(run, wanted)
 
-For a model and an optimizer that a test makes itself: `step`, `train`, `values_of`, `states_of`.
+For a test's own model and optimizer: `step`, `train`, `values_of`, `states_of`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from tests.reference import (
 )
 
 Between = Callable[[nn.Module, int], Any]
-"""Something done to the model between micro-batches, or before a step; numbers that it returns are
-compared."""
+"""Action on the model between micro-batches, or before a step; returned numbers are compared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Training:
         return self.lr * min(1.0, (step + 1) / 3) * 0.97**step
 
     def model(self) -> nn.Module:
-        """The fresh model, on the device that computes unless it was made on meta."""
+        """Return a fresh model, on the computing device unless it was made on meta."""
         model: Any = models.make(self.factory, dtype=self.dtype)
         if not any(parameter.is_meta for parameter in model.parameters()):
             model.to(self.device)
@@ -143,7 +142,7 @@ class Training:
                 torch.nn.utils.clip_grad_value_(model.parameters(), self.max_value)
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The parameters that are trained, in one group or two."""
+        """Return the trained parameters, in one group or two."""
         params = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not self.groups:
             return [{"params": params}]
@@ -174,8 +173,8 @@ class Run:
 
 
 def policy(place: Path | None = None, **values: Any) -> inf.Policy:
-    """All states on NVMe in the directory `place`, with the least memory; without `place` all in
-    memory. `values` override."""
+    """Return a policy with all states on NVMe in `place`, and the least memory; without `place` all
+    in memory. `values` override fields."""
     if place is not None:
         values = {"params": "nvme", "optim": "nvme", "nvme": place, "ram": "min"} | values
     return inf.Policy(**values)
@@ -219,7 +218,7 @@ def step(
 def train(
     model: nn.Module, optimizer: Any, batches: int | Iterable[Any] = 3, **options: Any
 ) -> list[float]:
-    """One `step` a batch; of a number, the first so many of `models.token_batches`. Returns the
+    """Take one `step` per batch; a number means that many of `models.token_batches`. Returns the
     losses."""
     if isinstance(batches, int):
         batches = models.token_batches(batches)
@@ -227,8 +226,8 @@ def train(
 
 
 def in_a_process(module: str, *arguments: object, **environment: str) -> str:
-    """Standard output of `python -m module arguments`, which must succeed; for what must be alone
-    in its process."""
+    """Standard output of `python -m module arguments`, which must succeed; for code that needs a
+    separate process."""
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
         env={**os.environ, **environment},
@@ -315,21 +314,21 @@ def offloaded(
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters by their names in the state dict, where the tiles of a weight are one."""
+    """Return the parameters by their state dict names; the tiles of a weight are one tensor."""
     state = model.state_dict()
     names = dict.fromkeys(whole_name(name) or name for name, _ in model.named_parameters())
     return {name: state[name].detach().to("cpu", copy=True) for name in names}
 
 
 def least_ram(model: nn.Module, policy: inf.Policy) -> int:
-    """The smallest `ram` that works, as the error says of one that does not."""
+    """Return the smallest `ram` that works, from the error of a smaller one."""
     with pytest.raises(BudgetError) as caught:
         offload(model, policy)
     return int(str(caught.value).split("works is ")[1].split(" bytes")[0])
 
 
 def least_to_train(training: Training, policy: inf.Policy) -> int:
-    """The smallest `ram` with which the model and its optimizer are accepted."""
+    """Return the smallest `ram` that the model and its optimizer accept."""
     ram = least_ram(training.model(), dataclasses.replace(policy, ram=1))
     while True:
         model = offload(training.model(), dataclasses.replace(policy, ram=ram))
@@ -414,8 +413,8 @@ def run_loop(
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    """Fail unless both are the same bits: runs, models (their parameters), tensors, numbers, and
-    dicts and lists of these. The message names the first difference."""
+    """Fail unless both have the same bits: runs, models (their parameters), tensors, numbers, dicts
+    and lists. The message names the first difference."""
     difference = _difference(_comparable(ours), _comparable(theirs), "")
     assert difference is None, difference
 

@@ -1,17 +1,16 @@
-"""Hostile files: real ones, changed at random, and read by everything here that reads files.
+"""Hostile files: randomly changed real files, read by every file reader of the engine.
 
     python -m tests.hostile --inputs 100000                 # the campaign: `make fuzz`
     python -m tests.hostile --target pickles --only 4711    # one input again, in this process
 
 An input is a directory that the engine wrote, with one of its files changed: bits, numbers,
-lengths, cuts, repetitions; in JSON also values and names, in a pickle also operations. Files with a
-checksum are sealed anew, as somebody who writes hostile ones would. An input is right if it is
-read, or refused by an error that names what is wrong. Everything else is a finding: another
-exception, a crash, memory beyond `MEMORY_BYTES`, more than `SECONDS`, or a file opened outside of
-the directory.
+lengths, cuts, repetitions; in JSON also values and names, in a pickle also operations. Checksums
+are recomputed, as an attacker would do. An input passes if it is read, or refused by an error that
+names the fault. Everything else is a finding: another exception, a crash, memory beyond
+`MEMORY_BYTES`, more than `SECONDS`, or a file opened outside of the directory.
 
 In a swap directory files also become links, hard links, FIFOs, directories, and files of a
-terabyte, and others lie beside them (`planted`). There a file outside of the directory that was
+terabyte, and such entries are added (`planted`). There a file outside of the directory that was
 opened to write, or that changed in any way, is a finding.
 
 Inputs follow from their numbers: the same number is the same input.
@@ -70,22 +69,22 @@ from tests import durable_runs
 from tests.crashes import step
 
 MEMORY_BYTES = 1 << 30
-"""Address space that reading may take beside what the process has."""
+"""Address space that a read may take in addition to the process's."""
 SECONDS = 20
 REFUSALS = (ValueError, OSError, pickle.UnpicklingError)
-"""Errors that say what is wrong with a file."""
+"""Errors that name a file's fault."""
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 BATCH = 500
 """Inputs of a process."""
 
-# -- what is read ----------------------------------------------------------------------------------
+# -- targets ---------------------------------------------------------------------------------------
 
 
 class Target(NamedTuple):
-    """A kind of file. write: puts real ones into a directory. files: names of those that are
-    changed, as patterns. read: reads the directory. seal: makes a changed file's checksum right.
-    swap: a directory that is written to, into which other things than files are put; arrive: makes
-    a copy of it what was written there.
+    """A kind of file. write: writes real files into a directory. files: name patterns of the files
+    to change. read: reads the directory. seal: corrects a changed file's checksum. swap: the
+    directory is written to, and entries other than files are added; arrive: adapts a copy of the
+    directory to its new place.
     """
 
     write: Callable[[Path], object]
@@ -122,7 +121,8 @@ def read_save(place: Path) -> None:
 
 
 def seal_manifest(name: str, data: bytes) -> bytes:
-    """A manifest with its digest; where the texts can be told apart, with their lengths too."""
+    """Return a manifest with a correct digest, and with correct lengths if its texts can be
+    separated."""
     if not name.startswith("manifest"):
         return data
     body = data[:-16]
@@ -180,13 +180,13 @@ def seal_zip(name: str, data: bytes) -> bytes:
         ):
             for member in before.namelist():
                 kept = data if member.endswith("data.pkl") else before.read(member)
-                # Without the time, which is another one for the same input.
+                # Without the time, which would differ for the same input.
                 after.writestr(zipfile.ZipInfo(member), kept)
         return out.getvalue()
 
 
 def pickle_of(place: Path) -> None:
-    """The pickle alone: it is put into its file when it is changed."""
+    """Extract the pickle, which is changed and put back into its file."""
     with tempfile.TemporaryDirectory() as other:
         write_torch(Path(other))
         with zipfile.ZipFile(Path(other) / "file.pt") as file:
@@ -254,7 +254,7 @@ def write_run(place: Path) -> None:
 
 
 def write_fill(place: Path) -> None:
-    """A durable run whose first values are being loaded when its process ends."""
+    """Write a durable run whose process ends during its initialization."""
     for drive in drives(place):
         drive.mkdir()
     files = RunFiles(drives(place), 0, 1)
@@ -270,8 +270,8 @@ def write_fill(place: Path) -> None:
 
 
 def arrive_run(real: Path, place: Path) -> None:
-    """Make a copy of a run what the run would be, had it begun there: its links lead to the copy,
-    its files have the sum of the place, and its journal has their inodes.
+    """Adapt a copy of a run to its place: correct its links, the sum of the place in file names,
+    and the inodes in the journal.
     """
     for drive in drives(place):
         for path in (drive / RUN_DIRECTORY).iterdir():
@@ -286,7 +286,7 @@ def arrive_run(real: Path, place: Path) -> None:
     flats = [flat for index in range(3) if (flat := journal.take(index)) is not None]
     head, start = dict(journal.head or {}), dict(journal.started or {})
     begun = RunFiles(drives(place), 0, 1)
-    # Of this place: its sum, and a process's own part.
+    # The id for this place: its sum, and the process's part.
     head = {**(begun.journal.head or {})}
     states = [file for _ in range(2) for file in begun.add()]
     for file in states:
@@ -300,8 +300,8 @@ def arrive_run(real: Path, place: Path) -> None:
 
 
 def begin_run(place: Path, *, resumes: bool = False) -> None:
-    """Do with the files of a run as a process does, from its beginning to a commit. resumes: the
-    files of the run before stay.
+    """Process the files of a run as a start does, up to a commit. resumes: keep the earlier run's
+    files.
     """
     files = RunFiles(drives(place), 0, 1)
     try:
@@ -319,7 +319,7 @@ def begin_run(place: Path, *, resumes: bool = False) -> None:
 
 
 def read_run(place: Path) -> None:
-    """Do the same, after somebody who reads the run, and twice."""
+    """Read the run, then process it twice."""
     begin_run(place, resumes=True)
     with Checkpoint.open(place / "a" / RUN_DIRECTORY) as checkpoint:
         for _ in ExportJob(checkpoint, masters=True).tensors():
@@ -328,7 +328,8 @@ def read_run(place: Path) -> None:
 
 
 def seal_journal(name: str, data: bytes) -> bytes:
-    """A journal of a fill with the checksums of its records, or a file that has none."""
+    """Return a journal of an initialization with correct checksums of its records; other files
+    unchanged."""
     out, at, record = bytearray(data), 0, journals._RECORD
     if not name.startswith("fill"):
         return seal_manifest(name, data)
@@ -342,7 +343,7 @@ def seal_journal(name: str, data: bytes) -> bytes:
 
 
 def write_owners(place: Path) -> None:
-    """Leave files as processes that died do: a private directory, and a locked file's owner."""
+    """Leave files as a killed process does: a private directory, and a locked file's owner."""
     private = place / f"{PREFIX}abcdefgh"
     private.mkdir(mode=0o700)
     dead = dataclasses.replace(Owner.this(), pid=1 << 22)
@@ -482,7 +483,7 @@ WAYS = (_flip, _set, _number, _cut, _remove, _repeat, _insert, _digits, _operati
 
 
 def changed_json(data: bytes, rng: random.Random) -> bytes | None:
-    """A JSON text with one of its values, or names, changed; None for what is none."""
+    """Change one value or name of a JSON text; None for other data."""
     try:
         root = json.loads(data)
     except ValueError:
@@ -510,9 +511,7 @@ def changed_json(data: bytes, rng: random.Random) -> bytes | None:
 
 
 def changed_texts(data: bytes, rng: random.Random) -> bytes | None:
-    """A manifest whose layout or state has another value, with lengths that agree; None for what is
-    none.
-    """
+    """Change a value in a manifest's layout or state, with correct lengths; None for other data."""
     header = manifests._HEADER
     with contextlib.suppress(struct.error):
         magic, version, layout, state, *rest = header.unpack_from(data)
@@ -530,14 +529,14 @@ def changed_texts(data: bytes, rng: random.Random) -> bytes | None:
 
 
 def changed_header(data: bytes, rng: random.Random) -> bytes | None:
-    """A safetensors file whose header has another value; None for what is none."""
+    """Change a value in a safetensors header; None for other data."""
     size = int.from_bytes(data[:8], "little")
     text = changed_json(data[8 : 8 + size], rng) if 8 < size < len(data) else None
     return None if text is None else len(text).to_bytes(8, "little") + text + data[8 + size :]
 
 
 def changed_journal(data: bytes, rng: random.Random) -> bytes | None:
-    """A journal of a fill, one of whose texts has another value; None for what is none."""
+    """Change a value in a journal of an initialization; None for other data."""
     record, at, parts = journals._RECORD, 0, []
     while at + record.size <= len(data):
         kind, length = record.unpack_from(data, at)
@@ -563,7 +562,7 @@ KINDS = ("link", "zero", "loop", "nowhere", "hard", "fifo", "folder", "full", "h
 
 
 def put(kind: str, path: Path, victims: Path) -> None:
-    """Put something else than a file where a file was, or may be."""
+    """Put a link, a FIFO, a directory or a huge file in place of a file."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -585,7 +584,7 @@ def put(kind: str, path: Path, victims: Path) -> None:
 
 
 def planted(place: Path, file: str, victims: Path, rng: random.Random) -> None:
-    """Put something else in place of a file of a swap directory, or beside it."""
+    """Replace a file of a swap directory by another kind of entry, or add one."""
     path = place / file
     if rng.random() < 0.4:
         digits = "".join(rng.choice("0123456789abcdef") for _ in range(16))
@@ -602,7 +601,7 @@ def planted(place: Path, file: str, victims: Path, rng: random.Random) -> None:
 
 
 def shape_of(place: Path) -> dict[str, tuple[object, ...]]:
-    """All that somebody could have changed below a directory."""
+    """Return everything below a directory that could have been changed."""
     found: dict[str, tuple[object, ...]] = {}
     for path in sorted(place.rglob("*")):
         status = path.lstat()
@@ -627,7 +626,7 @@ def hostile(name: str, data: bytes, rng: random.Random) -> bytes:
 
 
 class Finding(NamedTuple):
-    """An input that was neither read nor refused as it should be."""
+    """An input that was neither read nor properly refused."""
 
     target: str
     number: int
@@ -644,7 +643,7 @@ INSTALLED = ("/proc/", "/sys/", "/dev/", *{
 
 
 class Opened:
-    """The files that were opened since the last look, outside of one directory."""
+    """The files opened outside of one directory since the last check."""
 
     def __init__(self) -> None:
         self._within: str | None = None
@@ -686,7 +685,7 @@ def _out_of_time(_signal: int, _frame: Any) -> None:
 
 
 class Inputs:
-    """The inputs of one target, made in `home` of its real files."""
+    """The inputs of one target, made in `home` from its real files."""
 
     def __init__(self, name: str, seed: int, real: Path, home: Path, opened: Opened) -> None:
         self._name, self._seed, self._opened = name, seed, opened
@@ -711,7 +710,7 @@ class Inputs:
         (self._victims / "file").chmod(0o644)
 
     def make(self, number: int) -> str:
-        """Put an input into the directory. Returns the name of the file that was changed."""
+        """Put an input into the directory. Returns the name of the changed file."""
         rng = random.Random(f"{self._seed} {self._name} {number}")
         shutil.rmtree(self._place, ignore_errors=True)
         shutil.copytree(self._real, self._place, symlinks=True)
@@ -727,7 +726,7 @@ class Inputs:
         return file
 
     def read(self, number: int) -> tuple[str, Finding | None]:
-        """Make and read an input. Returns how it ended, and what is wrong about that."""
+        """Make and read an input. Returns the result, and its fault, if any."""
         file = self.make(number)
         signal.signal(signal.SIGALRM, _out_of_time)
         signal.alarm(SECONDS)
@@ -755,7 +754,7 @@ class Inputs:
 
 
 class Job(NamedTuple):
-    """Inputs [first, last) of a target. progress: a file that has the number of the one at work."""
+    """Inputs [first, last) of a target. progress: a file with the current input's number."""
 
     name: str
     seed: int
@@ -766,12 +765,12 @@ class Job(NamedTuple):
 
 
 def _batch(job: Job) -> tuple[collections.Counter[str], list[Finding]]:
-    """Read the inputs of a job, in a process of its own."""
+    """Read the inputs of a job; runs in a separate process."""
     logging.disable()
     torch.set_num_threads(1)
     counts: collections.Counter[str] = collections.Counter()
     findings = []
-    # In the campaign's directory, which goes with what a batch that was killed leaves.
+    # In the campaign's directory, whose removal also removes the files of killed batches.
     with tempfile.TemporaryDirectory(dir=Path(job.real).parent) as home:
         inputs = Inputs(job.name, job.seed, Path(job.real), Path(home), Opened())
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -787,7 +786,7 @@ def _batch(job: Job) -> tuple[collections.Counter[str], list[Finding]]:
 
 @contextlib.contextmanager
 def _swap_in_memory() -> Iterator[None]:
-    """Let processes that are started swap there, where a flush costs nothing."""
+    """Put the swap of new processes into memory, where a flush costs nothing."""
     name = "INFINITY_ALLOW_TMPFS"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -801,7 +800,7 @@ def _swap_in_memory() -> Iterator[None]:
 
 
 def _in_a_process(call: Callable[[], None], context: Any) -> None:
-    """Run a call in a process of its own. Raises: RuntimeError where that fails."""
+    """Run a call in a separate process. Raises: RuntimeError if it fails."""
     with _swap_in_memory():
         process = context.Process(target=call)
         process.start()
@@ -813,7 +812,7 @@ def _in_a_process(call: Callable[[], None], context: Any) -> None:
 def run(
     targets: Sequence[str], inputs: int, *, seed: int = 0, processes: int = 2, first: int = 0
 ) -> tuple[dict[str, collections.Counter[str]], list[Finding]]:
-    """Read so many inputs of each target. Returns how they ended, and the findings."""
+    """Read `inputs` inputs of each target. Returns counts of results, and the findings."""
     context = multiprocessing.get_context("fork")
     counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in targets}
     findings: list[Finding] = []
@@ -839,7 +838,7 @@ def _run_jobs(
     counts: dict[str, collections.Counter[str]],
     findings: list[Finding],
 ) -> None:
-    """Run jobs in processes, each in one of its own. After a crash the rest of a job goes on."""
+    """Run each job in a separate process. After a crash a new process continues the job."""
     running: dict[Any, tuple[Job, Any]] = {}
     done, total, began = 0, len(jobs), time.monotonic()
     while jobs or running:
@@ -864,7 +863,7 @@ def _run_jobs(
                 Finding(job.name, number, "", f"the process ended with {process.exitcode}")
             )
             counts[job.name]["crash"] += 1
-            # Those before it are read again: what they gave is lost with the process.
+            # Earlier inputs are read again: their results were lost with the process.
             for first, last in ((job.first, number), (number + 1, job.last)):
                 if first < last:
                     progress = f"{job.progress}+"

@@ -1,4 +1,4 @@
-"""Make the files of `tests/data/before_redesign`: checkpoints that an older release wrote.
+"""Make the files of `tests/data/before_redesign`: checkpoints of an older release.
 
 `tests/test_formats_on_disk.py` restores them with the code of today. They were made at commit
 3edaeea (infinity 0.1.0, torch 2.13, Python 3.11), before the engine was redesigned, by
@@ -43,7 +43,7 @@ from torch import nn
 import infinity as inf
 
 BEFORE = Path(__file__).parent / "data" / "before_redesign"
-"""The first folder; others hold the same numbers, and do not repeat them."""
+"""The first folder; the other folders have the same numbers, and do not repeat them."""
 
 SAVED_AT, LATER = 3, 2
 """Steps before the files were written, and after they are restored."""
@@ -93,7 +93,7 @@ class Net(nn.Module):
 
 
 def _values(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """Values in bf16 that no random generator decides about."""
+    """Return bf16 values that depend on no random generator."""
     counted = torch.arange(rows * columns, dtype=torch.int64) + 1
     mixed = (counted * 7919 * (seed + 3)) % 509 - 254
     return (mixed.double() / 128).view(rows, columns).bfloat16()
@@ -105,8 +105,8 @@ class Case:
 
     kind: "save" by inf.save; "linked", the same of a durable run, by hard links; "durable", a run
     that was killed; "export" in formats of others; "state_dicts" by torch.save beside a save.
-    world: the ranks that wrote it. drives: of its policy. policy: fields besides those of the tier.
-    expected: the case whose numbers these are too; its own where empty.
+    world: number of ranks that wrote it. drives: of its policy. policy: fields besides the tier's.
+    expected: the case with the same numbers; empty: this case.
     """
 
     kind: str = "save"
@@ -118,14 +118,15 @@ class Case:
     expected: str = ""
 
     def open_policy(self, place: Path, tier: str | None = None) -> inf.Policy:
-        """The policy of a run whose drives are below `place`; tier: another one than it was."""
+        """Return the policy of a run with drives below `place`; tier: replaces the original tier.
+        """
         values: dict[str, Any] = {"units": ["Block"], **dict(self.policy)}
         if (tier or self.tier) == "nvme":
             nvme = [place / f"drive{index}" for index in range(self.drives)]
             for drive in nvme:
                 drive.mkdir(parents=True, exist_ok=True)
             values |= {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": nvme}
-            # Drives that are measured would share the data anew each time.
+            # Measured drives would get other shares each time.
             values["io"] = {"bandwidths": {str(drive.resolve()): (2e9, 1e9) for drive in nvme}}
         else:
             values.pop("durable", None)
@@ -192,7 +193,7 @@ class Run:
         self.model(torch.tensor((index % 4 - 1.5 + self.rank) / 4)).backward()
 
     def states(self, prefix: str) -> States:
-        """All that training goes on from, as bits, by name. Collective."""
+        """Return everything from which training continues, as bits, by name. Collective."""
         found = {f"{prefix}/{name}": bits_of(v) for name, v in self.model.state_dict().items()}
         for name, param in self.params.items():
             for key, value in self.handle.optimizer_state(param).items():
@@ -231,7 +232,7 @@ class Write:
 def write(case: Case, top: Path, rank: int = 0) -> Path:
     """Train and write the files of a case; return their directory.
 
-    A durable run stays open, in `OPEN`: the caller looks at what a crash would leave.
+    A durable run stays open, in `OPEN`: the caller examines the state after a crash.
     """
     written = top / "written"
     run = Run(case, written if case.kind == "durable" else top / "swap", rank=rank)
@@ -298,10 +299,10 @@ def source_of(case: Case, written: Path) -> Path:
 
 
 def read(case: Case, top: Path, written: Path, *, tier: str | None = None, rank: int = 0) -> Came:
-    """Restore the files of a case and train on, with swap files below `top`.
+    """Restore the files of a case and continue training, with swap files below `top`.
 
-    tier: another one than the case has; a durable run is then read as any checkpoint is, and else
-    goes on where it lies.
+    tier: replaces the case's; then a durable run is read like any checkpoint, else it continues in
+    place.
     """
     goes_on = case.kind == "durable" and tier is None
     run = Run(case, written if goes_on else top / "swap", tier=tier, rank=rank)
@@ -314,7 +315,7 @@ def read(case: Case, top: Path, written: Path, *, tier: str | None = None, rank:
 
 
 def assert_same(ours: States, theirs: States) -> None:
-    """All states are there, and the same bits."""
+    """Fail unless all states exist with the same bits."""
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert ours[name].dtype == value.dtype, name
@@ -326,7 +327,7 @@ def expected(folder: Path, name: str, world: int = 1, rank: int = 0) -> States:
     file = f"{CASES[name].expected or name}.npz"
     with np.load(next(path for path in (folder / file, BEFORE / file) if path.exists())) as found:
         states: States = {}
-        # Ranks differ in their buffers alone: of further ranks only what differs is stored.
+        # Ranks differ only in buffers: of further ranks only differences are stored.
         for prefix in (f"{world}.0/", f"{world}.{rank}/"):
             inside = [key for key in found.files if key.startswith(prefix)]
             states |= {key.removeprefix(prefix): found[key] for key in inside}

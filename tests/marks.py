@@ -1,5 +1,4 @@
-"""Choices among a test's parameters: those of the quick run, and those of `make slow` and `make
-ranks`."""
+"""Selects a test's parameters for the quick run, `make slow` and `make ranks`."""
 
 from __future__ import annotations
 
@@ -10,15 +9,15 @@ from typing import Any
 
 import pytest
 
-# Three ranks take as long as two and four together on two cores. The order of a sum of three and
-# parts of unequal length, which two do not show, have tests without this mark.
+# Three ranks take as long as two and four together on two cores. Sums of three and parts of unequal
+# length, which need three ranks, have tests without this mark.
 THREE = pytest.param(3, marks=pytest.mark.ranks)
 FOUR = pytest.param(4, marks=pytest.mark.ranks)
 
 
 def mostly_slow(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """Mark all values but the quick ones as slow: a test that takes long with each runs with these
-    alone, unless by `make slow` (and on a GPU)."""
+    """Mark all values but the quick ones as slow, for a test that takes long with each value (also
+    on a GPU)."""
     return [
         value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values
     ]
@@ -26,8 +25,8 @@ def mostly_slow(values: Iterable[Any], *quick: Any) -> list[Any]:
 
 def pairwise(*axes: Sequence[Any]) -> list[Any]:
     """Return all combinations of values, one of each axis, as lists of parameters. The axes are of
-    one length, two or three. Quick are those of a Latin square, in which each value of one of three
-    axes meets each of another; the others are slow."""
+    one length, two or three. The combinations of a Latin square are quick: they have each pair of
+    values of two axes. The others are slow."""
     assert len({len(axis) for axis in axes}) == 1, "axes of one length"
     found = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
@@ -39,8 +38,8 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
 
 def alternating(*axes: Iterable[Any]) -> list[Any]:
     """Return all combinations of values, one of each axis, as parameters (of one axis, its values).
-    Quick is every second one, so that each value of an axis meets half of the others; the rest are
-    slow."""
+    Every second one is quick, so that each value is combined with half of the other axes' values;
+    the others are slow."""
     found = []
     for places in itertools.product(*(enumerate(axis) for axis in axes)):
         values = [value for _, value in places]
@@ -50,7 +49,7 @@ def alternating(*axes: Iterable[Any]) -> list[Any]:
 
 
 def every_second(*values: Any) -> list[Any]:
-    """Mark every second value as slow: those of the same kind are beside each other."""
+    """Mark every second value as slow: adjacent values are of the same kind."""
     return alternating(values)
 
 
@@ -68,10 +67,10 @@ Values = dict[str, Any]
 def covering(
     axes: Mapping[str, Sequence[Any]], allowed: Callable[[Values], bool], seed: int = 0
 ) -> list[Values]:
-    """Return rows, one value of each axis, that together hold each pair of values that may meet.
+    """Return rows, one value of each axis, that together contain each allowed pair of values.
 
-    allowed: whether the values of a row, or of a part of one, may meet. Greedy, after AETG: a row
-    begins with a pair that no row has; each further axis takes the value that adds most pairs.
+    allowed: whether the values of a row, or of a part of one, may be combined. Greedy, after AETG:
+    a row begins with a missing pair; each further axis takes the value that adds most pairs.
     """
     chance = random.Random(seed)
     place = {name: index for index, name in enumerate(axes)}

@@ -1,4 +1,4 @@
-"""Tiny models of every shape that the engine must carry, and batches for them.
+"""Tiny models of every supported structure, and batches for them.
 
 Each factory returns a fresh model with seeded weights, in bf16 unless asked otherwise; `CASES`
 names them all.
@@ -110,7 +110,7 @@ def mixtral() -> nn.Module:
 
 
 def qwen3_moe(experts: int = 16, chosen: int = 1, **values: Any) -> nn.Module:
-    """Qwen3-MoE: fused experts, so many of them per token."""
+    """Qwen3-MoE: fused experts, `chosen` of them per token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     return Qwen3MoeForCausalLM(
@@ -144,7 +144,7 @@ _SMALL_MOE: dict[str, Any] = {
 
 
 def qwen2_moe() -> nn.Module:
-    """Experts beside a shared one, whose gate comes after them and reads what they read."""
+    """Experts and a shared expert, whose gate runs after them on the same input."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
     return Qwen2MoeForCausalLM(
@@ -177,7 +177,7 @@ def deepseek_v3() -> nn.Module:
 
 
 def gpt_oss() -> nn.Module:
-    """Weights that lie as [in, out], interleaved gates, biases."""
+    """Weights in layout [in, out], interleaved gates, biases."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     return GptOssForCausalLM(
@@ -242,7 +242,7 @@ class Expert(nn.Module):
 
 
 class MoeBlock(nn.Module):
-    """Routes each token to one of the first experts; the last ones never get any."""
+    """Routes each token to one of the first experts; the last experts get no tokens."""
 
     def __init__(self, hidden: int, experts: int) -> None:
         super().__init__()
@@ -253,7 +253,8 @@ class MoeBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = self.norm(x).flatten(0, 1)
         scores = self.gate(tokens).softmax(-1)
-        used = scores[:, : len(self.experts) // 2]  # the rest has no tokens and no gradient
+        # the other experts have no tokens and no gradient
+        used = scores[:, : len(self.experts) // 2]
         weight, index = used.max(-1)
         out = torch.zeros_like(tokens)
         for number in range(used.shape[1]):
@@ -285,7 +286,7 @@ class ListMoe(nn.Module):
 
 
 class ExternalBlock(nn.Module):
-    """A block whose parameters are used in every way but the plain one."""
+    """A block whose parameters are used in unusual ways."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -301,8 +302,8 @@ class ExternalBlock(nn.Module):
 
 
 class External(nn.Module):
-    """Parameters used outside of their module's forward, a tied head, unused ones, and one of the
-    model's own."""
+    """Parameters used outside of their module's forward, a tied head, unused parameters, and one
+    direct parameter of the model."""
 
     def __init__(self, hidden: int = 32, layers: int = 3) -> None:
         super().__init__()
@@ -334,8 +335,7 @@ class SmallBlock(nn.Module):
 
 
 class Small(nn.Module):
-    """Blocks of plain modules between an embedding and a head: for tests in which the family does
-    not matter."""
+    """Blocks of plain modules between an embedding and a head, for tests of any model family."""
 
     def __init__(self, layers: int = 3, hidden: int = 32) -> None:
         super().__init__()
@@ -398,13 +398,13 @@ def make(
 
 
 def beside(model: nn.Module, batch: Batch) -> Batch:
-    """The batch on the device that the model computes on."""
+    """Return the batch on the model's device."""
     device = next(model.parameters()).device
     return {name: value.to(device) for name, value in batch.items()}
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss of one batch, whatever the model returns and wherever it computes."""
+    """Return the loss of one batch, for any kind of output and device."""
     out = model(**beside(model, batch))
     loss: torch.Tensor = out["loss"] if isinstance(out, dict) else out.loss
     return loss

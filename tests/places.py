@@ -1,4 +1,4 @@
-"""Places of chunks on a drive, to spoil them or to let them fail."""
+"""Places of chunks on a drive, to damage them or make them fail."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import infinity as inf
 
 
 class Place(NamedTuple):
-    """Bytes of a section of a chunk, where its live version lies, and the elements of a parameter
-    that it holds."""
+    """The bytes of a chunk's section at its live place, and the elements of a parameter in them."""
 
     layer: int
     offset: int
@@ -53,7 +52,7 @@ def place_in(handle: Any, section: int, *, unit: int = 1, chunk: int = -1) -> Pl
 
 
 def spoil(model: Any, place: Place) -> None:
-    """Change the bytes of a place, as a write that went astray does."""
+    """Change the bytes of a place, as a misdirected write does."""
     (file,) = inf.handle(model).parts.tiers.storage.space.layers[place.layer]
     with Path(f"/proc/self/fd/{file.fd}").open("r+b") as written:
         written.seek(place.offset)

@@ -4,10 +4,10 @@ bf16 (or fp32) parameters; gradients as autograd leaves and accumulates them, or
 fp32; raised to fp32; clipped by torch.nn.utils.clip_grad_norm_ on the fp32 gradients; AdamW on fp32
 masters with operations that round once, in this order; parameters written back by `copy_`. SGD,
 Lion
-and any class of torch.optim likewise; a loss scaler for fp16. A parameter whose gradient is None is
-left alone: no decay, no moments, no step count.
+and any class of torch.optim likewise; a loss scaler for fp16. A parameter without a gradient does
+not change: no decay, no moments, no step count.
 
-It shares no code with the engine: it is what design says, written down a second time.
+It shares no code with the engine: it implements the design a second time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def f32(value: float) -> float:
 
 
 def held(master: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
-    """An fp32 master as `exact` holds it beside a bf16 parameter, with a second moment or without.
+    """Return an fp32 master as `exact` stores it with a bf16 parameter, with or without a second
+    moment.
 
-    Half-way between two bf16 values the sign of that moment is wanted, or without one for those
-    that are rounded towards zero. Where it is not to be had, the master becomes its neighbour that
-    is nearer to the parameter."""
+    Half-way between two bf16 values the format needs the sign of that moment; without a moment, if
+    rounded towards zero. If the sign is not available, the master becomes its neighbour nearer to
+    the parameter."""
     bits, odd = master.view(torch.int32), master.view(torch.int32) >> 16 & 1
     lost = (bits & 0xFFFF) == 0x8000
     lost &= odd == 0 if second is None else torch.signbit(second)
@@ -77,7 +78,7 @@ class ReferenceAdamW:
         self.params: list[nn.Parameter] = [
             param for group in self.param_groups for param in group["params"]
         ]
-        if order is not None:  # that in which norms are added
+        if order is not None:  # order in which norms are added
             self.params = [param for param in order if any(param is held for held in self.params)]
         self.states: dict[nn.Parameter, State] = {}
         self._wide: dict[nn.Parameter, torch.Tensor] = {}  # gradients accumulated in fp32
@@ -119,8 +120,7 @@ class ReferenceAdamW:
         there = next((param.device for param in grads if param.device.type != "cpu"), None)
         if len(kinds) > 1 or there is not None:
             norms = [self._norm(param, grad) for param, grad in grads.items()]
-            # torch takes norms dtype by dtype, and a loop over bf16 and fp32 gradients has two
-            # kinds.
+            # torch computes norms per dtype; a loop over bf16 and fp32 gradients has two.
             by_kind = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(
                 [[param.detach() for param in grads]], True
             )
@@ -240,7 +240,7 @@ class ReferenceLion(ReferenceAdamW):
 
 
 class ReferenceTorch(ReferenceAdamW):
-    """A class of torch.optim on the fp32 masters, each whole. settings: what the class is given."""
+    """A class of torch.optim on the whole fp32 masters. settings: arguments of the class."""
 
     def __init__(
         self,
@@ -283,7 +283,8 @@ class Delayed:
         return getattr(self._optimizer, name)
 
     def step(self) -> None:
-        """Update the newest parameters, then compute with these or with those before."""
+        """Update the newest parameters, then make the model compute with these or the previous
+        ones."""
         before = self.newest
         self._compute_with(before)
         self._optimizer.step()
@@ -325,7 +326,7 @@ class ReferenceScaler:
         return loss * self._scale
 
     def unscale_(self, optimizer: ReferenceAdamW) -> None:
-        """Multiply the fp32 gradients by the inverse scale, once; note what is not finite."""
+        """Multiply the fp32 gradients by the inverse scale, once, and record non-finite values."""
         grads = optimizer.gradients()
         self._found = any(not bool(grad.isfinite().all()) for grad in grads.values())
         for grad in grads.values():

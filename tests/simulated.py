@@ -1,5 +1,5 @@
-"""A device for machines without one: tests/sim_driver.c, compiled, as a `DeviceDriver` and what
-tests ask of it."""
+"""A simulated device: tests/sim_driver.c, compiled, as a `DeviceDriver`, with functions for tests.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Calls(NamedTuple):
 
 
 class Simulated:
-    """The device. Memory is ordinary; copies come late, by up to `delay_us`; races are found
-    whatever the timing. tests/sim_driver.c says what is real about it."""
+    """The device. Memory is ordinary; copies are delayed by up to `delay_us`; races are found
+    independently of timing. tests/sim_driver.c describes the model."""
 
     def __init__(self, *, seed: int = 0, delay_us: int = 500) -> None:
         self._sim = ctypes.CDLL(library())
@@ -110,12 +110,12 @@ class Simulated:
         )
 
     def late(self, us: int) -> None:
-        """Late kernels take so long on the compute stream from now on."""
+        """Set the duration of late kernels on the compute stream."""
         self._sim.sim_late(ctypes.c_int(us))
 
     def late_write(self, address: int, size_bytes: int, *, what: str) -> None:
-        """Submit a late kernel that writes what is at `address` now. Until it has run, 0xA5 is
-        there."""
+        """Submit a late kernel that writes the present bytes at `address`. Until it has run, they
+        are 0xA5."""
         word = _WORDS.setdefault(what, what.encode())
         self._sim.sim_late_write(
             ctypes.c_uint64(address), ctypes.c_size_t(size_bytes), ctypes.c_char_p(word)
@@ -138,9 +138,9 @@ class Simulated:
     def timing(
         self, *, call_us: float = 5.0, wake_us: float = 100.0, bytes_per_s: float = 55e9
     ) -> None:
-        """Make time virtual, and begin it: a call takes its thread `call_us`, waking from a sleep
-        `wake_us` more, and bytes take the bus. Nothing is moved any more. Counts of calls begin at
-        0."""
+        """Make time virtual, and begin it: a call takes `call_us` of its thread, waking from a
+        sleep `wake_us` more, and bytes take time on the bus. No bytes are copied any more. Counts
+        of calls begin at 0."""
         self._sim.sim_timing(
             ctypes.c_int64(int(call_us * 1e3)),
             ctypes.c_int64(int(wake_us * 1e3)),
@@ -156,11 +156,11 @@ class Simulated:
         return int(self._sim.sim_seen_ns()) / 1e9
 
     def calls(self) -> Calls:
-        """Calls that gave streams something or asked for it, by kind."""
+        """Counts of submissions and queries, by kind."""
         return Calls(*(int(self._sim.sim_calls(kind)) for kind in range(len(Calls._fields))))
 
     def hold(self) -> None:
-        """Keep threads that give streams something in that call, until `let_go`."""
+        """Block threads in calls that submit work to streams, until `let_go`."""
         self._sim.sim_hold(1)
 
     def holding(self) -> int:
@@ -176,12 +176,12 @@ class Simulated:
         self._sim.sim_hold_kernels(ctypes.c_int(hold))
 
     def in_flight_max(self) -> tuple[int, int]:
-        """The most bytes that a stream had been given and no thread had seen moved, to the device
-        and from it."""
+        """The most bytes submitted to a stream and not yet seen as copied, to the device and from
+        it."""
         return int(self._sim.sim_in_flight_max(0)), int(self._sim.sim_in_flight_max(1))
 
     def capture(self, on: bool) -> None:
-        """Somebody begins to capture a graph, or ends that."""
+        """Begin or end a graph capture."""
         self._sim.sim_capture(ctypes.c_int(on))
 
     def capture_broken(self) -> bool:
@@ -216,7 +216,7 @@ class Simulated:
         self._sim.sim_fail(ctypes.c_int(Calls._fields.index(what)), ctypes.c_int(nth))
 
     def races(self) -> list[str]:
-        """Return the descriptions of the races found, at most 64: accesses that nothing orders."""
+        """Return descriptions of at most 64 races: unordered accesses."""
         return [
             self._sim.sim_race(index).decode() for index in range(min(self._sim.sim_races(), 64))
         ]
@@ -226,7 +226,7 @@ class Simulated:
         return int(self._sim.sim_copied(0)), int(self._sim.sim_copied(1))
 
     def live(self) -> tuple[int, int, int]:
-        """Streams, events and bytes pinned that exist, less those of before this object was."""
+        """Count existing streams, events and pinned bytes made since this object's creation."""
         streams, events, pinned_bytes = (
             max(0, now - before) for now, before in zip(self._living(), self._before, strict=True)
         )

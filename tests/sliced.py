@@ -1,5 +1,5 @@
-"""Models that run a batch in slices (`inf.microbatched`), and the loop over micro-batches that they
-are held against."""
+"""Models that run a batch in slices (`inf.microbatched`), and the loop over micro-batches to
+compare with."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Microbatched:
 
 
 def whole(training: Training, *, checkpoint: bool = True) -> Training:
-    """The same training with one batch of all micro-batches, on a model that runs in slices."""
+    """Return the same training with one batch of all micro-batches, on a model that runs in slices.
+    """
     count = training.accumulation
     made = dataclasses.replace(
         training,
@@ -109,8 +110,8 @@ def assert_is_its_loop(
     apart: frozenset[str] = frozenset(),
     **values: Any,
 ) -> None:
-    """Fail unless one step in slices gives the gradients of the loop, but for the names `apart`,
-    which several modules or calls use: these are near."""
+    """Fail unless one step in slices gives the loop's gradients. The names `apart`, which several
+    modules or calls use, need only be close."""
     model = sliced(factory, n, **values)
     loss_of(model(**batch)).backward()
     ours, loop = grads_of(model), loop_grads(models.make(factory), cut(batch, n), loss_of)

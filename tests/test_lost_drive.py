@@ -180,7 +180,7 @@ def test_a_save_elsewhere_is_the_state_to_go_on_from(
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         step(model, optimizer, 0, 0)
         inf.save(model, optimizer, tmp_path / "saved").wait()
-        with pytest.raises(DriveLostError, match="whole save of step 1") as caught:
+        with pytest.raises(DriveLostError, match="save of step 1") as caught:
             meet(model, optimizer, when, lambda: shut(a), tmp_path)
         assert (caught.value.step, caught.value.source) == (1, str(tmp_path / "saved"))
         with pytest.raises(DriveLostError):
@@ -216,6 +216,6 @@ def test_a_script_that_loses_its_drive_ends_with_one_error(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 1, done.stderr
-    assert done.stderr.count("is gone: ") == 1, done.stderr
+    assert done.stderr.count("is lost: ") == 1, done.stderr
     assert "Exception ignored" not in done.stderr
     assert done.stderr.count("Traceback") <= 2, done.stderr

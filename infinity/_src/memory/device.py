@@ -1,14 +1,13 @@
 """The device that computes: memory of gathered units, and copies to it (H2D) and from it (D2H).
 
     CPU   device memory is the host's: executor threads copy, and gradients are added in place
-    GPU   copies have streams of their own, in the executor (native/executor/device.c); their host
-          memory is pinned
+    GPU   copies use separate streams in the executor (native/executor/device.c); their host memory
+          is pinned
 
 The compute stream is the current stream of torch at the time of a call. Memory of a unit that was
 allocated under one stream and used under another is noted with torch's allocator (`note_use`).
 
-Everything here names the model's device: the thread's current one may be another, with a stream
-and an allocator of its own.
+All calls name the model's device, because the thread's current device may be another.
 """
 
 from __future__ import annotations
@@ -65,11 +64,9 @@ class Device:
         self._pool: Any = None
         # Other allocators, such as cudaMallocAsync, have no pools, and refuse them.
         if self._on_gpu and torch.cuda.get_allocator_backend() == "native":
-            # A pool belongs to the device that is current when it is made. On any other it dies
-            # with its first use.
+            # A pool belongs to the device that is current at its creation.
             with on_device(torch_device):
-                # A separate pool: among activations the buffers would leave holes that nothing
-                # else fits.
+                # A separate pool: between activations the buffers would fragment the memory.
                 self._pool = make_mem_pool()
 
     @property
@@ -79,7 +76,7 @@ class Device:
 
     @property
     def _on_gpu(self) -> bool:
-        """True where torch's CUDA allocator hands out the memory; a simulated device has none."""
+        """True if torch's CUDA allocator allocates the memory; not for a simulated device."""
         return self.torch_device.type == "cuda"
 
     @property
@@ -92,7 +89,7 @@ class Device:
         return MASK_DEVICE if self.copies else 0
 
     def attach(self, executor: Executor) -> None:
-        """Give the device to the executor for copies. Blocks while its slab is pinned.
+        """Attach the device to the executor for copies. Blocks while its slab is pinned.
 
         Raises: DeviceCopyError, ValueError.
         """
@@ -103,14 +100,14 @@ class Device:
             self._told = 0
 
     def behind(self) -> None:
-        """Order copies that are submitted from here on behind the kernels launched so far. Never
-        blocks. Raises: GraphCaptureUnsupported."""
+        """Order copies submitted later after the kernels launched so far. Never blocks. Raises:
+        GraphCaptureUnsupported."""
         if self.driver is None:
             return
         # The mark below would pull the copy streams into the graph, and break the capture.
         self.refuse_capture("a copy between host and device")
         stream = self._stream()
-        # Passed on when it changes only: this runs before every submission of copies.
+        # Only if it changed: this runs before every submission of copies.
         if stream != self._told:
             assert self._executor is not None
             self._executor.compute_stream(stream)
@@ -127,9 +124,9 @@ class Device:
             )
 
     def allocation(self) -> contextlib.AbstractContextManager[Any]:
-        """Make torch's allocator use the gather buffers' own pool inside this context.
+        """Make torch's allocator use the pool of gather buffers inside this context.
 
-        Among activations they would leave holes of sizes that nothing else fits into.
+        Between activations they would fragment the memory.
         """
         return (
             contextlib.nullcontext()
@@ -149,8 +146,8 @@ class Device:
         return int(torch.cuda.memory_allocated(self.torch_device)) if self._on_gpu else 0
 
     def note_use(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that the current stream uses memory that another one allocated: freed,
-        it is reused only when this stream is past what it has been given so far.
+        """Tell the allocator that the current stream uses memory of another stream: after a free it
+        is reused only when this stream has finished its present work.
         """
         if self._on_gpu:
             tensor.record_stream(torch.cuda.current_stream(self.torch_device))
@@ -175,7 +172,7 @@ class Device:
             self.driver.pin(slab.address, slab.size_bytes)
 
     def pin_all(self, slabs: Sequence[Slab], *, shown: bool) -> None:
-        """Pin slabs as `pin`; shown: with progress, for a driver may take 0.1 s for a GB."""
+        """Pin slabs as `pin`; shown: with progress, since a driver may take 0.1 s per GB."""
         if self.driver is None:
             return
         total = sum(slab.size_bytes for slab in slabs)
@@ -206,8 +203,8 @@ class Device:
     def wait_filled(self, ticket: Ticket) -> None:
         """Block until a ticket is `filled` whose copies are behind kernels of the device.
 
-        These may be behind a collective that waits for another rank. Raises: AioError; RankFailed
-        as soon as a rank is known to have failed, and then the copy may still be under way.
+        The kernels may follow a collective that waits for another rank. Raises: AioError;
+        RankFailed as soon as a rank is known to have failed; then the copy may still be in flight.
         """
         ticket.wait_filled(check=self._check)
 
@@ -221,8 +218,8 @@ class Device:
 class GradOffload:
     """Offload of gradients D2H while backward continues. One thread uses it at a time.
 
-    bytes_max: device memory of gradients under way; beyond it backward waits for the oldest. One
-    that is larger leaves by itself.
+    bytes_max: device memory of gradients in flight; beyond it backward waits for the oldest. A
+    larger gradient is copied alone.
     """
 
     def __init__(self, device: Device, bytes_max: int) -> None:
@@ -237,8 +234,7 @@ class GradOffload:
         """Start the copy D2H of `source` to `target` (pinned, contiguous), of the same dtype and
         size.
 
-        Blocks while more than `bytes_max` would be under way. `source` must not change from here
-        on.
+        Blocks while more than `bytes_max` would be in flight. `source` must not change afterwards.
         """
         # The copy moves bytes: shape and strides must be those of the flat target.
         source = source.detach().reshape(-1).contiguous()
@@ -247,7 +243,7 @@ class GradOffload:
         size_bytes = source.numel() * source.element_size()
         self._make_room(size_bytes)
         ticket = self.device.copy(target.data_ptr(), source.data_ptr(), size_bytes, out=False)
-        # The source is held until its copy has arrived: autograd may drop it before.
+        # Keep the source until its copy has ended: autograd may drop it earlier.
         self._flights.append((ticket, source))
         self.leaving_bytes += size_bytes
         self.bytes_peak = max(self.bytes_peak, self.leaving_bytes)
@@ -255,7 +251,7 @@ class GradOffload:
 
     def _make_room(self, size_bytes: int) -> None:
         self.free_done()
-        # The oldest first, which has been under way longest.
+        # The oldest first.
         while self._flights and self.leaving_bytes + size_bytes > self._bytes_max:
             ticket, source = self._flights[0]
             # Not `wait`: only the source must be free again.
@@ -272,13 +268,12 @@ class GradOffload:
     def _free(self, source: torch.Tensor) -> None:
         """Drop a source that was copied.
 
-        The allocator may give its memory to kernels that are launched from here on: the copy, which
-        another stream has made, is done.
+        The allocator may reuse its memory for later kernels: the copy, on another stream, is done.
         """
         self.leaving_bytes -= source.numel() * source.element_size()
 
     def close(self) -> None:
-        """Drop all sources. No copy may be under way."""
+        """Drop all sources. No copy may be in flight."""
         self._flights.clear()
         self.leaving_bytes = 0
 

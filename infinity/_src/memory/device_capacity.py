@@ -1,25 +1,25 @@
 """Device memory of gathered units and of fresh gradients: its bounds in bytes, from sizes alone.
 
-One unit is worked on, and others have room beside it: those that are gathered ahead, or those whose
-gradients are leaving. All these bounds have one shape:
+One unit is in use, and other units share the memory: prefetched units, or units whose gradients are
+being copied to the host. All these bounds have one form:
 
-    room     the unit that is worked on, with the units around it, and others beside it
-    others   `count` of the largest unit, OVERLAP_BYTES_MAX at most; and always the neighbour in the
-             model, of any size
+    capacity  the unit in use, with the units around it, and other units
+    others    min(`count` x the largest unit, OVERLAP_BYTES_MAX), at least the larger neighbour in
+              the model
 
-So small units go several at a time. A huge one goes beside its neighbours, which in a model are
-small, and costs no multiple of its size. The engine keeps these bounds, and `infinity plan` counts
-with them. No tensors, no times: all ranks find the same.
+So several small units fit at a time. A huge unit needs only its size and that of its neighbours,
+which are small. The engine keeps these bounds, and `infinity plan` uses them. They depend only on
+sizes, so all ranks compute the same.
 
-In a module that runs in slices (`inf.microbatched`) a unit that is gathered for one slice stays for
-the others, and gradients add up until the last slice. So there a block counts as one unit, with its
-gradients; and where the device has no capacity for it, as many of its units stay as fit:
+In a module that runs in slices (`inf.microbatched`) a gathered unit stays for the later slices, and
+gradients add up until the last slice. So a block counts as one unit, with its gradients; if the
+device lacks capacity for it, as many of its units stay as fit:
 
-    spare    half of what the device has left beside units one by one and gradients; the other half
-             is for activations
-    block    stays whole where the bound, with `spare`, has capacity for it; else `spare` of it does
+    spare     half of the device's memory besides single units and gradients; the other half is for
+              activations
+    block     stays whole if the bound plus `spare` has capacity for it; else `spare` bytes stay
 
-Sums of slices have the dtype in which gradients wait, which may be wider than the parameter's.
+Sums of slices have the accumulation dtype of gradients, which may be wider than the parameter's.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from collections.abc import Sequence
 from infinity._src.memory.constants import AHEAD, OFFLOAD_UNITS, REDUCING_UNITS, UNITS_AHEAD
 
 OVERLAP_BYTES_MAX = 1 << 30
-"""Bytes of other units beside the one that is worked on; a neighbour that is larger has room, too.
+"""Bytes of other units besides the one in use; a larger neighbour also fits.
 
-A drive or link of 25 GB/s fills them in 40 ms, which is longer than any of its latencies.
+A drive or link of 25 GB/s transfers them in 40 ms, which exceeds any of its latencies.
 """
 
 
@@ -41,10 +41,9 @@ A drive or link of 25 GB/s fills them in 40 ms, which is longer than any of its 
 class UnitBytes:
     """Bytes of one unit on the device.
 
-    gathered: its parameters. grads: the gradient of each that is trained. around: indices of units
-    that are in use whenever it is, since modules of theirs have modules of this one inside.
-    repeat: so many like it follow each other. block: number of the module around it that runs in
-    slices; None: there is none.
+    gathered: its parameters. grads: the gradient of each trained parameter. around: indices of
+    units that are in use whenever it is, because their modules contain its modules. repeat: number
+    of equal consecutive units. block: number of the enclosing module that runs in slices, if any.
     """
 
     gathered: int
@@ -58,9 +57,9 @@ class UnitBytes:
 class Passes:
     """Use of a device by forward and backward.
 
-    copies: it has memory of its own, from which gradients are copied. several: ranks reduce them.
-    in_backward: updates take them during backward. whole: all parameters stay gathered.
-    device_bytes: all memory of the device, on every rank the same; None: as much as is wanted.
+    copies: gradients are copied from separate device memory. several: ranks reduce gradients.
+    in_backward: updates consume gradients during backward. whole: all parameters stay gathered.
+    device_bytes: total device memory, the same on every rank; None: unlimited.
     """
 
     copies: bool = False
@@ -74,8 +73,8 @@ class Passes:
 class SliceGrads:
     """Gradients that slices of a batch add up (`inf.microbatched`).
 
-    blocks: what all slices pass before the next, each with the bytes of its gradients as they wait.
-    one_bytes: the most that one slice makes of a parameter (`slice_grad_bytes`).
+    blocks: modules that all slices pass before the next, each with the bytes of its gradients in
+    the accumulation dtype. one_bytes: the largest gradient of one slice (`slice_grad_bytes`).
     """
 
     blocks: tuple[UnitBytes, ...]
@@ -86,7 +85,7 @@ class SliceGrads:
 
 
 def overlap_bytes(sizes: Sequence[int], count: int) -> int:
-    """Bytes of others beside the one that is worked on: `count` of the largest, within limits."""
+    """Return the bytes of other units: `count` of the largest, within limits."""
     return min(count * max(sizes, default=0), OVERLAP_BYTES_MAX)
 
 
@@ -96,10 +95,10 @@ def capacity_bytes(
     around: Sequence[Sequence[int]] | None = None,
     repeats: Sequence[int] | None = None,
 ) -> int:
-    """Bytes for one of `sizes` and others beside it (see the module's docstring).
+    """Return the bytes for one of `sizes` and other units (see the module's docstring).
 
-    sizes: in the order of the model. around: for each the indices of those it lies inside of.
-    repeats: for each how many like it there are.
+    sizes: in the order of the model. around: for each the indices of units around it. repeats: for
+    each its number of equal units.
     """
     outer = around or [()] * len(sizes)
     times = repeats or [1] * len(sizes)
@@ -114,12 +113,12 @@ def capacity_bytes(
 
 
 def gathered_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
-    """Bytes of gathered parameters at most, as far as units in use allow."""
+    """Return the most bytes of gathered parameters, unless units in use need more."""
     return sum(_room_and_spare(units, passes))
 
 
 def retained_capacity(units: Sequence[UnitBytes], passes: Passes) -> dict[int, int]:
-    """For each block bytes of its units, at most, that stay gathered from slice to slice."""
+    """Return for each block the most bytes of its units that stay gathered from slice to slice."""
     blocks, found = blocks_of(units), {}
     room, spare = _room_and_spare(units, passes)
     for block in blocks:
@@ -130,9 +129,9 @@ def retained_capacity(units: Sequence[UnitBytes], passes: Passes) -> dict[int, i
 
 
 def regathered_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
-    """Bytes of units that do not stay, and are gathered anew for each slice."""
+    """Return the bytes of units that are gathered again for each slice."""
     left, again = retained_capacity(units, passes), 0
-    # Each stays that fits, in the order of their use.
+    # Units stay in the order of use, as far as they fit.
     for unit in units:
         if unit.block is not None and unit.gathered:
             stay = min(unit.repeat, left[unit.block] // unit.gathered)
@@ -142,7 +141,7 @@ def regathered_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
 
 
 def blocks_of(units: Sequence[UnitBytes]) -> list[UnitBytes]:
-    """Return the units with those of each block as one, in its first one's place."""
+    """Return the units, with each block's units merged at the place of the first."""
     keys = [
         ("unit", index) if unit.block is None else ("block", unit.block)
         for index, unit in enumerate(units)
@@ -178,8 +177,7 @@ def _room_of(units: Sequence[UnitBytes]) -> int:
 
 
 def _room_and_spare(units: Sequence[UnitBytes], passes: Passes) -> tuple[int, int]:
-    """Return (bytes for units one by one, further bytes for those that stay from slice to slice).
-    """
+    """Return (bytes for single units, additional bytes for units that stay from slice to slice)."""
     if passes.whole:
         return sum(unit.gathered * unit.repeat for unit in units), 0
     room = _room_of(units)
@@ -210,10 +208,10 @@ def fresh_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
         return gradients_capacity(units, REDUCING_UNITS)
     if passes.in_backward:
         return gradients_capacity(units, OFFLOAD_UNITS)
-    # One by one, as they come. Two of the units that repeat have every pair of neighbours.
+    # In order of use. Two of the repeated units cover every pair of neighbours.
     sizes = [size for unit in units for size in unit.grads * min(unit.repeat, 2)]
     largest = max(sizes, default=0)
-    # Where they are accumulated in place, none is leaving.
+    # Accumulated in place: none is being copied.
     if not passes.copies:
         return largest
     leaving = overlap_bytes([unit.gathered for unit in units], OFFLOAD_UNITS)
@@ -222,10 +220,10 @@ def fresh_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
 
 
 def sums_capacity(blocks: Sequence[UnitBytes], passes: Passes) -> int:
-    """Bytes of the gradients that slices have added up, at most: of the block in backward, and of
-    those that are leaving.
+    """Return the most bytes of summed gradients of slices: of the block in backward, and of blocks
+    whose sums are being copied to the host.
 
-    blocks: what all slices pass before the next, with the bytes of its gradients as they wait.
+    blocks: as in `SliceGrads`.
     """
     if passes.in_backward and not passes.copies:
         return gradients_capacity(blocks, UNITS_AHEAD)
@@ -233,20 +231,20 @@ def sums_capacity(blocks: Sequence[UnitBytes], passes: Passes) -> int:
         return gradients_capacity(blocks, REDUCING_UNITS)
     if passes.copies:
         return gradients_capacity(blocks, OFFLOAD_UNITS)
-    # Autograd hands each sum over when it is complete, and none is leaving.
+    # Autograd delivers each complete sum, and none is being copied.
     return max((sum(block.grads) for block in blocks), default=0)
 
 
 def slice_grad_bytes(size_bytes: int, itemsize: int, sum_itemsize: int) -> int:
-    """Bytes of one parameter's gradient of one slice: as backward makes it, and cast to the dtype
-    of the sum where that is another.
+    """Return the bytes of one parameter's gradient of one slice, plus its cast if the sum has
+    another dtype.
     """
     cast = 0 if itemsize == sum_itemsize else size_bytes // itemsize * sum_itemsize
     return size_bytes + cast
 
 
 def gradients_capacity(units: Sequence[UnitBytes], count: int) -> int:
-    """Bytes of the gradients of a unit, and of `count` others beside it."""
+    """Return the bytes of the gradients of a unit and of `count` other units."""
     return capacity_bytes(
         [sum(unit.grads) for unit in units], count, repeats=[unit.repeat for unit in units]
     )

@@ -1,7 +1,7 @@
-"""The drives of an engine, and whether they are there.
+"""Health of an engine's drives.
 
-One request that fails is a fault of a block, or of a moment. A drive is *lost* when it fails all:
-then the run is over, and one error says so to every call, with the state to resume from.
+One failed request is a bad block, or transient. A drive is *lost* when all requests fail: then the
+run is over, and every call raises one error, with the state to resume from.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from infinity.aio import SwapFile
 from infinity.errors import AioError, DeviceFailedError, DriveLostError, SwapFullError
 
 ANSWER_S = 10.0
-"""The longest that a drive is waited for which is asked whether it is there."""
+"""Seconds within which a probed drive must answer."""
 
 
 class _Saved(NamedTuple):
-    """A checkpoint that is whole. device: number of the one that it lies on."""
+    """A complete checkpoint. device: number of its drive."""
 
     step: int
     directory: Path
@@ -31,12 +31,12 @@ class _Saved(NamedTuple):
 
 @final
 class Drives:
-    """The drives of one engine. Any thread uses it. alarm: sounded when a drive is lost."""
+    """The drives of one engine. Any thread uses it. alarm: set when a drive is lost."""
 
     def __init__(self, directories: Sequence[Path], alarm: Alarm) -> None:
         self._alarm = alarm
         self._directories = list(directories)
-        # Known now: a drive that is gone cannot be asked.
+        # Determined now: a lost drive cannot be queried.
         self._devices = [each.stat().st_dev for each in directories]
         self._committed: int | None = None
         self._saved: _Saved | None = None
@@ -48,8 +48,8 @@ class Drives:
         self._committed = step
 
     def saved(self, step: int, directory: Path) -> None:
-        """Note that a checkpoint is whole."""
-        # A place that went at once is no place to resume from.
+        """Note that a checkpoint is complete."""
+        # A vanished directory is no place to resume from.
         with contextlib.suppress(OSError):
             self._saved = _Saved(step, directory, directory.stat().st_dev)
 
@@ -59,8 +59,8 @@ class Drives:
             raise self.lost.with_traceback(None)
 
     def examine(self, error: AioError) -> AioError:
-        """Return the error to raise for one of I/O: that of a drive that is lost, or itself. Blocks
-        while a drive is asked."""
+        """Return the error to raise for an I/O error: DriveLostError if a drive is lost, else the
+        error itself. Blocks while a drive is probed."""
         if not isinstance(error, DeviceFailedError) and type(error) is not AioError:
             return error
         with self._asking:
@@ -78,17 +78,17 @@ class Drives:
         again = f"Start again with nvme={left}" if left else "Start again on another drive"
         if saved is not None:
             step, source = saved.step, str(saved.directory)
-            way = f"{again} and inf.restore(model, opt, {source!r}), a whole save of step {step}"
+            way = f"{again} and inf.restore(model, opt, {source!r}), the save of step {step}"
         elif self._committed is not None and left:
             step, source = self._committed, left[0]
             way = (
                 f"{again} and inf.restore(model, opt, {left}, damaged='report'): the other drives "
-                f"have their part of step {step}"
+                f"have their parts of step {step}"
             )
         else:
-            way = f"{again}, from your last checkpoint: this run has saved nothing elsewhere"
+            way = f"{again}, from your last checkpoint: this run has no save on another drive"
         return DriveLostError(
-            f"the drive of {directory} ({_name_of(device)}) is gone: {reason}. {way}",
+            f"the drive of {directory} ({_name_of(device)}) is lost: {reason}. {way}",
             cause=cause,
             directory=str(directory),
             device=_name_of(device),
@@ -98,13 +98,13 @@ class Drives:
 
 
 def _ask(directory: Path, device: int) -> str:
-    """Say in what way a drive is gone; "" if it takes a block and gives it back."""
+    """Return how a drive is lost; "" if a block can be written and read back."""
     found: list[str] = [f"it does not answer within {ANSWER_S:.0f} s"]
 
     def ask() -> None:
         found[0] = _answer(directory, device)
 
-    # A daemon: nothing ends a request that the kernel still waits for.
+    # A daemon: a request that the kernel waits for cannot be ended.
     thread = threading.Thread(target=ask, name="infinity-drive", daemon=True)
     thread.start()
     thread.join(ANSWER_S)
@@ -121,11 +121,11 @@ def _answer(directory: Path, device: int) -> str:
     except SwapFullError:
         return ""
     except DeviceFailedError as error:
-        return f"it takes no block ({os.strerror(error.errno or 0)})"
+        return f"it cannot write a block ({os.strerror(error.errno or 0)})"
     except AioError:
-        # Rights, or too many open files: not the drive's.
+        # Permissions, or too many open files: no fault of the drive.
         return ""
-    # ValueError: the directory is not there.
+    # ValueError: the directory does not exist.
     except (OSError, ValueError) as error:
         return f"its directory cannot be used ({error})"
     return ""

@@ -1,24 +1,23 @@
-"""C heap of a process whose tensors come and go by the unit.
+"""C heap of a process that allocates and frees tensors unit by unit.
 
 When the CPU computes, gathered flats and fresh gradients are ordinary heap memory, allocated and
-freed once per use of a unit. Both ways in which glibc can treat them are bad:
+freed once per use of a unit. glibc has two ways to treat them, both bad:
 
-- A mapping for each large block: every page of every flat is faulted in and zeroed anew, on two
-  cores a seventh of the step of a 171 M model whose states rest in RAM.
-- Blocks on the heap, which glibc ends with by itself (it raises the size from which it maps, up to
-  32 MiB, each time such a block is freed): flats lie among small blocks that outlive them, and the
-  holes they leave grow with the number of layers, 125 MiB for 24 more layers of 10 MiB. And
-  glibc gives free memory at the heap's end back by itself, in the midst of a step.
+- A mapping for each large block: every page of every flat is faulted in and zeroed again: on two
+  cores a seventh of the step of a 171 M model with states in RAM.
+- Blocks on the heap, which glibc eventually chooses (each free of a mapped block raises its mapping
+  threshold, up to 32 MiB): flats lie between small blocks that live longer, and fragmentation grows
+  with the number of layers, 125 MiB for 24 more layers of 10 MiB. glibc also trims the heap's end
+  during a step.
 
-So they stay on the heap, glibc gives nothing back by itself, and the heap's holes are given back
-when they make the process larger than it has to be. Free memory that it needed a moment ago does
-not: what was in use at once in this step or the one before will be again. Given back, it would be
-faulted in and zeroed anew, activations and gradients of a whole step with it: a fifth of the time
-of that step.
+So flats stay on the heap, glibc never trims by itself, and this module returns the heap's holes
+when they make the process too large. Memory that was in use at once in this step or the one before
+is kept, because it will be needed again: faulting in and zeroing a whole step's activations and
+gradients takes a fifth of its time.
 
-Blocks that go in another order than they came leave holes, too, in the midst of a step, and those
-fill again before it ends. To give them back takes all free memory along, so the process may be
-larger than what is in use by as much as use rises in a step: holes are of that size at most.
+Freeing blocks in another order also leaves holes during a step, which are reused before it ends.
+Trimming returns all free memory, so the process may exceed the memory in use by as much as use
+rises in a step, the most that such holes can be.
 """
 
 from __future__ import annotations
@@ -31,51 +30,48 @@ import weakref
 from collections.abc import Iterable
 
 SPARE_UNITS = 16
-"""Free memory that the heap may keep, in sizes of the largest unit. Holes are not all of the right
-size: with 2, a use of a unit still faults in most of its memory; with 8 one in six of the flats of
-eight micro-batches; with 16 hardly any (measured, with flats and gradients of 26 MB).
+"""Free memory that the heap may keep, in sizes of the largest unit. Holes vary in size: with 2, a
+use of a unit still faults in most of its memory; with 8, one in six flats of eight micro-batches;
+with 16, hardly any (measured with flats and gradients of 26 MB).
 """
 
 SPARE_BYTES_MAX = 384 << 20
 
 STREAM_SPARE_BYTES = 8 << 20
-"""Free memory that the heap may keep while all values of a model pass through memory once, whatever
-device computes.
-"""
+"""Free memory that the heap may keep while all values of a model are loaded, on any device."""
 
 SHARE_MAX = 0.02
 """Share of the time for checks that take longer than BRIEF_S. glibc walks every free block: some 80
-microseconds where they are few, and a quarter of a second where the program has left half a
-million.
+microseconds for few blocks, a quarter of a second for half a million.
 """
 
 BRIEF_S = 0.5e-3
-"""Time of a check that may be made after each use of a unit; ten times of that after a flat that is
-filled, once, from a drive.
+"""Duration of a check that may run after each use of a unit; ten times that after a flat is loaded
+from a drive.
 """
 
 RISE_BYTES_MAX = 512 << 20
-"""The most that holes of a step may take. To give them back whenever most was in use cost a
-twentieth of the time of a step, for a process up to an eighth smaller (bench/README.md).
+"""The most bytes of a step's holes. Returning them at each peak took a twentieth of the step's
+time, for a process up to an eighth smaller (bench/README.md).
 """
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 MAPPED_FROM_BYTES = 32 << 20
-"""Size of blocks from which glibc maps each by itself: the largest that it allows."""
+"""Mapping threshold of glibc: the largest that it allows."""
 
 ORDINARY_TRIM_BYTES = 2 * MAPPED_FROM_BYTES
-"""Free memory at the heap's end from which glibc gives it back: where its own rule ends, twice the
-size from which it maps. In force again when no heap is limited here any more.
+"""glibc's default limit of its trim threshold, twice the mapping threshold. Restored when this
+module limits no heap any more.
 """
 
 GIVE_BACK_STEPS = 64
-"""Steps after which all free memory is given back, so that errors of the estimate end."""
+"""Steps after which all free memory is returned, which resets errors of the estimate."""
 
 
 class _Mallinfo(ctypes.Structure):
     """`struct mallinfo2` of malloc.h, all in bytes or counts. uordblks: in use on heaps; hblkhd: in
-    mappings of their own."""
+    separate mappings."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -96,7 +92,7 @@ class _Mallinfo(ctypes.Structure):
 
 def _library() -> ctypes.CDLL | None:
     """Load the C library, if it reports its heap (glibc 2.33) and the user did not tune malloc."""
-    # A user who tuned malloc has chosen, and the limit stays out of the way.
+    # Respect a user's malloc settings.
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
         "GLIBC_TUNABLES", ""
     ):
@@ -112,18 +108,18 @@ def _library() -> ctypes.CDLL | None:
 class Heap:
     """Limit on the freed memory that malloc keeps. For one thread.
 
-    The process may be as large as the memory that was in use at once, in this step or the one
-    before, and `spare_bytes` more, and more again by as much as use rose in the step before, 512
-    MiB at most. `freed` checks it, and `step_begins` moves on by a step. repeats: what was needed
-    at once will be again; without it only what is in use now counts.
+    The process may have the peak of memory in use, of this step or the one before, plus
+    `spare_bytes`, plus the rise of use in the step before, 512 MiB at most. `freed` checks this,
+    and `step_begins` begins a step. repeats: the peak will be needed again; without it only the
+    present use counts.
 
     glibc does not report the memory that is free and resident: its free bytes include those that
-    went back to the system. So they are estimated, as the growth of the process beyond the growth
-    of memory in use, since all was last given back. Memory in use that was not written yet makes
-    the estimate too small, by as much as is not yet resident. Memory that does not come from malloc
-    makes it too large, which costs a superfluous call. Both end when all is given back.
+    went back to the system. So they are estimated as the growth of the process beyond the growth of
+    memory in use since the last complete trim. Memory in use that was not yet written makes the
+    estimate too small. Memory outside malloc makes it too large, which costs a superfluous call. A
+    complete trim ends both errors.
 
-    glibc always maps blocks above 32 MiB one by one, so they are faulted in anew at each use.
+    glibc always maps blocks above 32 MiB separately, so they are faulted in at each use.
 
     Does nothing (`spare_bytes` is 0) for a limit of 0, under other C libraries, and where the user
     has tuned malloc in the environment.
@@ -139,12 +135,12 @@ class Heap:
         self._repeats = repeats
         self._brief_s = BRIEF_S if repeats else 10 * BRIEF_S
         self._steps = 0
-        # Bytes of the process with what was in use at least, and at most: in this step, and in the
+        # Bytes of the process at the least and at the most memory in use: in this step, and in the
         # one before.
         self._used_now: list[int] = []
         self._used_before: list[int] = []
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        # The descriptor is the object's: it must not leak with each model.
+        # Close the descriptor with the object, so that models do not leak descriptors.
         weakref.finalize(self, os.close, self._statm)
         _LIMITED.add(self)
         _keep_free_memory(self._library)
@@ -163,13 +159,12 @@ class Heap:
 
     @classmethod
     def for_stream(cls) -> Heap:
-        """Make the heap's limit for a fill, an export or a load, which use no memory twice. Gives
-        back all that is free now."""
+        """Make the heap's limit for an initialization, an export or a load, which use no memory
+        twice. Returns all free memory to the system."""
         return cls(STREAM_SPARE_BYTES, repeats=False)
 
     def step_begins(self) -> None:
-        """Move on by a step; the first of `GIVE_BACK_STEPS` gives all free memory back, and blocks
-        while the kernel takes it."""
+        """Begin a step; each `GIVE_BACK_STEPS`-th returns all free memory, and blocks meanwhile."""
         if self._library is None:
             return
         self._used_before, self._used_now = self._used_now, []
@@ -178,10 +173,10 @@ class Heap:
         self._steps += 1
 
     def freed(self) -> None:
-        """Give free memory back if it makes the process too large; call this after freeing large
-        blocks.
+        """Return free memory to the system if it makes the process too large. Call after freeing
+        large blocks.
 
-        Takes tens of microseconds if nothing is to be given back.
+        Takes tens of microseconds if nothing is returned.
         """
         if self._library is None or time.monotonic() < self._not_before_s:
             return
@@ -194,22 +189,22 @@ class Heap:
         self._used_now = [min([in_use, *kept]), max([in_use, *kept])]
         self._rest_after(began_s)
         most = max(self._used_now + self._used_before)
-        # In a whole step: one that is under way has not shown what goes and comes again.
+        # Of a complete step: the running one has not reached its peak.
         rise = max(self._used_before, default=0) - min(self._used_before, default=0)
         surplus = resident - most - self.spare_bytes
         if surplus > min(rise, RISE_BYTES_MAX):
             self._restart(self._library)
 
     def _restart(self, library: ctypes.CDLL) -> None:
-        # First, so that the base is measured with nothing kept.
+        # First, so that the base is measured without free memory.
         library.malloc_trim(ctypes.c_size_t(0))
         began_s = time.thread_time()
         self._base = self._resident() - self._used(library)
         self._rest_after(began_s)
 
     def _rest_after(self, began_s: float) -> None:
-        # This thread's own time. On a busy machine a brief check may last long by the clock, and
-        # then the pause after it would be long, and cost memory.
+        # CPU time of this thread. On a busy machine a check may take long by the clock, and the
+        # pause after it would be long, too.
         took_s = time.thread_time() - began_s
         rest_s = took_s / SHARE_MAX if took_s > self._brief_s else 0.0
         self._not_before_s = time.monotonic() + rest_s
@@ -223,12 +218,12 @@ class Heap:
 
 
 _LIMITED: weakref.WeakSet[Heap] = weakref.WeakSet()
-"""Heaps of this process that look after the memory that malloc keeps."""
+"""Heaps of this process with a limit."""
 
 
 def _keep_free_memory(library: ctypes.CDLL) -> None:
-    # Its own rules would give the heap's end back in the midst of a step, and map blocks until one
-    # of their size was freed. Twice what any heap keeps: the limit here comes first.
+    # Otherwise glibc would trim during a step, and map blocks until one of their size was freed.
+    # The threshold is twice what any heap keeps, so this module's limit applies first.
     library.mallopt(_M_TRIM_THRESHOLD, 2 * (SPARE_BYTES_MAX + RISE_BYTES_MAX))
     library.mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
 
@@ -239,13 +234,13 @@ def _ordinary_again(library: ctypes.CDLL) -> None:
 
 
 def give_back(address: int, size_bytes: int) -> int:
-    """Give the whole pages of a range of private anonymous memory back to the system.
+    """Return the whole pages of a range of private anonymous memory to the system.
 
-    They read as zeros from then on. Returns the bytes given back: 0 where the C library or the
-    kernel refuses, and the memory stays as it is.
+    They read as zeros afterwards. Returns the number of bytes: 0 if the C library or the kernel
+    refuses, which changes nothing.
     """
     page = mmap.PAGESIZE
-    # Whole pages only: the bytes beside the range on its first and last page are someone else's.
+    # Whole pages only: the first and last page also have bytes outside the range.
     start = -(-address // page) * page
     size = (address + size_bytes) // page * page - start
     library = ctypes.CDLL(None)

@@ -3,7 +3,7 @@ arithmetic.
 
 Bytes to the GPUs (h2d) and from them (d2h), all GPUs together, for parameters of P bytes that an
 update writes, gradients of G, states of S in all (P among them), with M passes through the model
-(micro-batches, or 1 where all of them pass a block before the next):
+(micro-batches, or 1 if all of them pass a block before the next):
 
     update on                 h2d                              d2h
     "cpu"                     2M P + (M - 1) G                 M G
@@ -11,17 +11,17 @@ update writes, gradients of G, states of S in all (P among them), with M passes 
     "device", "backward"      2M P + (M - 1) G + (S - P)       (M - 1) G + S
 
 A forward and a backward gather once each, so M of both gather 2M times; recomputing in backward
-uses what backward gathered. An update on the CPU hands its parameters to the next forward's gather.
-One on the GPU is over before that forward begins, and its parameters are back at rest: all but
-those of the few units that are gathered then go up once more. Gradients of further micro-batches
-are added on the GPU: the sum so far goes up, the new one down. In exact (P 2, G 2, S 12 bytes) and
-M = 1 that is 4 up and 2 down for each parameter with the update on the CPU, 18 up and 14 down on
-the GPU. "device" with "backward" is not built; there the last micro-batch's gradient would never
-leave the GPU, and the parameters go up once: 14 and 12.
+uses units that backward gathered. An update on the CPU passes its parameters to the next forward's
+gather. An update on the GPU ends before that forward begins, with its parameters at rest: all but
+the few gathered units are copied up once more. Gradients of further micro-batches are added on the
+GPU: the sum so far goes up, the new one down. In exact (P 2, G 2, S 12 bytes) and M = 1 that is 4
+up and 2 down for each parameter with the update on the CPU, 18 up and 14 down on the GPU. "device"
+with "backward" is not built; there the last micro-batch's gradient would never leave the GPU, and
+the parameters go up once: 14 and 12.
 
-Several GPUs: each copies its share over its link, and has the others' from them
-(`plan.ranks`). GPUs without links of their own do that through the CPU's memory, over the
-same PCIe links: then it counts here too.
+Several GPUs: each copies its share over its link, and gets the other shares from the other GPUs
+(`plan.ranks`). GPUs without direct links exchange shares through the CPU's memory, over the same
+PCIe links, which counts here, too.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Copied:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of a step in two parts: copies in the window of the updates (as in
-    `roofline.Traffic`), and the rest.
+    """Copies of a step in two parts: inside the window of the updates (as in `roofline.Traffic`),
+    and outside.
     """
 
     beside_states: Copied = Copied()
@@ -72,8 +72,8 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class LinkSpeed:
-    """Bytes per second of a link, or of several together. Directions do not slow each other: PCIe
-    has lanes for each, and a GPU a copy engine for each."""
+    """Bytes per second of a link, or of several together. Directions are independent: PCIe has
+    lanes, and a GPU a copy engine, for each."""
 
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
@@ -98,10 +98,10 @@ class LinkSpeed:
 
 @dataclasses.dataclass(frozen=True)
 class BusyTime:
-    """Least seconds that a resource is busy: in the window of the updates, and in the rest.
+    """Least seconds that a resource is busy: inside the window of the updates, and outside.
 
-    total_s: as if all of the step were one window; less than the sum of the two where one part
-    fills one direction and the other part the other direction.
+    total_s: for the step as one window; less than the sum of the two if the parts use different
+    directions.
     """
 
     beside_states_s: float
@@ -153,8 +153,8 @@ def copies(
         )
     more = micro_batches - 1
     on_device = update_on == "device"
-    # True if the last micro-batch's gradients leave the GPU: an update in backward there uses them
-    # up where they were made.
+    # True if the last micro-batch's gradients leave the GPU: an update in backward consumes them
+    # there.
     waits = not on_device or update != "backward" or grads_wait
     states = _states(sizes, update, params_stay) if on_device else Copied()
     if on_device and update != "backward":
@@ -169,12 +169,12 @@ def copies(
         # The update hands over to the next forward, so that gather alone belongs to its window. The
         # other 2M - 1 gathers do not.
         first, gathers = Copied(gathered), 2 * micro_batches - 1
-    # For each further micro-batch the sum so far goes up, to be added to on the GPU.
+    # For each further micro-batch the sum so far is copied up, and added to on the GPU.
     grads = Copied(more * sizes.grads, (more + waits) * sizes.grads)
     activations = Copied(sizes.activations, sizes.activations)
     total = first + Copied(gathers * gathered) + grads + activations.scaled(micro_batches) + states
     if update == "delayed":
-        # A delayed update has the whole next step as its window, so nothing is left for the rest.
+        # A delayed update has the whole next step as its window, so nothing is outside.
         return Copies(total)
     if update == "backward":
         # The window is the last backward and the next forward: a gather each, the gradients and
@@ -185,15 +185,14 @@ def copies(
         # The update runs inside opt.step(), so no pass shares its window.
         window = states
     else:
-        # The next forward is the window. Its activations go out there, and come back only in
-        # backward.
+        # The next forward is the window. It copies its activations out; backward copies them back.
         window = first + states + Copied(0.0, sizes.activations)
     return _divided(total, window)
 
 
 def _states(sizes: ModelBytes, update: str, params_stay: bool) -> Copied:
-    """Count the states that an update on the GPU takes and gives back, less the gather that it
-    saves: of parameters that stay, and of those that backward has gathered.
+    """Count the states that an update on the GPU copies in and out, less the saved gathers: of
+    parameters that stay, and of parameters that backward has gathered.
     """
     saved = sizes.params if update == "backward" or params_stay else 0.0
     # Only h2d is saved where backward has gathered: parameters that do not stay are written back
@@ -213,10 +212,10 @@ def measured_copies(
     """Sort the counted bytes of a step as `copies` does.
 
     activations, states: the parts of `copied` that these took (states of updates on the GPU,
-    gradients of these included). sums_h2d: sums of gradients that went up to be added to. The rest
-    is taken for gathers and gradients.
+    gradients of these included). sums_h2d: sums of gradients copied up. Other bytes count as
+    gathers and gradients.
     """
-    # No part may exceed the whole, or what is left for gathers and gradients would be negative.
+    # No part may exceed the whole, or the remainder for gathers and gradients would be negative.
     back, up = (min(part, copied.h2d) for part in (activations.h2d, states.h2d))
     out, down = (min(part, copied.d2h) for part in (activations.d2h, states.d2h))
     grads = max(copied.d2h - out - down, 0.0) / micro_batches
@@ -238,7 +237,7 @@ def measured_copies(
 
 
 def _divided(total: Copied, window: Copied) -> Copies:
-    """Divide `total` into `window` and the rest, which is never negative."""
+    """Divide `total` into `window` and a remainder, which is never negative."""
     window = Copied(min(window.h2d, total.h2d), min(window.d2h, total.d2h))
     return Copies(window, Copied(total.h2d - window.h2d, total.d2h - window.d2h))
 

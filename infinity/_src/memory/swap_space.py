@@ -1,13 +1,12 @@
 """Swap space over one or several drives, striped by their bandwidth.
 
-Each chunk is whole on one drive. Chunks that follow one another are read one after another, so
-every stretch of them has to be in proportion, not only the whole: smooth weighted round robin, over
-bytes.
+Each chunk is on one drive. Consecutive chunks are read in sequence, so every range of chunks must
+be distributed in proportion, not only the whole: smooth weighted round robin, over bytes.
 
 Shares of the drives are in proportion to their bandwidth, so that a slow drive does not hold up a
-fast one. Bandwidths are given (a sweep of `infinity.bench`), or measured when the space is set up:
-on all drives at once, since they may share a bus; reading about as much as writing, since training
-does; and through an executor of the backend and seam that will run.
+fast one. Bandwidths are given (a sweep of `infinity.bench`), or measured at set-up: on all drives
+at once, since they may share a bus; with equal reads and writes, as in training; and through an
+executor with the same backend and fault injector.
 """
 
 from __future__ import annotations
@@ -55,19 +54,20 @@ class ExtentRequest(NamedTuple):
 
 
 class WeightedRoundRobin:
-    """Smooth weighted round robin: gives chunks to drives in proportion to `shares`, by bytes.
+    """Smooth weighted round robin: distributes chunks over drives in proportion to `shares`, by
+    bytes.
 
     Every drive earns its share of each chunk as credit. The drive with the most credit takes the
-    chunk and pays for it. Over any stretch of chunks, the bytes of each of n drives are off by n
-    chunks of the largest size at most.
+    chunk and pays for it. Over any range of chunks, the bytes of each of n drives deviate by at
+    most n chunks of the largest size.
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
         total = sum(shares)
         if not shares or not all(share > 0 for share in shares) or not math.isfinite(total):
-            raise ValueError(f"shares={list(shares)}: one positive number for each drive")
-        # In whole numbers, so that equal shares stay equal however many chunks there were.
-        # At least 1: a drive of next to no bandwidth still takes chunks, and must pay for them.
+            raise ValueError(f"shares={list(shares)}: give one positive number for each drive")
+        # Integers, so that equal shares stay equal after any number of chunks. At least 1: a very
+        # slow drive still gets chunks, and must pay.
         self._weights = [max(round(share / total * _UNIT), 1) for share in shares]
         self.credits = [0] * len(self._weights)
 
@@ -78,7 +78,7 @@ class WeightedRoundRobin:
 
     def next_drive(self, size_bytes: int) -> int:
         """Choose the drive for the next chunk, and charge it."""
-        # Every drive earns before one pays, so the sum of all credits stays what it was.
+        # Every drive earns before one pays, so the sum of credits is constant.
         for drive, weight in enumerate(self._weights):
             self.credits[drive] += weight * size_bytes
         # The first drive wins among equal credits, so the same sizes go to the same drives in every
@@ -99,17 +99,14 @@ Room = Callable[[Sequence[SwapFile], Sequence[int]], None]
 class SwapSpace:
     """Swap files in `directories`, and the extents in use: in layers of one file on each drive.
 
-    Layer 0 is ephemeral: its files have no name, so nothing stays behind however the process ends.
-    Other layers are added, of files that their owner made. A layer's number is that of its files in
-    an executor.
+    Layer 0 is ephemeral: its files have no name, so none remains after the process. Other layers
+    have files made by their owner. A layer's number is the number of its files in an executor.
     shares: share of the bytes that each drive gets, in any unit (None: the same); set before the
-    first `reserve`.
-    room: raises NoRoomError when these files cannot grow by so many bytes each, beside the growth
-    that other ranks want on the same drives; `grow_together` asks it. make_room: releases what can
-    be done without, once more each time, and returns whether there was anything: on all ranks, or
-    on none.
-    make: makes the file of a directory.
-    Raises: the errors of SwapFile for a directory that is missing, read-only, full or on tmpfs.
+    first `reserve`. room: raises NoRoomError if these files cannot grow by these bytes together
+    with other ranks' growth on the same drives; `grow_together` calls it. make_room: releases
+    dispensable space, a further part at each call, and returns whether there was any: on all ranks,
+    or on none. make: makes the file of a directory. Raises: the errors of SwapFile for a directory
+    that is missing, read-only, full or on tmpfs.
     """
 
     def __init__(
@@ -127,17 +124,17 @@ class SwapSpace:
         # Layers whose files a checkpoint has links to: their extents and lengths stay.
         self._frozen: set[int] = set()
         self._grows_later = False
-        # Extents whose owners know them by another place, which refused a write.
+        # Extents that replace a place with a failed write, by which their owners know them.
         self._exchanged: dict[tuple[int, int, int], SwapExtent] = {}
         try:
             for directory in directories:
                 self.files.append(make(directory))
-            # 1 without drives: a model whose states all rest in RAM has a space without files.
+            # 1 without drives: with all states in RAM the space has no files.
             self._turns = WeightedRoundRobin([1.0] * max(len(self.files), 1))
             if shares is not None:
                 self.shares = tuple(shares)
         except BaseException:
-            # The files of the drives before it: the caller has no object to close them with.
+            # Close the files of earlier drives: the caller cannot.
             self.close()
             raise
         self._extents = [ExtentAllocator(max(len(self.files), 1))]
@@ -151,7 +148,7 @@ class SwapSpace:
         """Add a layer of empty files, one on each drive. Returns its number; `close` closes the
         files."""
         assert len(files) == len(self.files)
-        # A number that was given back comes first: it is that of the files in an executor.
+        # Reuse a free number first: it is the files' number in an executor.
         layer = next(
             (index for index, held in enumerate(self.layers) if index and not held),
             len(self.layers),
@@ -168,7 +165,7 @@ class SwapSpace:
         """Close the files of a layer without extents in use. Its number may be given again."""
         for file in self.layers[layer]:
             file.close()
-        # Empty, not deleted: the layers after it keep their numbers, which extents name.
+        # Emptied, not deleted: extents name later layers by number.
         self.layers[layer] = []
         self._frozen.discard(layer)
 
@@ -181,7 +178,7 @@ class SwapSpace:
     def shares(self, shares: Sequence[float]) -> None:
         if len(shares) != len(self.files):
             raise ValueError(f"shares={list(shares)}: there are {len(self.files)} swap directories")
-        # Without the credits of the old shares: they were earned by other weights.
+        # Drop the credits, which were earned with the old weights.
         self._turns = WeightedRoundRobin(shares)
 
     @property
@@ -190,7 +187,7 @@ class SwapSpace:
         return sum(file.size_bytes for layer in self.layers for file in layer)
 
     def growth(self, layer: int, drive: int, size_bytes: int) -> int:
-        """Return the bytes by which a file grows at most for so many bytes more of extents."""
+        """Return the most bytes by which a file grows for additional extents of `size_bytes`."""
         used = self._extents[layer].file_bytes(drive)
         return max(used + size_bytes - self.layers[layer][drive].size_bytes, 0)
 
@@ -213,16 +210,16 @@ class SwapSpace:
 
         Groups go to drives in proportion to the shares.
         Raises: SwapFullError that names the directory and says how much is missing there. Then
-        nothing was reserved, and no file has grown. Other drives do not take a chunk that one has
-        no room for: they would be the slower for it.
+        nothing was reserved, and no file has grown. Other drives do not take over a full drive's
+        chunks, which would slow them down.
         """
         found: list[list[SwapExtent | None]] = []
-        # Taken back on any error: a reservation that fails leaves neither credits nor longer files.
+        # Undone on any error: a failed reservation changes neither credits nor files.
         credits_before = list(self._turns.credits)
         lengths_before = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for wants in groups:
-                # By the largest of the group, which lies on one drive whole.
+                # By its largest request; a group is on one drive.
                 drive = self._turns.next_drive(max(want.size_bytes for want in wants))
                 found.append([])
                 for want in wants:
@@ -244,13 +241,13 @@ class SwapSpace:
         Raises: SwapFullError, as `reserve_together`.
         """
         found: list[SwapExtent] = []
-        # No credits to take back: the drives are given, so none was chosen by turns.
+        # No credits to undo: the drives are given.
         lengths = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for drive, want in zip(drives, wants, strict=True):
                 place = self._allocate(drive, want)
                 assert place is not None
-                # One by one, so that an error part-way gives back what there is.
+                # One by one, so that an error releases the reserved extents.
                 found.append(place)
             self._grow()
         except BaseException:
@@ -265,11 +262,10 @@ class SwapSpace:
         """Grow the files once, at the end of this context, for all extents reserved inside: all or
         none.
 
-        `room` is asked once before, also where no file needs to grow: it is collective. If they
-        cannot grow, the extents stay reserved, and the caller gives them back.
-        Raises: SwapFullError.
+        `room` is called once before, even if no file needs to grow: it is collective. If they
+        cannot grow, the extents stay reserved, and the caller releases them. Raises: SwapFullError.
         """
-        # Reservations inside leave the lengths alone: all growth, or none, happens at the end.
+        # Reservations inside do not change lengths: all files grow at the end, or none.
         self._grows_later = True
         try:
             yield
@@ -310,7 +306,7 @@ class SwapSpace:
     def _shrink(self, lengths: Sequence[Sequence[int]]) -> None:
         for layer, (files, before) in enumerate(zip(self.layers, lengths, strict=True)):
             for file, length in zip(files, before, strict=True):
-                # A frozen layer's files are also those of a saved run: their lengths stay.
+                # A checkpoint also has a frozen layer's files: keep their lengths.
                 if layer not in self._frozen:
                     file.shrink(length)
 
@@ -318,7 +314,7 @@ class SwapSpace:
         if not want.size_bytes:
             return None
         # New extents would grow a file that a checkpoint has links to.
-        assert want.layer not in self._frozen, f"layer {want.layer} is somebody else's too"
+        assert want.layer not in self._frozen, f"layer {want.layer} is shared with a checkpoint"
         offset = self._extents[want.layer].allocate(want.size_bytes, drive=drive)[1]
         file = self.layers[want.layer][drive]
         if offset < file.size_bytes:
@@ -330,35 +326,32 @@ class SwapSpace:
         return SwapExtent(drive, offset, want.size_bytes, want.layer)
 
     def free(self, place: SwapExtent) -> None:
-        """Give an extent back; its file keeps its length for the next one."""
-        # A place that refused a write stays reserved, and is not given out. The one that was
-        # taken in exchange may have refused one later.
+        """Release an extent; its file keeps its length for later extents."""
+        # A place with a failed write stays reserved. Its replacement may also have failed later.
         while (key := (place.layer, place.drive, place.offset)) in self._exchanged:
             place = self._exchanged.pop(key)
-        # A saved run may still hold the extents of a frozen layer.
+        # A checkpoint may still use the extents of a frozen layer.
         if place.layer not in self._frozen:
             self._extents[place.layer].free(place.drive, place.offset)
 
     def exchange(self, bad: SwapExtent, place: SwapExtent) -> None:
-        """Let the owner of `bad`, who does not know that its chunk lies at `place` now, give that
-        back by the name of the other.
-        """
+        """Record that `place` replaces `bad`, whose owner will release it under the old place."""
         self._exchanged[bad.layer, bad.drive, bad.offset] = place
 
     @property
     def exchanged_layers(self) -> set[int]:
-        """The layers of extents that stand for others."""
+        """Layers of replacement extents."""
         return {place.layer for place in self._exchanged.values()}
 
     def place_of(self, place: SwapExtent) -> SwapExtent:
-        """Return the extent that stands for `place` since that refused a write, else `place`."""
+        """Return the replacement of `place` after a failed write, else `place`."""
         while (key := (place.layer, place.drive, place.offset)) in self._exchanged:
             place = self._exchanged[key]
         return place
 
     def trim(self, place: SwapExtent) -> None:
-        """Shorten the extent at the offset of `place` to its size, and give the rest back to the
-        file system. Does nothing if it is that short.
+        """Shorten the extent at the offset of `place` to its size, and return the end to the file
+        system. Does nothing if it is not longer.
         """
         if place.layer in self._frozen:
             return
@@ -367,7 +360,7 @@ class SwapSpace:
             self.layers[place.layer][place.drive].punch(place.offset + place.size_bytes, gone)
 
     def release(self, places: Sequence[SwapExtent]) -> None:
-        """Give extents back, and the unused ends of the files to the file system."""
+        """Release extents, and return the unused ends of files to the file system."""
         for place in places:
             self.free(place)
         self._shrink(
@@ -390,13 +383,13 @@ class SwapSpace:
 MEASURE_S = 0.2
 _WARM_UP_S = 0.05
 _ANSWER_S = 10.0
-"""Time after which a drive that has hardly moved anything is taken for dead."""
+"""Time after which a drive with almost no progress counts as dead."""
 _CHUNK_BYTES = MIB // 2
 _CHUNKS = 32
 _WAVE = 4
 _WAVES = 4
 """Waves in flight per drive: 16 requests, half of them writes. Shorter than training's, so that a
-slow drive ends more."""
+slow drive completes more."""
 
 
 def choose_shares(
@@ -413,7 +406,7 @@ def choose_shares(
     16 MiB to each.
     Raises: SwapFullError, AioError that names the path that fails.
     """
-    # One drive gets everything, whatever its bandwidth: nothing is measured.
+    # A single drive needs no measurement.
     if len(files) < 2:
         return (1.0,) * len(files)
     # Resolved, so that a link and its target are one directory.
@@ -426,18 +419,18 @@ def choose_shares(
         # Harmonic mean: time for as many bytes read as written.
         source, speeds = "given", tuple(2 / (1 / read + 1 / write) for read, write in known)
     elif buffered:
-        # The page cache answers for the drive, so that measuring tells nothing.
+        # The page cache would be measured instead of the drive.
         log.info(
             "striping over %d drives in equal parts: %s cannot be measured (%s)",
             len(files), buffered[0].path, buffered[0].direct_reason,
         )  # fmt: skip
         return (1 / len(files),) * len(files)
     else:
-        # All of them, also those that are known: they may share a bus.
+        # All drives, also known ones: they may share a bus.
         source = (
             "measured"
             if not bandwidths
-            else "measured (the settings do not have all of these directories)"
+            else "measured (the settings lack some of these directories)"
         )
         speeds = measure_shares(files, backend=backend, seam=seam)
     total = sum(speeds)
@@ -458,7 +451,7 @@ def measure_shares(
     Blocks as `choose_shares` does. The files' contents are lost; their lengths stay.
     Raises: SwapFullError, AioError that names the path that fails.
     """
-    # The files are the space's own: they are given back as long as they were.
+    # The files belong to the space, so restore their lengths.
     lengths = [file.size_bytes for file in files]
     slots = aio.PoolSpec(_WAVE * _WAVES * len(files), _CHUNK_BYTES)
     try:
@@ -471,7 +464,7 @@ def measure_shares(
             backend=backend,
             # The chunks have no checksums.
             verify="off",
-            # Faults of the seam are meant for the executor that will train.
+            # The fault injector's faults are meant for the training executor.
             seam=dataclasses.replace(seam, fault=None) if seam is not None else None,
         )
         try:
@@ -516,13 +509,13 @@ class _Measurement:
         # Untimed: the first waves find an idle drive.
         self._feed(_WARM_UP_S)
         for seen in self._seen:
-            # The last observation stays: measuring resumes from it.
+            # Keep the last observation, from which the measurement continues.
             del seen[:-1]
         start = time.monotonic()
         while True:
             self._feed(MEASURE_S)
-            # From completion to completion: a slow drive has so few of them that the time before
-            # the first and after the last would count.
+            # From completion to completion: for a slow drive with few completions the times before
+            # the first and after the last matter.
             if all(len(seen) > 2 for seen in self._seen):
                 pairs = [(seen[1], seen[-1]) for seen in self._seen]
                 return tuple(
@@ -530,7 +523,7 @@ class _Measurement:
                 )
             if time.monotonic() - start > _ANSWER_S:
                 path = self._files[[len(seen) > 2 for seen in self._seen].index(False)].path
-                text = f"the drive moved next to nothing in {_ANSWER_S:.0f} s"
+                text = f"the drive transferred almost nothing in {_ANSWER_S:.0f} s"
                 raise DeviceFailedError(text, errno=errno.ETIMEDOUT, path=path, op="read")
 
     def _fill(self) -> None:
@@ -540,7 +533,7 @@ class _Measurement:
             words = source.array(np.uint64)
             words[:] = np.random.default_rng().integers(0, 2**64, size=len(words), dtype=np.uint64)
             jobs = self._jobs(self._ids.reshape(-1), aio.JobKind.STORE, 1)
-            # Each from another byte on, so that no two chunks are equal.
+            # From different offsets, so that chunks differ.
             jobs["ptr"][:, 0] = np.uint64(source.address) + np.arange(
                 len(jobs), dtype=np.uint64
             ) * np.uint64(4096 + 64)
@@ -553,17 +546,17 @@ class _Measurement:
                 raise
 
     def _feed(self, seconds: float) -> None:
-        """Keep every drive busy for so many seconds."""
+        """Keep every drive busy for `seconds`."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for drive, flying in enumerate(self._flying):
-                # One queue for each drive: a slow one does not hold up what is sent to a fast one.
+                # One queue per drive, so that a slow drive does not delay a fast one.
                 while flying[0].done:
                     flying.popleft().wait()  # raises what failed
                     self._send(drive)
             for seen, stats in zip(self._seen, self._executor.stats().drives, strict=True):
                 moved = stats.bytes_read + stats.bytes_written
-                # Only where something has moved: rates are from completion to completion.
+                # Only after a completion: rates are from completion to completion.
                 if moved != seen[-1][1]:
                     seen.append((time.monotonic(), moved))
             time.sleep(0.0005)
@@ -571,14 +564,14 @@ class _Measurement:
     def _send(self, drive: int) -> None:
         """Submit a wave to a drive: reads from one half of its chunks, writes to the other."""
         half = _CHUNKS // 2
-        # Reads and writes have halves of their own: no chunk is read while it is written.
+        # Separate halves for reads and writes: no chunk is read while it is written.
         picks = (np.arange(_WAVE // 2) + self._turn[drive]) % half
         self._turn[drive] += _WAVE // 2
-        # Bytes move, nothing is converted: the drive is measured, not the kernels.
+        # No conversion, so that only the drive is measured.
         mask = 1 | aio.MASK_MOVE_ONLY
         reads = self._jobs(self._ids[drive, picks], aio.JobKind.FETCH, mask)
         writes = self._jobs(self._ids[drive, half + picks], aio.JobKind.STORE, mask)
-        # Alternating, so that reads and writes are under way together, as in training.
+        # Alternate, so that reads and writes are in flight together, as in training.
         jobs = np.stack([reads, writes], axis=1).reshape(-1)
         self._flying[drive].append(self._executor.submit(jobs, priority=aio.Priority.DEMAND))
 
