@@ -26,9 +26,9 @@ import torch
 import infinity as inf
 from infinity._src.engine.handle import offload
 from infinity._src.plan.machine import Machine, describe_machine
-from infinity._src.plan.memory import ram_beside
+from infinity._src.plan.memory import beside_budgets
 from infinity._src.plan.predict import Prediction, predict
-from infinity._src.plan.workload import Job, ModelShape, shape_in, shape_of
+from infinity._src.plan.workload import Job, ModelShape, shape_of
 from infinity.aio import Seam
 
 COPY_BYTES = 256 << 20
@@ -74,7 +74,7 @@ def budget_of(shape: ModelShape, machine: Machine, job: Job, ram: str) -> int | 
     if ram == "min":
         return ram
     found = predict(shape, machine, job)
-    whole = found.ram.bytes - found.ram_beside.peak
+    whole = found.budget_bytes
     return int(float(ram) * whole) + 1
 
 
@@ -139,7 +139,7 @@ def step(config: dict[str, Any], workload: r1.Workload, directory: str) -> dict[
     )
     stats = handle.stats()
     handle.close()
-    beside = ram_beside(shape_in(job, shape), machine, job).peak
+    beside = beside_budgets(shape, machine, job)
     found = predict(shape, describe(machine, stats.ram_bytes + beside), job)
     return {
         **record,
@@ -165,7 +165,7 @@ def told(found: Prediction, workload: r1.Workload) -> dict[str, Any]:
         "predicted_read_bytes_per_param": total.read / workload.parameters,
         "predicted_write_bytes_per_param": total.written / workload.parameters,
         "predicted_nvme_bytes": found.nvme.bytes,
-        "predicted_ram_bytes": found.ram.bytes - found.ram_beside.peak,
+        "predicted_ram_bytes": found.budget_bytes,
         "predicted_fits": found.fits,
     }
 

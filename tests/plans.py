@@ -7,8 +7,8 @@ from typing import Any
 
 from infinity import Policy
 from infinity._src.plan.machine import Machine
-from infinity._src.plan.memory import ram_beside
-from infinity._src.plan.workload import Job, ModelShape, shape_in
+from infinity._src.plan.memory import beside_budgets
+from infinity._src.plan.workload import Job, ModelShape
 
 
 def job_of(tokens: int, sequence: int, **fields: Any) -> Job:
@@ -19,5 +19,5 @@ def job_of(tokens: int, sequence: int, **fields: Any) -> Job:
 
 def with_budget(machine: Machine, shape: ModelShape, job: Job, budget_bytes: float) -> Machine:
     """Give the machine RAM for so large a budget of each rank, and for what lies beside it."""
-    beside = ram_beside(shape_in(job, shape), machine, job).peak
+    beside = beside_budgets(shape, machine, job)
     return dataclasses.replace(machine, ram_bytes=machine.ranks * budget_bytes + beside)

@@ -16,9 +16,9 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.plan.machine import Machine, describe_machine
-from infinity._src.plan.memory import ram_beside
+from infinity._src.plan.memory import beside_budgets
 from infinity._src.plan.predict import outside, predict
-from infinity._src.plan.workload import Job, ModelShape, shape_in
+from infinity._src.plan.workload import Job, ModelShape
 
 COPY_BYTES = 256 << 20
 ROUNDS = 3
@@ -90,7 +90,7 @@ def forecast(
         expert_tile=expert_tile,
     )  # fmt: skip
     # `machine_of` includes the overhead besides the budget in the machine's RAM.
-    beside = ram_beside(shape_in(job, shape), machine, job).peak
+    beside = beside_budgets(shape, machine, job)
     machine = dataclasses.replace(machine, ram_bytes=machine.ram_bytes + beside)
     found = predict(shape, machine, job)
     besides = outside(shape, found)
@@ -102,8 +102,8 @@ def forecast(
         "read_bytes": total.read,
         "written_bytes": total.written,
         "file_bytes": found.nvme.bytes,
-        "ram_bytes": found.ram.bytes - beside,
-        "beside_ram_bytes": beside,
+        "ram_bytes": found.budget_bytes,
+        "beside_ram_bytes": found.ram_beside.peak,
         "set_up": {
             "s": set_up.init_seconds if init else set_up.seconds,
             "read_bytes": 0.0 if init else set_up.read,

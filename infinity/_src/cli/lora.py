@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import warnings
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,7 +46,10 @@ def add_adapters(model: Any, rank: int, directory: Path) -> Any:
     )
     # PEFT's files name the base that they belong to.
     model.name_or_path = str(directory)
-    return get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # PEFT asks the model for attributes that transformers has renamed.
+        warnings.simplefilter("ignore", FutureWarning)
+        return get_peft_model(model, config)
 
 
 def save_adapters(model: Any, tokenizer: Any, directory: Path, *, first: bool) -> None:

@@ -46,9 +46,9 @@ from infinity._src.memory import numa
 from infinity._src.memory.device import rocm_lacks
 from infinity._src.plan.changes import fewest_micro_batches, one_change, where_updates_run
 from infinity._src.plan.machine import Figures, Machine, describe_machine, read_updates
-from infinity._src.plan.predict import predict
+from infinity._src.plan.predict import Prediction, predict
 from infinity._src.plan.ranks import stages
-from infinity._src.plan.search import is_exact, search, upgrades
+from infinity._src.plan.search import axes_of, is_exact, search, states_of, upgrades
 from infinity._src.plan.workload import Job, ModelShape, shape_of
 from infinity.aio import IoSettings
 from infinity.aio._memory_limits import memory_left_bytes
@@ -71,6 +71,8 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
     console = console or Console(stderr=to_stdout)
     try:
         check_target(options.json, "--json")
+        _check_numbers(options)
+        _check_drives(options)
         machine = read_machine(options)
         run = read_ds_config(options, machine)
         # The engine finds nested units on one rank only.
@@ -118,6 +120,7 @@ def find_answer(
     best = ways[0] if ways else None
     given["more"] = upgrades(shape, machine, job, fixed, exact=exact, best=best)
     if not ways:
+        given["more"] |= _without_one(options, shape, machine, job)
         return Answer(options.model, shape, predict(shape, machine, job), **given)
     plain = None
     if not all(is_exact(way.job) for way in ways):
@@ -127,19 +130,36 @@ def find_answer(
     return Answer(options.model, shape, ways[0], second, plain, **given)
 
 
+def _without_one(
+    options: argparse.Namespace, shape: ModelShape, machine: Machine, job: Job
+) -> dict[str, Prediction | None]:
+    """Search without one of the options that leave no way that fits, for each of them."""
+    fixed, found = fixed_fields(options), {}
+    axes = axes_of(shape, machine, job, ()).values()
+    searched = {name for values in axes for each in values for name in each}
+    for field in sorted(fixed & (searched | set(_JOB_OPTIONS.values()))):
+        name = {field: option for option, field in _JOB_OPTIONS.items()}.get(field, field)
+        ways = search(shape, machine, job, fixed - {field}, exact=options.exact).ways
+        found[f"without --{name.replace('_', '-')}"] = ways[0] if ways else None
+    if options.exact:
+        ways = search(shape, machine, job, fixed).ways
+        found["without --exact"] = ways[0] if ways else None
+    return found
+
+
+_JOB_OPTIONS = {
+    "schedule": "schedule",
+    "micro_batches": "micro_batches",
+    "tile_linears": "tiles",
+    "tile_loss": "loss_tiles",
+    "tile_experts": "expert_tile",
+}
+"""Fields of a job by the option that sets them."""
+
+
 def fixed_fields(options: argparse.Namespace) -> set[str]:
     """Return the fields of the job and of its policy that the options set."""
-    names = {
-        "schedule": "schedule",
-        "micro_batches": "micro_batches",
-        "tile_linears": "tiles",
-        "tile_loss": "loss_tiles",
-        "tile_experts": "expert_tile",
-    }
-    found = {field for name, field in names.items() if getattr(options, name) is not None}
-    if options.lora is not None:
-        # Adapters are on whole layers.
-        found |= {"tiles", "expert_tile"}
+    found = {field for name, field in _JOB_OPTIONS.items() if getattr(options, name) is not None}
     return found | set(given_fields(options))
 
 
@@ -182,7 +202,8 @@ def read_shape(
         name = file.absolute().parent.name
     else:
         name = file.stem
-    return shape_of(model, name=name, nested=nested)
+    shape = shape_of(model, name=name, nested=nested)
+    return shape if lora is None else shape.with_adapters()
 
 
 def _read_config(file: Path, transformers: Any) -> Any:
@@ -212,16 +233,11 @@ def read_machine(options: argparse.Namespace) -> Machine:
     """Describe the machine that the arguments name. Raises: ValueError naming argument, value and
     fix.
     """
-    for name in ("flops", "flops_peak", "tbw", "link_gbps"):
-        value = getattr(options, name)
-        # Checked before units are converted, so that the message shows the number as given.
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
     figures = {
         field: convert(getattr(options, name), f"--{name.replace('_', '-')}")
         for field, (name, convert) in _FIGURES.items()
     }
-    return describe_machine(
+    machine = describe_machine(
         gpus=options.gpus,
         gpu=options.gpu,
         ram_bytes=_size(options.ram, "--ram") or 0.0,
@@ -236,6 +252,50 @@ def read_machine(options: argparse.Namespace) -> Machine:
         updates_name=str(options.adam or ""),
         **figures,
     )
+    if machine.gpus and machine.flops_per_gpu > machine.flops_peak_per_gpu:
+        rate, peak = machine.flops_per_gpu / 1e12, machine.flops_peak_per_gpu / 1e12
+        raise ValueError(
+            f"--flops {rate:g} is more than the {peak:g} TFLOP/s that the GPU can do at most; give "
+            "less, or the --flops-peak of your GPU"
+        )
+    return machine
+
+
+_LEAST = {
+    "gpus": 0, "ranks": 1, "nodes": 1, "drives": 0, "cores": 1, "tokens_per_step": 1, "seq": 1,
+    "micro_batches": 1, "lora": 1,
+}  # fmt: skip
+"""Least values of the options that are whole numbers."""
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name, least in (*_LEAST.items(), ("total_tokens", options.tokens_per_step)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    for name in ("flops", "flops_peak", "tbw", "link_gbps"):
+        value = getattr(options, name)
+        # Checked before units are converted, so that the message shows the number as given.
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
+
+
+def _check_drives(options: argparse.Namespace) -> None:
+    """Refuse options of drives beside none, and generations that a durable run does not have."""
+    of_drives = ("nvme_read", "nvme_write", "nvme_size", "bench", "tbw", "separable", "durable")
+    found = [f"--{name.replace('_', '-')}" for name in of_drives if getattr(options, name)]
+    tiers = ("params", "optim", "grads", "activations")
+    found += [f"--{name} nvme" for name in tiers if getattr(options, name) == "nvme"]
+    if options.drives == 0 and found:
+        raise ValueError(
+            f"--drives 0 beside {', '.join(found)}, which need{'s' * (len(found) == 1)} a drive: "
+            "leave one or the other out"
+        )
+    if options.durable and options.generations == 1:
+        raise ValueError(
+            "--generations 1 beside --durable: a durable run has two or more; leave --generations "
+            "out"
+        )
 
 
 def read_ds_config(options: argparse.Namespace, machine: Machine) -> DeepSpeedRun | None:
@@ -294,29 +354,6 @@ def read_job(
 
     Raises: ValueError naming argument, value and fix.
     """
-    if options.tokens_per_step < 1:
-        raise ValueError(f"--tokens-per-step {options.tokens_per_step} must be at least 1")
-    for name, least in (("total_tokens", options.tokens_per_step), ("lora", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
-    if options.micro_batches is not None and options.micro_batches < 1:
-        raise ValueError(f"--micro-batches {options.micro_batches} must be at least 1")
-    sequence = options.seq
-    if sequence is None:
-        # positions is 0 if the configuration does not say how many there are.
-        sequence = min(SEQUENCE, shape.positions or SEQUENCE, options.tokens_per_step)
-    if sequence < 1:
-        raise ValueError(f"--seq {sequence} must be at least 1")
-    if sequence > options.tokens_per_step:
-        raise ValueError(
-            f"--seq {sequence} is more than --tokens-per-step {options.tokens_per_step}: a step "
-            "has whole sequences"
-        )
-    if shape.positions and sequence > shape.positions:
-        raise ValueError(
-            f"--seq {sequence}: the model has {shape.positions} positions; give at most that"
-        )
     policy = read_policy(options, machine, run)
     if options.exact and (policy.state != "exact" or policy.qwz or policy.qgz):
         raise ValueError(
@@ -324,9 +361,11 @@ def read_job(
         )
     _check_passes(options, policy, machine)
     _check_tiles(options, shape)
+    _check_resident(options, shape, machine, policy)
     micro_batches = options.micro_batches
     if micro_batches is None and run is not None and run.micro_batch_size is not None:
         micro_batches = run.accumulation_steps
+    sequence = _sequence(options, shape, machine.world * (micro_batches or 1))
     job = Job(
         policy,
         tokens=options.tokens_per_step,
@@ -342,6 +381,28 @@ def read_job(
     if micro_batches is not None:
         return job
     return fewest_micro_batches(shape, machine, job)
+
+
+def _sequence(options: argparse.Namespace, shape: ModelShape, batches: int) -> int:
+    """Return the tokens of a sequence. batches: micro-batches of a step, over all devices; each has
+    whole sequences. Raises: ValueError if it has none.
+    """
+    tokens: int = options.tokens_per_step // batches
+    if options.seq is None:
+        # positions is 0 if the configuration does not say how many there are.
+        return max(min(SEQUENCE, shape.positions or SEQUENCE, tokens), 1)
+    sequence: int = options.seq
+    if sequence > tokens:
+        each = f" has for each of {batches} micro-batches" if batches > 1 else ""
+        raise ValueError(
+            f"--seq {sequence} is more than --tokens-per-step {options.tokens_per_step}{each}: "
+            f"give shorter sequences, or --tokens-per-step {sequence * batches}"
+        )
+    if shape.positions and sequence > shape.positions:
+        raise ValueError(
+            f"--seq {sequence}: the model has {shape.positions} positions; give at most that"
+        )
+    return sequence
 
 
 def _check_passes(options: argparse.Namespace, policy: inf.Policy, machine: Machine) -> None:
@@ -372,6 +433,41 @@ def _check_tiles(options: argparse.Namespace, shape: ModelShape) -> None:
         raise ValueError(
             f"--tile-experts {options.tile_experts}: the model has no stack of experts"
         )
+    outputs = max((linear.out_features for linear in shape.kinds_of_linears), default=0)
+    for name, most, what in (
+        ("tile_linears", outputs, "outputs of the largest linear"),
+        ("tile_loss", shape.vocabulary, "words of the vocabulary"),
+        ("tile_experts", shape.experts, "experts of a layer"),
+    ):
+        value = getattr(options, name)
+        if value is not None and value > most:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} is more than the {most} {what}; give at most "
+                "that"
+            )
+
+
+def _check_resident(
+    options: argparse.Namespace, shape: ModelShape, machine: Machine, policy: inf.Policy
+) -> None:
+    """Refuse bytes of resident states that a process of the machine, or the model, does not have.
+    """
+    if not options.resident:
+        return
+    states = states_of(shape, policy.state)
+    sizes = {"params": states.params + states.frozen, "optim": states.optim}
+    for kind, part in policy.resident_parts.items():
+        if isinstance(part, float):
+            continue
+        each, room = sizes[kind] / machine.world, machine.ram_bytes / machine.ranks
+        what = "the machine has RAM" if room < each else "the model has"
+        if part > min(each, room):
+            raise ValueError(
+                f"--resident {kind}={format_size(part)} is more than {what} for each process, "
+                f"{format_size(min(each, room))}; give less, or a share such as {kind}=0.5"
+            )
+
+
 
 
 def _size(text: str | None, option: str) -> float | None:
@@ -473,8 +569,7 @@ def machine_here(
     there = torch.cuda.is_available() and not rocm_lacks()
     gpu = torch.cuda.get_device_properties(0) if there else None
     rates: Figures = {
-        # Where the CPU computes, device memory is the machine's RAM.
-        "gpu_mem_bytes": left if gpu is None else float(gpu.total_memory),
+        "gpu_mem_bytes": None if gpu is None else float(gpu.total_memory),
         "cores": numa.core_count(os.sched_getaffinity(0)),
         "tbw_per_drive": None if tbw is None else tbw * 1e12,
     }

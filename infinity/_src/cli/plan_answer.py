@@ -84,7 +84,7 @@ def show_answer(console: Console, answer: Answer) -> None:
     else:
         console.print(
             "[bold red]It does not fit.[/bold red]"
-            + (" No way that the options allow fits; as given:" if answer.more else "")
+            + (" No way that the options allow fits. The job as given:" if answer.more else "")
         )
         for reason in best.why_not:
             # Reasons contain brackets of Python calls, which rich would interpret as markup.
@@ -289,7 +289,8 @@ def _policy_words(policy: Policy) -> list[object]:
         implied = field == "generations" and policy.durable and value == 2
         if value != getattr(default, field) and not implied:
             words += [f"--{row.name}"] if value is True else [f"--{row.name}", value]
-    for kind, part in policy.resident_parts.items():
+    # A durable run keeps nothing resident without being told.
+    for kind, part in ({} if policy.durable else policy.resident_parts).items():
         words += ["--resident", f"{kind}={part}"]
     return words
 

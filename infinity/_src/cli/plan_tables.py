@@ -49,23 +49,15 @@ def show_tables(
     sides: Sequence[Prediction] = (),
     ranks: Sequence[RankBytes] = (),
 ) -> None:
-    """Print every table: does the job fit, where do states go, how long is a step, what would a
-    change buy, what was assumed.
+    """Print every table: what the job needs, where states go, how long a step is, what a change
+    would buy.
 
     sides: predictions with updates on the CPU and on the GPUs. ranks: bytes of one rank under each
     stage.
     """
     console.print(_head(shape, found), highlight=False)
-    if found.fits:
-        console.print("[bold green]It fits.[/bold green]")
-    else:
-        console.print(
-            "[bold red]It does not fit.[/bold red] The times below are those of the least that "
-            "would work."
-        )
-        for reason in found.why_not:
-            # Reasons contain brackets of Python calls, which rich would interpret as markup.
-            say(console, f"  {reason}", markup=False)
+    if not found.fits:
+        say(console, "The times below are those of the least that this job takes.")
     console.print(_needs(found))
     console.print(_places(found))
     if ranks:

@@ -186,11 +186,14 @@ def _other_schedules(machine: Machine, job: Job) -> list[tuple[str, Job]]:
 
 def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:
     """Return the job with the fewest micro-batches (a power of two) with which it fits a device;
-    if no number fits, with the largest number tried.
+    if no number fits, with the largest number tried. On CPUs, where a device is a part of the RAM,
+    with the fewest that leave enough for the states, if any does.
     """
-    best = job
+    best, least = job, None
     for count in job.micro_batch_counts(machine.world):
         best = job.replace(micro_batches=count)
         if gpu_need(shape, machine, best).fits:
-            break
-    return best
+            least = least or best
+            if machine.gpus or predict(shape, machine, best).ram.fits:
+                return best
+    return least or best

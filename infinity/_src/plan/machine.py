@@ -165,9 +165,9 @@ CPU_FLOPS = 200e9
 class Machine:
     """One node, and the number of such nodes. Rates are bytes per second or FLOP/s.
 
-    gpus: of a node; 0: the CPU computes, in `processes` processes, and device memory is the
-        machine's RAM.
-    gpu_mem_bytes: of one GPU.
+    gpus: of a node; 0: the CPU computes, in `processes` processes, and device memory is a part of
+        the RAM.
+    gpu_mem_bytes: of one GPU. None: there is none.
     drives: of a node, for wear and for the prediction with another drive.
     read_bytes_per_s, write_bytes_per_s: of all drives of a node together. shared: reads and writes
         take each other's time.
@@ -187,7 +187,7 @@ class Machine:
     """
 
     gpus: int
-    gpu_mem_bytes: float
+    gpu_mem_bytes: float | None
     ram_bytes: float
     drives: int
     read_bytes_per_s: float
@@ -222,6 +222,11 @@ class Machine:
     def world(self) -> int:
         """Processes that train, of all nodes."""
         return self.nodes * self.ranks
+
+    @property
+    def device_bytes(self) -> float:
+        """Most memory of one rank's device; on CPUs an even part of the RAM."""
+        return self.ram_bytes / self.ranks if self.gpu_mem_bytes is None else self.gpu_mem_bytes
 
     @property
     def flops(self) -> float:
@@ -367,6 +372,7 @@ def describe_machine(
 
 
 def _known_kind(gpu: str) -> GpuKind:
+    gpu = gpu.lower()
     if gpu in UNSUPPORTED:
         raise ValueError(
             f"--gpu {gpu} is not supported: models cannot be offloaded from AMD GPUs (docs/"
@@ -414,8 +420,7 @@ def _of_gpus(
     """Yield the figures of the GPUs. pcie: the given bytes per second of one GPU's link, or None.
     """
     if not gpus:
-        size = f"80 GiB of the CPU's memory, {whence}"
-        yield _Assumed("gpu_mem", "gpu_mem_bytes", 80.0 * GIB, size)
+        yield _Assumed("gpu_mem", "gpu_mem_bytes", None, "")
         rate = f"{CPU_FLOPS / 1e12:g} TFLOP/s, assumed: the CPU computes"
         yield _Assumed("flops", "flops_per_gpu", CPU_FLOPS, rate)
         return

@@ -5,8 +5,8 @@ a million chunks. A plan has coarser pieces, at most about `PIECES_MAX` in all, 
 border between resident and spilled states by about one part in a thousand. Staging buffers of
 pieces are larger than those of chunks; a plan counts the buffers of chunks.
 
-Device memory is the memory of one GPU or, where the CPU computes, of the process. Its parts, each
-at its peak in a step:
+Device memory is the memory of one GPU or, where the CPU computes, a part of the RAM, outside of the
+budget. Its parts, each at its peak in a step:
 
     gathered units       the unit in use and units gathered ahead of it, within the engine's bound
                          (`memory.device_capacity`); all units where whole parameters stay on the
@@ -276,14 +276,16 @@ def _grain(shape: ModelShape, ranks: int, state: str) -> int:
 class Placed:
     """Placement of one rank's states in its part of a node's RAM, and all other uses of RAM.
 
-    waiting, spilled: bytes of activations of all ranks of a node, in RAM and on drives. beside:
-    parts of `beside_placement`; held: the RAM in them. outside: RAM in addition to the budgets.
+    waiting, spilled: bytes of activations of all ranks of a node, in RAM and on drives. on_device:
+    bytes of device memory in RAM, of all ranks. beside: parts of `beside_placement`; held: the RAM
+    in them. outside: RAM in addition to the budgets.
     left: bytes of RAM that one rank has for its placement and `held`. needs, plan: results of
     `place_states`.
     """
 
     waiting: float
     spilled: float
+    on_device: float
     beside: dict[str, TierBytes]
     held: int
     outside: RamBeside
@@ -293,8 +295,8 @@ class Placed:
 
 
 def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
-    """Place the states of one rank. The ranks of a node divide its RAM evenly, after activations
-    and host overhead are subtracted.
+    """Place the states of one rank. The ranks of a node divide its RAM evenly, after activations,
+    host overhead and, where the CPU computes, device memory are subtracted.
     """
     boundary = boundary_bytes(shape, machine, job)
     waiting = boundary if job.policy.activations == "cpu" else 0.0
@@ -302,9 +304,10 @@ def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
     beside = beside_placement(shape, machine, job)
     held = int(sum(size.cpu for size in beside.values()))
     outside = ram_beside(shape, machine, job)
-    left = int(machine.ram_bytes - waiting - outside.peak) // machine.ranks
+    on_device = device_in_ram(shape, machine, job)
+    left = int(machine.ram_bytes - waiting - outside.peak - on_device) // machine.ranks
     needs, plan = place_states(shape, machine, job, left - held)
-    return Placed(waiting, spilled, beside, held, outside, left, needs, plan)
+    return Placed(waiting, spilled, on_device, beside, held, outside, left, needs, plan)
 
 
 def boundary_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
@@ -480,7 +483,18 @@ def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
             CUDA_BYTES + (NCCL_BYTES if machine.world > 1 else 0)
         )
     parts = {name: size for name, size in parts.items() if size}
-    return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
+    return Need(sum(parts.values()), machine.device_bytes, parts)
+
+
+def device_in_ram(model: ModelShape, machine: Machine, job: Job) -> float:
+    """Return the bytes of a node's RAM that are device memory: where the CPU computes."""
+    return 0.0 if machine.gpus else machine.ranks * gpu_need(model, machine, job).bytes
+
+
+def beside_budgets(model: ModelShape, machine: Machine, job: Job) -> float:
+    """Return the bytes of a node's RAM that are in no budget, activations that wait apart."""
+    beside = ram_beside(shape_in(job, model), machine, job).peak
+    return beside + device_in_ram(model, machine, job)
 
 
 def _tuning_bytes(shape: JobShape, job: Job, world: int) -> float:
@@ -507,7 +521,7 @@ def _passes(machine: Machine, job: Job) -> Passes:
         several=machine.world > 1,
         in_backward=job.policy.consumes_grads,
         whole=job.whole_params(machine.world),
-        device_bytes=int(machine.gpu_mem_bytes),
+        device_bytes=int(machine.device_bytes),
     )
 
 
@@ -676,7 +690,7 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
                 {"tiles": count},
             )
             for count in TILES
-            if count > job.tiles
+            if count > job.tiles and shape.has_linears
         ]
     ]
     found.append(

@@ -72,8 +72,9 @@ class Prediction:
     """Needs and times of one job on one machine. Bytes are of all ranks of a node, unless stated
     otherwise; seconds are of one step.
 
-    gpu: of one GPU. ram: includes the host overhead, `ram_beside`. policy_ram: bytes that each rank
-        can have as `Policy.ram`; if they do not suffice, the least that works.
+    gpu: of one device. ram: includes the host overhead, `ram_beside`, and where the CPU computes
+        the device memory of all ranks. policy_ram: bytes that each rank can have as `Policy.ram`;
+        if they do not suffice, the least that works.
     at_rest: all states by kind. on_nvme: the part of them on drives. moved: traffic of the drives.
     copied: between the CPU and all GPUs; zero where the CPU computes.
     model_flops: floating-point operations of forward and backward, without recomputation, over all
@@ -112,6 +113,11 @@ class Prediction:
     @property
     def fits(self) -> bool:
         return not self.why_not
+
+    @property
+    def budget_bytes(self) -> float:
+        """RAM in the budgets of a node's ranks, and of activations that wait."""
+        return self.ram.bytes - self.ram_beside.peak - self.ram.parts.get("device memory", 0.0)
 
     @property
     def tokens_per_s(self) -> float:
@@ -577,7 +583,11 @@ def _ram(placed: Placed, machine: Machine) -> Need:
         name: float(machine.ranks * size)
         for name, size in {**placed.plan.ram_parts, **of_rank}.items()
     }
-    parts |= {"activations": placed.waiting, BESIDE_BUDGET: float(placed.outside.peak)}
+    parts |= {
+        "activations": placed.waiting,
+        "device memory": placed.on_device,
+        BESIDE_BUDGET: float(placed.outside.peak),
+    }
     found = {name: size for name, size in parts.items() if size}
     return Need(sum(found.values()), machine.ram_bytes, found)
 
@@ -623,9 +633,11 @@ def _why_not(
             less.append(f"update backward{how}")
         less += [] if job.policy.params == job.policy.optim == "nvme" else ["lower tiers"]
         less += ["leaving --resident out"] if job.policy.resident else []
+        less += [] if machine.gpus or not _fewer(machine, job) else ["more micro-batches"]
         there = format_size(ram.there_is or 0.0)
         found.append(
-            f"RAM: {round_size(ram.bytes)} is the least that works, {there} is there; {_join(less)}"
+            f"RAM: {round_size(ram.bytes)} is the least that this job takes, {there} is there; "
+            f"{_join(less)}"
         )
     if not nvme.fits:
         less = [] if job.policy.state == "compact" else ["compact states"]
@@ -636,6 +648,11 @@ def _why_not(
         found.append(f"NVMe: {_lacks(nvme)}; {_join(less)}")
     # `_join` returns "" if no change would need less: drop the separator.
     return tuple(text.removesuffix("; ") for text in found)
+
+
+def _fewer(machine: Machine, job: Job) -> bool:
+    """Return whether a micro-batch can have fewer tokens."""
+    return max(job.micro_batch_counts(machine.world), default=1) > job.micro_batches
 
 
 def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:

@@ -33,6 +33,7 @@ from infinity._src.plan.memory import (
     activation_bytes,
     again_share,
     boundary_bytes,
+    device_in_ram,
     gpu_need,
     loss_tiles,
     reserved_bytes,
@@ -127,7 +128,7 @@ def tilings_of(shape: ModelShape, job: Job, fixed: Collection[str]) -> dict[int,
     the largest first. Tiles change the memory of a device, what the vertical schedule can retain,
     and how many experts a pass gathers.
     """
-    linears = [job.tiles] if "tiles" in fixed else [1, *TILES]
+    linears = [job.tiles] if "tiles" in fixed else [1, *(TILES if shape.has_linears else ())]
     losses = [1, *(loss_tiles(shape, words) for words in WORDS)]
     losses = [job.loss_tiles] if "loss_tiles" in fixed else sorted(set(losses))
     experts = [job.expert_tile] if "expert_tile" in fixed else list(_expert_tiles(shape))
@@ -175,7 +176,7 @@ def _params(
         ]
     # Whole parameters on every device; on several ranks that is stage 2, or 1 if it is fixed.
     zero = policy.zero if "zero" in fixed else 2 if machine.world > 1 else 3
-    holds = machine.gpus > 0 and shape.gathered_bytes() < machine.gpu_mem_bytes
+    holds = machine.gpus > 0 and shape.gathered_bytes() < machine.device_bytes
     asked = "zero" in fixed and policy.zero < 3
     stays = "params" not in fixed or policy.params == "device"
     if stays and (asked or (holds and (zero < 3 or machine.world == 1))):
@@ -336,19 +337,19 @@ class _Search:
             found = predict(self._shape, self._machine, tried)
             if found.ram.fits:
                 return found if found.fits else None
-            self._least_ram[_states_kind(tried)] = found.ram.bytes - waiting
+            beside = waiting + self._on_device(tried)
+            self._least_ram[_states_kind(tried)] = found.ram.bytes - beside
         return None
-
-    def _known_least(self, job: Job) -> bool:
-        """True if it is known that the states of a way do not fit the RAM."""
-        least = self._least_ram.get(_states_kind(job), 0.0)
-        return least + self._waiting(job) > self._machine.ram_bytes
 
     def _waiting(self, job: Job) -> float:
         """Bytes of activations in a node's RAM."""
         if job.policy.activations != "cpu":
             return 0.0
         return boundary_bytes(self._shape, self._machine, job)
+
+    def _on_device(self, job: Job) -> float:
+        """Bytes of a node's RAM that are device memory."""
+        return device_in_ram(self._shape, self._machine, job)
 
     def _best_tiling(self, job: Job) -> Fields | None:
         """Return the tiling with which a way is the fastest of those that fit its device; None if
@@ -364,14 +365,16 @@ class _Search:
                 tried = job.replace(**tiling)
                 if not self._fits(tried):
                     continue
-                reserved = self._reserved(tried) + self._waiting(tried) + self._grads(tried)
-                if reserved > self._machine.ram_bytes or self._known_least(tried):
+                reserved, on_device = self._reserved(tried), self._on_device(tried)
+                known = self._least_ram.get(_states_kind(tried), 0.0)
+                least = max(known, reserved + self._grads(tried))
+                if least + self._waiting(tried) + on_device > self._machine.ram_bytes:
                     continue
                 again = again_share(shape_in(tried, self._shape), self._machine, tried)
-                cost = weight_of(tried) * self._least_s(tried, 0, self._reserved(tried), again)
+                cost = weight_of(tried) * self._least_s(tried, 0, reserved + on_device, again)
                 if found is None or cost < found[0]:
                     found = cost, tiling
-                if not again:
+                if not again and self._machine.gpus:
                     # More tiles of linears and of the loss gain nothing more.
                     break
         return found and found[1]
@@ -402,7 +405,7 @@ class _Search:
         shape = shape_in(job, self._shape)
         # The cheaper half first.
         activations = sum(activation_bytes(shape, self._machine, job).values())
-        if activations > self._machine.gpu_mem_bytes:
+        if activations > self._machine.device_bytes:
             return False
         return gpu_need(self._shape, self._machine, job).fits
 
@@ -451,18 +454,24 @@ class _Search:
         """Return the bytes of all states of a node."""
         state = job.policy.state
         if state not in self._at_rest:
-            total = AtRest()
-            for flat, count in self._shape.kinds_of_flats:
-                held = state_format(state, flat.dtype) if flat.trainable else None
-                each = (
-                    AtRest(frozen=flat.dtype.itemsize)
-                    if held is None
-                    else AtRest.per_param(sections_of(held, flat.dtype.itemsize))
-                )
-                total += each.scaled(params=count * flat.numel, optim=count * flat.numel)
-            nodes = self._machine.nodes
-            self._at_rest[state] = total.scaled(params=1 / nodes, optim=1 / nodes)
+            share = 1 / self._machine.nodes
+            total = states_of(self._shape, state)
+            self._at_rest[state] = total.scaled(params=share, optim=share)
         return self._at_rest[state]
+
+
+def states_of(shape: ModelShape, state: str) -> AtRest:
+    """Return the bytes of a model's states in the format of `Policy.state`, without padding."""
+    total = AtRest()
+    for flat, count in shape.kinds_of_flats:
+        held = state_format(state, flat.dtype) if flat.trainable else None
+        each = (
+            AtRest(frozen=flat.dtype.itemsize)
+            if held is None
+            else AtRest.per_param(sections_of(held, flat.dtype.itemsize))
+        )
+        total += each.scaled(params=count * flat.numel, optim=count * flat.numel)
+    return total
 
 
 def _extremes(tilings: list[Fields]) -> list[Fields]:

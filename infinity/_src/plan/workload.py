@@ -197,6 +197,28 @@ class ModelShape:
         return any(unit.stacks for unit in self.units)
 
     @functools.cached_property
+    def has_linears(self) -> bool:
+        """True if the model has linears besides its head that `inf.tile_linears` can cut."""
+        linears = (linear for unit in self.units for linear in unit.linears)
+        return any(linear.out_features != self.vocabulary for linear in linears)
+
+    def with_adapters(self) -> ModelShape:
+        """Return the shape of a model with adapters, which need whole layers: only its head can be
+        tiled.
+        """
+        units = (
+            dataclasses.replace(
+                unit,
+                linears=tuple(
+                    each for each in unit.linears if each.out_features == self.vocabulary
+                ),
+                stacks=(),
+            )
+            for unit in self.units
+        )
+        return dataclasses.replace(self, units=tuple(units))
+
+    @functools.cached_property
     def flats(self) -> tuple[FlatShape, ...]:
         return tuple(flat for unit in self.units for flat in unit.flats)
 
@@ -324,7 +346,10 @@ class ModelShape:
         """Return the number of tiles of a linear. A linear with one output for each word is the
         head, which `inf.tile_loss` cuts, too.
         """
-        return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
+        if linear.out_features == self.vocabulary:
+            return max(tiles, loss_tiles)
+        # A linear with fewer outputs than tiles stays whole.
+        return tiles if tiles <= linear.out_features else 1
 
     def unit_bytes(
         self, tiles: int = 1, loss_tiles: int = 1, world: int = 1, *, in_slices: bool = False

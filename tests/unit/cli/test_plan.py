@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_the_answer_says_what_fits_where_it_rests_how_long_it_takes_and_what_wou
     ):
         assert wanted in shown, wanted
     assert "--nvme-read" not in shown
+    assert shown.count("It fits.") == 1
 
 
 def test_what_gpus_need_is_shown_part_by_part_and_where_updates_could_run(
@@ -229,7 +231,12 @@ def test_a_command_is_one_that_train_takes_and_none_where_nothing_fits(
     status, shown = searched(small, *arguments, "--durable")
     assert status == 0, shown
     command = json.loads((tmp_path / "plan.json").read_text())["command"].split()
+    assert "--resident" not in command
     check_options(build_parser().parse_args(command[1:]))
+    # A device has whole sequences, also where it has few tokens.
+    _, shown = searched(small, *arguments, "--tokens-per-step", "4096", "--gpus", "8")
+    assert "in sequences of 512 on 8 GPUs" in shown
+    assert "--batch 1 --seq 512" in shown
     # A step that is no whole number of batches is rounded up, and said.
     status, shown = searched(small, *arguments, "--tokens-per-step", "10000", "--resident",
                              "optim=0.25", "--dtype", "float32")  # fmt: skip
@@ -247,12 +254,19 @@ def test_a_command_is_one_that_train_takes_and_none_where_nothing_fits(
     status, _ = searched(small, *arguments, "--ram", "16MiB")
     record = json.loads((tmp_path / "plan.json").read_text())
     assert (status, record["policy"], record["command"]) == (1, None, None)
+    # The answer names the option that is in the way.
+    status, shown = searched(small, *arguments, "--micro-batches", "1", "--gpu-mem", "900MiB")
+    assert (status, "No way that the options allow fits. The job as given:" in shown) == (1, True)
+    assert "without --micro-batches: it fits, " in shown
+    assert "without --ram" not in shown
 
 
 def test_only_the_trained_adapters_have_states(small: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     target = tmp_path / "plan.json"
-    status, shown = plan(small, *MACHINE, "--as-given", "--lora", "8", "--json", target)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        status, shown = plan(small, *MACHINE, "--as-given", "--lora", "8", "--json", target)
     assert (status, "LoRA of rank 8" in shown) == (0, True)
     record = json.loads(target.read_text())
     # q, k, v, o: 512 to 512; gate, up, down: 512 and 1408.
@@ -361,8 +375,8 @@ def test_what_does_not_fit_is_said_with_the_least_that_would(small: Path) -> Non
     assert "GPU memory:" in shown
     assert "RAM:" in shown
     assert (
-        "is the least that works, 16 MiB is there; spilled gradients (--grads nvme) or update "
-        "backward" in shown
+        "is the least that this job takes, 16 MiB is there; spilled gradients (--grads nvme) or "
+        "update backward" in shown
     )
     _, spilled = plan(small, *quick, "--ram", "16MiB", "--grads", "nvme")
     assert "--grads nvme" not in spilled
@@ -407,12 +421,23 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--nvme-read", "0"], "--nvme-read 0"),
         (["--nvme-read", "fast"], "--nvme-read fast"),
         (["--ram", "lots"], "--ram lots"),
-        (["--gpus", "-1"], "--gpus -1"),
-        (["--drives", "0"], "--drives 0 beside --nvme-read"),
+        (["--gpus", "-1"], "--gpus -1 must be at least 0"),
+        (["--cores", "0"], "--cores 0 must be at least 1"),
+        (["--lora", "0"], "--lora 0 must be at least 1"),
+        (["--drives", "0"], "--drives 0 beside --nvme-read, --nvme-write, which need a drive"),
+        (["--drives", "0", "--tbw", "5", "--nvme-size", "1TB"], "--nvme-size, --tbw, which need"),
+        (["--drives", "0", "--durable", "--optim", "nvme"], "--durable, --optim nvme, which need"),
+        (["--durable", "--generations", "1"], "--generations 1 beside --durable"),
+        (["--resident", "params=1TiB"], "--resident params=1.0 TiB is more than the model has"),
+        (["--resident", "params=64MiB", "--ram", "32MiB"], "more than the machine has RAM"),
+        (["--tile-linears", "5000"], "--tile-linears 5000 is more than the 4096 outputs"),
+        (["--tile-loss", "5000"], "--tile-loss 5000 is more than the 4096 words"),
+        (["--flops", "2000"], "--flops 2000 is more than the 989 TFLOP/s"),
         (
             ["--seq", "2048", "--tokens-per-step", "100"],
-            "--seq 2048 is more than --tokens-per-step 100",
+            "--seq 2048 is more than --tokens-per-step 100: give shorter sequences, or",
         ),
+        (["--seq", "2048", "--gpus", "4"], "for each of 4 micro-batches: give shorter sequences"),
         (["--resident", "params=2.0"], "between 0.0 and 1.0"),
         (["--resident", "params"], "--resident params: give each kind once"),
         (["--resident", "optim=0.5", "--optim", "cpu"], "rests in memory anyway"),

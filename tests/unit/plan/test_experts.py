@@ -34,6 +34,7 @@ from infinity._src.plan.memory import (  # noqa: E402
 )
 from infinity._src.plan.predict import outside, predict  # noqa: E402
 from infinity._src.plan.ranks import bytes_of_rank, stages  # noqa: E402
+from infinity._src.plan.search import tilings_of  # noqa: E402
 from infinity._src.plan.workload import (  # noqa: E402
     Job,
     ModelShape,
@@ -366,6 +367,23 @@ def test_the_answer_names_the_change_with_which_it_fits() -> None:
     best = one_change(found, now, choose_micro_batches=True)[0]
     assert best.name.startswith("stacks in tiles of")
     assert best.prediction.fits
+
+
+def test_adapters_are_on_whole_layers_so_no_change_cuts_one() -> None:
+    adapted = shape("qwen").with_adapters()
+    assert (adapted.params, adapted.has_stacks, adapted.has_linears) == (
+        shape("qwen").params, False, False
+    )  # fmt: skip
+    job = job_of(tokens=4096)
+    least = gpu_need(shape("qwen"), machine(), job.replace(expert_tile=64)).bytes
+    tight = dataclasses.replace(machine(), gpu_mem_bytes=least)
+    ways = [
+        {way.name.partition(" in ")[0] for way in ways_to_fit(each, tight, job)}
+        for each in (shape("qwen"), adapted)
+    ]
+    assert "stacks" in ways[0]
+    assert not ways[1] & {"stacks", "linears"}
+    assert set(tilings_of(adapted, job_of(), ())) == {0}
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> N
     job = job_of(tokens=64, sequence=64, state=state)
     found = predict(shape, with_budget(machine, shape, job, size), job)
     assert found.policy_ram == size
-    assert found.ram.bytes - found.ram_beside.peak == stats.ram_bytes
+    assert found.budget_bytes == stats.ram_bytes
     # blocks are rounded up to 4096 bytes on the drive
     assert states_bytes(found) == pytest.approx(stats.nvme_bytes, rel=0.01)
     assert found.nvme.parts.get("spare ranges", 0) == spare_bytes
@@ -160,7 +160,7 @@ def test_it_is_so_with_every_part_of_the_policy(tmp_path: Path, values: dict[str
     )
     machine = with_budget(machine_of(GIB, gpus=0), shape, job, values["ram"])
     found = predict(shape, dataclasses.replace(machine, drives=len(drives)), job)
-    assert found.ram.bytes - found.ram_beside.peak == stats.ram_bytes
+    assert found.budget_bytes == stats.ram_bytes
     assert bool(stats.spilled_bytes) == ("grads" in values)
     assert found.on_nvme.grads == pytest.approx(stats.spilled_bytes, rel=0.01)
     assert states_bytes(found) - found.on_nvme.grads == pytest.approx(stats.nvme_bytes, rel=0.01)
@@ -184,6 +184,24 @@ def test_a_node_has_room_for_what_lies_beside_the_budgets(gpus: int) -> None:
     full = predict(shape_1b(), machine_of(least.ram.bytes + GIB, gpus), JOB)
     assert full.ram.bytes <= full.machine.ram_bytes
     assert full.ram.parts["resident states"] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_the_cpu_computes_device_memory_is_a_part_of_the_ram(ranks: int) -> None:
+    shape, job = shape_1b(), job_of(tokens=16_384, sequence=4096, micro_batches=2)
+    machine = describe_machine(gpus=0, ranks=ranks, ram_bytes=24 * GIB)
+    found = predict(shape, machine, job)
+    assert found.gpu.there_is == 24 * GIB / ranks
+    assert found.ram.parts["device memory"] == ranks * found.gpu.bytes
+    assert found.fits
+    used = ranks * (found.policy_ram + found.gpu.bytes) + found.ram_beside.peak
+    assert used == pytest.approx(24 * GIB)
+    # Of two numbers of micro-batches, that which leaves RAM for the states.
+    least = predict(shape, dataclasses.replace(machine, ram_bytes=MIB), job).ram.bytes
+    tight = dataclasses.replace(machine, ram_bytes=least + ranks * MIB)
+    fewest = fewest_micro_batches(shape, tight, job.replace(micro_batches=1))
+    assert fewest.micro_batches == 2
+    assert predict(shape, tight, fewest).fits
 
 
 def test_two_generations_take_twice_the_room_and_move_no_more() -> None:

@@ -26,7 +26,7 @@ from infinity._src.plan.workload import (
     UnitShape,
     cut_experts,
 )
-from tests.plans import job_of
+from tests.plans import job_of, with_budget
 
 LAYERS, WIDTH, TOKENS = 4, 1024, 8 * 4096
 MEBI = 1 << 20
@@ -67,19 +67,25 @@ VERTICAL = JOB.replace(schedule="vertical")
 def moved_and_held(found: Prediction) -> tuple[Any, ...]:
     """All of a prediction that passes decide, device memory and time apart."""
     return (
-        found.moved, found.copied, found.exchanged, found.ram, found.at_rest, found.on_nvme,
-        found.nvme,
+        found.moved, found.copied, found.exchanged, found.budget_bytes, found.policy_ram,
+        found.at_rest, found.on_nvme, found.nvme,
     )  # fmt: skip
+
+
+def predicted(shape: ModelShape, where: Machine, job: Job) -> Prediction:
+    """Predict with the machine's RAM for budgets alone."""
+    budget_bytes = where.ram_bytes // where.ranks
+    return predict(shape, with_budget(where, shape, job, budget_bytes), job)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 2])
 @pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
 def test_eight_micro_batches_move_what_one_does(update: str, gpus: int) -> None:
     shape, where = shape_of_blocks(), machine(gpus)
-    one = predict(shape, where, JOB.replace(micro_batches=1, update=update))
-    vertical = predict(shape, where, VERTICAL.replace(update=update))
+    one = predicted(shape, where, JOB.replace(micro_batches=1, update=update))
+    vertical = predicted(shape, where, VERTICAL.replace(update=update))
     assert moved_and_held(vertical) == moved_and_held(one)
-    horizontal = predict(shape, where, JOB.replace(update=update))
+    horizontal = predicted(shape, where, JOB.replace(update=update))
     # The passes of delayed updates compute from a copy in memory.
     more = 0 if update == "delayed" else 2 * 7 * one.on_nvme.params
     assert horizontal.moved.params_read - vertical.moved.params_read == pytest.approx(more)
@@ -112,8 +118,8 @@ def test_it_is_so_for_any_model_budget_and_mode(
     shape = ModelShape("drawn", units, sum(numels), len(numels), 64, 64, 128, 1000, 512)
     job = job_of(tokens=tokens, sequence=64, **fields)
     where = machine(gpus, ram_bytes=ram_bytes)
-    vertical = predict(shape, where, job.replace(micro_batches=count, schedule="vertical"))
-    assert moved_and_held(vertical) == moved_and_held(predict(shape, where, job))
+    vertical = predicted(shape, where, job.replace(micro_batches=count, schedule="vertical"))
+    assert moved_and_held(vertical) == moved_and_held(predicted(shape, where, job))
 
 
 def test_no_gradient_takes_ram_where_backward_updates() -> None:
