@@ -668,7 +668,7 @@ class _SaveJob:
         except SwapFullError as error:
             raise SwapFullError(
                 f"no room for a checkpoint of {self.handle.size_bytes} bytes in "
-                f"{str(self.handle.directory)!r}in addition to the existing checkpoint, which is "
+                f"{str(self.handle.directory)!r} in addition to the existing checkpoint, which is "
                 "unchanged: free space, or save elsewhere",
                 errno=error.errno or 0,
                 path=error.path,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import os
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 import infinity as inf
+from infinity._src.base.sizes import MIB
 from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cabi.installation import EXTRA, install_line, is_installed, not_installed
 from infinity._src.checkpoint.formats.hub_files import hub_checkpoint, open_weights
@@ -25,6 +28,8 @@ from infinity._src.checkpoint.hub_resolution import read_config
 from infinity._src.cli import lora
 from infinity._src.params.materialize import Faults, FileTensors, SourceFiles
 from infinity.errors import SlicesError
+
+_BEGINNING_BYTES = 16 * MIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,15 @@ class Pretrained:
         """Return the token ids of each line, without special tokens."""
         # Windows cross the ends of lines: the model would learn special tokens there as text.
         found: list[list[int]] = self.tokenizer(lines, add_special_tokens=False)["input_ids"]
+        return found
+
+    def checksum(self) -> int:
+        """Return a checksum of the sizes of the files of weights, and of their beginnings."""
+        pattern = "*.safetensors" if self.gguf is None else glob.escape(self.gguf)
+        found = 0
+        for path in sorted(self.directory.glob(pattern)):
+            with path.open("rb") as file:
+                found = zlib.crc32(file.read(_BEGINNING_BYTES), found ^ path.stat().st_size)
         return found
 
 
@@ -61,6 +75,11 @@ def find_pretrained(path: Path) -> Pretrained:
             raise ValueError(
                 f"{path / 'config.json'} has no model_type, so nothing says which model it is; "
                 'name it there ("model_type": "llama"), or copy the file again'
+            )
+        if not any(path.glob("*.safetensors")):
+            raise ValueError(
+                f"{path} has no *.safetensors; download them, or convert what it has: "
+                "from_pretrained, then save_pretrained"
             )
     elif path.is_file() and path.suffix == ".gguf":
         directory, gguf = path.parent, path.name

@@ -201,9 +201,14 @@ def value_of(options: argparse.Namespace, name: str) -> Any:
     return getattr(Policy, name, None) if given is None else given
 
 
+def _shown(value: Any) -> str:
+    return f"{value[0]} (checksum {value[1]:08x})" if isinstance(value, list) else str(value)
+
+
 class SmallState:
     """The small state of one rank. device: where the rank computes. source: from which the run
-    resumes; None: it begins. tied: the model has tied weights.
+    resumes; None: it begins. tied: the model has tied weights. base: checksum of the frozen model
+    that a resumed run reads again; None: the states have all of the model.
 
     Construct it before the model is offloaded, since it checks the source: once `inf.restore` has
     returned, states are rounded to this run's format, and the states of the durable run are gone.
@@ -221,6 +226,7 @@ class SmallState:
         rank: int,
         world: int,
         tied: bool = False,
+        base: int | None = None,
     ) -> None:
         self._device = device
         self._place = [rank, world]
@@ -236,6 +242,8 @@ class SmallState:
             len(corpus.train),
             zlib.crc32(corpus.train.numpy().tobytes()),
         ]
+        if base is not None:
+            self._rules["checksum of the model beside the adapters"] = base
         # Held-out windows decide no step, but losses on other windows would not be one curve.
         self._rules["held-out windows of the text (--eval-batches, --holdout)"] = [
             len(corpus.held_out),
@@ -256,11 +264,11 @@ class SmallState:
                 f"{source.place} was not written by infinity train: it does not say how far in the "
                 "text its step is; continue it by inf.restore in the loop that wrote it"
             )
+        # A rule that an earlier release did not store counts as unchanged.
         changed = [
-            f"{name} was {extra['train'].get(name, BEFORE.get(name))} and is {now}"
+            f"{name} was {_shown(was)} and is {_shown(now)}"
             for name, now in self._rules.items()
-            # A rule that an earlier release did not store counts as unchanged.
-            if extra["train"].get(name, BEFORE.get(name, now)) != now
+            if (was := extra["train"].get(name, BEFORE.get(name, now))) != now
         ]
         if changed:
             raise ValueError(

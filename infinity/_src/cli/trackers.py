@@ -102,8 +102,8 @@ class _TensorBoard:
     def __init__(self, directory: Path, after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Points of steps that were lost are taken away.
-        self._writer: Any = SummaryWriter(str(directory), purge_step=after + 1 if after else None)
+        # Points of steps that were lost are taken away; for a new run, those of an earlier run.
+        self._writer: Any = SummaryWriter(str(directory), purge_step=after + 1 if after else 0)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -117,17 +117,22 @@ class _Wandb:
     def __init__(self, out: Path, about: Mapping[str, Any], run: str) -> None:
         import wandb
 
-        self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "infinity"),
-            name=out.name,
-            id=run,
-            resume="allow",
-            dir=out,
-            config=dict(about),
-            # No request leaves the machine unless the user wants it.
-            mode=None if "WANDB_MODE" in os.environ else "offline",
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        # wandb raises errors of its own and of pydantic, for keys and variables of its user.
+        try:
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "infinity"),
+                name=out.name,
+                id=run,
+                resume="allow",
+                dir=out,
+                config=dict(about),
+                # No request leaves the machine unless the user wants it.
+                mode=None if "WANDB_MODE" in os.environ else "offline",
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise ValueError(f"--report-to wandb: wandb cannot begin: {text}") from error
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         self._run.log(dict(figures), step=step)

@@ -20,8 +20,9 @@ A resumed run retains the records of the steps up to the one that it resumes fro
 records of later steps, which were lost and are repeated.
 
 On several ranks (torchrun; `infinity._src.cli.torchrun`) each rank trains on its rows of a batch
-that is as many times larger: N ranks with --batch 1 do what one rank does with --batch N. Rank 0
-records its traffic, memory and times.
+that is as many times larger: N ranks with --batch 1 do what one rank does with --batch N, except
+that the rows of each rank are a micro-batch in a mean over tokens (--chat). Rank 0 records its
+traffic, memory and times.
 """
 
 from __future__ import annotations
@@ -416,8 +417,9 @@ class _Run:
         elif options.steps is None:
             options.steps = before or STEPS
         if found is not None and found.step > options.steps:
+            option = "--steps" if options.epochs is None else f"--epochs {options.epochs:g}, steps"
             raise ValueError(
-                f"{found.place} has taken {found.step} steps, and --steps {options.steps} is "
+                f"{found.place} has taken {found.step} steps, and {option} {options.steps} is "
                 f"fewer; give {found.step} or more"
             )
         self.steps_before = before
@@ -449,6 +451,7 @@ class _Run:
             rank=self.ranks.rank,
             world=self.ranks.world,
             tied=any(len(each.names) > 1 for each in find_parameters(self.model)),
+            base=self.pretrained.checksum() if self.options.lora is not None else None,
         )
 
     def _make_model(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from infinity._src.cli import lora  # noqa: E402
 from infinity._src.cli.train import run_train  # noqa: E402
@@ -80,6 +81,13 @@ def test_a_run_of_adapters_goes_on_from_a_small_checkpoint(place: Path, tmp_path
     whole, out = (load_file(tmp_path / n / "adapter_model.safetensors") for n in ("whole", "out"))
     assert whole.keys() == out.keys()
     assert all(torch.equal(whole[name], out[name]) for name in whole)
+    other = shutil.copytree(place / "model", tmp_path / "model")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: value + 1 for name, value in weights.items()}, other / "model.safetensors")
+    given = (other, "--text", place / "text.txt", "--out", tmp_path / "out", *GIVEN.split())
+    status, shown = run(run_train, "train", *given, *chosen, "--steps", "4", "--resume")
+    assert status == 2
+    assert "under other rules: checksum of the model beside the adapters was" in shown
 
 
 def test_adapters_that_cannot_be_are_one_line(

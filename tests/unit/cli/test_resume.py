@@ -760,12 +760,20 @@ def test_tiles_stay_as_they_were_and_states_from_before_these_options_have_none(
     assert small(source=source_of(extra)).take_up(extra, 1, scheduler()).step == 1
 
 
+def test_adapters_go_on_beside_the_model_that_they_were_trained_with() -> None:
+    extra = small(base=7).capture(scheduler(), [], "")
+    small(base=7, source=source_of(extra))
+    with pytest.raises(ValueError, match="checksum of the model beside the adapters was 7 and is"):
+        small(base=8, source=source_of(extra))
+
+
 def test_held_out_losses_of_other_windows_are_not_gone_on_with() -> None:
     source = source_of(small().capture(scheduler(), [(0, 1.0)], ""))
     device = torch.device("cpu")
     for held_out in (torch.zeros(2, 4), torch.ones(1, 4)):
         other = Corpus(WINDOWS.train, held_out)
-        with pytest.raises(ValueError, match=r"held-out windows of the text \(--eval-batches"):
+        told = r"held-out windows of the text \(--eval-batches.* was 1 \(checksum \w{8}\) and is"
+        with pytest.raises(ValueError, match=told):
             SmallState(options(), other, device, source, rank=0, world=1)
 
 

@@ -62,6 +62,12 @@ def test_a_run_and_its_resumption_are_reported_as_one(place: Path, tmp_path: Pat
     found = events(tmp_path)
     assert dict(found["loss"]) == pytest.approx(wanted)
     assert {"lr", "grad_norm", "tokens_per_s", "held_out_loss"} <= found.keys()
+    # A new run takes the place of an earlier one.
+    status, shown = train(place, tmp_path, *chosen[:4], "--steps", "1", "--lr", "1e-2")
+    assert status == 0, shown
+    found = events(tmp_path)
+    assert dict(found["loss"]) == pytest.approx(losses(tmp_path))
+    assert [step for step, _ in found["held_out_loss"]] == [0, 1]
 
 
 @pytest.mark.integrations
@@ -74,6 +80,10 @@ def test_a_run_of_wandb_is_offline(
     assert status == 0, shown
     (found,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert found.stat().st_size > 0
+    monkeypatch.setenv("WANDB_PROJECT", "a/b")
+    status, shown = train(place, tmp_path / "more", "--report-to", "wandb")
+    assert (status, (tmp_path / "more").exists()) == (2, False)
+    assert "error: --report-to wandb: wandb cannot begin: " in shown
 
 
 def test_a_tracker_that_cannot_be_is_one_line(

@@ -539,6 +539,10 @@ def test_a_path_that_is_no_model_says_so(text: Path, tmp_path: Path) -> None:
     status, shown = train(tmp_path, "--text", text, "--out", tmp_path / "out")
     assert status == 2
     assert "config.json" in shown
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    status, shown = train(tmp_path, "--text", text, "--out", tmp_path / "out")
+    assert status == 2
+    assert "has no *.safetensors; download them, or convert what it has" in shown
 
 
 @pytest.mark.parametrize(
