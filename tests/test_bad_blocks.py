@@ -118,7 +118,7 @@ def trained_with_a_gather(
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
-def test_a_bad_block_below_what_gather_writes_changes_no_bit(
+def test_a_bad_block_in_a_write_of_gather_changes_no_bit(
     backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Parameters and masters are written. The moments are read, and lie beside them again."""
@@ -153,7 +153,7 @@ def test_a_read_that_fails_once_is_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("update", mostly_slow(["deferred", "backward"], "deferred"))
-def test_a_durable_run_goes_on_and_remembers_the_block(tmp_path: Path, update: str) -> None:
+def test_a_durable_run_continues_and_records_the_block(tmp_path: Path, update: str) -> None:
     wanted = undisturbed()
     model, optimizer = made(tmp_path, update=update, seam=bad_block(50_000, nth=1))
     for index in range(3):

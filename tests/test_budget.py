@@ -260,7 +260,7 @@ def test_a_conversion_that_fails_gives_back_what_it_took(tmp_path: Path) -> None
             )
 
 
-def test_a_second_model_is_told_who_holds_the_budget_and_what_to_do(tmp_path: Path) -> None:
+def test_the_budget_error_of_a_second_model_names_the_first_and_the_fix(tmp_path: Path) -> None:
     def policy(ram: int | str) -> inf.Policy:
         return inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram=ram)
 

@@ -240,7 +240,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_an_error_that_was_left_to_wait_is_told_at_the_end_where_nobody_waited(
+def test_an_error_left_to_wait_is_reported_at_the_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
     model, opt = _batch_norm()

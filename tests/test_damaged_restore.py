@@ -78,7 +78,7 @@ def check(restored: inf.Restored, model: nn.Module, states: Any, fresh: Any) -> 
 
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=3))
-def test_all_but_the_damaged_ranges_come_back(
+def test_all_but_the_damaged_ranges_are_restored(
     saved: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory, places: list[float]
 ) -> None:
     source, states = saved
@@ -107,7 +107,7 @@ def test_all_but_the_damaged_ranges_come_back(
     shutil.rmtree(place)
 
 
-def test_a_file_that_is_cut_or_gone(
+def test_a_short_or_missing_file(
     saved: tuple[Path, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, states = saved
@@ -181,7 +181,7 @@ def test_ranks_report_their_shards_and_train_on(tmp_path: Path) -> None:
     assert loss == other
 
 
-def test_a_durable_run_with_a_bad_block_comes_back(tmp_path: Path) -> None:
+def test_a_durable_run_with_a_bad_block_is_restored(tmp_path: Path) -> None:
     drive = tmp_path / "nvme"
     drive.mkdir()
     policy = {"params": "nvme", "optim": "nvme", "nvme": drive, "durable": True, "ram": "min"}
@@ -227,7 +227,7 @@ def test_a_durable_run_with_a_bad_block_comes_back(tmp_path: Path) -> None:
         ("c", "n"),
     ],
 )
-def test_a_drive_of_a_durable_run_is_lost_and_the_rest_comes_back(
+def test_a_durable_run_without_one_drive_restores_the_others(
     tmp_path: Path, lost: str, then: str
 ) -> None:
     """Each drive has the manifests, so that none is worth more than another."""

@@ -31,7 +31,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", mostly_slow(CASES, "deferred", "three_generations", "saves"))
-def test_killed_trainers_go_on(
+def test_killed_trainers_resume(
     case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     values, kills = CASES[case]

@@ -197,7 +197,7 @@ def reader() -> tuple[Any, Any]:
     return model, inf.AdamW(model.parameters(), lr=1e-2)
 
 
-def test_directories_of_several_runs_are_never_taken_for_one(
+def test_directories_of_several_runs_are_refused(
     shared: Shared, tmp_path: Path
 ) -> None:
     one, two, both = shared
@@ -237,7 +237,7 @@ def replaced(drive: Drive) -> tuple[Path, Path]:
     return one, two
 
 
-def test_a_new_run_where_another_began_is_kept_apart_from_what_is_left_of_it(
+def test_a_new_run_refuses_further_drives_of_an_old_run(
     replaced: tuple[Path, Path], drive: Drive
 ) -> None:
     one, two, three = *replaced, drive("three")
@@ -281,7 +281,7 @@ def test_a_damaged_home_is_not_made_good_from_another_run(replaced: tuple[Path, 
 
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_run_is_known_by_the_manifest_of_any_rank(tmp_path: Path, how: str, lost: int) -> None:
+def test_the_manifest_of_any_rank_identifies_a_run(tmp_path: Path, how: str, lost: int) -> None:
     """The copy beside it has a newer generation of another run, which is not taken for it."""
     home = tmp_path / "one" / "infinity-run"
     copy = copy_in(tmp_path / "two" / "infinity-run", home)

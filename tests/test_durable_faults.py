@@ -103,7 +103,7 @@ def test_every_call_of_a_commit_fails_once(
 
 
 @pytest.mark.parametrize("name", alternating(["write", "replace", "fsync", "unlink"]))
-def test_a_commit_that_is_interrupted_is_made_up_for(
+def test_an_interrupted_commit_is_made_by_the_next(
     tmp_path: Path, wanted: tuple[str, ...], name: str
 ) -> None:
     """The next step writes nothing that an interrupted commit has named, also where none is due."""

@@ -197,7 +197,7 @@ def values(model: Any, batch: Any) -> Any:
     mostly_slow([evaluate, write, moment, again, rate, values], evaluate, write, again),
     ids=lambda look: look.__name__,
 )
-def test_nobody_sees_what_ran_ahead_of_its_step(tmp_path, batches, look):
+def test_updates_ahead_of_their_step_are_never_visible(tmp_path, batches, look):
     def loop(model: Any, optimizer: Any) -> list[Any]:
         got: list[Any] = [step(model, optimizer, batch) for batch in batches[:2]]
         for batch in batches[2:6]:
@@ -236,7 +236,7 @@ def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches,
 
 
 @pytest.mark.parametrize(("update", "nth"), alternating(["deferred", "backward"], [0, 3, 7]))
-def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batches, update, nth):
+def test_a_step_with_a_fault_is_undone_and_training_continues(tmp_path, batches, update, nth):
     reference, its_optimizer = plain()
     wanted = [step(reference, its_optimizer, batch) for batch in batches[:5]]
     probe = offload(small(), policy(tmp_path, update=update, **NVME))
@@ -325,7 +325,7 @@ def test_a_graph_that_runs_again_meets_the_values_that_it_saved(tmp_path, batche
     assert stats.updates_withdrawn >= stats.units
 
 
-def test_an_interrupt_that_meets_a_submission_leaves_no_update_that_nobody_knows_of(
+def test_an_interrupted_submission_leaves_no_unknown_update(
     tmp_path, batches, monkeypatch
 ):
     def loop(model: Any, optimizer: Any) -> list[Any]:

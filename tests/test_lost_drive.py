@@ -76,7 +76,7 @@ def meet(model: Any, optimizer: Any, when: str, lose: Callable[[], None], place:
     ("when", "which"),
     alternating(["forward", "backward", "step", "commit", "save", "close"], [0, 1]),
 )
-def test_a_drive_that_goes_ends_the_run_in_one_error(
+def test_a_lost_drive_ends_the_run_with_one_error(
     tmp_path: Path, wanted: tuple[str, ...], when: str, which: int
 ) -> None:
     threads = threading.active_count()
@@ -127,7 +127,7 @@ def test_a_drive_that_goes_ends_the_run_in_one_error(
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_directory_that_vanishes_is_a_drive_that_goes(
+def test_a_vanished_directory_counts_as_a_lost_drive(
     tmp_path: Path, wanted: tuple[str, ...], which: int
 ) -> None:
     drives = [tmp_path / "a", tmp_path / "b"]

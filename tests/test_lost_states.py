@@ -71,7 +71,7 @@ def reference() -> tuple[list[float], list[Any], list[Any]]:
     return losses, values, states
 
 
-def test_parameters_of_a_step_that_cannot_be_read_are_written_elsewhere_by_the_step_taken_again(
+def test_the_repeated_step_writes_unreadable_parameters_elsewhere(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     losses, values, _ = reference()
@@ -94,7 +94,7 @@ def test_parameters_of_a_step_that_cannot_be_read_are_written_elsewhere_by_the_s
 
 
 @pytest.mark.parametrize("what", ["parameters", "states"])
-def test_a_bad_area_of_many_chunks_is_met_as_one(
+def test_a_bad_area_of_many_chunks_undoes_one_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     losses, values, _ = reference()
@@ -139,7 +139,7 @@ def test_a_read_that_passes_by_the_time_of_the_undo_costs_no_place(
     inf.handle(model).close()
 
 
-def test_a_drive_that_answers_again_at_the_third_time_ends_nothing(
+def test_a_drive_that_answers_at_the_third_read_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses, values, _ = reference()
@@ -168,7 +168,7 @@ def test_a_drive_that_answers_again_at_the_third_time_ends_nothing(
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize("reading", [1, 2])
-def test_an_undo_that_was_interrupted_is_made_by_the_next_call(
+def test_the_next_call_completes_an_interrupted_undo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str, reading: int
 ) -> None:
     """Ctrl-C while chunks are read, before the states go back (1), and after (2)."""
@@ -224,7 +224,7 @@ def test_an_undo_for_an_update_mends_what_a_gather_met_beside_it(
 
 
 @pytest.mark.parametrize("how", ["spoilt", "unreadable"])
-def test_states_that_are_nowhere_else_are_named_by_one_error_that_stays(
+def test_states_without_another_copy_are_named_by_every_call(
     tmp_path: Path, how: str
 ) -> None:
     batches = models.token_batches(STEPS)
@@ -254,7 +254,7 @@ def test_states_that_are_nowhere_else_are_named_by_one_error_that_stays(
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_older_states_stand_for_those_that_are_lost(
+def test_older_states_replace_lost_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, durable: bool
 ) -> None:
     _, _, states = reference()
@@ -310,7 +310,7 @@ def test_states_of_before_a_restore_are_no_older_states(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("generations", [1, 2])
-def test_a_gather_whose_read_fails_is_made_again(tmp_path: Path, generations: int) -> None:
+def test_a_gather_with_a_failed_read_is_repeated(tmp_path: Path, generations: int) -> None:
     losses, _, _ = reference()
     batches = models.token_batches(STEPS)
     model, optimizer = made(tmp_path, generations=generations)

@@ -95,7 +95,7 @@ def test_each_commit_that_is_kept_is_whole(
     die(model)
 
 
-def test_training_goes_on_from_the_older_commit(tmp_path: Path, wanted: tuple[str, ...]) -> None:
+def test_training_continues_from_the_older_commit(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     place = tmp_path / "run"
     for kind in ("chunk", "table", "manifest", "buffers"):
         model, optimizer = made(place, generations=3)
@@ -165,7 +165,7 @@ def damaged_elements(manifest: Manifest, chunks: set[int]) -> dict[str, torch.Te
 
 @settings(max_examples=8, deadline=None)
 @given(st.lists(st.sets(st.integers(0, 2)), min_size=3, max_size=3))
-def test_whatever_is_damaged_the_result_is_what_was_promised(
+def test_any_damage_gives_the_promised_result(
     tmp_path_factory: pytest.TempPathFactory, hit: list[set[int]]
 ) -> None:
     source = tmp_path_factory.getbasetemp() / "kept"
@@ -226,7 +226,7 @@ def test_an_ordinary_save_has_no_older_one_and_says_so(tmp_path: Path) -> None:
     close(model)
 
 
-def test_without_room_fewer_commits_are_kept(
+def test_without_space_fewer_commits_are_kept(
     tmp_path: Path,
     wanted: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
@@ -253,7 +253,7 @@ def test_without_room_fewer_commits_are_kept(
     close(model)
 
 
-def test_a_start_beside_full_drives_gives_up_the_older_commit(
+def test_a_start_on_full_drives_drops_the_older_commit(
     tmp_path: Path,
     wanted: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
@@ -431,7 +431,7 @@ def test_what_is_damaged_in_the_copy_too_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_older_commits_are_found_without_the_home(
+def test_older_commits_are_found_without_the_first_drive(
     tmp_path: Path, wanted: tuple[str, ...], lost: bool
 ) -> None:
     """The manifests of the first drive are gone, with its states or without, and the newest copy is

@@ -159,7 +159,7 @@ def test_swap_is_closed_to_others(shared: Path, umask: int) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
-def test_a_save_has_the_rights_that_the_umask_leaves_and_a_linked_one_those_of_swap(
+def test_a_save_has_the_umask_s_mode_and_a_linked_save_that_of_swap(
     shared: Path, mask: int
 ) -> None:
     before = os.umask(mask)
@@ -200,7 +200,7 @@ def test_a_directory_of_another_user_is_refused(shared: Path) -> None:
 
 
 @pytest.mark.parametrize("sticky", [True, False], ids=["sticky", "open to all"])
-def test_a_link_of_another_user_leads_nowhere(shared: Path, tmp_path: Path, sticky: bool) -> None:
+def test_a_link_of_another_user_is_not_followed(shared: Path, tmp_path: Path, sticky: bool) -> None:
     """Also where the kernel does not protect links in such a directory."""
     shared.chmod(0o1777 if sticky else 0o777)
     mine = tmp_path / "mine"
@@ -220,7 +220,7 @@ def test_a_link_of_another_user_leads_nowhere(shared: Path, tmp_path: Path, stic
     ("mode", "owner", "told"),
     [(0o777, 0, "by everybody"), (0o755, STRANGER, "belongs to uid"), (0o1777, 0, "")],
 )
-def test_a_place_that_others_may_replace_is_told_of(
+def test_a_directory_that_others_may_replace_is_warned_of(
     shared: Path, mode: int, owner: int, told: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     if os.geteuid():
@@ -265,7 +265,7 @@ def test_a_run_whose_directory_was_replaced_commits_nothing_there(shared: Path) 
 @pytest.mark.parametrize("name", [".lock.rank0.owner", ".lock.rank0.owner.new", "fill.rank0",
                                   "lock.rank0"])  # fmt: skip
 @pytest.mark.parametrize("kind", ["hard", "soft", "fifo"])
-def test_no_file_of_somebody_is_written_through_a_name_in_the_run(
+def test_links_in_a_run_are_not_written_through(
     tmp_path: Path, name: str, kind: str
 ) -> None:
     victim, run = tmp_path / "victim", tmp_path / "drive" / "infinity-run"
@@ -387,7 +387,7 @@ WRITTEN: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 @pytest.mark.parametrize("kind", WRITTEN)
 @pytest.mark.parametrize("planted", ["link", "FIFO"])
-def test_exports_and_traces_are_not_written_through_what_others_have_put_there(
+def test_exports_and_traces_are_not_written_through_links_of_others(
     tmp_path: Path, kind: str, planted: str
 ) -> None:
     """A name in a directory that others may write, such as /tmp, is known before it is used."""

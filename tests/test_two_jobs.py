@@ -68,7 +68,7 @@ def begin(place: Path, pid: int) -> tuple[int, str, int]:
     return pid, "", 0
 
 
-def test_of_jobs_that_begin_a_durable_run_at_once_one_has_it_and_the_others_name_it(
+def test_one_of_several_simultaneous_jobs_gets_a_durable_run(
     tmp_path: Path,
 ) -> None:
     for index in range(ROUNDS):
@@ -100,7 +100,7 @@ def swap(place: Path, pid: int) -> list[int]:
     return [pid, read, int((private.path.parent / "owner.json").exists())]
 
 
-def test_jobs_swap_in_one_directory_and_no_start_takes_from_a_living_neighbour(
+def test_jobs_share_a_swap_directory_and_keep_their_files(
     tmp_path: Path,
 ) -> None:
     for _ in range(ROUNDS):
@@ -112,7 +112,7 @@ def test_jobs_swap_in_one_directory_and_no_start_takes_from_a_living_neighbour(
 
 
 @pytest.mark.parametrize("owner", ["dead", "reused", "torn", "other host"])
-def test_a_directory_whose_lock_is_held_stays_whatever_its_owner_file_says(
+def test_a_locked_directory_stays_whatever_its_owner_file_says(
     tmp_path: Path, owner: str
 ) -> None:
     private = PrivateDirectory(str(tmp_path))

@@ -75,7 +75,7 @@ def norm_alone(rank: int, place: Path) -> str:
     return told[0]
 
 
-def test_a_norm_on_one_rank_alone_is_told_to_both(tmp_path: Path) -> None:
+def test_a_norm_on_one_rank_alone_raises_on_both(tmp_path: Path) -> None:
     told = on_ranks(norm_alone, tmp_path / "run", 2)
     assert all("has come to" in text or "failed" in text for text in told), told
     assert not any("did not come" in text or "within 60 s" in text for text in told), told

@@ -116,7 +116,7 @@ def by_hand(place: Path, parts: list[tuple[int, int]]) -> str:
 
 
 @pytest.mark.ranks
-def test_a_rank_that_is_killed_comes_back_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_a_killed_rank_restarts_and_the_job_resumes(tmp_path: Path) -> None:
     place = tmp_path / "job"
     found = ended(agent(place, free_port(), nodes="1", ranks=2, dies=3), place)
     assert found["begun"] in (3, 4)
@@ -125,7 +125,7 @@ def test_a_rank_that_is_killed_comes_back_and_the_job_goes_on(tmp_path: Path) ->
 
 
 @pytest.mark.ranks
-def test_a_job_goes_on_with_the_ranks_that_are_left(tmp_path: Path) -> None:
+def test_a_job_resumes_with_the_remaining_ranks(tmp_path: Path) -> None:
     place, port = tmp_path / "job", free_port()
     nodes = [agent(place, port, nodes="1:2", ranks=1, last=400)]
     # The first node has the rendezvous: where it is lost, torchrun has nobody to ask.

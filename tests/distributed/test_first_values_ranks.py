@@ -189,7 +189,7 @@ def own(rank: int, place: Path) -> tuple[Values, str, str]:
     return held, str(caught.value), str(second.value)
 
 
-def test_without_the_fields_buffers_are_each_ranks_own_and_other_parameters_are_refused_by_name(
+def test_without_the_fields_buffers_stay_different_and_different_parameters_raise(
     tmp_path: Path,
 ) -> None:
     (mine, told, one), (theirs, also, other) = on_ranks(own, tmp_path / "run", 2)

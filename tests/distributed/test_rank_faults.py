@@ -188,7 +188,7 @@ def survivors(outcomes: list[Outcome], victim: int, directory: Path) -> list[End
         pytest.param("forward", 0, 2, STAGE3, marks=pytest.mark.ranks),
     ],
 )
-def test_a_rank_that_is_killed_is_named_by_all_others_which_end(
+def test_all_other_ranks_name_a_killed_rank_and_end(
     tmp_path: Path, where: str, victim: int, world: int, values: dict[str, Any]
 ) -> None:
     job = Struck("kill", where, victim, tuple(values.items()))
@@ -227,7 +227,7 @@ def test_an_error_in_the_loop_of_one_rank_ends_the_others_with_its_text(
 @pytest.mark.parametrize(
     "values", mostly_ranks([STAGE3, STAGE2, SPECULATING], STAGE3, SPECULATING)
 )
-def test_a_drive_that_fails_on_one_rank_ends_the_others_with_its_name(
+def test_a_failed_drive_of_one_rank_is_named_on_all_ranks(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:
     outcomes = ends_of(
@@ -239,7 +239,7 @@ def test_a_drive_that_fails_on_one_rank_ends_the_others_with_its_name(
     survivors(outcomes, 1, tmp_path / "run")
 
 
-def test_a_rank_that_does_not_come_is_given_up_after_rank_timeout_s(tmp_path: Path) -> None:
+def test_a_missing_rank_raises_after_rank_timeout_s(tmp_path: Path) -> None:
     values = {**STAGE3, "rank_timeout_s": 2.0}
     outcomes = ends_of(
         Struck("sleep", "forward", 1, tuple(values.items())), tmp_path / "run", 3, leave=True

@@ -236,7 +236,7 @@ def test_a_durable_run_may_have_drives_of_each_ranks_own_beside_the_first(
     assert results[5] == ((True, True), (True, True))
 
 
-def test_after_close_a_rank_is_told_so_and_waits_for_nobody(results: list[Any]) -> None:
+def test_after_close_a_rank_raises_and_does_not_wait(results: list[Any]) -> None:
     assert "was closed" in results[6][0]
 
 

@@ -142,7 +142,7 @@ RECORDS = (
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=[str(each[:12]) for each in RECORDS])
-def test_a_record_that_no_rank_wrote_is_told_and_ends_no_thread_in_silence(record: bytes) -> None:
+def test_a_record_that_no_rank_wrote_is_reported(record: bytes) -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set("1", record)
     exchanged = threading.Event()

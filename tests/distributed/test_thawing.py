@@ -158,7 +158,7 @@ def spilling(rank: int, place: Path) -> Result:
 
 
 @pytest.mark.ranks
-def test_what_is_thawed_and_held_by_nobody_has_gradients_beside_those_that_spill(
+def test_unfrozen_parameters_without_an_optimizer_have_gradients_besides_spilled_ones(
     tmp_path: Path,
 ) -> None:
     results = on_ranks(spilling, tmp_path / "run", 2)

@@ -229,7 +229,7 @@ def trained(rank: int, directory: Path, given: list[str], *, struck: bool) -> st
         ("--durable", ["the end is made", "the end is made"]),
     ],
 )
-def test_a_fault_in_a_measurement_that_is_made_again_is_no_end(
+def test_a_measurement_is_repeated_after_a_fault(
     place: Path, tmp_path: Path, kept: str, again: list[str]
 ) -> None:
     outs = [tmp_path / "whole", tmp_path / "struck"]
@@ -280,7 +280,7 @@ def saving(rank: int, directory: Path, given: list[str]) -> list[str]:
 
 
 @pytest.mark.ranks
-def test_a_save_that_one_rank_cannot_make_is_a_failed_one_on_both(
+def test_a_save_that_fails_on_one_rank_fails_on_both(
     place: Path, tmp_path: Path
 ) -> None:
     given = arguments(place, tmp_path, "--batch=1", "--save-every=1")
@@ -393,7 +393,7 @@ def test_an_environment_that_is_not_torchrun_s_names_the_fix(
         pass
 
 
-def test_one_rank_has_nobody_to_ask() -> None:
+def test_one_rank_needs_no_agreement() -> None:
     with joined("cpu", {}) as alone:
         assert alone.first
         assert alone.sums(1.5, 2.0) == [1.5, 2.0]

@@ -368,7 +368,7 @@ class Lost:
         return seen, text, older, loss
 
 
-def test_states_that_one_rank_has_lost_end_all_with_their_names(tmp_path: Path) -> None:
+def test_all_ranks_end_and_name_states_that_one_has_lost(tmp_path: Path) -> None:
     (mine, text, _, _), (theirs, told, _, _) = on_ranks(Lost("raise"), tmp_path / "run", 2)
     assert mine == ["StepUndone", "StepUndone", "StatesLost"]
     assert theirs[:2] == mine[:2]
@@ -377,7 +377,7 @@ def test_states_that_one_rank_has_lost_end_all_with_their_names(tmp_path: Path) 
         assert "the states of blocks.1.weight (elements 0 to" in each
 
 
-def test_older_states_on_one_rank_let_all_go_on(tmp_path: Path) -> None:
+def test_all_ranks_continue_with_older_states_of_one(tmp_path: Path) -> None:
     results = on_ranks(Lost("from-older"), tmp_path / "run", 2)
     (mine, _, older, loss), (theirs, _, others, same) = results
     assert mine == theirs == ["StepUndone"] * 3

@@ -231,7 +231,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_gradients_and_parameters_are_those_of_ddp_whatever_each_rank_leaves_out(
+def test_gradients_and_parameters_equal_ddp_s_whatever_ranks_skip(
     tmp_path: Path,
 ) -> None:
     check(Both((CROSSED, drawn(2, 4, 1, seed=3)), POLICIES), tmp_path)
@@ -374,7 +374,7 @@ def left_out(rank: int, _place: Path) -> list[str]:
     return [differs(rank, chosen, calls) for chosen in (two, {"rank_timeout_s": 20.0})]
 
 
-def test_ranks_that_leave_out_other_blocks_are_told_of_the_field(tmp_path: Path) -> None:
+def test_ranks_that_skip_different_blocks_raise_and_name_the_field(tmp_path: Path) -> None:
     for told in zip(*on_ranks(left_out, tmp_path / "run", 2), strict=True):
         assert any("RanksDiverged" in text for text in told), told
         assert any("find_unused_parameters=True" in text for text in told), told
@@ -387,7 +387,7 @@ def one_more(rank: int, _place: Path) -> str:
     return differs(rank, chosen, ((0,), (1,))[rank], backwards=1 + rank)
 
 
-def test_a_rank_with_another_number_of_backwards_is_an_error_in_time(tmp_path: Path) -> None:
+def test_a_rank_with_another_number_of_backwards_raises(tmp_path: Path) -> None:
     told = on_ranks(one_more, tmp_path / "run", 2, timeout_s=60.0)
     assert any("RanksDiverged" in text or "within 5 s" in text for text in told), told
 

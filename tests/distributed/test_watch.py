@@ -496,7 +496,7 @@ def far_silent(ranks: Ranks) -> Any:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_of_another_host_that_falls_silent_is_named(tmp_path: Path, who: int) -> None:
+def test_a_silent_rank_on_another_host_is_named(tmp_path: Path, who: int) -> None:
     (tmp_path / "who").write_text(str(who))
     with watched.started(far_silent, tmp_path, 2) as processes:
         processes[1 - who].join(watched.LIMIT_S)

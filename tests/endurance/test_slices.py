@@ -22,7 +22,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 @pytest.mark.slow
 @pytest.mark.privileged
-def test_killed_runs_go_on_on_every_file_system(tmp_path: Path) -> None:
+def test_killed_runs_resume_on_every_file_system(tmp_path: Path) -> None:
     with record_in(tmp_path / "record") as record:
         counts = kills.campaign(tmp_path, 24, record, systems=["here", "xfs-memory"])
     found = lines(tmp_path / "record")

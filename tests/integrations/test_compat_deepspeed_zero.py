@@ -233,7 +233,7 @@ def test_parameters_are_read_and_written_while_they_are_gathered(tmp_path: Path)
     engine.destroy()
 
 
-def test_what_nobody_has_split_is_left_alone() -> None:
+def test_whole_parameters_are_not_changed() -> None:
     plain = nn.Linear(2, 2)
     with zero.GatheredParameters(list(plain.parameters()), modifier_rank=0):
         plain.weight.data.zero_()

@@ -289,7 +289,7 @@ def test_a_full_file_system_keeps_what_it_could_not_write(backend, loop, mounted
 
 @pytest.mark.privileged
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_device_that_turns_bad_and_good_again(backend, loop, mounted):
+def test_a_drive_that_fails_and_recovers(backend, loop, mounted):
     """device mapper: linear, then error, then linear again, under a mounted file system without a
     journal."""
     name = f"infinity-soak-{os.getpid()}"

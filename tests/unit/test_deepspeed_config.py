@@ -677,7 +677,7 @@ def test_auto_is_filled_as_a_trainer_does() -> None:
     assert value["bf16"]["enabled"] == AUTO, "the caller's own mapping stays as it is"
 
 
-def test_auto_that_nobody_fills_names_its_key_and_fix() -> None:
+def test_a_remaining_auto_names_its_key_and_fix() -> None:
     found = message(config(("bf16.enabled", AUTO), (O, "AdamW"), (P + "lr", AUTO)))
     assert f"bf16.enabled, {P}lr: " in found
     assert "auto={'bf16.enabled': ...}" in found

@@ -260,7 +260,7 @@ def test_a_share_that_means_nothing_is_refused(share: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_throttled_executor_is_noticed(tmp_path: Path) -> None:
+def test_a_throttled_executor_is_reported(tmp_path: Path) -> None:
     """Real seconds of a real executor: at full speed, then over another one (drives cannot be
     throttled later)."""
     chunk_bytes, count = 1 << 20, 64

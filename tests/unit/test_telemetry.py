@@ -154,7 +154,7 @@ def printed(code: str, **environment: str) -> str:
     return done.stderr
 
 
-def test_warnings_are_printed_where_nobody_takes_them() -> None:
+def test_warnings_are_printed_without_a_handler() -> None:
     code = (
         "from infinity._src.base.telemetry import logger; logger.warning('a bad block'); "
         "logger.info('nobody asked')"

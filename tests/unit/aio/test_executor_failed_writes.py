@@ -56,7 +56,7 @@ def test_a_transfer_that_makes_no_progress_is_kept_too(make_rig, rng):
     assert rig.executor.stats().kept_chunks == 1
 
 
-def test_what_a_failed_update_kept_is_the_updated_value(make_rig, rng):
+def test_a_failed_update_keeps_the_updated_values(make_rig, rng):
     rig = failing(make_rig, nth=1)
     value, grad = random_chunk(rng), rng.standard_normal(NUMEL).astype(np.float32)
     rig.store({0: value}).wait()

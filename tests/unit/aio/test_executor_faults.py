@@ -43,7 +43,7 @@ def stored_and_read(rig, rng) -> AioError | None:
         ("short", 0, "short_transfers"),
     ],
 )
-def test_what_passes_is_counted_and_nobody_notices(make_rig, rng, op, kind, code, counter):
+def test_transient_errors_are_retried_and_counted(make_rig, rng, op, kind, code, counter):
     rig = make_rig(seam=aio.Seam(fault=aio.Fault(op, 0, kind=kind, errno=code)))
     assert stored_and_read(rig, rng) is None
     stats = rig.executor.stats()
@@ -190,7 +190,7 @@ def test_an_update_that_could_not_run_leaves_no_section_at_its_old_value(make_ri
     assert isinstance(outcome(rig.fetch([0], mask=0b0011)[0]), DeviceFailedError)
 
 
-def test_a_fetch_that_failed_harms_nothing(make_rig, rng):
+def test_a_failed_fetch_damages_nothing(make_rig, rng):
     rig = make_rig(seam=aio.Seam(fault=aio.Fault("read", 0, lasting=True)))
     value = random_chunk(rng)
     rig.store({0: value}).wait()

@@ -149,7 +149,7 @@ def test_drain_and_close_let_all_gates_escape(make_rig, rng):
     assert gate.escaped
 
 
-def test_a_gate_that_nobody_holds_escapes(make_rig, rng):
+def test_a_gate_without_a_holder_escapes(make_rig, rng):
     rig, _ = prepared(make_rig, rng)
     gate = rig.executor.gate()
     ticket = rig.fetch([0], gate=gate)[0]
@@ -161,7 +161,7 @@ def test_a_gate_that_nobody_holds_escapes(make_rig, rng):
         time.sleep(0.002)
 
 
-def test_a_gate_that_nobody_has_any_more_escapes_also_while_gates_are_held(make_rig, rng):
+def test_an_unreferenced_gate_escapes_also_while_gates_are_held(make_rig, rng):
     rig = make_rig(hold_s=30)
     rig.store({0: random_chunk(rng)}).wait()
     rig.executor.hold_gates(True)

@@ -180,7 +180,7 @@ assert ticket.done
     assert done.stdout.split() == ["interrupted", "True"], done.stderr
 
 
-def test_a_killed_neighbour_in_the_same_directory_harms_nobody(backend, make_rig, tmp_path, rng):
+def test_a_killed_process_in_the_same_directory_damages_nothing(backend, make_rig, tmp_path, rng):
     rig = make_rig(seam=aio.Seam(delay_us_max=2000, seed=1))
     values = {i: random_chunk(rng) for i in range(6)}
     rig.store(values).wait()

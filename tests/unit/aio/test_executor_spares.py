@@ -234,7 +234,7 @@ def spoil(rig, how):
 
 @pytest.mark.parametrize("pools", POOLS, ids=str)
 @pytest.mark.parametrize("how", ["wrong", "cut off"])
-def test_a_part_is_kept_where_the_rest_cannot_be_read(make_rig, rng, pools, how):
+def test_a_part_is_kept_if_the_other_sections_cannot_be_read(make_rig, rng, pools, how):
     rig = make_rig(spares=2, pools=(pools[0], 1 + pools[1]))
     first, second = random_chunk(rng), random_chunk(rng)
     rig.store({0: first}).wait(20)

@@ -105,7 +105,7 @@ def test_a_file_that_was_cut_is_a_typed_error(make_rig, rng, direct):
 
 
 @pytest.mark.parametrize("verify", ["full", "sample"])
-def test_a_write_that_never_reached_the_drive_is_caught(make_rig, rng, verify):
+def test_a_lost_write_is_detected(make_rig, rng, verify):
     """A stale run: what lay there before the last store is put back."""
     rig = make_rig(verify=verify, piece=PIECE)
     for index in range(5):

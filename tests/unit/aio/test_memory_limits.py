@@ -133,7 +133,7 @@ def run_in(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.privileged
-def test_in_a_real_cgroup_a_slab_too_large_is_an_error_where_the_kernel_would_kill(cgroup):
+def test_in_a_real_cgroup_a_slab_above_the_limit_is_an_error(cgroup):
     folder, _ = cgroup
     done = run_in(
         folder,

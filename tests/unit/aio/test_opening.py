@@ -181,7 +181,7 @@ def test_where_no_backend_can_be_had_the_error_names_the_reason_of_each(file, mo
 
 
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
-def test_where_memory_may_not_be_locked_the_slab_goes_unregistered_and_works(tmp_path):
+def test_without_locked_memory_the_slab_works_unregistered(tmp_path):
     if os.getuid() != 0:
         pytest.skip("needs root to become nobody")
     done = run_python(f"""

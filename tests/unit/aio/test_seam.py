@@ -38,7 +38,7 @@ def test_a_fault_that_is_none_is_refused(values, said):
         Fault("read", 0, **values)
 
 
-def test_a_stale_write_leaves_what_was_there_and_the_next_read_says_so(make_rig, rng):
+def test_the_next_read_detects_a_stale_write(make_rig, rng):
     rig = make_rig(seam=Seam(fault=Fault("write", 7, kind="stale")))
     old, new = random_chunk(rng), random_chunk(rng)
     rig.store({0: old}).wait()
@@ -67,7 +67,7 @@ def test_a_stale_read_for_ever_is_a_checksum_error(make_rig, rng):
 
 
 @pytest.mark.parametrize(("chunk", "victim"), [(0, 1), (5, 4)], ids=["behind", "at_the_end"])
-def test_a_misdirected_write_destroys_its_neighbour_and_both_are_told(make_rig, rng, chunk, victim):
+def test_a_misdirected_write_damages_two_places_and_both_are_detected(make_rig, rng, chunk, victim):
     rig = make_rig(block_bytes=RUN_BYTES)
     values = {i: random_chunk(rng) for i in range(6)}
     rig.store(values).wait()
@@ -107,7 +107,7 @@ def test_an_only_block_of_a_file_cannot_be_misdirected(make_rig, rng):
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_late_request_takes_its_time_and_harms_nothing(make_rig, rng, op):
+def test_a_late_request_only_delays(make_rig, rng, op):
     rig = make_rig()
     value = random_chunk(rng)
     rig.executor.set_seam(Seam(fault=Fault(op, 1, kind="late", late_s=0.3)))

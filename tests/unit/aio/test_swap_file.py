@@ -147,7 +147,7 @@ def test_a_drive_that_wants_more_than_4096_byte_alignment_is_buffered(tmp_path, 
         assert not is_direct(file.fd)
 
 
-def test_a_drive_that_fails_or_lies_at_once_is_a_typed_error_and_no_fall_back(
+def test_a_drive_that_fails_while_opened_is_a_typed_error(
     tmp_path, monkeypatch
 ):
     def fail(fd, buffers, offset):
@@ -207,7 +207,7 @@ def test_a_directory_that_may_not_be_written_is_a_typed_error():
     assert done.stdout.split() == ["13", "open"], done.stderr
 
 
-def test_growing_past_the_free_space_says_how_much_is_missing(tmp_path):
+def test_growing_past_the_free_space_names_the_missing_bytes(tmp_path):
     with SwapFile.create(tmp_path) as file:
         file.grow(4096)
         space = os.statvfs(tmp_path)
@@ -228,7 +228,7 @@ def test_shrinking_gives_the_space_back(tmp_path):
         assert file.size_bytes == MIB
 
 
-def test_a_quota_is_named_and_what_was_allocated_under_it_is_given_back(tmp_path, monkeypatch):
+def test_a_quota_is_named_and_allocated_space_is_freed(tmp_path, monkeypatch):
     real = os.posix_fallocate
 
     def until_the_quota(fd, offset, length):

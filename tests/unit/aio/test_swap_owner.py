@@ -133,7 +133,7 @@ def test_a_file_whose_directory_had_to_stay_takes_it_along_when_it_is_closed(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_cleared_at_the_next_start_and_its_living_neighbour_s_is_not(
+def test_the_next_start_removes_files_of_killed_processes_only(
     tmp_path,
 ):
     with Child(LINGERING, tmp_path) as doomed, Child(LINGERING, tmp_path) as neighbour:

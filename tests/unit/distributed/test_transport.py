@@ -216,7 +216,7 @@ def test_on_the_cpu_copies_block_and_nothing_is_pinned(monkeypatch: pytest.Monke
     assert not staged._host.is_pinned()
 
 
-def test_a_device_has_its_transport_and_staging_is_nobodys_by_itself() -> None:
+def test_a_device_has_its_transport_and_none_stages_by_default() -> None:
     assert transport_for(CPU) is GlooTransport
     assert transport_for(GPU) is NcclTransport
     assert (GlooTransport.backend, NcclTransport.backend) == ("gloo", "nccl")

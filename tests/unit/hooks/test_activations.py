@@ -499,7 +499,7 @@ def test_a_fault_names_the_input_and_the_step_can_be_repeated(
     assert place.activations._fault is None
 
 
-def test_a_range_that_refused_a_write_is_nobodys_again_when_its_bytes_are_freed(
+def test_a_freed_range_with_a_failed_write_is_not_reused(
     make_place: Callable[..., Place],
 ) -> None:
     """Freed before the move to a spare range was settled."""

@@ -246,7 +246,7 @@ class Lost(nn.Module):
         self.register_buffer("count", torch.zeros(2), persistent=True)
 
 
-def test_a_meta_buffer_that_nobody_can_compute_is_named() -> None:
+def test_a_meta_buffer_that_cannot_be_computed_is_named() -> None:
     state = Lost().state_dict()
     with torch.device("meta"):
         model = Lost()

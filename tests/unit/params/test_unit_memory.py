@@ -119,7 +119,7 @@ def step(model: Stack) -> torch.Tensor:
     return result
 
 
-def test_set_up_leaves_torch_no_block_that_nobody_uses(model: Stack, place: Place) -> None:
+def test_set_up_leaves_torch_no_unused_block(model: Stack, place: Place) -> None:
     assert place.events == ["free_cache"]
 
 
