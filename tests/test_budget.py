@@ -1,5 +1,5 @@
-"""The budget holds: peak RSS is what was planned and what is reported besides, at every budget.
-What a plan gives up is freed."""
+"""Peak RSS is within the plan and the reported overhead, at every budget. Memory that a plan
+releases is freed."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.unit.params.test_state_store import fetched, make_flat, make_store
 MIB = 1 << 20
 LAYERS, HIDDEN = 14, 512
 SLACK = 30 * MIB
-"""Activations of a few tokens, what torch's kernels keep, Python's objects, the allocator's
-leftovers, threads' stacks."""
+"""Activations of a few tokens, buffers of torch's kernels, Python's objects, free memory of the
+allocator, threads' stacks."""
 
 TIGHT = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
-"""glibc gives back what is freed, and the engine leaves the heap alone: no freed memory is kept,
-and none has to be allowed."""
+"""glibc returns all freed memory, and the engine sets no heap limit: the test need not allow for
+freed memory."""
 
 BOUNDARIES = {"rows": 2, "length": 32}
-"""Batches whose boundary activations are large enough to be put away."""
+"""Batches whose boundary activations are large enough to be offloaded."""
 
 FEW = {"rows": 1, "length": 4}
 
@@ -47,7 +47,7 @@ def make(layers: int, hidden: int) -> Any:
 
 
 def train(directory: str, layers: int, hidden: int, case: dict[str, Any]) -> dict[str, Any]:
-    """Two steps under a policy; a record of what was held."""
+    """Train two steps under a policy; record the held memory."""
     model = make(layers, hidden)
     settings: dict[str, Any] = {
         "params": "nvme",
@@ -87,10 +87,10 @@ def train(directory: str, layers: int, hidden: int, case: dict[str, Any]) -> dic
 
 
 def records_of(directory: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`train` each, with its peak and what the process took before it.
+    """Run `train` for each, with its peak and the process's memory before it.
 
-    "more": ram is what the last case with ram="min" needed, and this share of what it left on NVMe.
-    "spill": or a third of its gradients less than that.
+    "more": ram is the need of the last case with ram="min", plus this share of its bytes on NVMe.
+    "spill": that need, minus a third of its gradients.
     """
     train(directory, 2, 64, {})  # what torch allocates once
     records: list[dict[str, Any]] = []
@@ -115,8 +115,8 @@ def records_of(directory: str, cases: list[dict[str, Any]]) -> list[dict[str, An
 def measured(
     directory: Path, cases: dict[str, dict[str, Any]], **environment: str
 ) -> dict[str, dict[str, Any]]:
-    """`records_of` in a process of its own: a new one if glibc is to be set otherwise, which reads
-    that when it starts."""
+    """Run `records_of` in a separate process: a new one for other settings of glibc, which reads
+    them at its start."""
     alone = harness.in_a_process if environment else forks.in_a_fork
     output = alone(
         "tests.test_budget", str(directory), json.dumps(list(cases.values())), **environment
@@ -126,16 +126,15 @@ def measured(
 
 
 def check(records: dict[str, dict[str, Any]]) -> None:
-    """Nothing takes more than its plan, what is reported besides, and the slack; no model leaves
-    more behind than that."""
+    """No case exceeds its plan plus the reported overhead and the slack, and no model leaves more
+    memory behind."""
     for name, record in records.items():
         allowed = record["ram"] + record["device"] + record["spare"] + record["baseline"] + SLACK
         assert record["peak"] <= allowed, (
             f"{name}: {(record['peak'] - allowed) / MIB:.1f} MiB too much: {record}"
         )
         assert record["ram"] <= (record["given"] or record["least"])
-        # What a plan could forget is at least a copy of the parameters: twice the slack, so that it
-        # is seen.
+        # Memory missing in a plan would be at least a copy of the parameters: twice the slack.
         assert 2 * record["params"] > 2 * SLACK
     baselines = [record["baseline"] for record in records.values()]
     assert baselines[-1] - baselines[0] < SLACK
@@ -177,8 +176,8 @@ def test_peak_memory_keeps_to_every_budget_in_every_mode(tmp_path: Path) -> None
     assert all(record["spare"] == 0 for record in records.values())
     least = records["min"]
     taken = {name: record["peak"] - record["baseline"] for name, record in records.items()}
-    # Counted in the plan: no gradients, or two sets of them and a copy of the parameters; and they
-    # are in RAM indeed.
+    # The plan counts no gradients, or two sets and a copy of the parameters, which are really in
+    # RAM.
     copy = 2 * least["params"]
     assert least["grads"] >= copy
     assert records["backward"]["grads"] == 0
@@ -192,16 +191,16 @@ def test_peak_memory_keeps_to_every_budget_in_every_mode(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_what_is_freed_and_kept_for_reuse_stays_within_its_allowance(tmp_path: Path) -> None:
-    """As the engine runs where nobody set malloc otherwise."""
+    """Run with malloc's default settings."""
     records = measured(tmp_path, {"min": {}, "a third": {"more": 1 / 3}})
     check(records)
     for record in records.values():
-        # far less than what rests on NVMe, or nothing would be shown
+        # far below the bytes on NVMe, so that the test can fail
         assert record["spare"] + SLACK < 3 * record["params"]
 
 
 def rss_bytes() -> int:
-    """Return the bytes of RAM that this process holds now."""
+    """Return this process's resident bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

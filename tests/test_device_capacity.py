@@ -1,4 +1,4 @@
-"""Device memory is bounded in bytes: small units go several at a time, a huge one by itself."""
+"""Device memory is bounded in bytes: several small units fit at a time, or one huge unit."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def test_of_small_units_there_is_room_for_two_ahead() -> None:
     assert fresh_capacity(units, Passes()) == 300 * MIB
     assert fresh_capacity(units, Passes(copies=True)) == (300 + 2 * 400) * MIB
     assert fresh_capacity(units, Passes(copies=True, several=True)) == 3 * 400 * MIB
-    # Three beside the one in backward would be more than 1 GiB.
+    # Three units besides the one in backward would exceed 1 GiB.
     assert fresh_capacity(units, Passes(in_backward=True)) == (400 + 1024) * MIB
     assert gathered_capacity(units, Passes(whole=True)) == 32 * 400 * MIB
 
 
 def test_a_huge_unit_has_its_neighbours_beside_it_and_no_multiple_of_itself() -> None:
-    # As a mixture of experts has them: attention, a router, all experts of a layer.
+    # As in a mixture of experts: attention, a router, all experts of a layer.
     layer = [UnitBytes(356 * MIB), UnitBytes(4 * MIB), UnitBytes(21 * GIB, (14 * GIB, 7 * GIB))]
     units = [*layer * 58, UnitBytes(2 * GIB)]
     assert gathered_capacity(units, Passes()) == 23 * GIB  # the head is a neighbour, too
     assert gathered_capacity(units[:-1], Passes()) == 22 * GIB
-    # A gradient of a tensor leaves while the next one is made.
+    # A tensor's gradient is copied while the next one is made.
     assert fresh_capacity(units, Passes(copies=True)) == 21 * GIB
 
 
 def test_units_that_are_in_use_together_have_room_together() -> None:
-    # A block keeps a part of itself, and has three experts inside of it.
+    # A block is a unit, with three experts inside as units.
     units = [UnitBytes(100), *[UnitBytes(50, around=(0,))] * 3]
     assert gathered_capacity(units, Passes()) == 250  # everything
     assert gathered_capacity([*units, *[UnitBytes(60)] * 9], Passes()) == 100 + 50 + 2 * 100
@@ -85,12 +85,12 @@ def test_the_room_holds_neighbours_and_is_no_more_than_it_must(
         assert here + there <= room
     assert room <= max(2 * largest, largest + min(count * largest, OVERLAP_BYTES_MAX))
     assert capacity_bytes(sizes[::-1], count) == room
-    # So many alike are as many units.
+    # `repeat` counts as that many units.
     assert capacity_bytes(sizes[:1], count, repeats=[5]) == capacity_bytes(sizes[:1] * 5, count)
 
 
 def test_a_block_in_slices_counts_as_one_unit_where_the_device_has_room() -> None:
-    # Words, and two blocks of four units, the first of which is in use around the others.
+    # An embedding, and two blocks of four units, the first of which is around the other three.
     block = [UnitBytes(100, (60, 40)), *[UnitBytes(300, (300,), around=(1,))] * 3]
     units = [UnitBytes(50, (50,)), *block, *block]
     units[6:] = [dataclasses.replace(unit, around=(5,)) for unit in units[6:]]
@@ -98,16 +98,16 @@ def test_a_block_in_slices_counts_as_one_unit_where_the_device_has_room() -> Non
     assert [each.gathered for each in blocks_of(units)] == [50, 1000, 1000]
     assert [sum(each.grads) for each in blocks_of(units)] == [50, 1000, 1000]
     assert [each.around for each in blocks_of(units)] == [(), (), ()]
-    assert gathered_capacity(units, Passes()) == 2050  # everything: two more have room beside one
+    assert gathered_capacity(units, Passes()) == 2050  # all: two more units fit besides one
     assert fresh_capacity(units, Passes()) == 300 + 1000
     assert regathered_bytes(units, Passes()) == 0
-    # One by one: 300 beside 100, and two of 300.
+    # Single units: 300 besides 100, and two of 300.
     alone, fresh = 1000, fresh_capacity(units, Passes())
     none, some = (Passes(device_bytes=alone + fresh + 2 * spare) for spare in (0, 450))
     assert gathered_capacity(units, none) == alone
     assert retained_capacity(units, none) == {0: 50, 1: 1000, 2: 1000}, "one block fits"
     assert gathered_capacity(units, some) == alone + 450
-    # Of a block of 2,000 one of 100 and one of 300 stay.
+    # Of a block of 2,000 a unit of 100 and one of 300 stay.
     large = [dataclasses.replace(unit, block=min(unit.block or 0, 1)) for unit in units]
     some = Passes(device_bytes=alone + fresh_capacity(large, Passes()) + 2 * 450)
     assert retained_capacity(large, some) == {0: 50, 1: 450}
@@ -136,7 +136,7 @@ def test_what_stays_from_slice_to_slice_refuses_no_device_and_has_room(
         assert block.block is not None
         inside = [unit.gathered for unit in units if unit.block == block.block]
         stay = min(kept[block.block], sum(inside))
-        # The largest of the others is gathered beside those that stay.
+        # The largest other unit is gathered besides the units that stay.
         assert stay + (max(inside) if stay < sum(inside) else 0) <= room
     assert (again == 0) == all(
         kept[block.block] >= block.gathered for block in blocks_of(units) if block.block is not None
@@ -156,10 +156,10 @@ def test_what_the_device_cannot_hold_is_refused_with_the_value_and_the_fix() -> 
         r"has 2.9 MiB; gathered parameters take up to 2 MiB of it, and fresh gradients 1 MiB",
     ):
         check_gatherable(model, specs, MIB, CPU, 3 * MIB - 100_000, Passes())
-    # Gradients that are copied away leave beside the next one.
+    # Gradients are copied to the host while the next ones are made.
     with pytest.raises(ValueError, match=r"fresh gradients 2 MiB"):
         check_gatherable(model, specs, MIB, CPU, 3 * MIB, Passes(copies=True))
-    # Frozen parameters have none.
+    # Frozen parameters have no gradients.
     check_gatherable(
         model.requires_grad_(requires_grad=False), specs, MIB, CPU, 2 * MIB, Passes(copies=True)
     )
@@ -172,7 +172,7 @@ def test_gradients_of_a_block_that_add_up_over_slices_are_refused_where_they_hav
     model = inf.microbatched(nn.Sequential(nn.Sequential(*layers)), 2, blocks=["0"])
     specs = find_units(model, units=["Linear"], unit_bytes_max=MIB)
     assert [spec.block for spec in specs] == [0, 0]
-    # Two units of 1 MiB gathered, their gradients, and one that is made.
+    # Two units of 1 MiB gathered, their gradients, and one being made.
     passes = Passes(device_bytes=5 * MIB)
     check_gatherable(model, specs, MIB, CPU, 5 * MIB, passes)
     with pytest.raises(ValueError, match=r"adds up .* until its last slice: name smaller modules"):
@@ -183,7 +183,7 @@ def test_gradients_of_a_block_that_add_up_over_slices_are_refused_where_they_hav
 
 
 class Wide(nn.Module):
-    """Layers of different sizes, applied in the order that the caller wants."""
+    """Layers of different sizes, applied in the caller's order."""
 
     def __init__(self, widths: list[int]) -> None:
         super().__init__()
@@ -209,7 +209,8 @@ def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_gathered_never_exceeds_the_bound_and_every_unit_is_gathered(
     widths: list[int], beside: float, seed: int, drive: Path
 ) -> None:
-    """Any bound that holds the largest unit, and orders that deviate while reads are under way."""
+    """Test any bound that holds the largest unit, and orders that deviate while reads are in
+    flight."""
     torch.manual_seed(0)
     plain = Wide(widths)
     model = Wide(widths)
@@ -240,12 +241,12 @@ def test_what_is_gathered_never_exceeds_the_bound_and_every_unit_is_gathered(
     handle.close()
 
 
-# -- the same bits whatever the room ---------------------------------------------------------------
+# -- the same bits with any capacity ---------------------------------------------------------------
 
 
 @pytest.fixture
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every unit is huge: hardly anything goes beside the one that is worked on."""
+    """Make every unit huge: almost nothing fits besides the unit in use."""
     monkeypatch.setattr(device_capacity, "OVERLAP_BYTES_MAX", 1000)
 
 
@@ -276,7 +277,7 @@ def test_units_that_go_one_by_one_keep_the_bits(
 
 @dataclasses.dataclass(frozen=True)
 class Rooms:
-    """Trains on a rank with room for hardly anything beside a unit, then with room for all."""
+    """Train on a rank with capacity for almost nothing besides a unit, then for all."""
 
     policy: dict[str, Any]
 

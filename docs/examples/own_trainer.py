@@ -64,13 +64,13 @@ class Trainer:
             return sum(self.model(**batch).loss.item() for batch in batches) / len(batches)
 
     def save(self, directory: Path) -> None:
-        """Save everything that training goes on from; all ranks call it."""
+        """Save everything from which training continues; all ranks call it."""
         extra = {"done": self.done, "scheduler": self.scheduler.state_dict()}
         extra["rng"] = torch.get_rng_state()
         inf.save(self.model, self.optimizer, directory, extra=extra).wait()
 
     def resume(self, directory: Path) -> None:
-        """Go on from there, on any number of ranks."""
+        """Resume from a save, on any number of ranks."""
         extra = inf.restore(self.model, self.optimizer, directory).extra
         self.done = extra["done"]
         self.scheduler.load_state_dict(extra["scheduler"])

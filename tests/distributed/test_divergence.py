@@ -1,5 +1,4 @@
-"""Ranks whose programs, policies or values differ are told so; what may differ between them does no
-harm."""
+"""Ranks whose programs, policies or values differ raise; permitted differences change nothing."""
 
 from __future__ import annotations
 
@@ -61,8 +60,8 @@ def weights(model: Any) -> list[torch.Tensor]:
 
 
 def norm_alone(rank: int, place: Path) -> str:
-    """Rank 0 takes a norm that rank 1 does not: one waits in the control stream, the other in that
-    of gathers."""
+    """Rank 0 takes a norm, rank 1 does not: one waits in the control stream, the other in the
+    gather stream."""
     model, handle, optimizer = build(place)
     with raising(handle) as told:
         backward(model, rank, 0)
@@ -82,7 +81,7 @@ def test_a_norm_on_one_rank_alone_raises_on_both(tmp_path: Path) -> None:
 
 
 class Beside(torch.nn.Module):
-    """With a module that forward does not call."""
+    """A model with a module that forward does not call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,9 +95,8 @@ class Beside(torch.nn.Module):
 
 
 def gathers_alone(rank: int, place: Path) -> tuple[str, bool]:
-    """Rank 0 gathers a unit, and rank 1 goes on with backward, whose units are in memory still: one
-    waits in the communication stream of gathers, the other in that of reductions, and neither has
-    come as far as the other."""
+    """Rank 0 gathers a unit, while rank 1 continues backward with units in memory: one waits for a
+    gather, the other for a reduction, at different collectives."""
     torch.manual_seed(0)
     model: Any = inf.offload(
         Beside(), inf.Policy(params="cpu", optim="cpu", unit_bytes_max=20_000, rank_timeout_s=60.0)
@@ -132,9 +130,8 @@ MODES: list[dict[str, Any]] = [
 
 
 def other_rate_of_a_group(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
-    """Train with a rate that differs between the ranks, in the group that backward comes to last.
-    The engine refuses it before any update, and all may go on. Returns the refusal and the
-    weights."""
+    """Train with a rate that differs between ranks, in backward's last group. The engine refuses it
+    before any update, and all can continue. Returns the error and the weights."""
     model, handle = offloaded(place, update="backward", on_nonfinite="ignore")
     embedding, *others = model.parameters()
     optimizer = inf.AdamW([{"params": others}, {"params": [embedding], "lr": 1e-3}], lr=1e-2)
@@ -161,8 +158,7 @@ def test_another_rate_of_any_group_is_refused_before_the_first_update(tmp_path: 
 
 
 def other_rates(rank: int, place: Path) -> list[tuple[str, set[int]]]:
-    """A learning rate that follows the loss of its own rank: alike in the first step, not in the
-    second."""
+    """A learning rate that follows each rank's loss: equal in the first step, not in the second."""
     found = []
     for values in MODES:
         model, handle, optimizer = build(place, **values)
@@ -218,8 +214,8 @@ def sets_a_gradient(model: Any, _optimizer: Any, rank: int) -> None:
 
 
 def clips(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
-    """Each rank clips by a norm of its own; then all go on, and rounding in a last bit is no
-    difference."""
+    """Each rank clips by its local norm and raises; then all continue, and a difference in the last
+    bit is accepted."""
     model, handle, optimizer = build(place)
     backward(model, rank, 0)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 * (1 + rank))
@@ -250,7 +246,7 @@ UNLIKE: list[tuple[Callable[[Any, Any, int], None], str]] = [
 
 
 def does_unlike(rank: int, place: Path) -> list[str]:
-    """Each rank does it with values of its own, of which it would keep its part."""
+    """Each rank sets different values, of which it would keep its part."""
     found = []
     for does, _ in UNLIKE:
         model, handle, optimizer = build(place)
@@ -274,7 +270,7 @@ def test_values_of_one_rank_alone_are_told_to_both_before_they_are_used(tmp_path
 
 
 def writes_alone(rank: int, place: Path) -> list[str]:
-    """Rank 0 writes through a window, rank 1 only looks; then both go on, in other communication
+    """Rank 0 writes through a window, rank 1 only reads; then both continue, in other communication
     streams."""
     found = []
     for values in ({}, {"params": "device", "zero": 2}):
@@ -296,7 +292,8 @@ def test_a_window_that_one_rank_alone_writes_to_is_told_to_both(tmp_path: Path) 
 
 
 def broadcasts(rank: int, place: Path) -> torch.Tensor:
-    """Rank 0 writes, and the other gets it by a collective, which torch counts as no write."""
+    """Rank 0 writes, and rank 1 receives it by a collective, which torch does not count as a write.
+    """
     model, handle, _ = build(place)
     weight = model.model.norm.weight
     with torch.no_grad(), handle.gather(weight):
@@ -328,7 +325,8 @@ def test_states_of_a_closed_engine_are_not_written(tmp_path: Path) -> None:
 
 
 def holds_others(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
-    """Each rank gives its optimizer another block; then all go on with one for all of the model."""
+    """Each rank gives its optimizer another block and raises; then all continue with one for the
+    whole model."""
     model, handle = offloaded(place)
     told = []
     for params, lr in (
@@ -359,8 +357,7 @@ def test_optimizers_of_other_parameters_or_values_are_none_and_training_goes_on(
 
 
 def other_units(rank: int, place: Path) -> tuple[str, bool]:
-    """Each rank gathers another block, of the same size: taken for what each expects, the shards
-    would fit."""
+    """Each rank gathers another block of the same size, so mixed-up shards would fit."""
     model, handle, _ = build(place)
     blocks = model.model.layers
     try:
@@ -403,14 +400,15 @@ def test_other_policies_and_other_values_on_other_ranks_are_refused_on_all(tmp_p
 
 
 def evaluates(rank: int, place: Path) -> list[list[torch.Tensor]]:
-    """Forwards without a backward leave units that speculation meets at the end of the next one."""
+    """Forwards without a backward leave units that speculation finds at the end of the next
+    backward."""
     found = []
     for chosen in ({}, {"update": "backward", "generations": 2}):
         model, handle, optimizer = build(place, **chosen)
         for index in range(STEPS):
             with torch.no_grad():
                 models.loss_of(model, models.token_batches(8, seed=9)[index])
-            # with a graph, which nobody uses
+            # with an unused graph
             models.loss_of(model, models.token_batches(8, seed=9)[index])
             backward(model, rank, index)
             optimizer.step()
@@ -448,8 +446,8 @@ def test_one_rank_may_evaluate_alone_where_it_has_all_weights(tmp_path: Path) ->
 
 
 def restores(rank: int, place: Path) -> list[float]:
-    """Return the norm of the same gradients after each of two restores. Rounding errors of the
-    steps given up before must not be fed back after a restore."""
+    """Return the norm of the same gradients after each of two restores. Rounding errors of
+    discarded steps must not be fed back after a restore."""
     model, handle, optimizer = build(place, qgz=True, error_feedback=True)
     saved = place / "saved"
     for index in range(2):
@@ -513,8 +511,8 @@ class Gain(torch.nn.Module):
 
 
 def zeroes(rank: int, _place: Path) -> list[tuple[bool, torch.Tensor]]:
-    """Rank 0 alone has used the gain when what has come so far is set to zeros, or cleared; nobody
-    uses it afterwards."""
+    """Only rank 0 has used the gain when gradients so far are zeroed, or cleared; no rank uses it
+    afterwards."""
     found = []
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
     for values in ({"zero": 1}, {"zero": 2, "accumulate": "local", "update": "backward"}):
@@ -545,8 +543,8 @@ def zeroes(rank: int, _place: Path) -> list[tuple[bool, torch.Tensor]]:
 def test_zeros_in_place_of_a_sum_that_waits_on_one_rank_are_a_gradient_on_all(
     tmp_path: Path,
 ) -> None:
-    """As in a plain loop over the rows of all ranks: zeros decay a parameter, and none leaves it
-    alone."""
+    """As in a plain loop over all ranks' rows: zero gradients decay a parameter, missing ones do
+    not change it."""
     decayed = torch.full((64,), (1 - 1e-2 * 0.5) ** 2)
     for found in on_ranks(zeroes, tmp_path / "run", 2):
         for (has, gain), wanted in zip(found, [decayed, torch.ones(64)] * 2, strict=True):

@@ -1,5 +1,5 @@
-"""A rank that dies, fails, leaves or does not come ends all others with RankFailed that names it,
-and nothing hangs."""
+"""If a rank dies, fails, leaves or does not arrive, all other ranks raise RankFailed, which names
+it; none hangs."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.distributed.watched import End, Ranks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# Ranks that stay alive: one scenario after the other in the same processes, each with an engine of
-# its own.
+# Ranks that stay alive: scenarios run one after another in the same processes, each with a separate
+# engine.
 
 
 def does_not_come(ranks: Ranks) -> Any:
-    """Rank 1 is busy elsewhere. What is stuck is broken off, so that memory can be freed."""
+    """Rank 1 is busy. Stuck collectives are aborted, so that memory can be freed."""
     ranks.sum().wait()
     if ranks.rank == 1:
         ranks.await_mark("late0")
@@ -53,7 +53,7 @@ def does_not_come(ranks: Ranks) -> Any:
 
 
 def breaks_off(ranks: Ranks) -> Any:
-    """Rank 1's forward raises, and it does something else."""
+    """Rank 1's forward raises, and rank 1 continues with other calls."""
     ranks.sum().wait()
     if ranks.rank == 1:
         ranks.watchdog.report_exception("forward of layers.3", ValueError("a bad batch"))
@@ -87,7 +87,7 @@ def break_off_at_different_places(ranks: Ranks) -> Any:
 
 
 def reads_badly(ranks: Ranks) -> Any:
-    """The work itself fails on rank 1; the others are in the collective by then."""
+    """The work fails on rank 1 while the other ranks are in the collective."""
     ranks.sum().wait()
     if ranks.rank != 1:
         return ranks.until_failure()
@@ -106,7 +106,7 @@ def reads_badly(ranks: Ranks) -> Any:
 
 
 def wrong_call(ranks: Ranks) -> Any:
-    """A RuntimeError that is nobody else's is told from one of the connection."""
+    """A RuntimeError of this rank is distinguished from one of the connection."""
     if ranks.rank != 1:
         return ranks.until_failure()
 
@@ -119,7 +119,7 @@ def wrong_call(ranks: Ranks) -> Any:
 
 
 def closes(ranks: Ranks) -> Any:
-    """Rank 1 says goodbye; what it has done its part of still completes."""
+    """Rank 1 closes; collectives with its part done still complete."""
     done = ranks.sum()
     if ranks.rank == 1:
         return None
@@ -140,8 +140,8 @@ def two_engines(ranks: Ranks) -> Any:
 
 
 def leaves_nothing(ranks: Ranks) -> Any:
-    """Three engines, after one that makes what stays (torch's own)."""
-    # The pidfds of the other ranks are opened as their records arrive: they are no growth.
+    """Make three engines, after a first one that creates torch's permanent objects."""
+    # Pidfds of other ranks are opened when their records arrive: no growth.
     ranks.watchdog.wait_for_all_ranks()
     found = []
     for turn in range(4):
@@ -158,26 +158,25 @@ def leaves_nothing(ranks: Ranks) -> Any:
             time.sleep(0.05)
             here = what_is_open()
         found.append(here)
-        # A rank that went on would connect to rank 0's store, and wait there with an open
-        # connection while rank 0 counts.
+        # A rank that continued would hold an open connection to rank 0's store while rank 0 counts.
         ranks.sum().wait()
     return [more_than(found[0], here) for here in found[1:]]
 
 
 def what_is_open() -> dict[str, int]:
-    """Python's threads, all threads, and descriptors of this process by kind, counted."""
+    """Count Python's threads, all threads, and descriptors of this process by kind."""
     tasks = len(list(Path("/proc/self/task").iterdir()))
     kinds = collections.Counter(watched.descriptors())
     return {"Python's threads": len(threading.enumerate()), "threads": tasks, **kinds}
 
 
 def more_than(first: dict[str, int], here: dict[str, int]) -> dict[str, int]:
-    """The counts of `here` that are larger than those of `first`."""
+    """Return the counts of `here` that exceed those of `first`."""
     return {what: count for what, count in here.items() if count > first.get(what, 0)}
 
 
 def interrupted(ranks: Ranks) -> Any:
-    """Ctrl-C while waiting for a rank that is late; then waiting goes on."""
+    """Ctrl-C while waiting for a late rank; then the wait continues."""
     if ranks.rank == 1:
         ranks.await_mark("interrupted0")
         ranks.sum().wait()
@@ -209,7 +208,7 @@ def topologies(ranks: Ranks) -> Any:
 
 
 def many_work(ranks: Ranks) -> Any:
-    """Two communication streams, each in its order; work of one does not wait for the other's."""
+    """Two communication streams, each in order, do not wait for each other."""
     with watched.engine(ranks.rank, ranks.world, ranks.place, "other") as other:
         seen: list[int] = []
 
@@ -367,7 +366,7 @@ def assert_survivors_name(who: int, ends: list[End]) -> None:
 def test_survivors_of_a_kill_amid_collectives_end_and_name_the_rank(
     tmp_path: Path, job: Any, who: int
 ) -> None:
-    """Rank 0 has the store: it goes with it."""
+    """Rank 0 has the store, which ends with it."""
     ends = watched.run(job, tmp_path, 3)
     assert ends[who].exit_code == -signal.SIGKILL
     assert_survivors_name(who, ends)
@@ -385,7 +384,7 @@ def ready_then_sums(ranks: Ranks) -> Any:
 
 
 def test_a_rank_that_ended_after_the_death_of_the_store_is_not_blamed(tmp_path: Path) -> None:
-    """Rank 1 cannot publish that it closed: the store went with rank 0. Rank 2 sees both ends at
+    """Rank 1 cannot publish that it closed: the store ended with rank 0. Rank 2 sees both ends at
     once."""
     with watched.started(ready_then_sums, tmp_path, 3) as processes:
         for rank in range(3):
@@ -401,7 +400,7 @@ def test_a_rank_that_ended_after_the_death_of_the_store_is_not_blamed(tmp_path: 
 
 
 def test_a_survivor_that_looks_late_names_the_rank_that_died(tmp_path: Path) -> None:
-    """Rank 0 has the store, and waits until rank 2 has read why it goes."""
+    """Rank 0 has the store, and waits until rank 2 has read the reason for its end."""
     with watched.started(ready_then_sums, tmp_path, 3) as processes:
         for rank in range(3):
             watched.await_file(tmp_path / f"ready{rank}")
@@ -416,7 +415,7 @@ def test_a_survivor_that_looks_late_names_the_rank_that_died(tmp_path: Path) -> 
 
 
 def child_of_the_dead(ranks: Ranks) -> Any:
-    """Rank 1 dies, but a child of its keeps its connections: they tell the others nothing."""
+    """Rank 1 dies, but its child keeps the connections open, so they show nothing."""
     ranks.sum().wait()
     if ranks.rank == 1:
         child = os.fork()
@@ -435,7 +434,7 @@ def test_a_death_is_seen_though_a_child_holds_the_connections(tmp_path: Path) ->
 
 
 def stopped(ranks: Ranks) -> Any:
-    """Rank 1 is stopped for a while, and asks for it."""
+    """Rank 1 has itself stopped for a while."""
     ranks.sum().wait()
     if ranks.rank == 1:
         ranks.mark("stop me")
@@ -446,7 +445,7 @@ def stopped(ranks: Ranks) -> Any:
 
 
 def hosts_of_their_own() -> None:
-    """Every rank believes that it is alone on its host: deaths are known from beats only."""
+    """Every rank believes that it is alone on its host: only beats show deaths."""
     this = Host.this()
     Host.this = classmethod(
         lambda cls: Host(f"host{os.getpid()}", f"boot{os.getpid()}", this.network, this.pids)
@@ -454,7 +453,7 @@ def hosts_of_their_own() -> None:
 
 
 def far(ranks: Ranks, job: Callable[[Ranks], Any]) -> Any:
-    """The job in an engine of hosts of their own."""
+    """Run the job in an engine whose ranks have separate hosts."""
     hosts_of_their_own()
     with watched.engine(ranks.rank, ranks.world, ranks.place, "far", silence_s=6.0) as engine:
         engine.watchdog.wait_for_all_ranks()
@@ -482,7 +481,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_limit_has_not_failed(
 
 
 def silent(ranks: Ranks) -> Any:
-    """One of the ranks stops in mid-step and does not come back: beats tell, no connection does."""
+    """A rank stops in mid-step for good: only missing beats show it, not its connections."""
     ranks.sum().wait()
     who = int((ranks.place / "who").read_text())
     if ranks.rank == who:
@@ -502,7 +501,7 @@ def test_a_silent_rank_on_another_host_is_named(tmp_path: Path, who: int) -> Non
         processes[1 - who].join(watched.LIMIT_S)
         processes[who].kill()
         ends = watched.ends(processes, tmp_path)
-    # The outer engine, which watches by pid, closes in order meanwhile.
+    # The outer engine, which watches by pid, closes normally.
     assert ends[1 - who].failure().rank == who, ends
     assert ("no sign of life for 6 s" if who else "has not answered for 6 s") in str(
         ends[1 - who].result
@@ -534,8 +533,8 @@ stream.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()
     "how", ["broken off", pytest.param("not broken off", marks=pytest.mark.slow)]
 )
 def test_interpreters_end_without_close_and_say_so(tmp_path: Path, how: str) -> None:
-    """Rank 1 leaves without a word; rank 0 ends with RankFailed and a communication stream that
-    nobody closed."""
+    """Rank 1 exits without close(); rank 0 ends with RankFailed and an open communication stream.
+    """
     command = [sys.executable, "-c", SCRIPT]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     processes = [

@@ -1,5 +1,5 @@
-"""DeepSpeed configurations: each key with its fate, the examples that people have, and every
-mistake by its key, its value and its fix."""
+"""DeepSpeed configurations: the status of each key, common examples, and for every mistake an error
+with key, value and fix."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from tests import deepspeed_page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCE = os.environ.get("DEEPSPEED_SOURCE")
-"""The package `deepspeed` in an installation, or in a checkout, of the version of the table."""
+"""Return the package `deepspeed` of the table's version, installed or in a checkout."""
 
 
 def config(*given: tuple[str, Any], stage: int = 3) -> dict[str, Any]:
-    """A configuration of a stage, with the values of dotted keys."""
+    """Return a configuration of a stage, with values of dotted keys."""
     found: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     for name, value in given:
         section = found
@@ -78,8 +78,8 @@ ONE_CYCLE = ((T, "OneCycle"), (S + "cycle_min_lr", 0.1), (S + "cycle_max_lr", 0.
 COSINE = ((T, "WarmupCosineLR"), (S + "total_num_steps", 9))
 MICRO = (("train_micro_batch_size_per_gpu", 2),)
 
-# Key, value, the fields that it gives to the run ("policy.x": to the policy, "optimizer.x": to the
-# optimizer's arguments), and what it is read with.
+# Key, value, the resulting fields of the run ("policy.x": of the policy, "optimizer.x": of the
+# optimizer's arguments), and other needed keys.
 CASES: list[tuple[str, Any, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
     (Z + "stage", 3, {"policy.zero": 3}, ()),
     (Z + "offload_param.device", "cpu", {"policy.params": "cpu"}, ()),
@@ -167,7 +167,7 @@ CASES: list[tuple[str, Any, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
     ),
 ]  # fmt: skip
 
-# Arguments of an optimizer or a schedule, which gets them as they are.
+# Arguments that an optimizer or a schedule gets unchanged.
 AS_THEY_ARE: list[tuple[tuple[tuple[str, Any], ...], dict[str, Any]]] = [
     (OPTIMIZED, {"eps": 1e-6}),
     (((O, "SGD"),), {"momentum": 0.9, "dampening": 0.1, "nesterov": True}),
@@ -233,13 +233,13 @@ def test_a_mapped_key_becomes(
     (meaning,) = [meaning for meaning in run.keys if meaning.key == name]
     assert meaning.fate == MAPPED
     assert isinstance(inf.Policy.from_deepspeed(run), inf.Policy)
-    # Of another type it is refused, with the key and the value.
+    # A value of another type is refused, with key and value.
     if name not in (O, T):
         assert f"{name}=[[]]: give " in message(config(*beside, (name, [[]])))
     if name in (Z + "stage", "data_types.param_dtype", Z + "cpu_offload"):
-        return  # in each case; says again what bf16 says; the engine's default
+        return  # in any case; repeats bf16; the engine's default
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        # Without the key the run is another one: the case tests the key, not a default.
+        # Without the key the run differs: the case tests the key, not a default.
         without = read(*[pair for pair in beside if pair[0] != name], world_size=world)
         assert any(field_of(run, path) != field_of(without, path) for path in fields)
 
@@ -250,7 +250,7 @@ SAMPLES = (True, 7, 0.5, "WARN", "PYTHON", "SOCKET", "fp32", "text", ["name"], {
 
 
 def sample(name: str) -> Any:
-    """A value that a key takes."""
+    """Return a valid value of a key."""
     for value in SAMPLES:
         try:
             KEYS[name].check.read(value)
@@ -338,7 +338,7 @@ def test_a_refused_key_says_what_to_do(name: str) -> None:
     assert " is refused: " in found
     assert fix in found
     plain = read(*beside)
-    # null is how pydantic writes what was not given.
+    # pydantic writes a missing value as null.
     for nothing in [*off, None]:
         run = read(*beside, (name, nothing))
         assert dataclasses.replace(run, notes=plain.notes, keys=plain.keys) == plain
@@ -401,7 +401,7 @@ def test_two_paths_are_striped_and_say_so() -> None:
 
 @pytest.mark.parametrize("path", ["none", None, ""])
 def test_a_path_that_is_none_needs_one(path: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate writes null, and "none"."""
+    """Accelerate writes null or "none" for no path."""
     monkeypatch.delenv("INFINITY_NVME_DIR", raising=False)
     value = config(*NVME, (Z + "offload_param.nvme_path", path))
     assert "nvme" not in inf.read_deepspeed(value).policy
@@ -494,7 +494,7 @@ def test_the_old_name_of_bf16() -> None:
 def test_a_dynamic_scale_needs_sound_numbers(name: str) -> None:
     found = message(config(*FP16, (f"fp16.{name}", 0)))
     assert f"fp16.{name}=0: give a whole number, 1 or more" in found
-    # Neither a static scale nor a model in fp32 looks at it.
+    # Neither a static scale nor an fp32 model uses it.
     assert read(*FP16, (f"fp16.{name}", 0), ("fp16.loss_scale", 8)).loss_scaling
     assert read((f"fp16.{name}", 0)).loss_scaling is None
 
@@ -515,7 +515,7 @@ def test_a_dtype_that_says_another() -> None:
     ("beside", "travels"), [((), None), (BF16, "bfloat16"), (FP16, "float16")]
 )
 def test_gradients_travel_in_the_dtype_of_parameters(beside: Any, travels: str | None) -> None:
-    """DeepSpeed's default; the engine's is the dtype in which they wait."""
+    """DeepSpeed's default is the parameters' dtype; the engine's is the accumulation dtype."""
     run = read(*beside, ("data_types.grad_accum_dtype", "fp32"))
     assert run.policy.get("reduce_dtype") == travels
     assert "reduce_dtype" not in read(*beside).policy
@@ -581,12 +581,12 @@ def test_a_world_is_a_number_of_ranks(world: Any) -> None:
 
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, "ADAMW", "LION", "Adagrad"])
 def test_an_optimizer_is_one_that_takes_its_arguments(kind: str) -> None:
-    """Built with what the table gives: every argument is one of the class."""
+    """Build it from the table: the class accepts every argument."""
     run = read((O, kind))
     assert run.optimizer is not None
     name, arguments = run.optimizer
     weight = torch.nn.Parameter(torch.ones(4))
-    # Classes of inf take offloaded parameters only, and have the signature of torch's.
+    # Classes of inf accept only offloaded parameters, and have the signatures of torch's.
     torch_class = {"Lion": torch.optim.AdamW}.get(name) or getattr(torch.optim, name)
     torch_class([weight], **arguments)
     _, defaults, more = OPTIMIZERS.get(kind) or OPTIMIZERS[kind.lower()]
@@ -682,7 +682,7 @@ def test_a_remaining_auto_names_its_key_and_fix() -> None:
     assert f"bf16.enabled, {P}lr: " in found
     assert "auto={'bf16.enabled': ...}" in found
     assert "auto: " in message(config(), auto={"bf16.enable": True})
-    # What fills it is checked as if it had been written.
+    # The trainer's value is checked like one in the file.
     assert f"{P}lr=" in message(config((O, "AdamW"), (P + "lr", AUTO)), auto={P + "lr": "fast"})
 
 
@@ -720,7 +720,7 @@ def test_0_and_1_are_truth_values() -> None:
     assert "mics_shard_size" in message(config((Z + "mics_shard_size", True)))
 
 
-# -- Files, and what is no configuration -----------------------------------------------------------
+# -- Files, and invalid configurations -------------------------------------------------------------
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -830,7 +830,7 @@ def test_an_unknown_key_names_the_nearest(name: str) -> None:
     if near is not None:
         assert f'write "{near}"' in found
     assert len(found) < 400
-    # A name that nobody knows is a mistake without a value, too.
+    # An unknown name is a mistake with any value.
     assert "there is no such key" in message(config((name, None)))
 
 
@@ -846,7 +846,7 @@ def test_a_mapping_in_itself() -> None:
     assert "there is no such key" in message(value)
 
 
-# -- The examples that people have -----------------------------------------------------------------
+# -- Common examples -------------------------------------------------------------------------------
 
 TRAINER = {
     "fp16": {
@@ -915,7 +915,7 @@ def test_hugging_face_s_example(tmp_path: Path) -> None:
     assert policy.resident == {"params": 2_000_000_000}
     assert policy.io_settings.block_bytes == 262144
     assert policy.io_settings.depth == 32
-    # The policy needs the dtype, and nothing else of what the trainer fills.
+    # Of the values that the trainer fills in, the policy needs only the dtype.
     assert inf.Policy.from_deepspeed(path, auto={"fp16.enabled": True}) == policy
 
 
@@ -947,7 +947,7 @@ def test_overrides_replace_fields() -> None:
     policy = inf.Policy.from_deepspeed(value, nvme=["/c"], ram="1GiB", update="deferred", seed=3)
     assert (policy.directories, policy.ram, policy.seed) == ((Path("/c"),), 1 << 30, 3)
     assert policy.resident == {"params": 16}
-    # What rests in RAM although its tier is NVMe is of that tier.
+    # States of the tier NVMe that rest in RAM count for that tier.
     assert inf.Policy.from_deepspeed(value, params="cpu").resident is None
     assert inf.Policy.from_deepspeed(value).ram is None, "DeepSpeed has no budget"
     with pytest.raises(ValueError, match="verify='never' is not known"):
@@ -1000,7 +1000,7 @@ def test_notes_are_logged_once(
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
-# -- Whatever is written ---------------------------------------------------------------------------
+# -- Random configurations -------------------------------------------------------------------------
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5),
@@ -1029,7 +1029,7 @@ def test_junk_is_a_value_error(value: dict[str, Any]) -> None:
 
 
 def read_or_say(value: dict[str, Any], **more: Any) -> inf.DeepSpeedRun | str:
-    """The run, or the message of a ValueError. Any other exception is a failure."""
+    """Return the run, or the message of a ValueError; other exceptions fail the test."""
     try:
         return inf.read_deepspeed(value, **more)
     except ValueError as error:
@@ -1038,7 +1038,7 @@ def read_or_say(value: dict[str, Any], **more: Any) -> inf.DeepSpeedRun | str:
 
 @functools.cache
 def values_of(name: str) -> list[Any]:
-    """Values that a key takes, among many."""
+    """Strategy of a key's values, valid and invalid."""
     pool: list[Any] = [
         *SAMPLES, False, 0, 1, 2, 3, 4, 8, 4096, 1e9, 0.9, 1.0, -1, "cpu", "nvme", "none", "bf16",
         "log", "FAIL", "AdamW", "adam", "SGD", "Lion", "WarmupLR", "StepLR", [0.9, 0.99], [1, 2],
@@ -1071,7 +1071,7 @@ def test_every_subset_of_sound_keys_is_a_policy_or_says_why(
 ) -> None:
     found = read_or_say(value, world_size=world)
     if isinstance(found, str):
-        # Each is sound by itself, so they exclude each other, or one needs another.
+        # Each is valid alone, so they exclude each other, or one needs another.
         assert re.search(r"[a-z_.0-9]+=", found), "it names no key"
         assert "there is no such key" not in found
         return
@@ -1102,9 +1102,9 @@ def test_every_field_of_deepspeed_s_models_has_its_row() -> None:
         pytest.skip("DEEPSPEED_SOURCE names no package deepspeed")
     found = dict(deepspeed_page.fields_of_models(Path(SOURCE)))
     assert len(found) > 120, "the models are elsewhere now"
-    # An old name of bf16, which is read as that.
+    # An old name of bf16, which is read as bf16.
     assert {name for name in found if not has_row(name)} == {"bfloat16"}
-    # Defaults that are written as numbers or texts are those of the rows.
+    # Literal defaults in DeepSpeed's source equal those of the rows.
     wrong = {
         name: (default, KEYS[name].default)
         for name, default in found.items()
@@ -1117,7 +1117,7 @@ def test_every_field_of_deepspeed_s_models_has_its_row() -> None:
 
 
 def has_row(name: str) -> bool:
-    """Tell whether a key has a row, is a section of such, or lies in an object that has one."""
+    """Return whether a key has a row, is a section of rows, or is inside an object with a row."""
     parts = name.split(".")
     above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return name in SECTIONS or any(one in SPELLINGS for one in above)

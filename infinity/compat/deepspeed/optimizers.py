@@ -53,10 +53,10 @@ class OptimizerPlan:
     """An optimizer that will be built once the model is offloaded.
 
     twin: builds it. groups: its parameter groups, which hold the model's parameters from before the
-    offload. client: the script's optimizer, if the groups are that optimizer's. ready: an existing
-    optimizer of infinity; nothing is built. rehearsal: the optimizer built over the groups without
-    parameters, to try a schedule on. coupled: the rule is Adam with weight decay in the gradient,
-    and every group's decay is 0.
+    offload. client: the script's optimizer, if it has the groups. ready: an existing optimizer of
+    infinity; nothing is built. rehearsal: the same optimizer over groups without parameters, to try
+    a schedule. coupled: the rule is Adam with weight decay in the gradient, and every group's decay
+    is 0.
     """
 
     twin: Twin | None
@@ -132,7 +132,7 @@ def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     plain = [each for each in given if not isinstance(each, Mapping)]
     if groups and plain:
         raise DeepSpeedRefusal(
-            "initialize(model_parameters=) of parameters and groups of them: give one kind"
+            "initialize(model_parameters=) has both parameters and groups: give only one kind"
         )
     groups = groups or [{"params": plain}]
     for group in groups:
@@ -189,8 +189,8 @@ def _check_params(model: torch.nn.Module, groups: list[Group]) -> None:
     for param in (param for group in groups for param in group["params"]):
         if id(param) not in names:
             raise DeepSpeedRefusal(
-                f"the optimizer has a parameter of shape {tuple(param.shape)} that is not one of "
-                f"{type(model).__name__}: build it of model.parameters()"
+                f"the optimizer has a parameter of shape {tuple(param.shape)} that is not in "
+                f"{type(model).__name__}: build it from model.parameters()"
             )
         if id(param) in seen:
             raise DeepSpeedRefusal(
@@ -274,12 +274,12 @@ class ZeROOptimizer:
         self.optimizer.add_param_group(param_group)
 
     def _check_decay(self, group: Group) -> None:
-        """Raise for a weight decay if AdamW runs in place of Adam: with one, the rules differ."""
+        """Raise for a weight decay if AdamW runs in place of Adam: then their rules differ."""
         if self._coupled and group["weight_decay"]:
             raise DeepSpeedRefusal(
                 f"a parameter group with weight_decay={group['weight_decay']!r}, after initialize "
-                "with none: Adam adds a decay to the gradient, and the AdamW that stands for it "
-                "does not; give the decay before initialize, or take AdamW "
+                "with none: Adam adds a decay to the gradient, but here AdamW runs in its place; "
+                "give the decay before initialize, or use AdamW "
                 '("adam_w_mode": true)'
             )
 

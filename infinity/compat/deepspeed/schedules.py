@@ -35,7 +35,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     for found in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(found, torch.optim.Optimizer):
             return found
-    raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer, nor a wrapper of one")
+    raise TypeError(f"{type(optimizer).__name__} neither is nor wraps a torch.optim.Optimizer")
 
 
 class Schedule(abc.ABC):
@@ -59,7 +59,7 @@ class Schedule(abc.ABC):
         """Return the rates set last. Raises: DeepSpeedRefusal if the schedule has set none."""
         if self._last_lr is None:
             raise DeepSpeedRefusal(
-                "get_last_lr() before the first step of a schedule that goes on: call step() first"
+                "get_last_lr() before the first step of a resumed schedule: call step() first"
             )
         return self._last_lr
 

@@ -1,9 +1,8 @@
 """Small functions and classes that scripts import from `deepspeed.utils`,
 `deepspeed.checkpoint.utils` and `deepspeed.moe`; data loaders; estimates of memory.
 
-The estimates are of the states of ZeRO-3, by the counts of bytes of the paper: 2 for a 16-bit
-parameter and its gradient each, 16 with an optimizer's 32-bit states. `infinity plan` reports the
-engine's own needs for a model and a machine.
+The estimates are DeepSpeed's for the states of ZeRO-3 (`_STATE_BYTES` per parameter). `infinity
+plan` reports the engine's own needs for a model and a machine.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
     """Copy a container and clone its tensors, so that torch.save writes no larger storages. device:
-    of the clones; None: the CPU."""
+    where the clones go; None: the CPU."""
     where = torch.device("cpu") if device is None else device
     if isinstance(item, torch.Tensor):
         return item.detach().clone().to(where)
@@ -100,12 +99,12 @@ class MoE:
     def __init__(self, *_args: Any, **_settings: Any) -> None:
         raise DeepSpeedRefusal(
             "deepspeed.moe.layer.MoE: the engine splits all states over all ranks, experts too; "
-            "build the experts as ordinary modules (those of transformers, say)"
+            "build the experts as ordinary modules (such as transformers')"
         )
 
 
 def is_moe_param(param: torch.Tensor) -> bool:  # noqa: ARG001 - there are no such layers
-    """Return False: no parameter is one of DeepSpeed's experts."""
+    """Return False: DeepSpeed's experts are refused."""
     return False
 
 
@@ -113,7 +112,7 @@ def split_params_into_different_moe_groups_for_optimizer(
     param_groups: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     max_group_size: int | None = None,  # noqa: ARG001
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups as a list; DeepSpeed's experts, which it splits, do not exist."""
+    """Return the parameter groups as a list. There are no DeepSpeed experts to separate."""
     groups = [param_groups] if isinstance(param_groups, Mapping) else param_groups
     return [dict(group) for group in groups]
 

@@ -1,4 +1,5 @@
-"""Findings of the watchdog, from the ranks' records, about a collective that somebody waits for."""
+"""Errors that the watchdog derives from the ranks' records, about a collective that a rank waits
+for."""
 
 from __future__ import annotations
 
@@ -83,7 +84,7 @@ def program(*names: str, first: int = 1) -> tuple[tuple[int, str], ...]:
 @pytest.mark.parametrize(
     ("mine", "theirs", "text"),
     [
-        # it waits in another communication stream, and was there first
+        # it waits in another communication stream, and reached the number first
         ("abcd", "abx", "as collective 3 this rank has come to c, and rank 1 to x"),
         ("abcd", "abcx", "rank 1 has come to x instead"),
         ("abcd", "abxcd", "as collective 3 this rank has come to c, and rank 1 to x"),
@@ -168,7 +169,7 @@ def test_a_culprit_that_another_rank_names_is_kept() -> None:
     broke_off = "this rank (1) broke off (e), and rank 0 went on"
     assert str(relayed_error(0, 1, 1, broke_off)) == "rank 1 broke off (e), and rank 0 went on"
     assert relayed_error(0, 1, None, "a connection broke").rank is None
-    # Rank 2 gives up on rank 1, and rank 0 hears of that from rank 1.
+    # Rank 2 gives up on rank 1, and rank 0 learns it from rank 1.
     told = relayed_error(1, 2, 1, "gather cannot complete: rank 1 broke off before it: e")
     assert (told.rank, published_culprit(1, told)) == (2, 1)
     heard = relayed_error(0, 1, published_culprit(1, told), str(told))
@@ -198,8 +199,8 @@ class Process:
 
 
 class Store:
-    """Records of the other ranks; why: the store of rank 0 does not answer any more, which is known
-    after some seconds."""
+    """Records of the other ranks. why: error of rank 0's store, which is known only after some
+    seconds."""
 
     def __init__(self, records: list[RankRecord | None], why: str, after_s: float) -> None:
         self.records, self.lost = records, ""
@@ -231,8 +232,8 @@ def test_a_rank_that_ends_with_the_store_is_not_blamed_for_rank_0(
     culprit: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rank 0 has died, and so rank 2, which found its store gone. The kernel shows the end of rank
-    2 first: it closes the connections of rank 0 before it calls that ended."""
+    """Rank 0 has died, and then rank 2, which lost the store. The kernel shows rank 2's end first:
+    it closes rank 0's connections before it reports rank 0's end."""
     watchdog = Watchdog(Topology.alone(), None, timeout_s=1.0, name="judge")
     peers = [first, None, RankRecord(host=HERE.host)]
     monkeypatch.setattr(watchdog, "topology", Topology.of(1, 3, 3))
@@ -247,7 +248,7 @@ def test_a_rank_that_ends_with_the_store_is_not_blamed_for_rank_0(
 
 @pytest.mark.parametrize("failed", [True, False])
 def test_rank_0_that_ends_after_a_failure_stays_until_a_late_rank_has_read_it(failed: bool) -> None:
-    """Its process has the store. Nobody closes: the interpreter exits."""
+    """Rank 0's process has the store. The interpreter exits without close()."""
     store, here = dist.HashStore(), Host.this()
     records = PrefixStore("infinity/late", store)
     host = (here.name, here.boot_id, here.network, here.pids)
@@ -257,12 +258,12 @@ def test_rank_0_that_ends_after_a_failure_stays_until_a_late_rank_has_read_it(fa
     watchdog.wait_for_all_ranks()
     if failed:
         watchdog.report_failure(RankFailed("rank 1 has broken off", rank=1))
-    # As each communication stream does first.
+    # Each communication stream calls this first.
     watchdog.report_exit()
     exits = threading.Thread(target=watchdog._exits)
     exits.start()
     if failed:
-        # The thread has ended, and has closed nothing that is still asked whether it lives.
+        # The thread has ended without closing pidfds that are still polled.
         watchdog._thread.join(5.0)
         assert not watchdog._thread.is_alive()
         assert watchdog._processes[1].fd >= 0
