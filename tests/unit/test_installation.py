@@ -72,6 +72,19 @@ def test_metadata_of_a_build_do_not_hide_those_of_the_installation(
     assert install_line() == "pip install -e /a"
 
 
+def test_a_source_tree_in_place_of_an_installation_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `python -m infinity.bench` in a clone, after `pip install .`."""
+    installed(tmp_path, monkeypatch, {"url": f"file://{ROOT}", "dir_info": {}})
+    assert installation.hidden_package() is None
+    (tmp_path / "infinity").mkdir()
+    (tmp_path / "infinity" / "_native.abi3.so").touch()
+    assert installation.hidden_package() == tmp_path / "infinity"
+    monkeypatch.setattr(installation, "__file__", str(tmp_path / "infinity/_src/cabi/x.py"))
+    assert installation.hidden_package() is None
+
+
 def test_the_extra_has_all_packages_that_commands_need() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extra = re.search(rf"^{EXTRA} = \[(.*?)\]$", text, flags=re.MULTILINE | re.DOTALL)

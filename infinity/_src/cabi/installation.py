@@ -20,6 +20,7 @@ NEEDS: Final = {
     "train": ("transformers", "tokenizers", "gguf", "plotly", "matplotlib"),
     "report": ("plotly",),
     "bench --plot": ("matplotlib",),
+    "bench --for": ("transformers",),
 }
 """Packages that a command imports, and that an installation without the extra does not bring."""
 
@@ -43,6 +44,20 @@ def install_line(extra: str = "", *options: str) -> str:
     `pip install`.
     """
     return shlex.join(["pip", "install", *options, *_source(f"[{extra}]" if extra else "")])
+
+
+def hidden_package() -> Path | None:
+    """Return the installed package with its extension if another tree was imported in its place:
+    `python -m` imports from the current directory first. None if there is none.
+    """
+    import importlib.metadata
+
+    here = Path(__file__).resolve().parents[2]
+    for found in importlib.metadata.distributions(name=DISTRIBUTION):
+        package = Path(str(found.locate_file(here.name))).resolve()
+        if package != here and any(package.glob("_native*.so")):
+            return package
+    return None
 
 
 def not_installed(package: str) -> str:

@@ -24,11 +24,14 @@ _reason = ""
 try:
     import infinity._native as _native
 except ImportError as error:
-    from infinity._src.cabi.installation import install_line
+    from infinity._src.cabi.installation import hidden_package, install_line
 
-    _reason = (
-        f"infinity's C extension is missing or does not load ({error}): build it by "
-        f"`{install_line('', '--force-reinstall', '--no-deps')}`"
+    _hidden = hidden_package()
+    _reason = f"infinity's C extension is missing or does not load ({error}): " + (
+        f"build it by `{install_line('', '--force-reinstall', '--no-deps')}`"
+        if _hidden is None
+        else f"this source tree hides the installed package, {_hidden}; start from another "
+        "directory, or call `infinity` without `python -m`"
     )
 else:
     ffi, lib = _native.ffi, _native.lib

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 import infinity as inf
-from infinity._src.base.sizes import format_size
 from infinity._src.cli.plan import SEQUENCE, machine_here, read_shape
 from infinity._src.cli.plan_answer import policy_text
 from infinity._src.cli.plan_tables import (
@@ -79,7 +78,7 @@ def _lines(shape: ModelShape, found: Prediction) -> Iterator[str]:
         yield "  all states fit in RAM: a step writes nothing to the drives"
     else:
         yield (
-            f"  {format_size(written)} written a step, {found.written_per_day / 1e12:,.2f} TB a "
+            f"  {written / 1e9:,.1f} GB written a step, {found.written_per_day / 1e12:,.2f} TB a "
             f"day: new drives last {format_days(found.days)}"
         )
         if found.bottleneck != "drives":

@@ -14,6 +14,7 @@ from infinity._src.base.openmp import wait_passively
 from infinity._src.base.paths import argument
 from infinity._src.base.standard_streams import with_safe_streams
 from infinity._src.base.version import __version__
+from infinity._src.cabi import native
 from infinity._src.cli import arguments
 from infinity._src.cli.completion import SHELLS, PrintCompletion
 from infinity._src.cli.stop_signals import StopSignals, status_of
@@ -107,6 +108,8 @@ def _told(given: Sequence[str]) -> int:
 
 def _is_foreseen(error: Exception) -> bool:
     if isinstance(error, (OSError, ValueError, MemoryError, InfinityError)):
+        return True
+    if isinstance(error, ImportError) and not native.available():
         return True
     # Torch has a separate error for exhausted memory. Without torch imported there is none.
     if "torch" not in sys.modules:

@@ -339,6 +339,7 @@ def _total_text(job: Mapping[str, Any], tokens: int) -> str:
         share = job["rated_share"]
         part = f"{share:,.0f} times" if share >= 10 else f"{share:.2g} of"
         part = f"{share:.0%} of" if 0.01 <= share < 10 else part
-        text += f", and {format_size(job['written_bytes'])} written: {part} what the drives are "
-        text += "rated for"
+        # In terabytes, as drives are rated.
+        written = f"{job['written_bytes'] / 1e12:,.1f} TB"
+        text += f", and {written} written: {part} what the drives are rated for"
     return text

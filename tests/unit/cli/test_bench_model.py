@@ -62,6 +62,10 @@ def test_drives_twice_as_fast_need_half_the_time_and_a_rating_is_days(
     all_days = computes.record["drive_days"] * at_drives / computes.record["step_s"]
     assert float(days) == pytest.approx(all_days, rel=0.1, abs=0.1)
     assert "with compute" not in "\n".join(slow.lines)
+    # Both in decimal units, as drives are rated.
+    ((each, day),) = re.findall(r"(\S+) GB written a step, (\S+) TB a day", "\n".join(slow.lines))
+    assert float(each) == pytest.approx(slow.record["written_bytes"] / 1e9, abs=0.1)
+    assert float(day) == pytest.approx(slow.record["written_bytes_per_day"] / 1e12, abs=0.01)
 
 
 def test_directories_of_one_drive_have_its_rate_together(model: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 import infinity as inf
+from infinity._src.cabi import native
 from infinity._src.cabi.installation import install_line
 from infinity._src.cli import doctor
 from infinity._src.cli.main import main
@@ -224,7 +225,9 @@ SHORT = "DefaultCPUAllocator: can't allocate memory"
 def test_an_error_that_a_command_leaves_to_its_caller_is_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(native, "_reason", "not built")
     for error, status, shown in (
+        (ImportError("the extension is missing"), 1, "error: the extension is missing\n"),
         (OSError(5, "it broke", "file"), 1, "error: [Errno 5] it broke: 'file'\n"),
         (ValueError("no such value"), 2, "error: no such value\n"),
         (MemoryError(), 1, "error: MemoryError\n"),

@@ -205,6 +205,8 @@ def test_the_fastest_way_comes_ready_to_paste(small: Path, tmp_path: Path) -> No
         assert getattr(policy, name) == now["job"][name], name
     assert policy.ram <= now["policy_ram_bytes"] < policy.ram * 1.01
     assert record["policy"] in shown
+    written = int(record["total"]["written_bytes"])
+    assert f", and {written / 1e12:,.1f} TB written: " in " ".join(shown.split())
     # So is the command.
     words = record["command"].split()
     assert words[:2] == ["infinity", "train"]
