@@ -80,7 +80,11 @@ class MetricsFile:
         if kind == "step" and self._earlier is not None:
             self._earlier.unlink(missing_ok=True)
             self._earlier = None
-        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+        try:
+            self._file.write(json.dumps({"kind": kind, **record}) + "\n")
+        except OSError as error:
+            # A failed write has no path.
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         self._file.close()

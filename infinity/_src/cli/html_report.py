@@ -93,11 +93,11 @@ def run_report(options: argparse.Namespace, console: Console | None = None) -> i
         if not is_installed("plotly"):
             raise ValueError(f"no page: {not_installed('plotly')}")
         _check_watch(options)
-        directories = runs_of(options.directory)
+        directories = runs_of(options.directory, wanted=not options.watch)
         if options.watch:
             say(console, f"{escape(str(out))} is written again as the run goes on; Ctrl-C ends it")
             return watch(
-                directories,
+                lambda: runs_of(options.directory, wanted=False),
                 lambda runs, seconds: _write(runs, out, options.tbw, seconds),
                 options.every or EVERY_S,
             )

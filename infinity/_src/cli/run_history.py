@@ -161,15 +161,15 @@ class RunHistory:
         return sum(mean * (count / total) for mean, count in known) if total else None
 
 
-def runs_of(directory: Path) -> list[Path]:
+def runs_of(directory: Path, *, wanted: bool = True) -> list[Path]:
     """Return the directories of runs: `directory` and its direct subdirectories, sorted by name.
-    Raises: ValueError if there is none, or more than `RUNS_MAX`; OSError.
+    Raises: ValueError if there is none and one is wanted, or more than `RUNS_MAX`; OSError.
     """
     if not directory.is_dir():
         raise ValueError(f"{directory} is no directory: give the --out of infinity train")
     inside = sorted(each for each in directory.iterdir() if (each / FILE_NAME).is_file())
     found = [*([directory] if (directory / FILE_NAME).is_file() else []), *inside]
-    if not found:
+    if wanted and not found:
         raise ValueError(
             f"{directory} has no {FILE_NAME}, nor has a directory in it: give the --out of "
             "infinity train, or the directory of an inf.StepLog"

@@ -16,20 +16,22 @@ Write = Callable[[Sequence[RunHistory], float | None], object]
 """Writes the page of these runs, which loads itself again after so many seconds; None: never."""
 
 
-def watch(directories: Sequence[Path], write: Write, every_s: float) -> int:
-    """Write the page of these runs every `every_s` seconds, if they have changed. Returns the exit
-    status: 0 when all have ended, 128 + n after the signal n. Blocks.
+def watch(find: Callable[[], Sequence[Path]], write: Write, every_s: float) -> int:
+    """Write the page of the runs that `find` finds every `every_s` seconds, if they have changed.
+    Returns the exit status: 0 when all have ended, 128 + n after the signal n. Blocks.
 
-    Raises: as `read_run` and `write`.
+    Raises: as `find`, `read_run` and `write`.
     """
     seen: object = None
     try:
         with StopSignals():
             while True:
+                directories = find()
                 now = [_state(directory) for directory in directories]
                 if now != seen:
                     runs = [read_run(directory) for directory in directories]
-                    ended = all(run.summary for run in runs)
+                    # There may be no run yet: a model that is loading has no record.
+                    ended = bool(runs) and all(run.summary for run in runs)
                     if any(run.series.points for run in runs):
                         write(runs, None if ended else every_s)
                     if ended:
@@ -37,12 +39,12 @@ def watch(directories: Sequence[Path], write: Write, every_s: float) -> int:
                     seen = now
                 time.sleep(every_s)
     except KeyboardInterrupt as error:
-        runs = [read_run(directory) for directory in directories]
+        runs = [read_run(directory) for directory in find()]
         if any(run.series.points for run in runs):
             write(runs, None)
         return status_of(error)
 
 
-def _state(directory: Path) -> tuple[int, int]:
+def _state(directory: Path) -> tuple[Path, int, int]:
     found = (directory / FILE_NAME).stat()
-    return found.st_size, found.st_mtime_ns
+    return directory, found.st_size, found.st_mtime_ns

@@ -24,6 +24,7 @@ pytest.importorskip("plotly")
 from plotly.colors import sample_colorscale
 from plotly.offline import get_plotlyjs
 
+from infinity._src.base.metrics_file import MetricsFile
 from infinity._src.cabi.installation import install_line
 from infinity._src.cli import html_report, page_style, run_history
 from infinity._src.cli import train as command
@@ -521,7 +522,8 @@ def test_charts_have_no_colours_but_the_palette_s(trained: Path) -> None:
 def test_a_page_is_written_again_until_its_run_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, page = write_run(tmp_path, run_row()), tmp_path / "report.html"
+    # A model that is loading has no record yet.
+    run, page = tmp_path, tmp_path / "report.html"
     told: list[bool | None] = []
 
     def sleeping(seconds: float) -> None:
@@ -538,6 +540,16 @@ def test_a_page_is_written_again_until_its_run_has_ended(
     assert told == [None, True, True]
     assert "location.reload" not in page.read_text().replace(get_plotlyjs(), "")
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "report.html"}
+
+
+def test_a_record_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    file = MetricsFile(path)
+    with pytest.raises(OSError, match=r"No space left on device: .*metrics\.jsonl"):
+        file.add("step", step_row(1))
+    with pytest.raises(OSError, match="No space left"):
+        file.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
