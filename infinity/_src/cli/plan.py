@@ -77,6 +77,7 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
         run = read_ds_config(options, machine)
         # The engine finds nested units on one rank only.
         nested, dtype = machine.world == 1, _dtype(options, run)
+        machine = read_machine(options, float32=dtype is torch.float32)
         shape = read_shape(options.model, dtype, nested=nested, lora=options.lora)
         job = read_job(options, shape, machine, run)
         answer = find_answer(options, shape, machine, job)
@@ -229,9 +230,10 @@ def _read_config(file: Path, transformers: Any) -> Any:
     )
 
 
-def read_machine(options: argparse.Namespace) -> Machine:
-    """Describe the machine that the arguments name. Raises: ValueError naming argument, value and
-    fix.
+def read_machine(options: argparse.Namespace, *, float32: bool = False) -> Machine:
+    """Describe the machine that the arguments name. float32: it computes in fp32.
+
+    Raises: ValueError naming argument, value and fix.
     """
     figures = {
         field: convert(getattr(options, name), f"--{name.replace('_', '-')}")
@@ -250,6 +252,7 @@ def read_machine(options: argparse.Namespace) -> Machine:
         nodes=options.nodes,
         updates_per_core=read_updates(options.adam) if options.adam is not None else None,
         updates_name=str(options.adam or ""),
+        float32=float32,
         **figures,
     )
     if machine.gpus and machine.flops_per_gpu > machine.flops_peak_per_gpu:

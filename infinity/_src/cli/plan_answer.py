@@ -163,7 +163,8 @@ def describe_way(job: Job) -> dict[str, str]:
 
 
 def _show_ways(console: Console, answer: Answer) -> None:
-    names = {"1": "fastest", "2": "second", "exact": "fastest exact"}
+    # A search says what more of the machine would bring.
+    names = {"1": "fastest" if answer.more else "as given", "2": "second", "exact": "fastest exact"}
     table = make_table("", "", *(names[name] for name in answer.ways))
     ways = [describe_way(way.job) for way in answer.ways.values()]
     for name in dict.fromkeys(name for way in ways for name in way):
@@ -251,7 +252,8 @@ def command(answer: Answer) -> str | None:
         return None
     words: list[object] = ["infinity", "train"]
     if machine.world > 1:
-        nodes = ["--nnodes", machine.nodes] if machine.nodes > 1 else []
+        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500"]
+        nodes = ["--nnodes", machine.nodes, *meet] if machine.nodes > 1 else []
         words = ["torchrun", *nodes, "--nproc-per-node", machine.ranks, "-m", *words]
     folder = answer.model if answer.model.is_dir() else answer.model.parent
     batch, sequence = _batch(found)

@@ -31,7 +31,8 @@ class GpuKind:
     sums, as the maker states it. flops: FLOP/s sustained in training; assumed: 0.4 of the peak on
     H100 and H200, which reach it with large matrices only, 0.54 on A100, 0.6 on consumer cards.
     hbm_bytes_per_s: of the GPU's memory. pcie_bytes_per_s, peers_bytes_per_s: of one GPU, each way,
-    to the CPU and to other GPUs; peers None: through the CPU's memory.
+    to the CPU and to other GPUs; peers None: through the CPU's memory. fp32_peak: FLOP/s in fp32
+    without tensor cores, as torch computes unless TF32 is allowed; FP32_SHARE of it is sustained.
     """
 
     name: str
@@ -42,12 +43,15 @@ class GpuKind:
     hbm_bytes_per_s: float
     pcie_bytes_per_s: float
     peers_bytes_per_s: float | None
+    fp32_peak: float
 
 
 # What large pinned copies reach of the 31.5 and 63 GB/s of x16 links.
 PCIE4, PCIE5 = 25e9, 50e9
 # Two GPUs share the 450 GB/s, each way, of a Grace CPU's NVLink-C2C.
 C2C = 225e9
+FP32_SHARE = 0.7
+"""Share of a GPU's peak in fp32 that training sustains, assumed."""
 
 UNSUPPORTED = ("mi300x", "mi325x", "mi355x", "mi250x")
 """Kinds that people ask for and from which models cannot be offloaded: AMD's (`memory.device`)."""
@@ -55,18 +59,23 @@ UNSUPPORTED = ("mi300x", "mi325x", "mi355x", "mi250x")
 KINDS = {
     kind.name: kind
     for kind in (
-        GpuKind("rtx3090", "GeForce RTX 3090, 24 GB", 23.6 * GIB, 71e12, 43e12, 936e9, PCIE4, None),
+        GpuKind("rtx3090", "GeForce RTX 3090, 24 GB", 23.6 * GIB, 71e12, 43e12, 936e9, PCIE4, None,
+                35.6e12),
         GpuKind("rtx4090", "GeForce RTX 4090, 24 GB", 23.6 * GIB, 165e12, 100e12, 1008e9, PCIE4,
-                None),
+                None, 82.6e12),
         GpuKind("rtx5090", "GeForce RTX 5090, 32 GB", 31.3 * GIB, 209e12, 125e12, 1792e9, PCIE5,
-                None),
-        GpuKind("a100", "A100 SXM, 80 GB", 79.1 * GIB, 312e12, 170e12, 2039e9, PCIE4, 300e9),
-        GpuKind("h100", "H100 SXM, 80 GB", 79.1 * GIB, 989e12, 400e12, 3350e9, PCIE5, 450e9),
-        GpuKind("h200", "H200 SXM, 141 GB", 139.7 * GIB, 989e12, 400e12, 4800e9, PCIE5, 450e9),
-        GpuKind("b200", "B200 SXM, 180 GB", 178.3 * GIB, 2250e12, 900e12, 7670e9, PCIE5, 900e9),
-        GpuKind("gb200", "GB200, 186 GB", 184.3 * GIB, 2500e12, 1000e12, 8000e9, C2C, 900e9),
-        GpuKind("l40s", "L40S, 48 GB", 44.4 * GIB, 362e12, 217e12, 864e9, PCIE4, None),
-        GpuKind("a6000", "RTX A6000, 48 GB", 47.4 * GIB, 155e12, 93e12, 768e9, PCIE4, None),
+                None, 104.8e12),
+        GpuKind("a100", "A100 SXM, 80 GB", 79.1 * GIB, 312e12, 170e12, 2039e9, PCIE4, 300e9,
+                19.5e12),
+        GpuKind("h100", "H100 SXM, 80 GB", 79.1 * GIB, 989e12, 400e12, 3350e9, PCIE5, 450e9, 67e12),
+        GpuKind("h200", "H200 SXM, 141 GB", 139.7 * GIB, 989e12, 400e12, 4800e9, PCIE5, 450e9,
+                67e12),
+        GpuKind("b200", "B200 SXM, 180 GB", 178.3 * GIB, 2250e12, 900e12, 7670e9, PCIE5, 900e9,
+                75e12),
+        GpuKind("gb200", "GB200, 186 GB", 184.3 * GIB, 2500e12, 1000e12, 8000e9, C2C, 900e9, 80e12),
+        GpuKind("l40s", "L40S, 48 GB", 44.4 * GIB, 362e12, 217e12, 864e9, PCIE4, None, 91.6e12),
+        GpuKind("a6000", "RTX A6000, 48 GB", 47.4 * GIB, 155e12, 93e12, 768e9, PCIE4, None,
+                38.7e12),
     )
 }  # fmt: skip
 
@@ -314,6 +323,7 @@ def describe_machine(
     nodes: int = 1,
     updates_per_core: Mapping[str, float] | None = None,
     updates_name: str = "",
+    float32: bool = False,
     **figures_given: Unpack[Figures],
 ) -> Machine:
     """Describe a machine. A figure that is not given comes from the kind of GPU (`gpu`), from a
@@ -321,7 +331,7 @@ def describe_machine(
 
     ram_bytes: of a node. nvme_bytes: of all drives of a node; None: not known. drives: of a node;
     None: as many as `bench` measured, else one. bench_name, updates_name: names of the records, for
-    `sources`. ranks: processes of a node where the CPU computes; each GPU has one rank.
+    `sources`. ranks: processes where the CPU computes; each GPU has one. float32: GPUs use fp32.
 
     Raises: ValueError naming the figure and a fix.
     """
@@ -339,7 +349,7 @@ def describe_machine(
             if row.source:
                 sources[row.name] = row.source if value is None else "given"
 
-    take(_of_gpus(gpus, kind, whence, given.get("pcie_per_gpu")))
+    take(_of_gpus(gpus, kind, whence, given.get("pcie_per_gpu"), float32=float32))
     if not gpus:
         # Nothing depends on these three where the CPU computes.
         for name in ("flops_peak_per_gpu", "pcie_host", "peers_per_gpu"):
@@ -415,23 +425,25 @@ class _Assumed(NamedTuple):
 
 
 def _of_gpus(
-    gpus: int, kind: GpuKind, whence: str, pcie: float | None
+    gpus: int, kind: GpuKind, whence: str, pcie: float | None, *, float32: bool
 ) -> Iterator[_Assumed]:
     """Yield the figures of the GPUs. pcie: the given bytes per second of one GPU's link, or None.
+    float32: they compute in fp32.
     """
     if not gpus:
         yield _Assumed("gpu_mem", "gpu_mem_bytes", None, "")
         rate = f"{CPU_FLOPS / 1e12:g} TFLOP/s, assumed: the CPU computes"
         yield _Assumed("flops", "flops_per_gpu", CPU_FLOPS, rate)
         return
-    between = kind.peers_bytes_per_s
+    between, peak, flops, how = kind.peers_bytes_per_s, kind.flops_peak, kind.flops, ""
+    if float32:
+        peak, flops, how = kind.fp32_peak, FP32_SHARE * kind.fp32_peak, " in float32"
     # Beyond two GPUs the host's links are shared, which the source of `pcie_host` states.
     links = host_links(gpus) * (kind.pcie_bytes_per_s if pcie is None else pcie)
     for name, field, default, text, counts in (
         ("gpu_mem", "gpu_mem_bytes", kind.mem_bytes, format_size(kind.mem_bytes), True),
-        ("flops", "flops_per_gpu", kind.flops, f"{kind.flops / 1e12:g} TFLOP/s sustained", True),
-        ("flops_peak", "flops_peak_per_gpu", kind.flops_peak,
-         f"{kind.flops_peak / 1e12:g} TFLOP/s", True),
+        ("flops", "flops_per_gpu", flops, f"{flops / 1e12:.3g} TFLOP/s sustained{how}", True),
+        ("flops_peak", "flops_peak_per_gpu", peak, f"{peak / 1e12:g} TFLOP/s{how}", True),
         ("pcie", "pcie_per_gpu", kind.pcie_bytes_per_s,
          f"{_rate(kind.pcie_bytes_per_s)} each way", True),
         # No argument gives it, and it counts only for updates on the device: no source is shown.

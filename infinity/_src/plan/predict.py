@@ -623,7 +623,9 @@ def _why_not(
         what = "GPU memory" if machine.gpus else "device memory (the CPU's)"
         found.append(f"{what}: {_lacks(gpu, ' on each')}; {_what_fits(shape, machine, job)}")
     if not ram.fits:
-        less = [] if job.policy.grads == "nvme" else ["spilled gradients (--grads nvme)"]
+        less = []
+        if machine.drives and job.policy.grads != "nvme":
+            less.append("spilled gradients (--grads nvme)")
         # A durable run needs its second generation. With one generation and one pass, update
         # backward consumes each gradient at once, so no gradients wait in RAM.
         if job.policy.generations > 1:
@@ -631,7 +633,8 @@ def _why_not(
         elif job.stores_gradients:
             how = "" if job.passes == 1 else " in one pass (--schedule vertical)"
             less.append(f"update backward{how}")
-        less += [] if job.policy.params == job.policy.optim == "nvme" else ["lower tiers"]
+        if machine.drives and not job.policy.params == job.policy.optim == "nvme":
+            less.append("lower tiers")
         less += ["leaving --resident out"] if job.policy.resident else []
         less += [] if machine.gpus or not _fewer(machine, job) else ["more micro-batches"]
         there = format_size(ram.there_is or 0.0)

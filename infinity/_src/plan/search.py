@@ -217,7 +217,8 @@ def _complexity(job: Job) -> int:
     # A departure from the numbers, or from what a loop may do, weighs more than a setting. Each
     # unit takes CPU time, so half as large tiles of experts count as one setting more.
     cuts = max(10 - job.expert_tile.bit_length(), 1) if job.expert_tile else 0
-    return 5 * len(departures(job)) + len(simple) - sum(simple) + cuts
+    # Two generations take twice the space on drives and in RAM, so they count twice.
+    return 5 * len(departures(job)) + len(simple) - sum(simple) + (not simple[0]) + cuts
 
 
 def weight_of(job: Job) -> float:

@@ -380,6 +380,10 @@ def test_what_does_not_fit_is_said_with_the_least_that_would(small: Path) -> Non
         "is the least that this job takes, 16 MiB is there; spilled gradients (--grads nvme) or "
         "update backward" in shown
     )
+    # Without drives nothing can spill.
+    given = ["--tokens-per-step", "4096", "--as-given", "--ram", "16MiB", "--drives", "0"]
+    _, none = plan(small, *given)
+    assert "16 MiB is there; update backward needs less" in none
     _, spilled = plan(small, *quick, "--ram", "16MiB", "--grads", "nvme")
     assert "--grads nvme" not in spilled
     least = spilled.split("RAM: ")[1].split(" is the least")[0].replace(" ", "")
@@ -605,7 +609,10 @@ def test_several_ranks_are_told_by_stage_and_tier_and_what_they_exchange(
     ):
         assert wanted in shown, wanted
     assert "--link-gbps" not in shown  # given
+    assert "as given" in shown
     record = json.loads((tmp_path / "plan.json").read_text())
+    meet = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --nproc-per-node 4 "
+    assert record["command"].startswith(f"torchrun {meet}-m infinity train ")
     assert set(record["rank_bytes"]) == {"1", "2", "3"}
     one, two, three = (record["rank_bytes"][stage] for stage in "123")
     assert one["together"]["cpu"] - one["whole sums of gradients"]["cpu"] == two["together"]["cpu"]

@@ -235,6 +235,10 @@ def test_cores_and_rates_of_updates_have_sources_where_the_cpu_computes_too(
 
 def test_kinds_are_named_or_taken_from_the_memory_and_figures_that_are_given_hold() -> None:
     assert describe_machine(gpu="H100") == describe_machine(gpu="h100")
+    # Tensor cores compute no fp32.
+    plain = describe_machine(gpu="h100", float32=True)
+    assert plain.flops_per_gpu < plain.flops_peak_per_gpu == 67e12
+    assert plain.sources["flops"].startswith("46.9 TFLOP/s sustained in float32, of h100")
     assert describe_machine(gpu_mem_bytes=24 * GIB).pcie_per_gpu == 25e9
     assert describe_machine(gpu_mem_bytes=140 * GIB).hbm_per_gpu == 4800e9
     assert describe_machine(gpu_mem_bytes=80 * GIB).flops_peak_per_gpu == 989e12
