@@ -44,7 +44,7 @@ JOB_WRONG = {
     6: "is a STORE with a gate base; only FETCH and UPDATE have one",
     7: "needs a larger slot than the pools have",
     8: "updates a chunk that has no optimizer state",
-    9: "has MASK_PARAM_IN_MEMORY, and is no UPDATE with the address of what is given in ptr[1]",
+    9: "has MASK_PARAM_IN_MEMORY, but is no UPDATE with an address in ptr[1]",
     10: "has MASK_DEVICE, and no device is attached",
     11: "is a COPY that has a chunk, a gate or another mask, or lacks an address or a size",
 }
@@ -123,9 +123,9 @@ class FaultRecord:
                     "also when read again"
                 ),
             ),
-            FAULT_NO_SPACE: (SwapFullError, f"{of}: no room on the drive"),
+            FAULT_NO_SPACE: (SwapFullError, f"{of}: no space on the drive"),
             FAULT_CLOSED: (AioClosedError, f"{of}: the executor was closed before the job ran"),
-            FAULT_CANCELLED: (AioCancelledError, f"{of}: the fetch was given up"),
+            FAULT_CANCELLED: (AioCancelledError, f"{of}: the fetch was cancelled"),
             FAULT_PLAN: (
                 AioError,
                 f"{of}: the update's segments or hyper-parameters are out of range",
@@ -175,7 +175,7 @@ def check_options(
         )
     if not 2 <= depth <= 4096:
         raise ValueError(
-            f"depth={depth}: must be 2 to 4096, so that reads and writes both have a place"
+            f"depth={depth}: must be 2 to 4096, so that reads and writes can both be in flight"
         )
     if (
         block_bytes < records.ALIGNMENT_BYTES
@@ -246,7 +246,7 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
     on_drive = sum(1 << s for s in range(count) if chunk["section_at"][s] >= 0)
     zeros = int(chunk["zeros"] | chunk["other_zeros"])
     if zeros & ~on_drive:
-        return f"has zeros {zeros:#b} beside the sections on its drive ({on_drive:#b})"
+        return f"has zeros {zeros:#b} outside the sections on its drive ({on_drive:#b})"
     if end_before > chunk["run_bytes"]:
         return f"has sections of {end_before} bytes in a run of {chunk['run_bytes']}"
     if end_before and (chunk["file_offset"] < 0 or chunk["file_offset"] % records.ALIGNMENT_BYTES):
@@ -292,7 +292,7 @@ def _second_place_wrong(chunk: Any, drive_count: int) -> str:
     ):
         return f"has its gradients at offset {at}, where its states are"
     if bool(chunk["sums_ptr"]) != bool(chunk["other_sums_ptr"]):
-        return "has checksums for one of its places only"
+        return "has checksums for only one of its places"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Comparison of docs/architecture.md with the code: the code has all that the page draws and
+"""Compare docs/architecture.md with the code: the code has everything that the page draws and
 lists."""
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def arrows() -> dict[int, list[tuple[str, str]]]:
 
 
 def drawn() -> list[tuple[str, str, str]]:
-    """(number, file, name) of each arrow of the pictures: the large one, and the three that letter
-    their arrows."""
+    """Return (number, file, name) of each arrow: of the large picture, and of the three with
+    lettered arrows."""
     found = []
     for picture in text_of_page().split("```")[1::2]:
         for line in picture.splitlines():
@@ -124,7 +124,7 @@ def rows() -> list[tuple[str, str]]:
         files = [match.group(1) for cell in cells if (match := PATH.fullmatch(cell))]
         names = [match.group(1) for cell in cells if (match := NAME.fullmatch(cell))]
         if line.startswith("|") and len(files) == 1 and names:
-            # The name that a file defines is the one beside it.
+            # The file must define the name next to it.
             at = cells.index(f"`{files[0]}`")
             near = [cells[at - 1], *cells[at + 1 : at + 2]]
             name = next(match for cell in near if (match := NAME.fullmatch(cell)))
@@ -220,8 +220,8 @@ def test_the_layers_are_those_of_setup_cfg() -> None:
 
 
 def test_walks_are_short_and_climb_no_layer() -> None:
-    """From a hook to a kernel in at most twelve files, of which each is on the layer of the one
-    before or on a lower one."""
+    """From a hook to a kernel in at most twelve files, each on the previous file's layer or a lower
+    one."""
     walks = [PATH.findall(cells[1]) for cells in table("walk")]
     assert len(walks[0]) <= 12
     assert len(walks[1]) + len(walks[2]) <= 12

@@ -1,5 +1,5 @@
-"""Blocks of the drives that refuse every write: training goes on elsewhere, and its bits are those
-of a run on good drives. Also reads that fail once."""
+"""Blocks that refuse every write: training continues in other places, with the bits of a run on
+good drives. Also reads that fail once."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_bad_block_changes_no_bit(
 def test_a_place_that_refuses_the_first_states_is_counted_once_and_stays_reserved(
     tmp_path: Path,
 ) -> None:
-    # Its room is reserved with the parameters, which rest in memory; masters are the first write.
+    # Its space is reserved with the parameters, which rest in memory; masters are the first write.
     layers = [torch.nn.Linear(64, 64, bias=False, dtype=torch.float16) for _ in range(4)]
     model = torch.nn.Sequential(*layers)
     policy = inf.Policy(nvme=tmp_path, resident={"params": 1.0}, unit_bytes_max=8192, **NVME)
@@ -88,8 +88,8 @@ def test_a_place_that_refuses_the_first_states_is_counted_once_and_stays_reserve
 def trained_with_a_gather(
     policy: inf.Policy, *, bad: bool = False
 ) -> tuple[dict[str, torch.Tensor], inf.Stats]:
-    """Four steps, and a write through `gather` after the second; below what that writes first the
-    block is bad from then on, or not."""
+    """Four steps, and a write through `gather` after the second; the block of its first write is
+    bad from then on, or not."""
     with harness.one_thread():
         model = offload(models.make(models.llama), policy)
         handle, optimizer = inf.handle(model), inf.AdamW(model.parameters(), lr=1e-2)
@@ -121,7 +121,7 @@ def trained_with_a_gather(
 def test_a_bad_block_in_a_write_of_gather_changes_no_bit(
     backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Parameters and masters are written. The moments are read, and lie beside them again."""
+    """Parameters and masters are written. The moments are read, and moved together with them."""
     wanted, _ = trained_with_a_gather(inf.Policy())
     ours, stats = trained_with_a_gather(
         inf.Policy(nvme=tmp_path, io_backend=backend, **NVME), bad=True
@@ -169,7 +169,7 @@ def test_a_durable_run_continues_and_records_the_block(tmp_path: Path, update: s
     ranges = {path.name: bad_ranges(path) for path in listed}
     assert ranges
     assert all(start <= 50_000 + 4096 and stop > 50_000 for ((start, stop),) in ranges.values())
-    # The next process has files of its own; that with the bad block keeps the block, and no more.
+    # The next process has new files; the file with the bad block keeps only that block.
     model, optimizer = made(tmp_path, update=update)
     assert inf.restore(model, optimizer, tmp_path).step == 3
     assert digest(model) == wanted[3]
@@ -236,7 +236,7 @@ def test_a_list_in_the_way_of_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_left_to_a_checkpoint_leaves_no_list_and_no_owner(tmp_path: Path) -> None:
-    """Its layer of files goes, and its bad range is no more counted among those of this run."""
+    """Its layer of files is removed, and its bad range no longer counts."""
     place, wanted = tmp_path / "run", undisturbed()
     model, optimizer = made(place, seam=bad_block(50_000, nth=1))
     for index in range(2):

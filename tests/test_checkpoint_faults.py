@@ -1,5 +1,5 @@
-"""Checkpoints and what goes wrong: damage is found and named, and a full disk, a fault or a kill
-leaves the one before."""
+"""Faults of checkpoints: damage is found and named; a full disk, a fault or a kill leaves the
+previous checkpoint."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_an_interrupt_while_a_chunk_makes_room_leaves_its_memory_held(
 def test_a_fetch_that_fails_half_way_waits_for_what_it_began(
     several: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sections of one chunk in two files, the second of which is gone."""
+    """The sections of one chunk are in two files, and the second is missing."""
     begun: list[Any] = []
     fetch, wait = DataReader.fetch, JobTicket.wait
     waited: list[Ticket] = []
@@ -253,7 +253,7 @@ def test_an_error_left_to_wait_is_reported_at_the_end(
         if waits:
             with pytest.raises(AioError):
                 save.wait()
-    # The first, where the second began; nothing raises it.
+    # The first save's error, at the second save; no call raises it.
     told = 0 if waits else 1
     assert caplog.text.count("no checkpoint of step 0 was written: ") == told
     inf.handle(model).close()
@@ -327,5 +327,5 @@ def check_survivor(place: Path, survives: int) -> None:
     model = offload(nn.Linear(64, 64), inf.Policy())
     optimizer = inf.AdamW(model.parameters())
     assert inf.restore(model, optimizer, place).extra == {"save": survives}
-    inf.save(model, optimizer, place).wait()  # and what the killed one left is cleared away
+    inf.save(model, optimizer, place).wait()  # and the killed save's files are removed
     assert {path.name.split("-")[1] for path in place.iterdir()} == {"00000003.rank0"}

@@ -1,4 +1,4 @@
-"""`inf.restore(damaged="report")`: what can be read comes back, and the rest is named."""
+"""`inf.restore(damaged="report")` restores the readable ranges, and names the others."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 def check(restored: inf.Restored, model: nn.Module, states: Any, fresh: Any) -> int:
-    """Compare every element: damaged ones are the model's own, all others are the checkpoint's.
+    """Compare every element: damaged ones have the model's values, all others the checkpoint's.
     Returns the damaged elements."""
     damaged = {name: torch.zeros(len(each["master"]), dtype=torch.bool)
                for name, each in states.items()}  # fmt: skip
@@ -97,10 +97,10 @@ def test_all_but_the_damaged_ranges_are_restored(
     if restored.damaged:
         first = restored.damaged[0]
         assert (first.path, 0 <= first.offset < len(content)) == (str(file), True)
-        # Units that were not hit are whole.
+        # Other units are intact.
         assert 0 < numel < sum(len(each["master"]) for each in states.values())
     step(model, opt)
-    # The damage is mended by a new save.
+    # A new save repairs the damage.
     inf.save(model, opt, place).wait()
     assert not inf.restore(model, opt, place, damaged="report").damaged
     inf.handle(model).close()
@@ -122,7 +122,7 @@ def test_a_short_or_missing_file(
         fresh = states_of(model)
         with pytest.raises(AioError, match=re.escape(str(file))):
             inf.restore(model, opt, place)
-        # Nothing was written: the model is as it was built.
+        # Nothing was written: the model is unchanged.
         check(inf.Restored(0, None, "", ()), model, fresh, fresh)
         restored = inf.restore(model, opt, place, damaged="report")
         assert least <= check(restored, model, states, fresh) <= most
@@ -206,7 +206,7 @@ def test_a_durable_run_with_a_bad_block_is_restored(tmp_path: Path) -> None:
     inf.handle(model).flush()
     after = states_of(model)
     inf.handle(model).close()
-    # What was damaged was written anew: the run goes on without it.
+    # Damaged ranges were rewritten: the run continues without damage.
     model, opt = built(2, **policy)
     again = inf.restore(model, opt, drive)
     assert again.step == 4
@@ -230,7 +230,7 @@ def test_a_durable_run_with_a_bad_block_is_restored(tmp_path: Path) -> None:
 def test_a_durable_run_without_one_drive_restores_the_others(
     tmp_path: Path, lost: str, then: str
 ) -> None:
-    """Each drive has the manifests, so that none is worth more than another."""
+    """Each drive has the manifests, so the loss of any drive has the same effect."""
     places = {name: tmp_path / name for name in "abcn"}
     for place in places.values():
         place.mkdir()
@@ -264,7 +264,7 @@ def test_a_durable_run_without_one_drive_restores_the_others(
     inf.handle(model).flush()
     after = states_of(model)
     inf.handle(model).close()
-    # The run has other drives now, and nothing there is of the lost one.
+    # The run has other drives now, without files of the lost one.
     for place in now[1:]:
         kinds = sorted(path.name.split("-")[0] for path in (place / "infinity-run").iterdir())
         assert kinds == ["copy", "home", "states", "states"]

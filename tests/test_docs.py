@@ -160,7 +160,7 @@ def test_the_annotated_tree_names_every_folder() -> None:
 
 
 def test_the_site_has_each_page_and_example() -> None:
-    """A page that is left out fails only `make docs`, which is no part of `make test`."""
+    """A missing page would only fail `make docs`, which `make test` does not run."""
 
     def pages(entry: Any) -> Iterator[str]:
         if isinstance(entry, str):
@@ -283,7 +283,7 @@ def test_the_citation_is_of_this_version() -> None:
 
 
 def test_each_fault_names_a_test_that_exists() -> None:
-    """docs/reliability.md promises nothing that no test injects."""
+    """Every fault in docs/reliability.md has a test that injects it."""
     page = text_of(DOCS / "reliability.md")
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
     assert len(named) > 30

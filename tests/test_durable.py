@@ -1,6 +1,6 @@
-"""Durable runs: after a crash anywhere `inf.restore` goes on from the last committed step, on the
-trajectory of a run that met none. Commits and their tables, checkpoints in and out, and checkpoints
-whose files are second names of the run's."""
+"""Durable runs: after any crash `inf.restore` resumes from the last committed step, with the
+results of an undisturbed run. Commits and their tables, checkpoints in and out, and checkpoints by
+hard links."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def tables(home: Path) -> list[str]:
 
 @pytest.mark.parametrize("drives", [1, 2])
 def test_a_commit_says_what_the_executor_knows(tmp_path: Path, drives: int) -> None:
-    """Its rows are those that a manifest with everything would have, and its checksums are those
-    of the pieces' checksums; the table stays until places change, in a file of its own."""
+    """A commit's rows equal those of a complete manifest, with checksums of the pieces' checksums;
+    the table stays in a separate file until places change."""
     places = [tmp_path / str(index) for index in range(drives)]
     for place in places:
         place.mkdir()
@@ -106,7 +106,7 @@ def test_a_commit_says_what_the_executor_knows(tmp_path: Path, drives: int) -> N
         assert found.sums.tolist() == folded
         assert tables(home) == [found.table.name]
         seen.append(found.table.name)
-    # The next step writes beside what was linked; the one after it writes elsewhere.
+    # The next step writes the other place; the step after it writes new places.
     assert seen[0] == seen[3] != seen[4], seen
     close(model)
 
@@ -114,7 +114,7 @@ def test_a_commit_says_what_the_executor_knows(tmp_path: Path, drives: int) -> N
 def test_a_commit_that_fails_behind_its_table_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table of a failed commit goes with it, and the next commit writes another."""
+    """A failed commit removes its table, and the next commit writes another."""
     model, optimizer = made(tmp_path)
     for index in range(4):
         step(model, optimizer, index, 0)
@@ -179,7 +179,7 @@ def test_states_that_no_update_wrote_are_zeros_after_a_crash_and_in_a_save(tmp_p
     inf.handle(model).end(commit=False)
     for place in (home, tmp_path / "linked"):
         (found,) = newest_generation(place)
-        # Those of the idle block; an older release, which would not know, refuses the manifest.
+        # Zeros of the idle block; older releases, which do not know them, refuse the manifest.
         assert np.count_nonzero(found.rows["zeros"]) == 1
         version = struct.unpack_from("<8sQ", (place / found.name).read_bytes())[1]
         assert version == (3 if place == home else 2)
@@ -224,10 +224,10 @@ def test_a_run_that_is_given_up_stays_until_the_first_step(tmp_path: Path) -> No
     before = run_files(tmp_path)
     model, optimizer = made(tmp_path, durable="new")
     inf.handle(model).flush()
-    close(model)  # without a step: nothing was given up
+    close(model)  # without a step nothing was discarded
     (manifest,) = newest_generation(tmp_path / "infinity-run")
     (kept,) = (file.name for file in manifest.files)
-    # But for the states that no commit names.
+    # Except states that no commit names.
     assert run_files(tmp_path) == [name for name in before if kept in name or "states-" not in name]
     assert live(tmp_path, durable="new") == 1  # a change of mind
     model, optimizer = made(tmp_path, durable="new")
@@ -320,8 +320,8 @@ def test_frozen_parameters_and_late_groups(tmp_path: Path) -> None:
 
 
 def test_writes_between_steps_survive(tmp_path: Path) -> None:
-    """Gathered writes after a step are committed with it; those after a commit stand beside it
-    until the next."""
+    """Writes by gather() after a step are committed with it; writes after a commit wait for the
+    next."""
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
     chosen = model.blocks[1][0].weight
@@ -493,7 +493,7 @@ def test_a_run_does_not_go_on_without_its_optimizer(tmp_path: Path) -> None:
     close(model)
 
 
-# -- checkpoints whose files are second names of the run's -----------------------------------------
+# -- checkpoints by hard links ---------------------------------------------------------------------
 
 
 def states_files(place: Path) -> list[Path]:
@@ -541,7 +541,7 @@ def test_files_come_and_go(tmp_path: Path) -> None:
     assert linked.stat().st_nlink == 2
     train(model, optimizer, 2, 5)
     inf.handle(model).flush()
-    assert len(states_files(tmp_path)) == 2  # what was linked is the checkpoint's alone
+    assert len(states_files(tmp_path)) == 2  # linked files now belong only to the checkpoint
     assert linked.stat().st_nlink == 1
     close(model)
     assert live(tmp_path) == 5

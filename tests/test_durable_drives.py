@@ -47,10 +47,10 @@ def test_other_drives_are_told_apart(drive: Drive) -> None:
     live(one, two, until=1)
     with pytest.raises(ValueError, match="not the first directory") as refused:
         made(two, one)
-    # Its advice loses nothing.
+    # Following the error's advice loses nothing.
     assert "another directory of that drive" in str(refused.value)
     assert "remove" not in str(refused.value)
-    # Another run, with its second drive in common; then the first one, without that drive.
+    # Another run that shares the second drive; then the first run, without that drive.
     live(three, two, until=1)
     assert live(one, until=2) == 1
     assert "drive1" not in run_files(one)
@@ -75,7 +75,7 @@ def test_drives_that_are_mounted_elsewhere(drive: Drive, tmp_path: Path) -> None
 
 
 def test_drives_that_are_swapped_are_told_apart(drive: Drive, tmp_path: Path) -> None:
-    """Their states files have the same names, and each says which of the run's drives it is on."""
+    """States files of different drives have the same name; links tell the drive."""
     places = one, two, three = [drive(name) for name in ("one", "two", "three")]
     live(*places, until=1)
     two.rename(tmp_path / "aside")
@@ -124,13 +124,13 @@ def test_a_run_on_the_further_drive_of_another_harms_nothing_of_it(
     if first == "open":
         train(model, optimizer, 1, 2)
         close(model)
-    # Alone: `two` has manifests of another run by now.
+    # Alone, because `two` now has manifests of another run.
     assert live(one) == (1 if first == "closed" else 2)
 
 
 @pytest.fixture
 def shared(drive: Drive) -> tuple[Path, Path, Path]:
-    """Two runs, of two steps and of three, that have one further drive in common."""
+    """Make two runs, of two steps and of three, that share a further drive."""
     one, two, both = map(drive, ("one", "two", "both"))
     live(one, both, until=2)
     live(two, both, until=3)
@@ -147,7 +147,7 @@ def test_a_run_is_restored_by_any_of_its_drives_whoever_shares_them(shared: Shar
 
 
 def reports(place: Path) -> Any:
-    """The way that the error of a run without its first drive advises."""
+    """Follow the advice in the error of a run without its first drive."""
     return pytest.raises(ValueError, match=re.escape(f"{str(place)!r}, damaged='report'"))
 
 
@@ -172,7 +172,7 @@ def test_a_run_that_goes_on_with_what_it_shares_keeps_no_other_from_its_drives(
 def test_a_run_without_its_first_drive_goes_by_the_copies_that_are_whole(
     drive: Drive, generations: int
 ) -> None:
-    """A damaged one is passed over; without room, the older commits of all drives go."""
+    """A damaged commit is skipped; without space, the older commits on all drives are dropped."""
     places = [drive(name) for name in ("one", "two", "three")]
     live(*places, until=4, generations=generations)
     shutil.rmtree(places[0])
@@ -191,7 +191,7 @@ def test_a_run_without_its_first_drive_goes_by_the_copies_that_are_whole(
 
 
 def reader() -> tuple[Any, Any]:
-    """A model of the same shape that has a run of its own nowhere."""
+    """Return a model of the same shape without a run."""
     torch.manual_seed(1)
     model: Any = inf.offload(Net().bfloat16(), inf.Policy(unit_bytes_max=4096))
     return model, inf.AdamW(model.parameters(), lr=1e-2)
@@ -202,7 +202,7 @@ def test_directories_of_several_runs_are_refused(
 ) -> None:
     one, two, both = shared
     model, optimizer = reader()
-    # Each has a newest commit, and neither is that of the other.
+    # Each run has a newest commit.
     for named in ([one, two], [two, one], [one, two, both]):
         with pytest.raises(ValueError, match="different runs; name the directories of one") as told:
             inf.restore(model, optimizer, named)
@@ -211,10 +211,10 @@ def test_directories_of_several_runs_are_refused(
     inf.save(model, optimizer, tmp_path / "saved").wait()
     with pytest.raises(ValueError, match="different runs"):
         inf.restore(model, optimizer, [tmp_path / "saved", one])
-    # A drive that both have is of the run that the home beside it names, before or behind it.
+    # A shared drive belongs to the run of the home named with it, in either order.
     for named, steps in (([one, both], 2), ([both, one], 2), ([two, both], 3), ([one], 2)):
         assert restored(model, optimizer, named) == steps
-    # The same where one run is known by its copy alone.
+    # The same if only a copy identifies one run.
     shutil.rmtree(one)
     assert restored(model, optimizer, [both, two]) == 3
     assert restored(model, optimizer, [one, both, two]) == 3
@@ -228,8 +228,8 @@ def test_directories_of_several_runs_are_refused(
 
 @pytest.fixture
 def replaced(drive: Drive) -> tuple[Path, Path]:
-    """A run of three steps that lost its first drive, and another of one step that began there,
-    without the second: both are known by one path."""
+    """Make a run of three steps that lost its first drive, and a run of one step that began at the
+    same path without the second drive."""
     one, two = drive("one"), drive("two")
     live(one, two, until=3)
     shutil.rmtree(one)
@@ -242,7 +242,7 @@ def test_a_new_run_refuses_further_drives_of_an_old_run(
 ) -> None:
     one, two, three = *replaced, drive("three")
     there = run_files(two)
-    # The run that the drive is of, and not the one that has its home where that had it.
+    # The drive's run, not the new run at the same home path.
     model, optimizer = reader()
     assert inf.restore(model, optimizer, two, damaged="report").step == 3
     with pytest.raises(ValueError, match="different runs"):
@@ -252,7 +252,7 @@ def test_a_new_run_refuses_further_drives_of_an_old_run(
         made(one, two)
     assert f"{one}/infinity-run and {two}/infinity-run/copy-" in str(told.value)
     assert run_files(two) == there
-    # The ways that the error tells: either goes on, and the other stays.
+    # Follow the error's two ways: either run continues, and the other stays.
     (two / "more").mkdir()
     assert live(one, two / "more", until=2, source=[one, two / "more"]) == 1
     model, optimizer = made(three, two)
@@ -266,7 +266,7 @@ def test_a_new_run_refuses_further_drives_of_an_old_run(
 
 
 def test_a_damaged_home_is_not_made_good_from_another_run(replaced: tuple[Path, Path]) -> None:
-    """No manifest of it can be read, and a copy below its name has a newer one."""
+    """The home's manifests are unreadable, and a copy with its name has a newer one."""
     one, two = replaced
     (found,) = one.glob("infinity-run/manifest-*")
     found.write_bytes(found.read_bytes()[:-1] + b"x")
@@ -282,7 +282,7 @@ def test_a_damaged_home_is_not_made_good_from_another_run(replaced: tuple[Path, 
 @pytest.mark.parametrize("how", ["gone", "damaged"])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_manifest_of_any_rank_identifies_a_run(tmp_path: Path, how: str, lost: int) -> None:
-    """The copy beside it has a newer generation of another run, which is not taken for it."""
+    """The copy on its drive has a newer generation of another run, which must not be used."""
     home = tmp_path / "one" / "infinity-run"
     copy = copy_in(tmp_path / "two" / "infinity-run", home)
     for place, number, generation in ((home, 7, 1), (copy, 8, 2)):

@@ -1,5 +1,5 @@
-"""Durable runs and the calls that fail: the step before stays, the error is typed, training goes on
-once the cause is mended."""
+"""Durable runs with failing calls: the step before stays, the error is typed, training continues
+once the cause is fixed."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Failing:
 def test_every_call_of_a_commit_fails_once(
     tmp_path: Path, wanted: tuple[str, ...], update: str, name: str, code: int
 ) -> None:
-    """Whatever fails, a restore has the step before or the one that was being committed, and this
-    process goes on."""
+    """After any failure a restore has the step before or the one being committed, and this process
+    continues."""
     for nth in range(20):
         place = tmp_path / str(nth)
         model, optimizer = made(place, update=update)
@@ -83,7 +83,7 @@ def test_every_call_of_a_commit_fails_once(
             except Exception as met:
                 error = met
         assert error is None or isinstance(error, (SwapFullError, DeviceFailedError)), (nth, error)
-        again = name != "fsync"  # a drive that lost what it was given stays failed
+        again = name != "fsync"  # a drive that lost writes stays failed
         if again:
             step(model, optimizer, 2, 0)
             inf.handle(model).flush()
@@ -131,8 +131,8 @@ def test_an_interrupted_commit_is_made_by_the_next(
 
 
 def test_states_stay_when_the_first_commit_is_interrupted(tmp_path: Path) -> None:
-    """A process that ends leaves the files that a manifest names, once the manifest has its name,
-    wherever `inf.restore` breaks off."""
+    """A process leaves the files that a renamed manifest names, wherever `inf.restore` is
+    interrupted."""
     begun = tmp_path / "begun"
     live(begun, until=1)
     for name in ("replace", "fsync", "unlink"):
@@ -156,8 +156,8 @@ def test_states_stay_when_the_first_commit_is_interrupted(tmp_path: Path) -> Non
 def test_no_room_beside_a_checkpoint(
     tmp_path: Path, wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without room beside what a checkpoint has a part in no step writes there, whether a commit is
-    due or not."""
+    """Without space besides a checkpoint's places no step writes to those, whether a commit is due
+    or not."""
     model, optimizer = made(tmp_path / "run", durable_every=2)
     for index in range(2):
         step(model, optimizer, index, 0)
@@ -343,7 +343,7 @@ def test_damage_is_found_and_named(tmp_path: Path, wanted: tuple[str, ...]) -> N
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(AioError, match=path.name):
         made(tmp_path)
-    model, optimizer = made(tmp_path, durable="new")  # gives it up, whatever it is
+    model, optimizer = made(tmp_path, durable="new")  # discards it in any case
     step(model, optimizer, 0, 0)
     close(model)
     assert len(run_files(tmp_path)) == 7, run_files(tmp_path)

@@ -1,9 +1,9 @@
-"""The byte floor: what a step moves is what the formulas of `infinity._src.memory.roofline` say, to
-the byte, by the engine's counters and by the kernel's.
+"""The byte floor: a step moves exactly the bytes of the formulas in
+`infinity._src.memory.roofline`, by the engine's counters and by the kernel's.
 
-Each case trains in a process of its own, so that /proc/self/io counts nobody
-else, past the page cache (O_DIRECT), between two moments at which nothing is pending. The formulas
-leave out two things, which are computed here from the units alone:
+Each case trains in a separate process, so that /proc/self/io counts only this training, without the
+page cache (O_DIRECT), between two moments without pending I/O. The formulas leave out two things,
+which are computed here from the units alone:
 
 - less: where a pass over the units ends and the next one begins in the other direction, what is
 gathered then is read once for
@@ -41,14 +41,13 @@ from tests.marks import mostly_slow, pairwise
 from tests.turning import turning_bytes_max
 
 KERNEL_SLACK_BYTES = 1 << 20
-"""Bytes that the interpreter itself may read meanwhile (a module that is imported late, a page of a
-library)."""
+"""Bytes that the interpreter may read meanwhile (a late import, a page of a library)."""
 
 STEPS = 2
 LAYERS, HIDDEN = 5, 256
 ROWS, LENGTH = 2, 64
-"""Rows and tokens of a batch. Boundary activations of this size are large enough to be put away,
-and whole blocks of 4096 bytes."""
+"""Rows and tokens of a batch: boundary activations are large enough to be offloaded, and multiples
+of 4096 bytes."""
 STATES = ("exact", "bf16", "compact")
 UPDATES = ("deferred", "backward", "delayed")
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -113,19 +112,19 @@ def on_nvme(handle: Any, units: Iterable[Unit]) -> AtRest:
 
 
 def kept_bytes(handle: Any, order: Iterable[Unit]) -> float:
-    """Return the bytes on NVMe that a pass in this order need not read because the pass before it
-    ended there: the parameters of its first units, as many as may be gathered at once."""
+    """Return the bytes on NVMe that a pass in this order need not read: the parameters of its first
+    units, which are still gathered from the end of the pass before."""
     sizes = itertools.accumulate(unit.size_bytes for unit in order)
     count = sum(size <= handle.unsharder.gathered_bytes_max for size in sizes)
     return on_nvme(handle, list(order)[:count]).params
 
 
 def expected_read(handle: Any, micro_batches: int, activations: int) -> float:
-    """Bytes that `STEPS` steps read between two moments at which nothing is pending."""
+    """Return the bytes that `STEPS` steps read between two moments without pending I/O."""
     update = handle.policy.update
     rests = on_nvme(handle, handle.units)
     floor = STEPS * traffic(rests, update, micro_batches, activations=activations).total.read
-    # the passes read nothing: they compute from a copy in RAM, which is filled from below
+    # passes read nothing: they compute from a copy in RAM
     if update == "delayed":
         return floor
     to_backward, to_forward = (
@@ -133,18 +132,18 @@ def expected_read(handle: Any, micro_batches: int, activations: int) -> float:
         kept_bytes(handle, handle.units),
     )
     within = STEPS * (micro_batches * to_backward + (micro_batches - 1) * to_forward)
-    # updated where they lie gathered, the last of backward stay for the next forward
+    # updated in gathered memory; backward's last units stay for the next forward
     if update == "backward":
         return floor - within - STEPS * to_forward
-    # The updates fill all forwards but the first, for which those of the warm-up filled what was
-    # gathered.
+    # Updates supply all forwards but the first, whose gathered units the warm-up's updates
+    # supplied.
     return floor - within + rests.params - to_forward
 
 
 def measure(
     handle: Any, model: torch.nn.Module, optimizer: Any, micro_batches: int
 ) -> dict[str, Any]:
-    """One warm-up step, then `STEPS` measured ones; what they moved and what they should have."""
+    """Take a warm-up step, then `STEPS` measured ones. Returns moved and expected bytes."""
     boundary = ROWS * LENGTH * HIDDEN * 2 if handle.policy.activations == "nvme" else 0
     activations = (LAYERS - HELD_CALLS) * boundary
     batches = models.token_batches(micro_batches, rows=ROWS, length=LENGTH if boundary else 4)
@@ -154,7 +153,7 @@ def measure(
             last = index == len(batches) - 1
             with contextlib.nullcontext() if last else handle.no_sync():
                 (models.loss_of(model, batch) / len(batches)).backward()
-        # forward goes on holding them, and its end lets go
+        # forward holds these units until its end
         handle.parts.tiers.executor.hold_gates(True)
         optimizer.step()
         optimizer.zero_grad()
@@ -196,7 +195,7 @@ def run(directory: str, case: dict[str, Any]) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     dtype, name = getattr(torch, case.pop("dtype", "bfloat16")), case.pop("optimizer", "AdamW")
     micro_batches, spills = case.pop("micro_batches"), case.pop("spills", False)
-    # whose gradients are more than the larger chunks that spilling takes
+    # gradients exceed the larger chunks that spilling needs
     layers = 4 * LAYERS if spills else LAYERS
 
     def offloaded(**values: Any) -> tuple[Any, Any, Any]:
@@ -234,7 +233,7 @@ def measurements(case: str) -> list[dict[str, Any]]:
 
 
 def check(found: dict[str, Any]) -> None:
-    """The counters are what the formula says, and the kernel counted the same."""
+    """The counters equal the formula, and the kernel's counts."""
     assert found["escaped"] == 0
     assert found["read"] == found["expected_read"], found
     assert found["written"] == found["expected_written"], found
@@ -251,8 +250,7 @@ def check(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("state", "update"), pairwise(STATES, UPDATES))
 def test_a_step_moves_what_the_formula_says(state: str, update: str) -> None:
     for found in measurements(f"{state} {update}"):
-        # Nothing is resident, and what rests is what the format says: padding costs less than one
-        # part in a hundred.
+        # Nothing is resident, and bytes at rest match the format: padding is below one percent.
         assert found["resident"] == 0
         sigma = {"exact": 12.0, "bf16": 8.0, "compact": 5.0625}[state]
         assert sigma <= found["states_per_param"] < sigma * 1.01
@@ -293,7 +291,7 @@ def test_activations_move_once_in_each_direction_per_micro_batch() -> None:
 @pytest.mark.parametrize("shares", mostly_slow(SHARES, SHARES[-1]), ids=str)
 def test_what_is_resident_is_not_moved(shares: dict[str, float]) -> None:
     for found in measurements(f"resident {shares}"):
-        # Whole chunks rest here or there, so a share is kept as nearly as that allows.
+        # Only whole chunks are resident, so a share is approximate.
         wanted = 12 - 2 * shares["params"] - 10 * shares["optim"]
         assert found["states_per_param"] == pytest.approx(wanted, abs=1.0)
         check(found)

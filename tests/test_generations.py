@@ -1,5 +1,5 @@
-"""Two generations: a step is a transaction, and update="backward" serves every loop; the reference
-loop's bits all the same."""
+"""Two generations: a step is a transaction, and update="backward" supports every loop, with the
+reference loop's bits."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_speculation_changes_no_bit_however_often_clipping_forbids_it(tmp_path, 
         ours.stats.updates_withdrawn,
         ours.stats.units,
     )
-    if clip == "never":  # the first step tells how many micro-batches there are
+    if clip == "never":  # the first step shows the number of micro-batches
         assert (kept, withdrawn) == (units * (training.steps - 1), 0)
-    elif clip == "always":  # the first two steps tell that it is in vain
+    elif clip == "always":  # after the first two steps speculation stops
         assert (kept, withdrawn) == (0, units)
     else:
         assert kept >= units
@@ -88,7 +88,7 @@ def test_a_backward_that_no_step_follows_is_remembered_as_in_vain(tmp_path, batc
         step(model, optimizer, batch)
     stats = inf.handle(model).stats()
     assert stats.updates_withdrawn == stats.updates_ahead == 2 * stats.units
-    for batch in batches[:6]:  # a plain loop once more: it comes back
+    for batch in batches[:6]:  # a plain loop again: speculation resumes
         step(model, optimizer, batch)
     assert inf.handle(model).stats().updates_ahead == 4 * stats.units
     inf.handle(model).close()
@@ -125,8 +125,8 @@ def writes_of(model: Any) -> int:
 
 
 def as_plain(tmp_path: Path, loop: Callable[[Any, Any], list[Any]], **values: Any) -> Any:
-    """Run a loop on a plain model and on one that speculates, with the same results and parameters.
-    Returns the counters of the second."""
+    """Run a loop on a plain and on a speculating model, and compare results and parameters. Returns
+    the second's counters."""
     found = []
     for model, optimizer in (plain(), speculating(tmp_path, **values)):
         found.append((loop(model, optimizer), values_of(model)))
@@ -272,8 +272,8 @@ def test_a_step_with_a_fault_is_undone_and_training_continues(tmp_path, batches,
 
 
 def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
-    """An update that fails after `gather()` has kept a write would take the write back with the
-    step."""
+    """An update that failed after `gather()` retained a write would undo the write with the step.
+    """
 
     def run(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
         weights = list(model.parameters())[:2]

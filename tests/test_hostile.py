@@ -1,4 +1,4 @@
-"""A slice of the campaign against hostile files, and that the campaign finds what is wrong."""
+"""A slice of the campaign of hostile files, and checks that the campaign finds faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_hostile_files_are_refused_or_read(name: str) -> None:
     assert not findings
     found = counts[name]
     assert found.total() == 120
-    # Changes that change nothing would show nothing. In swap much is ignored, or begun anew.
+    # Ineffective changes would test nothing. In swap many files are ignored, or replaced.
     assert found.total() - found["read"] >= (3 if hostile.TARGETS[name].swap else 20)
 
 
@@ -60,7 +60,7 @@ def test_the_campaign_finds_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     told = " ".join(each.what for each in findings)
     for what in ("KeyError", f"opened {secret}", "MemoryError", "ended with -9"):
         assert what in told
-    # A crash costs one input, not those after it.
+    # A crash skips one input, not later ones.
     assert {each.number for each in findings if "-9" in each.what} != {0}
     assert counts["wrong"]["crash"] >= 1
 

@@ -1,5 +1,5 @@
-"""A parameter stays the object that users hold: what refers to it before `inf.offload` refers to it
-afterwards, or an error names it. And an `offload` that fails leaves all as it was."""
+"""A parameter keeps its identity: references from before `inf.offload` stay valid, or an error
+names them. A failed `offload` changes nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Four blocks, each a unit, and a use of what the first one holds after the last."""
+    """Four blocks, each a unit; the first block's parameter is used again after the last."""
 
     use: Callable[[torch.Tensor], torch.Tensor]
 
@@ -242,7 +242,8 @@ def test_what_cannot_follow_a_parameter_is_refused_by_name(how: str) -> None:
         offload(net, policy("cpu", Path("/tmp")))
 
 
-# -- what was made before --------------------------------------------------------------------------
+# -- earlier optimizers and
+# graphs-------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=LR),
@@ -271,7 +272,7 @@ def test_an_optimizer_of_torch_built_before_raises_in_its_step(kind: str, steppe
         optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    # The parameters that it holds are the model's: they go to the engine's optimizer as they are.
+    # Its parameters are the model's: the engine's optimizer accepts them.
     trained(net, inf.AdamW(optimizer.param_groups, lr=LR))
     inf.handle(net).close()
     with pytest.raises(EngineClosed, match="scale"):
@@ -304,7 +305,7 @@ def frozen() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     yield
-    # What was frozen is garbage now: it is collected, and the rest frozen, as before.
+    # Frozen garbage is collected, and the other objects are frozen again.
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -405,7 +406,7 @@ def test_a_parameter_that_an_engine_holds_is_refused_with_its_model() -> None:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Compare the model with itself, and what the process holds."""
+    """Compare the model and the process's resources before and after."""
 
     def objects() -> list[Any]:
         found: list[Any] = []
@@ -423,7 +424,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     def process() -> tuple[Any, ...]:
         entries = list(Path("/proc/self/fd").iterdir())
         files = {str(entry.readlink()) for entry in entries if entry.is_symlink()}
-        # The heap's look at the process goes with its object.
+        # The heap's descriptor closes with its object.
         files = {name for name in files if not name.endswith("/statm")}
         threads = len(list(Path("/proc/self/task").iterdir()))
         return threads, files, dict(LEDGER._reserved), list(_torch_compat._watchers), set(_OPEN)
@@ -454,14 +455,14 @@ WIRING = (
     *("engine/handle.py", "hooks/forward.py", "hooks/module_params.py"),
     "engine/build.py",
 )
-"""Files of which each call of a Python function fails once. The last one opens the parts before
-the model changes."""
+"""Files in which each call of a Python function fails once. The last one opens the parts before the
+model changes."""
 Site = tuple[str, str, str]
 UNDOING = {each.__code__ for each in vars(Rollback).values() if isinstance(each, FunctionType)}
 
 
 class Calls:
-    """Calls that the wiring makes, by file, function and called function. Raises in one."""
+    """Calls of the wiring, by file, function and called function; one of them raises."""
 
     def __init__(self, broken: Site | None = None) -> None:
         self.seen: dict[Site, None] = {}
@@ -472,7 +473,7 @@ class Calls:
         called = frame.f_code
         if event != "call" or caller is None or called.co_name == "__del__":
             return
-        # Not what the undo itself calls, nor the library's, among which are finalizers.
+        # Not calls of the undo, nor of libraries (finalizers).
         theirs = any(part in called.co_filename for part in ("/_src/", "/aio/", "/torch/"))
         file = caller.f_code.co_filename
         if file.endswith(WIRING) and theirs and called not in UNDOING:
@@ -490,7 +491,7 @@ class Calls:
 
 
 def with_all(tmp_path: Path) -> tuple[Net, dict[str, Any]]:
-    """A model with all that an offload touches, and the arguments for it."""
+    """Return a model with everything that an offload changes, and its arguments."""
     net = Net()
     net.use, net.norm, net.tied = nn.Identity(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
     net.tied.weight = net.weight
@@ -509,9 +510,9 @@ def test_whichever_step_of_an_offload_fails_the_model_is_as_it_was(
     tmp_path: Path, files: tuple[str, ...]
 ) -> None:
     net, arguments = with_all(tmp_path)
-    gc.collect()  # Or engines of tests before this one end their threads in the middle.
+    gc.collect()  # Otherwise threads of earlier tests' engines end during this test.
     found, other = Calls(), with_all(tmp_path)[0]
-    # It also opens what stays open, and makes the imports.
+    # The first run opens permanent descriptors, and imports modules.
     found.offload(other, **arguments)
     inf.handle(other).close()
     sites = [site for site in found.seen if site[0].endswith(files)]
@@ -522,7 +523,7 @@ def test_whichever_step_of_an_offload_fails_the_model_is_as_it_was(
         with unchanged(net), pytest.raises(Injected):
             calls.offload(net, **arguments)
         assert not list(tmp_path.iterdir()), site
-    # What was made of it goes on, too: a view, and a graph.
+    # A view and a graph from before the offload still work.
     early, net.view = net.tied(BATCHES[0]).sum(), net.weight.t()
     with unchanged(net), pytest.raises(Injected):
         Calls(sites[-1]).offload(net, **arguments)

@@ -1,5 +1,5 @@
-"""A drive goes while a model trains: one error says so to every call, names the drive and the way
-on, and the model closes."""
+"""A drive is lost during training: every call raises one error, which names the drive and how to
+resume, and the model closes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gone(drive: Path) -> None:
 
 
 def meet(model: Any, optimizer: Any, when: str, lose: Callable[[], None], place: Path) -> None:
-    """Lose a drive at this point, and train on until that is met."""
+    """Lose a drive at this point, and train until the error."""
     if when == "backward":
         model.blocks[1].register_forward_hook(
             lambda _module, _inputs, out: (out.register_hook(lambda _grad: lose()), None)[1]
@@ -117,7 +117,7 @@ def test_a_lost_drive_ends_the_run_with_one_error(
                 assert word in str(error)
         close(model)
         assert threading.active_count() <= threads
-        # The way that the error tells.
+        # Follow the error's advice.
         model, optimizer = made(left)
         restored = inf.restore(model, optimizer, [left], damaged="report")
         assert restored.step >= 2
@@ -146,7 +146,7 @@ def test_a_vanished_directory_counts_as_a_lost_drive(
         (tmp_path / "elsewhere").rename(drives[which])
     with pytest.raises(DriveLostError):
         close(model)
-    # It was there all the time: the run goes on, whole.
+    # The drive was intact: the run continues, complete.
     model, optimizer = made(*drives)
     found = inf.restore(model, optimizer, drives[0])
     assert found.step >= 2
@@ -155,7 +155,7 @@ def test_a_vanished_directory_counts_as_a_lost_drive(
 
 
 def test_faults_of_a_drive_that_is_there_are_no_loss(tmp_path: Path) -> None:
-    """Every read fails, and the drive takes a block and gives it back when it is asked."""
+    """Every read fails, but the probe can write and read a block."""
     model, optimizer = made(tmp_path, seam=Seam(fault=Fault("read", 8, persistent=True)))
     with pytest.raises((StepUndone, DeviceFailedError), match="drive failed") as caught:
         for index in range(6):

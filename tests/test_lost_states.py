@@ -1,5 +1,5 @@
-"""States that a drive can no longer give back amid a run: the step is undone, and they are written
-elsewhere, taken from the step before, or named."""
+"""States that a drive cannot read any more during a run: the step is undone, and they are written
+elsewhere, replaced by those of the step before, or named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 def made(place: Path, **values: Any) -> tuple[Any, Any]:
     chosen = policy(place, **{"generations": 2, **values})
-    # A seam is there from the beginning, or the executor has none that can change.
+    # The fault injector must exist from the beginning to be changed later.
     model = offload(models.make(models.Small), chosen, _seam=Seam())
     return model, inf.AdamW(model.parameters(), lr=1e-2)
 
@@ -86,7 +86,7 @@ def test_the_repeated_step_writes_unreadable_parameters_elsewhere(
     assert "The range is not used again" in caplog.text
     assert_same(values_of(model), values[2])
     assert got == losses[:3]
-    # The third again, and on: the range still fails, and nothing of it is read.
+    # Repeat the third step and continue: the range still fails, but is not read.
     assert [step(model, optimizer, batch) for batch in batches[2:]] == losses[2:]
     assert_same(values_of(model), values[STEPS])
     assert inf.handle(model).stats().steps_undone == 1
@@ -150,7 +150,7 @@ def test_a_drive_that_answers_at_the_third_read_ends_nothing(
     with pytest.raises(StepUndone):
         step(model, optimizer, batches[3])
     optimizer.zero_grad()
-    # No step is there to undo now: the drive is asked again.
+    # There is no step to undo: the drive is read again.
     asked = []
 
     def answers_again(_pause_s: float) -> None:
@@ -189,7 +189,7 @@ def test_the_next_call_completes_an_interrupted_undo(
         try:
             loss = models.loss_of(model, batches[taken])
             if taken == 3 and not met:
-                # Met amid backward, when updates of other units have run ahead of the step.
+                # During backward, when updates of other units have run ahead of the step.
                 handle.parts.unsharder.invalidate(handle.parts.split.units[1])
                 place = place_of(model, 0)
                 lose(model, place.offset, place.offset + 4096)
@@ -233,7 +233,7 @@ def test_states_without_another_copy_are_named_by_every_call(
     if how == "spoilt":
         spoil(model, place)
     else:
-        # A drive that fails may answer the next time, and is asked three times.
+        # A failing drive may recover, so it is tried three times.
         lose(model, place.offset, place.offset + 4096)
         for _ in range(2):
             with pytest.raises(StepUndone):
@@ -245,7 +245,7 @@ def test_states_without_another_copy_are_named_by_every_call(
     assert (found.start, found.stop) == (place.start, place.stop)
     assert Path(found.path) == tmp_path
     assert ("not what was written" if how == "spoilt" else "Input/output error") in found.reason
-    # As with every fault of the background: `close` raises it when everything is freed.
+    # As for every background fault, `close` raises it after freeing everything.
     handle = inf.handle(model)
     for again in (lambda: step(model, optimizer, batches[3]), handle.flush, handle.close):
         with pytest.raises(StatesLost):
@@ -315,7 +315,7 @@ def test_a_gather_with_a_failed_read_is_repeated(tmp_path: Path, generations: in
     batches = models.token_batches(STEPS)
     model, optimizer = made(tmp_path, generations=generations)
     got = [step(model, optimizer, batch) for batch in batches[:2]]
-    # With what the job itself does to make up for it.
+    # Including the job's own repair.
     executor_of(model).set_seam(Seam(fault=Fault("read", 0, lasting=True)))
     with torch.no_grad():
         models.loss_of(model, batches[0])
@@ -424,7 +424,7 @@ def test_any_block_that_cannot_be_read_costs_what_was_promised(
 
 
 def test_older_states_are_not_taken_while_the_last_can_be_read(tmp_path: Path) -> None:
-    """Spilled gradients that cannot be read are no lost states."""
+    """Unreadable spilled gradients are no lost states."""
     _, _, states = reference()
     model, _held = taken_three(tmp_path, damaged="from-older")
     repair = inf.handle(model).pipeline.transaction.repair

@@ -40,7 +40,7 @@ def home(place: Path) -> Path:
 
 
 def reader(seed: int = 0) -> tuple[Any, Any]:
-    """A model of the same shape that has a run of its own nowhere."""
+    """Return a model of the same shape without a run."""
     torch.manual_seed(seed)
     policy = inf.Policy(params="cpu", optim="cpu", unit_bytes_max=4096)
     model: Any = inf.offload(Net().bfloat16(), policy)
@@ -61,7 +61,7 @@ def digest_at(place: Path, generation: int, room: Path) -> tuple[int, str]:
 
 
 def check_all(place: Path, wanted: tuple[str, ...]) -> list[int]:
-    """Every commit that has a manifest is whole. Returns their steps, the newest first."""
+    """Check that every commit with a manifest is complete. Returns their steps, newest first."""
     steps = []
     for generation in generations(home(place)):
         step_of, found = digest_at(place, generation, place.parent / "room")
@@ -259,7 +259,7 @@ def test_a_start_on_full_drives_drops_the_older_commit(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A drive with room for three places and no more: the next process wants two beside the newest
+    """A drive with space for only three places: the next process needs two besides the newest
     commit."""
     place = tmp_path / "run"
     place.mkdir()
@@ -317,7 +317,7 @@ def test_linked_saves_stay_what_they_are(
 
 
 def test_what_is_placed_anew_leaves_the_newest_whole(tmp_path: Path) -> None:
-    """A second optimizer moves its parameters: what older commits name is given up."""
+    """A second optimizer moves its parameters: older commits are dropped."""
     torch.manual_seed(0)
     place = tmp_path / "run"
     place.mkdir()
@@ -359,7 +359,7 @@ def on_two(rank: int, place: Path) -> tuple[int, str, str, int]:
             before = digest(model)
     close(model)
     torch.distributed.barrier()
-    # Of a shard that rank 1 does not read: the small model lies in that of rank 0 alone.
+    # Of a shard that rank 1 does not read: rank 0 has the whole small model.
     if rank == 0:
         newest = max(generations(home(place / "run")))
         damage(home(place / "run"), read_generation(home(place / "run"), newest)[0], 0)
@@ -367,7 +367,7 @@ def on_two(rank: int, place: Path) -> tuple[int, str, str, int]:
     model, optimizer = made(place / "run", generations=3)
     found = inf.restore(model, optimizer, place / "run", damaged="from-older")
     after = digest(model)
-    # A place that one rank alone cannot get stops both, at the same step.
+    # A place missing on one rank stops both at the same step.
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(OlderCommits, "make_way", no_file)

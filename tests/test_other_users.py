@@ -1,5 +1,5 @@
 """Other users of the machine: a process with another uid tries to list, read, write, replace and
-remove what a run leaves and holds."""
+remove a run's files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STRANGER = 65534
 
 
 def as_stranger(call: Callable[[], Sequence[str]]) -> list[str]:
-    """Return what `call` returns in a child that is another user. Skips where that cannot be."""
+    """Return the result of `call` in a child with another uid. Skips if that is impossible."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -117,7 +117,7 @@ def below(place: Path) -> list[Path]:
 
 
 def test_what_everybody_may_read_is_seen_to_be_read(shared: Path) -> None:
-    """The attempts succeed where they may: a test that they fail can fail."""
+    """Permitted attempts succeed, so tests of refusals can fail."""
     assert f"read {shared / 'open'}" in as_stranger(lambda: reached([shared / "open"]))
     assert f"list {shared}" in as_stranger(lambda: reached([shared]))
 
@@ -183,7 +183,7 @@ def test_a_save_has_the_umask_s_mode_and_a_linked_save_that_of_swap(
     assert {stat.S_IMODE(path.stat().st_mode) for path in linked} == {0o600}
 
 
-# -- what others put there -------------------------------------------------------------------------
+# -- entries of other users ------------------------------------------------------------------------
 
 
 def planted_directory(place: Path) -> list[str]:
@@ -241,7 +241,7 @@ def swapped_directory(place: Path) -> list[str]:
 
 
 def test_a_run_whose_directory_was_replaced_commits_nothing_there(shared: Path) -> None:
-    """By whoever may: here a stranger, in a directory without the sticky bit."""
+    """Replaced by another user, in a directory without the sticky bit."""
     shared.chmod(0o777)
     model, optimizer = durable_runs.made(shared)
     step(model, optimizer, 0, 0)
@@ -290,7 +290,7 @@ def test_links_in_a_run_are_not_written_through(
 
 
 def test_a_commit_never_removes_states_that_another_runs_home_names(tmp_path: Path) -> None:
-    """Not even where a link of this run, and a manifest, lead there."""
+    """Not even if a link of this run and a manifest lead there."""
     model, optimizer = durable_runs.made(tmp_path / "b")
     step(model, optimizer, 0, 0)
     durable_runs.close(model)
@@ -390,7 +390,7 @@ WRITTEN: dict[str, tuple[str, Callable[[Path], object]]] = {
 def test_exports_and_traces_are_not_written_through_links_of_others(
     tmp_path: Path, kind: str, planted: str
 ) -> None:
-    """A name in a directory that others may write, such as /tmp, is known before it is used."""
+    """In a directory that others may write, such as /tmp, names are predictable."""
     name, write = WRITTEN[kind]
     target, place = tmp_path / "somebody's", tmp_path / "shared"
     place.mkdir()
@@ -405,7 +405,7 @@ def test_exports_and_traces_are_not_written_through_links_of_others(
 
 
 def test_a_device_is_never_replaced_by_a_new_file(tmp_path: Path) -> None:
-    """Its name is not removed: nothing would make it again."""
+    """The device's name is not removed, since it could not be made again."""
     device = tmp_path / "null"
     try:
         os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(1, 3))

@@ -38,7 +38,7 @@ from tests.test_microbatched import NVME, SPECULATIVE
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hardly anything stays gathered by chance, and small activations go to their tier."""
+    """Almost no unit stays gathered by chance, and small activations are offloaded."""
     monkeypatch.setattr(device_capacity, "OVERLAP_BYTES_MAX", 1000)
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 256)
 
@@ -63,7 +63,7 @@ class ExpertBlock(models.MoeBlock):
 
 
 class ExpertList(nn.Module):
-    """Two such blocks, each token's result by itself."""
+    """Two such blocks, with independent results of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,8 +165,8 @@ class Moved:
 def steps_of(
     factory: Callable[[], nn.Module], n: int, chosen: inf.Policy, *, count: int = 3
 ) -> tuple[list[Moved], int, dict[str, torch.Tensor]]:
-    """Train so many steps of eight rows in n slices. Returns what each moved, how many bytes more
-    than its bound were gathered at once, and the parameters."""
+    """Train steps of eight rows in n slices. Returns each step's traffic, the gathered bytes beyond
+    the bound, and the parameters."""
     with harness.one_thread():
         model = models.make(Microbatched(factory, n))
         inf.offload(model, chosen)
@@ -182,7 +182,7 @@ def steps_of(
             models.loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
-            # All is written, and the next forward reads: nothing is left to chance.
+            # All writes have ended, and the next forward reads: no timing is involved.
             handle.flush()
             now = handle.stats()
             found.append(
@@ -200,9 +200,8 @@ def steps_of(
 
 
 def assert_moved_alike(ours: list[Moved], theirs: list[Moved]) -> None:
-    """Compare steps: gathers and writes are the same. Which units are still there where a pass
-    turns round follows from when their reads ended, and slices come to experts in another order: a
-    unit or two may be read more, or less."""
+    """Compare steps: gathers and writes are equal. Reads may differ by a unit or two: units
+    retained at a turning point depend on timing, and slices use experts in another order."""
     for step, other in zip(ours, theirs, strict=True):
         assert (step.demands, step.written) == (other.demands, other.written)
         assert step.read == pytest.approx(other.read, rel=0.1)
@@ -224,14 +223,14 @@ def test_updates_in_backward_move_the_same_for_any_number_of_slices(tmp_path: Pa
         assert_moved_alike(other, one)
 
 
-# -- where the device has no room ------------------------------------------------------------------
+# -- with too little device memory -----------------------------------------------------------------
 
 
 def with_spare(
     monkeypatch: pytest.MonkeyPatch, factory: Callable[[], nn.Module], chosen: inf.Policy, of: int
 ) -> tuple[int, int]:
-    """Give the device so much memory that one part in `of` of the largest block may stay beside
-    units one by one. Returns that, and the bytes that are gathered for each slice then."""
+    """Give the device memory for single units plus one part in `of` of the largest block. Returns
+    the memory, and the bytes gathered for each slice."""
     model = models.make(Microbatched(factory, 2))
     inf.offload(model, chosen)
     handle = inf.handle(model)
@@ -261,7 +260,7 @@ def test_of_a_block_that_has_no_room_those_units_stay_that_fit(
         counts = []
         for n in (1, 2, 3):
             moved, beyond, same = steps_of(factory, n, chosen, count=2)
-            # Where backward computes again, the unit that it came to is in use beside the others.
+            # During recomputation the current unit is in use besides the others.
             assert beyond <= 32 * 64 * 2
             counts.append([step.demands for step in moved])
             if n == 2:
@@ -280,7 +279,7 @@ def test_of_a_block_that_has_no_room_those_units_stay_that_fit(
 def test_the_plan_knows_what_stays(
     part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """part: of a block, that may stay; 0: there is room for all."""
+    """part: the part of a block that may stay; 0: all fits."""
     # Large enough that the padding of flats, which a plan of tiles leaves out, hardly counts.
     wide = functools.partial(models.llama, 2, 256)
     chosen = policy(tmp_path, **NVME)

@@ -1,5 +1,5 @@
-"""Gradients past the budget: spilled to NVMe and back, with the same bits as in memory, and the
-bytes that design says."""
+"""Gradients beyond the budget spill to NVMe, with the same bits as in memory, and the predicted
+traffic."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ DEEP = Training(deep, steps=3, accumulation=2)
 
 
 def policy(tmp_path: Path, **values: Any) -> inf.Policy:
-    """Everything on NVMe in small units; nothing rests in RAM for having room, so that a small
-    model has to spill, too."""
+    """Everything on NVMe in small units, nothing resident, so that even a small model must spill.
+    """
     nowhere = {"params": 0.0, "optim": 0.0}
     values = {
         "params": "nvme",
@@ -42,8 +42,7 @@ def policy(tmp_path: Path, **values: Any) -> inf.Policy:
 
 @functools.lru_cache
 def least(training: Training, **values: Any) -> int:
-    """The smallest `ram` that works when gradients may spill, as the error of one that does not
-    says."""
+    """Return the smallest `ram` that works with spilling, from the error of a smaller one."""
     chosen = policy(Path("/tmp"), ram=1, grads="nvme", **values)
     return harness.least_ram(training.model(), chosen)
 
@@ -123,8 +122,7 @@ def test_more_ram_spills_less_and_all_of_it_only_below_the_least(tmp_path: Path)
 def test_a_micro_batch_moves_each_gradient_there_and_back(
     accumulation: int, tmp_path: Path
 ) -> None:
-    """One unit per layer; the states beside them move as ever: all of them once in each
-    direction."""
+    """One unit per layer; the states also move as usual: once in each direction."""
     training = Training(functools.partial(models.llama, layers=24), accumulation=accumulation)
     short, long = [
         run(dataclasses.replace(training, steps=steps), tmp_path, unit_bytes_max=1 << 20).stats
@@ -135,7 +133,7 @@ def test_a_micro_batch_moves_each_gradient_there_and_back(
     assert grads > 12 * window
     read = long.bytes_read - long.params_read_bytes - short.bytes_read + short.params_read_bytes
     assert long.bytes_written - short.bytes_written == states + accumulation * grads
-    saved = (states + accumulation * grads) - read  # of what a window still held
+    saved = (states + accumulation * grads) - read  # the part that a window still held
     assert 0 <= saved <= accumulation * 3 * window
 
 
@@ -256,7 +254,7 @@ def test_a_write_that_fails_is_a_typed_error_and_parameters_are_as_they_were(
         for parameter, name in zip(model.parameters(), before, strict=True):
             with handle.gather(parameter):
                 assert torch.equal(parameter.detach(), before[name]), name
-        # the drive, or a backward that broke off: no step goes past it
+        # the drive, or an aborted backward: no step is possible
         with pytest.raises((AioError, RuntimeError)):
             optimizer.step()
         handle.close()

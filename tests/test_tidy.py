@@ -37,7 +37,7 @@ BENCHES = sorted(
     for path in (ROOT / folder).glob("*.py")
 )
 BUILD_SCRIPTS = sorted((ROOT / "native").glob("*.py"))
-# Text that is read beside the sources; bench/results and the like are data.
+# Text files besides the sources; bench/results and the like are data.
 READ_TOO = sorted(
     path
     for pattern in (
@@ -49,7 +49,7 @@ READ_TOO = sorted(
     for path in ROOT.glob(pattern)
     if path.is_file() and "__pycache__" not in path.parts
 )  # fmt: skip
-# What a tool reads from the end of the line it is about, and so cannot stand elsewhere.
+# Comments for tools, which must stay at the end of their line.
 TOLD_TO_A_TOOL = re.compile(r"\s*# (type: ignore|noqa|fmt:|pragma:).*$")
 
 
@@ -57,8 +57,8 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-# Each check goes through all files by itself: a test for each file and check would take longer
-# than the checks, and one failure names all that is wrong.
+# Each check reads all files: a test per file and check would take longer than the checks, and one
+# failure names all faults.
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -80,10 +80,10 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def is_too_long(path: Path, line: str) -> bool:
-    """Tell whether a line passes the last column though it could be broken.
+    """Return whether a line is too long and could be broken.
 
-    A row of a Markdown table and a word without spaces, as a URL, cannot be; and a line of code is
-    as long as it is without what it tells a tool.
+    Rows of Markdown tables and words without spaces, such as URLs, cannot be broken; a comment for
+    a tool does not count.
     """
     if path.suffix == ".md" and line.startswith("|"):
         return False
@@ -95,8 +95,8 @@ def is_too_long(path: Path, line: str) -> bool:
 def trees_with(
     paths: Iterable[Path], pattern: re.Pattern[str]
 ) -> Iterator[tuple[Path, ast.Module]]:
-    """The files whose text has the pattern, parsed. To parse all of the tests takes as long as all
-    of the checks."""
+    """Yield the files with the pattern, parsed. Parsing all tests would take as long as all checks.
+    """
     return ((path, tree_of(path)) for path in paths if pattern.search(text_of(path)))
 
 
@@ -250,8 +250,7 @@ def test_aio_imports_without_torch() -> None:
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
-    """A folder that pytest does not recurse into by its own rules (called build) would pass by
-    never running."""
+    """Tests in a folder that pytest skips by default (such as build) would never run."""
     patterns = pytestconfig.getini("norecursedirs")
     folders = {
         part
@@ -284,8 +283,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_docstrings_open_with_a_verb_or_a_noun() -> None:
-    """A relative clause as the subject has to be decoded before the sentence can be read; a pronoun
-    has nothing to stand for yet."""
+    """A relative clause as the subject is hard to read, and an opening pronoun has no noun."""
     begun = re.compile(rf"[\"']\s*(?:{RIDDLES.pattern.removeprefix('^')})")
     found = [
         f"{name(path)}:{line} {text[:40]}"

@@ -1,5 +1,4 @@
-"""Orders of units that change while training: what a deviation costs, and that it changes no
-bit."""
+"""Orders of units that change during training: the cost of a deviation, which changes no bit."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ Order = Callable[[int], list[int]]
 
 
 class Stack(nn.Module):
-    """Blocks that a forward applies in an order of its own: `order` gives it for the number of the
-    forward."""
+    """Blocks with an order per forward: `order` returns it for a forward's number."""
 
     def __init__(self, order: Order, hidden: int = 32, rows: int = models.VOCAB) -> None:
         super().__init__()
@@ -47,7 +45,7 @@ class Stack(nn.Module):
 
 @pytest.fixture(autouse=True)
 def evicts_what_is_being_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank evicts no unit that is being filled: its reads ahead would depend on the drive."""
+    """Make one rank evict no pending unit: otherwise prefetches would depend on the drive."""
     monkeypatch.setattr(PendingUnshards, "filled", lambda self, unit: True)
 
 
@@ -61,7 +59,7 @@ class Counted:
 
 
 def counted(order: Order, directory: Path) -> list[Counted]:
-    """Train against the plain loop, to the bit. What each step counted."""
+    """Train and compare with the plain loop, bit for bit. Returns each step's counts."""
     totals = [Counted(0, 0, 0)]
 
     def count(model: nn.Module, _step: int) -> None:
@@ -95,16 +93,16 @@ def without(layer: int) -> list[int]:
 
 def test_a_module_called_early_costs_its_own_read(tmp_path: Path) -> None:
     steps = counted(lambda call: [LAYERS - 1, *EVERY[:-1]] if call == 5 else EVERY, tmp_path)
-    assert steps[0].deviations == 0  # nothing was known
+    assert steps[0].deviations == 0  # no trace yet
     assert all((step.demand_reads, step.deviations) == (0, 0) for step in steps[1:5] + steps[6:])
-    # Forward: the unit. Backward: it comes late, so where it is left out, and where it comes.
+    # Forward: the unit. Backward: it is late, so at its usual place, and at its new one.
     assert steps[5].deviations <= 3
     assert steps[5].demand_reads <= 2
 
 
 def test_a_layer_left_out_of_some_steps_costs_no_read(tmp_path: Path) -> None:
-    """The one after it has been read ahead already; but where the read of what is left out has not
-    ended, its room is not free yet."""
+    """The next unit was prefetched; but while the skipped unit's read is pending, its memory is not
+    free."""
     steps = counted(lambda call: without(4) if call in (3, 4, 7, 10) else EVERY, tmp_path)
     assert sum(step.demand_reads for step in steps[1:]) <= 2
     assert all(
@@ -114,7 +112,7 @@ def test_a_layer_left_out_of_some_steps_costs_no_read(tmp_path: Path) -> None:
 
 
 def test_layers_dropped_at_random_cost_no_read(tmp_path: Path) -> None:
-    """No step has all layers, nor what the step before had."""
+    """No step has all layers, nor the same layers as the step before."""
     steps = counted(lambda call: without(7 * call % LAYERS), tmp_path)
     assert sum(step.demand_reads for step in steps[1:]) <= 4
     assert all(step.deviations <= 2 for step in steps[2:])
@@ -129,7 +127,7 @@ def test_an_early_exit_costs_a_read_in_each_pass(tmp_path: Path) -> None:
 
 def test_two_forwards_that_take_turns_are_both_followed(tmp_path: Path) -> None:
     steps = counted(lambda call: EVERY[:5] if call % 2 else EVERY[5:], tmp_path)
-    assert steps[2].deviations <= 1  # that they take turns is not known yet
+    assert steps[2].deviations <= 1  # the alternation is not known yet
     assert all((step.demand_reads, step.deviations) == (0, 0) for step in steps[3:])
 
 
@@ -146,9 +144,8 @@ def with_memory(handle: Any) -> int:
 def test_how_far_is_read_ahead_is_room_in_bytes(
     tmp_path: Path, rows: int, least: int, most: int
 ) -> None:
-    """Two of the largest units, or the many small ones that take their place. `ram` does not count
-    device memory, so it does not change the depth: what it leaves keeps parameters in RAM, whose
-    gathers are copies."""
+    """Two of the largest units, or several small ones. `ram` does not count device memory, so it
+    does not change the depth: more `ram` keeps parameters in RAM, whose gathers are copies."""
     counts = []
     for ram in ("min", "1GiB"):
         model = inf.offload(Stack(lambda _: EVERY, rows=rows), policy(tmp_path, ram=ram))
@@ -160,7 +157,7 @@ def test_how_far_is_read_ahead_is_room_in_bytes(
         for batch in models.token_batches(2):
             models.loss_of(model, batch).backward()
         assert handle.stats().gathered_bytes_peak <= handle.unsharder.gathered_bytes_max
-        counts.append(max(counted_units[LAYERS:]))  # the first forward knows no order
+        counts.append(max(counted_units[LAYERS:]))  # no order is known in the first forward
         handle.close()
     assert counts[0] == counts[1]
     assert least <= counts[0] <= most

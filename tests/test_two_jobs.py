@@ -1,5 +1,5 @@
 """Two jobs in one directory, begun at the same moment: ephemeral swap coexists, and a durable run
-has one owner, whom the others name."""
+has one owner, which the other jobs name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ JOBS, ROUNDS = 4, 12
 
 
 def at_once(work: Callable[[int], Any]) -> list[Any]:
-    """Return the result of `work(pid)` in each of `JOBS` children that begin at the same moment,
-    and that end when all have told it."""
+    """Return the results of `work(pid)` in `JOBS` children that start simultaneously, and end after
+    all have reported."""
     go, ready, told, stay = os.pipe(), os.pipe(), os.pipe(), os.pipe()
     children = []
     for _ in range(JOBS):
@@ -44,7 +44,7 @@ def at_once(work: Callable[[int], Any]) -> list[Any]:
     for _ in range(JOBS):
         os.read(ready[0], 1)
     os.close(go[1])
-    # A child that fails leaves an empty line in place of its answer.
+    # A failed child leaves an empty line.
     os.close(told[1])
     with os.fdopen(told[0], "rb") as answers:
         found = [json.loads(answers.readline()) for _ in range(JOBS)]
@@ -57,7 +57,7 @@ def at_once(work: Callable[[int], Any]) -> list[Any]:
 
 
 _KEPT: list[Any] = []
-"""Keeps what a child holds open until it ends."""
+"""Keeps a child's resources open until it ends."""
 
 
 def begin(place: Path, pid: int) -> tuple[int, str, int]:
@@ -83,7 +83,7 @@ def test_one_of_several_simultaneous_jobs_gets_a_durable_run(
             f"held by process {owners[0]} on" in error or "held by another process" in error
             for _, error, _ in others
         )
-        # One that had the lock a moment ago may not have told its name yet; most have.
+        # The holder may not have written its name yet; most have.
         assert begin(place, 0)[1] == ""
         _KEPT.pop().close()
 
@@ -93,7 +93,7 @@ def swap(place: Path, pid: int) -> list[int]:
     file.grow(1 << 12)
     os.pwrite(file.fd, pid.to_bytes(8, "little"), 0)
     private = PrivateDirectory(str(place))
-    # A start that clears away, beside those of the others.
+    # A start that removes files, at the same time as the others.
     clear_dead(str(place))
     _KEPT.append((file, private))
     read = int.from_bytes(os.pread(file.fd, 8, 0), "little")

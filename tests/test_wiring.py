@@ -1,5 +1,5 @@
-"""Nobody's behaviour is assigned from outside after construction, and imports run in no new
-circles; see tests/wiring.py."""
+"""No behaviour is assigned after construction, and imports form no new cycles; see tests/wiring.py.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_imports_run_in_no_circles() -> None:
 
 
 def test_calls_between_c_files_point_down() -> None:
-    """Workers append what has ended to a list that a file above pops: executor.h says how."""
+    """Workers append ended runs to a list that a higher file pops, as executor.h explains."""
     floor, calls = wiring.c_floors(ROOT / "native"), wiring.c_calls(ROOT / "native")
     files = {path.relative_to(ROOT / "native").as_posix() for path in ROOT.glob("native/*/*.c")}
     assert floor.keys() == files, "executor.h lists the files of native/, and no others"
@@ -78,7 +78,7 @@ def test_a_call_up_between_c_files_is_found(tmp_path: Path) -> None:
 
 
 def test_rooms_stand_on_few_floors() -> None:
-    """A room stands above all that it imports; the numbers may only shrink."""
+    """A folder is above all folders that it imports; the counts may only shrink."""
     rooms = wiring.rooms(wiring.imports(ROOT))
     assert max(wiring.floors(rooms).values()) <= FLOORS_MAX
     assert sum(map(len, rooms.values())) <= ARROWS_MAX

@@ -61,13 +61,13 @@ class Mean:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        # what rounding took, by parameter, turn and sender; bf16
+        # rounding errors, by parameter, level and sender; bf16
         self._lost: dict[Any, torch.Tensor] = {}
 
     def of(
         self, name: Any, grads: Sequence[torch.Tensor | None], dtype: torch.dtype
     ) -> torch.Tensor | None:
-        """In `dtype`, in which they wait. None where no rank has a gradient."""
+        """Return the means in the accumulation dtype `dtype`; None if no rank has a gradient."""
         shape = next((grad.shape for grad in grads if grad is not None), None)
         if shape is None:
             return None
@@ -159,7 +159,7 @@ def modelled(
 
 
 def _made_coarse(model: nn.Module) -> Gradients:
-    """Let the model compute with what int8 groups of its weights stand for; returns the weights."""
+    """Make the model compute with its weights rounded to int8 groups; returns the weights."""
     fine = {param: param.data for param in model.parameters()}
     for param, value in fine.items():
         param.data = coarse(value, 8).to(value.dtype)
@@ -167,7 +167,7 @@ def _made_coarse(model: nn.Module) -> Gradients:
 
 
 def _backward(training: Training, model: nn.Module, batch: models.Batch) -> tuple[float, Gradients]:
-    """Loss and gradients of one micro-batch of one rank, in the dtype in which they wait."""
+    """Return loss and gradients of one micro-batch of one rank, in the accumulation dtype."""
     loss = models.loss_of(model, batch) / training.accumulation
     loss.backward()
     grads = {}
@@ -185,8 +185,8 @@ def _assign(
     parts: list[list[Gradients]],
     mean: Mean,
 ) -> None:
-    """Leave in the optimizer's hands what the micro-batches of all ranks come to. parts: by
-    micro-batch, by rank."""
+    """Give the optimizer the gradients of all ranks' micro-batches. parts: by micro-batch, by rank.
+    """
     for param in model.parameters():
         dtype = training.grad_dtype or param.dtype
         total = None
@@ -203,7 +203,7 @@ def _assign(
 
 
 def _added(micro: Sequence[Gradients]) -> Gradients:
-    """One rank's micro-batches, added up in the dtype in which they wait."""
+    """Return one rank's sum over micro-batches, in the accumulation dtype."""
     total: Gradients = {}
     for grads in micro:
         for param, grad in grads.items():

@@ -66,8 +66,7 @@ class Outcome:
 def on_ranks(
     job: Job, directory: Path, world: int, *, meet: str = "tcp", timeout_s: float = TIMEOUT_S
 ) -> list[Any]:
-    """The results of `job(rank, directory)` on each of `world` ranks. Anything but results fails
-    the test."""
+    """Return the results of `job(rank, directory)` on `world` ranks. Any error fails the test."""
     outcomes = ends_of(job, directory, world, meet=meet, timeout_s=timeout_s)
     if not all(outcome.well for outcome in outcomes):
         pytest.fail("\n".join(map(_told, outcomes)))
@@ -103,8 +102,7 @@ def _told(outcome: Outcome) -> str:
 
 
 class _Pool:
-    """Processes that wait for jobs. Started when first wanted; they end when the process that
-    started them does."""
+    """Processes that wait for jobs. Started at first use; they end with their parent."""
 
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
@@ -197,7 +195,7 @@ _POOL = _Pool()
 
 
 def _serve(pipe: Connection) -> None:
-    """A process of the pool: does jobs until nobody is there to give any."""
+    """Be a process of the pool: run jobs until the parent has ended."""
     torch.set_num_threads(1)
     leave = False
     while not leave:
@@ -295,7 +293,7 @@ HELD = ("ram_min_bytes", "grad_bytes", "spilled_bytes", "updates_ahead")
 
 @dataclasses.dataclass(frozen=True)
 class Train:
-    """Trainings on this rank's rows of every batch, each under a policy, one after the other.
+    """Train on this rank's rows of every batch, under each policy in turn.
 
     A policy that needs a drive gets the job's directory. With ram="min" requests come late and out
     of order. mesh: (nodes, ranks of a node), where the ranks are not those of one node.
@@ -347,7 +345,7 @@ def assert_ranks_agree(results: Sequence[Result]) -> None:
 
 @contextlib.contextmanager
 def named(*what: object) -> Iterator[None]:
-    """Says which case of a test failed."""
+    """Names the failed case of a test."""
     try:
         yield
     except AssertionError as error:

@@ -1,5 +1,5 @@
-"""A rank that is killed, raises, meets a broken drive or does not come: the others end with its
-name, at once, and leave nothing."""
+"""A rank is killed, raises, has a broken drive or does not arrive: the other ranks end at once,
+name it, and leave no files or threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPECULATING: dict[str, Any] = {**STAGE3, "update": "backward", "generations": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """End of a rank's training: the errors that it met, and the files and threads left after it."""
+    """End of a rank's training: its errors, and the remaining files and threads."""
 
     kind: str
     text: str
@@ -52,8 +52,8 @@ class Ended:
 
 
 def strike_in(where: str, model: Any, optimizer: Any, strike: Callable[[], None]) -> None:
-    """Have `strike` called in the middle of a forward, a backward or a step, and after what a step
-    leaves to the background."""
+    """Call `strike` in the middle of a forward, a backward or a step, and after a step's background
+    work."""
     middle = model.blocks[1]
     if where == "forward":
         middle.register_forward_pre_hook(lambda *_: strike())
@@ -69,7 +69,7 @@ def strike_in(where: str, model: Any, optimizer: Any, strike: Callable[[], None]
 
 @dataclasses.dataclass(frozen=True)
 class Struck:
-    """Training in which something befalls one rank (`victim`; -1: all) in the middle of a step."""
+    """Training with a fault of one rank (`victim`; -1: all) in the middle of a step."""
 
     how: str  # "kill", "raise", "sleep", "drive"
     where: str = "forward"
@@ -119,8 +119,8 @@ class Struck:
         return Ended(*ended, again, open_in(drive), ours(), index, closing, trace)
 
     def take(self, model: Any, optimizer: Any, index: int, rank: int) -> None:
-        """Take a step, and repeat it while a fault undoes it. With two generations a drive that is
-        gone undoes the step at each read; a chunk's states are lost at the third in a row."""
+        """Take a step, and repeat it while a fault undoes it. With two generations a lost drive
+        undoes the step at each read; the third consecutive failure loses a chunk's states."""
         for _ in range(9):
             try:
                 return step(model, optimizer, index, rank)
@@ -159,7 +159,7 @@ def ours() -> tuple[str, ...]:
 
 
 def survivors(outcomes: list[Outcome], victim: int, directory: Path) -> list[Ended]:
-    """The others ended with the victim's name, and left nothing."""
+    """Check that the other ranks named the victim, and left no files or threads."""
     found = []
     for outcome in outcomes:
         if outcome.rank == victim:
@@ -219,11 +219,11 @@ def test_an_error_in_the_loop_of_one_rank_ends_the_others_with_its_text(
         (),
     ), outcomes[1]
     for ended in survivors(outcomes, 1, tmp_path / "run"):
-        if where == "forward":  # nobody sees an error leave a backward
+        if where == "forward":  # no error leaves the backward
             assert "out of luck" in ended.text
 
 
-# The parts of two of the units are padding alone on one rank: its states are lost with no name.
+# On one rank the parts of two units are only padding: lost states without a name.
 @pytest.mark.parametrize(
     "values", mostly_ranks([STAGE3, STAGE2, SPECULATING], STAGE3, SPECULATING)
 )
@@ -245,7 +245,7 @@ def test_a_missing_rank_raises_after_rank_timeout_s(tmp_path: Path) -> None:
         Struck("sleep", "forward", 1, tuple(values.items())), tmp_path / "run", 3, leave=True
     )
     survivors(outcomes, 1, tmp_path / "run")
-    assert outcomes[1].result.kind == "RankFailed"  # it wakes up, and the others have gone
+    assert outcomes[1].result.kind == "RankFailed"  # it wakes up after the other ranks have ended
 
 
 class Unlucky:
@@ -263,8 +263,8 @@ class Unlucky:
 
 
 def raise_alike(rank: int, place: Path) -> list[str]:
-    """A forward that raises on all ranks at the same place, and then a backward; the loop tries the
-    step again."""
+    """Raise in a forward at the same place on all ranks, then in a backward; the loop repeats the
+    step."""
     found = []
     for strikes in ({}, {1: "forward", 2: "backward"}):
         torch.manual_seed(0)
@@ -366,8 +366,8 @@ def test_a_failure_at_the_end_of_backward_leaves_nothing(
 
 
 def cannot_make_groups(rank: int, place: Path) -> tuple[str, str, list[str]]:
-    """Rank 0 has no descriptors for the second communication stream, when the others are about to
-    meet it there."""
+    """Rank 0 has no descriptors for the second communication stream while the other ranks wait for
+    it."""
     if rank == 0:
         before, calls = communicator.make_group, itertools.count()
 
@@ -395,7 +395,7 @@ def test_a_rank_that_fails_amid_opening_ends_the_others_and_leaves_no_thread(
     assert (kind, text, threads) == ("OSError", "too many open files", [])
     kind, text, threads = outcomes[1].result
     assert (kind, text) == ("RankFailed", "rank 0 failed: OSError: too many open files")
-    # given up: torch knows no way to break off new_group()
+    # abandoned: torch cannot abort new_group()
     assert set(threads) <= {"infinity-comm-exchange-maker"}
 
 

@@ -1,4 +1,4 @@
-"""Set-up of several ranks from files: each reads its own part, to the bits of the whole, and a rank
+"""Set-up of several ranks from files: each reads its part, with the bits of a whole load; a rank
 that cannot read stops all."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FACTORIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """Fill a model from a file that all ranks read. Returns the bytes that this rank read, and
+    """Load a model from a file that all ranks read. Returns the bytes that this rank read, and
     those of the file."""
 
     name: str
@@ -91,10 +91,10 @@ class Fill:
 def test_each_rank_reads_its_part(tmp_path: Path, job: Fill) -> None:
     results = on_ranks(job, tmp_path / "ranks", job.world)
     parts, whole = [part for part, _ in results], results[0][1]
-    # Parts do not overlap, and leave nothing out but padding.
+    # Parts do not overlap, and cover all but padding.
     assert sum(parts) == whole
     if job.name == "wide":
-        # Shards end at groups of elements: a flat of a few is one rank's.
+        # Shards end at groups of elements: a small flat belongs to one rank.
         assert max(parts) < whole / job.world + 4 * GROUP_NUMEL * job.dtype.itemsize
     print(f"\n{job.name}, {job.world} ranks: {parts} of {whole} bytes")
 
@@ -105,7 +105,7 @@ def test_tiles_are_filled_in_parts(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class HubFill:
-    """Fill a model of the hub from files that all ranks read. Returns the bytes that this rank
+    """Load a model of the hub from files that all ranks read. Returns the bytes that this rank
     read."""
 
     family: str
@@ -145,14 +145,14 @@ def test_experts_apart_and_fp8_give_ranks_the_values_of_one(
     save_file(values, tmp_path / "wanted.safetensors")
     close(model)
     parts = on_ranks(job, tmp_path / "ranks", 2)
-    # A part of a group is made of all of it, but for the experts that others have.
+    # A part of a group needs the whole group, except experts of other ranks.
     assert max(parts) < whole
     print(f"\n{family}, 2 ranks: {parts} of {whole} bytes")
 
 
 @dataclasses.dataclass(frozen=True)
 class OtherValues:
-    """Files of other values for each rank. Returns the error of the rank, and what was logged."""
+    """Load files with different values on each rank. Returns the rank's error and the log."""
 
     def __call__(self, rank: int, place: Path) -> tuple[str, str]:
         torch.manual_seed(rank)
@@ -176,7 +176,7 @@ class OtherValues:
 def test_copies_with_other_values_are_compared(tmp_path: Path) -> None:
     (zero, told), (one, _) = on_ranks(OtherValues(), tmp_path / "ranks", 2)
     assert zero == one
-    # They may as well be the same: nobody knows before all are read.
+    # They may be equal: that is known only after reading all.
     assert "each of 2 ranks reads all parameters" in told
 
 
@@ -213,7 +213,7 @@ def test_a_rank_that_cannot_read_stops_all(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class BrokenOff:
-    """A fill of a durable run in which rank 1 cannot read after a while, and the next. Returns the
+    """Initialize a durable run in which rank 1 cannot read after a while, then again. Returns the
     bytes that this rank read in both."""
 
     def __call__(self, rank: int, place: Path) -> tuple[int, int]:
@@ -242,16 +242,16 @@ class BrokenOff:
 def test_a_fill_of_ranks_that_breaks_off_goes_on(tmp_path: Path) -> None:
     results = on_ranks(BrokenOff(), tmp_path / "ranks", 2)
     whole = sum(value.numel() for value in WIDE().parameters()) * 2
-    # Twice is read only what was under way: a flat of each rank that was not on the drives.
+    # Only flats in flight are read twice: one per rank.
     assert whole <= sum(first + second for first, second in results) < whole * 1.2
     assert all(first > 0 and second > 0 for first, second in results)
 
 
 @dataclasses.dataclass(frozen=True)
 class BrokenOffFirst:
-    """A fill of a durable run with the values of rank 0, which cannot read after a while, and the
-    next. Each rank has a file of its own. changed: that of rank 1 is another one by then, and so
-    this rank begins anew. Returns the bytes that this rank read in both."""
+    """Initialize a durable run with rank 0's values, which it cannot read after a while, then
+    again. Each rank has a separate file. changed: rank 1's file has changed by then, so this rank
+    starts again. Returns the bytes that this rank read in both."""
 
     changed: bool
 
@@ -287,13 +287,13 @@ def test_a_fill_from_rank_0_that_breaks_off_goes_on(tmp_path: Path, *, changed: 
     (first, second), others = on_ranks(BrokenOffFirst(changed), tmp_path / "ranks", 2)
     assert others == (0, 0)
     whole = sum(value.numel() for value in WIDE().parameters()) * 2
-    # What one rank lacks is read for all.
+    # A flat that one rank lacks is read for all.
     assert second >= whole if changed else whole <= first + second < whole * 1.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Killed:
-    """A durable run that ends before its first step, and goes on. Returns its digests."""
+    """End a durable run before its first step, and resume it. Returns its digests."""
 
     top: Path
 
@@ -322,8 +322,8 @@ def test_ranks_that_end_before_the_first_step_go_on(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class InCgroup:
-    """One rank whose plan is larger than a limit leaves. Returns the error, what it says of bytes,
-    and the bytes of a plan that fits."""
+    """Offload with a plan on one rank that exceeds its limit. Returns the error, its bytes, and the
+    bytes of a plan that fits."""
 
     cgroup: Path
 
@@ -357,5 +357,5 @@ def test_a_plan_beyond_the_cgroups_limit_is_refused_before_memory_is_taken(tmp_p
     assert text.startswith("this process would hold")
     assert f"the limit of cgroup {place} (320 MiB) leaves" in text
     assert "choose Policy(ram=" in text
-    # The plan has all that is given; beside it are records, and few on this model.
+    # The plan uses the whole budget; the overhead is small for this model.
     assert held <= left <= limit < needed <= 401 << 20

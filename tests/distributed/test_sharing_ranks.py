@@ -1,5 +1,5 @@
-"""Ranks of one machine: drives by pattern, one budget of room, bandwidth and memory, and set-ups
-that fail on all of them."""
+"""Ranks of one machine: drives by pattern, shared space, bandwidth and memory, and set-ups that
+fail on all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def offloaded(**values: Any) -> nn.Module:
 
 
 def trained(model: nn.Module, rank: int) -> list[torch.Tensor]:
-    """The parameters after a step of every rank on rows of its own."""
+    """Return the parameters after a step with different rows on each rank."""
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
     models.loss_of(model, models.token_batches(1, seed=rank)[0]).backward()
     optimizer.step()
@@ -51,8 +51,8 @@ def outcome(build: Any) -> str:
 
 
 def by_pattern(rank: int, place: Path) -> tuple[list[str], list[str], list[torch.Tensor]]:
-    """Train on directories that are named by patterns. Returns the directories of this rank's swap
-    files, those of its policy, and the trained values."""
+    """Train on directories named by patterns. Returns the directories of this rank's swap files,
+    those of its policy, and the trained values."""
     for number in range(2):
         for name in ("drive", "local"):
             (place / f"{name}{number}").mkdir(exist_ok=True)
@@ -101,8 +101,8 @@ def shared(rank: int, place: Path) -> dict[str, Any]:
 
 
 def half_an_optimizer(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
-    """Rank 1 keeps an optimizer that rank 0 has let go, and so cannot give its parameters to
-    another; then both go on as they should."""
+    """Rank 1 keeps an optimizer that rank 0 has dropped, so it cannot give the parameters to
+    another; then both continue."""
     model = offloaded(nvme=place)
     params = list(model.parameters())
     first = inf.AdamW(params[:4], lr=1e-2)
@@ -125,7 +125,8 @@ def half_an_optimizer(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
 
 
 def durable(rank: int, place: Path) -> tuple[bool, bool]:
-    """A durable run whose second drive is each rank's own, and what a later process finds there."""
+    """Make a durable run with a separate second drive per rank, and restore it in a later process.
+    """
     for name in ("all", "mine0", "mine1"):
         (place / name).mkdir(exist_ok=True)
     dist.barrier()
@@ -150,7 +151,7 @@ def durable(rank: int, place: Path) -> tuple[bool, bool]:
 
 
 def after_close(rank: int, place: Path) -> str:
-    """An optimizer that one rank alone builds for a model that is closed."""
+    """Build an optimizer on one rank only, for a closed model."""
     model = offloaded(nvme=place)
     params = list(model.parameters())
     inf.handle(model).close()
@@ -168,7 +169,7 @@ def everything(rank: int, place: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Any, ...]]:
-    """For each job, what it came to on both ranks. One start of them for all."""
+    """Return each job's results on both ranks, from one start of the ranks."""
     place = tmp_path_factory.mktemp("ranks") / "run"
     return [(str(place),), *zip(*on_two_ranks(everything, place), strict=True)]
 
@@ -268,9 +269,8 @@ class Wide(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """Job of two ranks that share a drive with so many MiB of room, for each of `room_mib`. Returns
-    the outcome of offload, that of building an optimizer, and the bytes free on the drive in the
-    end."""
+    """Job of two ranks that share a drive with `room_mib` MiB, for each of its values. Returns the
+    results of the offload and of building an optimizer, and the final free bytes."""
 
     drive: str
     room_mib: tuple[int, ...]
@@ -323,7 +323,7 @@ def test_what_two_ranks_want_of_one_drive_counts_together_and_both_are_told(tmp_
         assert second[0] == "well"
         assert f"{6 * want} more bytes that ranks 0, 1 need together" in second[1]
         assert third == ("well", "well")
-        # What was reserved and refused is free again.
+        # The refused reservation was released.
         for (*_, left), mib in zip(zero[:2], room, strict=False):
             assert left > 0.8 * mib * MIB
 
@@ -351,7 +351,7 @@ def cgroup(limit_bytes: int) -> Iterator[Path]:
 
 @dataclasses.dataclass(frozen=True)
 class InCgroup:
-    """A model larger than two ranks may hold under a limit, which they enter first."""
+    """Offload a model that exceeds a limit for two ranks, which enter it first."""
 
     cgroup: Path
 

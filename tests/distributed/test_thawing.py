@@ -1,5 +1,4 @@
-"""Parameters that were frozen when the model was offloaded, and are thawed afterwards, on several
-ranks: as on one."""
+"""Parameters that are unfrozen after the offload, on several ranks: the same results as on one."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ LLAMA = Training(
 
 @dataclasses.dataclass(frozen=True)
 class Thawed:
-    """Trainings on this rank's rows, each under a policy; what was frozen is thawed before the
+    """Train on this rank's rows under each policy; frozen parameters are unfrozen before the
     optimizer is built."""
 
     runs: tuple[tuple[Training, dict[str, Any]], ...]
@@ -126,8 +125,8 @@ DEEP = dataclasses.replace(
 
 
 def spilling(rank: int, place: Path) -> Result:
-    """In the least that works for what is not frozen: no room is left for states of what is thawed,
-    and training goes on."""
+    """With the minimum budget for the unfrozen parameters the states of others do not fit, and
+    training continues."""
     training = shard_of(DEEP, rank, dist.get_world_size())
     nowhere = {"params": 0.0, "optim": 0.0}
     chosen = {
@@ -167,7 +166,7 @@ def test_unfrozen_parameters_without_an_optimizer_have_gradients_besides_spilled
 
 
 class Pair(nn.Module):
-    """Two layers of a unit that are used, and one that follows."""
+    """A unit with two used layers, and a following unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +183,7 @@ class Pair(nn.Module):
 def pair(
     frozen: Sequence[str], dtype: torch.dtype = torch.float32, **chosen: Any
 ) -> tuple[Any, inf.Handle]:
-    """An offloaded model, of which parameters whose names begin so are frozen."""
+    """Return an offloaded model; parameters whose names begin with `frozen` are frozen."""
     torch.manual_seed(0)
     model = Pair().to(dtype)
     for name, parameter in model.named_parameters():
@@ -281,7 +280,7 @@ def test_what_thawed_gradients_need_on_their_way_is_counted_when_an_optimizer_ho
 
 
 def held_apart(rank: int, _place: Path) -> list[tuple[str, str]]:
-    """Ranks unfreeze other parameters of one optimizer."""
+    """Ranks unfreeze different parameters of one optimizer."""
     found = []
     for of in THAWS:
         model, handle = pair(["blocks.1", "blocks.2.1"])
@@ -328,7 +327,7 @@ APART: dict[str, tuple[dict[str, Any], list[Callable[[Any, int], Any]]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """Ranks thaw other parameters, in the ways of these cases."""
+    """Ranks unfreeze different parameters, in several ways."""
 
     cases: tuple[str, ...]
 
@@ -347,7 +346,7 @@ def thaw_apart(
         )
         of(model, rank).requires_grad_(True)
         try:
-            if of is not THAWS[-1]:  # where each rank has some to hold
+            if of is not THAWS[-1]:  # each rank has some parameters for its optimizer
                 with pytest.raises(
                     ValueError, match="building an optimizer: all ranks must do the same"
                 ):

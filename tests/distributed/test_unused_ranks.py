@@ -1,5 +1,5 @@
-"""Stages 1 and 2 where each rank uses other modules than the others, in an order of its own:
-gradients and parameters are those of DDP(find_unused_parameters=True), bit for bit."""
+"""Stages 1 and 2 with ranks that use different modules in different orders: gradients and
+parameters equal DDP(find_unused_parameters=True) bit for bit."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ class Block(nn.Module):
 
 
 class Dropped(nn.Module):
-    """A stack of blocks of which each call runs those that it is told to. `spare` is never used."""
+    """A stack of blocks; each call runs the given ones. `spare` is never used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        # Before the blocks: gathers end in this order, and a wait for it is none for the blocks.
+        # Before the blocks: gathers end in this order, so waiting for it does not wait for the
+        # blocks.
         self.last = nn.Linear(WIDTH, 1)
         self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
         self.spare = nn.Linear(WIDTH, WIDTH)
@@ -119,7 +120,7 @@ def policy(**chosen: Any) -> inf.Policy:
 
 
 def delayed(rank: int, steps: Sequence[Step]) -> Found:
-    """DDP, which computes with the parameters of before the last update."""
+    """DDP that computes with the parameters before the last update."""
     model = fresh()
     wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = ReferenceAdamW([{"params": list(model.parameters())}], lr=LR, weight_decay=DECAY)
@@ -129,7 +130,7 @@ def delayed(rank: int, steps: Sequence[Step]) -> Found:
         wrapped(rows(rank, number, 0), calls).backward()
         grads.append(gradients(model))
         computes = [one.clone() for one in newest]
-        # A master is the parameter of when the first gradient came, which nothing has updated yet.
+        # A master starts as the parameter at the first gradient, before any update.
         with torch.no_grad():
             for one, value in zip(model.parameters(), newest, strict=True):
                 one.copy_(value)
@@ -207,7 +208,7 @@ class Both:
 
 
 def drawn(world: int, steps: int, micros: int, seed: int) -> Program:
-    """Stochastic depth: each rank's forwards leave out each block with even odds."""
+    """Stochastic depth: each rank's forwards skip each block with probability one half."""
     odds = random.Random(seed)
 
     def calls() -> Calls:
@@ -218,7 +219,7 @@ def drawn(world: int, steps: int, micros: int, seed: int) -> Program:
     )
 
 
-# Rank 0 runs what rank 1 leaves out; blocks in another order; twice; none at all.
+# Rank 0 runs the blocks that rank 1 skips; blocks in another order; twice; none.
 CROSSED: Program = (
     (((0, 1),), ((3, 2, 1, 0),), ((),), ((1, 1, 2),), ((),)),
     (((2, 3),), ((0, 1, 2, 3),), ((0, 3),), ((2, 0),), ((),)),
@@ -269,7 +270,7 @@ def test_any_blocks_in_any_order_on_each_rank_give_the_bits_of_ddp(
 
 
 def test_sums_of_micro_batches_on_each_rank_are_those_of_ddp(tmp_path: Path) -> None:
-    """A block may be left out of the last micro-batch alone, or of all but one."""
+    """A block may be skipped only in the last micro-batch, or in all but one."""
     local = {"accumulate": "local"}
     some: Program = (
         (((0,), (1, 2), ()), ((3,), (), (0,))),
@@ -337,7 +338,7 @@ def test_three_ranks_that_leave_out_other_blocks_are_ddp_within_rounding(tmp_pat
 
 
 def slow_drive(rank: int, place: Path) -> tuple[Found, Found]:
-    """Rank 0 leaves out every block, whose updates its drive brings late; rank 1 waits for them."""
+    """Rank 0 skips every block, with late updates on its drive; rank 1 waits for them."""
     steps = [(tuple(range(BLOCKS)) if rank == 1 else (),)] * 3
     seam = Seam(delay_us_max=100_000, seed=3) if rank == 0 else None
     chosen = {"optim": "nvme", "ram": "min", "nvme": place, "rank_timeout_s": 20.0}
@@ -393,8 +394,8 @@ def test_a_rank_with_another_number_of_backwards_raises(tmp_path: Path) -> None:
 
 
 def alone(rank: int, _place: Path) -> list[dict[str, torch.Tensor]]:
-    """Rank 0 evaluates alone between steps, or does not; a forward that all ranks break off comes
-    before the last step."""
+    """Rank 0 evaluates alone between steps, or does not; before the last step all ranks abort a
+    forward."""
     found = []
     steps = CROSSED[rank]
     for evaluates in (False, True):
@@ -457,5 +458,5 @@ def test_a_step_costs_the_same_for_each_unit_however_many_there_are(tmp_path: Pa
         # A gather and a reduction of each unit.
         assert some[0] - few[0] == 2 * 8
         assert many[0] - some[0] == 2 * 16
-        # With room for the calls of waits, of which a busy machine makes more.
+        # Allows for calls of waits, of which a busy machine makes more.
         assert many[1] - some[1] <= 1.3 * 2 * (some[1] - few[1]), found

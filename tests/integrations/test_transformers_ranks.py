@@ -35,13 +35,13 @@ DDP_ULPS = 3e-7
 """Relative difference of losses: DDP divides before it adds, the engine after."""
 
 THREE_ULPS = 1e-6
-"""The same with three ranks, by which neither divides exactly, and with a norm."""
+"""The same for three ranks, where no division is exact, and with a norm."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A trainer's work on this rank: a function, by name and module, and its arguments beside the
-    rank, the job's directory, and `shared`, that of the test.
+    """A trainer's work on this rank: a function, by name and module, and its arguments besides the
+    rank, the job's directory, and the test's directory `shared`.
     """
 
     run: str
@@ -77,7 +77,7 @@ def summed(
 
 def ends(rank: int, place: Path, shared: Path, **changes: Any) -> Ended:
     """Train once. name: of the run's directory; resume: from a checkpoint; own_loss: by `summed`;
-    apart: each rank's model begins with values of its own."""
+    apart: ranks' models begin with different values."""
     name, resume = changes.pop("name"), changes.pop("resume", None)
     seed, policy = changes.pop("seed_of_model", 3), changes.pop("policy", {})
     given = {"compute_loss_func": summed} if changes.pop("own_loss", False) else {}
@@ -85,7 +85,7 @@ def ends(rank: int, place: Path, shared: Path, **changes: Any) -> Ended:
     run = trainer(
         shared / name, llama(seed), policy=policy, given=given, ddp_backend="gloo", **changes
     )
-    # Rows are dealt out: each rank has its own loss, and logs the mean.
+    # Rows are distributed: each rank has a separate loss, and logs the mean.
     return end_of(run, resume=resume and str(shared / resume))
 
 
@@ -110,7 +110,7 @@ def on_some(tmp_path: Path, run: str, place: str, ranks: int, **changes: Any) ->
         {"own_loss": True, "gradient_accumulation_steps": 2},
         {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
         {"policy": {"update": "backward", "generations": 2}, "max_grad_norm": 0.5},
-        # As in DDP, those of the first count: a new head, say, that nobody seeded.
+        # As with DDP, rank 0's values count, such as an unseeded new head.
         {"apart": True},
     ],
     ids=str,
@@ -133,7 +133,7 @@ def test_resuming_on_two_ranks_and_on_one(tmp_path: Path) -> None:
     assert again[0].losses == whole[0].losses
     assert again[1].losses == whole[1].losses
     assert_same(again[0].weights, whole[0].weights)
-    # One rank goes on with the states; its batches are those of one rank.
+    # One rank continues with the states, and with one rank's batches.
     alone = trainer(tmp_path / "alone", llama(9), policy={}, max_steps=4)
     alone.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert alone.state.global_step == 4
@@ -177,7 +177,7 @@ def to_the_end(rank: int, place: Path, shared: Path) -> tuple[float, bool, int]:
 
 
 def test_the_end_of_a_script_closes_the_engines_before_the_groups(tmp_path: Path) -> None:
-    """Without, each engine would say that the other ranks have failed."""
+    """Without this, each engine would report that the other ranks have failed."""
     first, second = on_two(tmp_path, "to_the_end", "a")
     assert first == second
     assert first[1:] == (False, 0)
@@ -202,7 +202,7 @@ def test_a_model_of_each_ranks_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_saved_on_two_ranks_and_resumed_on_one_has_the_same_states(tmp_path: Path) -> None:
-    """Two ranks with the same rows do what one does with them."""
+    """Two ranks with the same rows compute the same as one."""
     whole = on_two(tmp_path, "same_rows", "a", name="whole", save_steps=3)
     saved = tmp_path / "whole" / "checkpoint-3"
     alone = trainer(
@@ -291,7 +291,7 @@ def generates(rank: int, place: Path, shared: Path) -> list[int]:
         },
     )
     embed(run, policy_in(shared))
-    # As many new tokens as the rank's number says: one waits for the other.
+    # The number of new tokens depends on the rank: one waits for the other.
     ids = torch.arange(4, 10)[None]
     count = 3 + 4 * rank
     made = run.model.generate(input_ids=ids, max_new_tokens=count, min_new_tokens=count)

@@ -1,7 +1,7 @@
 """RAM budget of the process: one ledger that all its models share.
 
-A model reserves the bytes of its plan. The next model finds the rest of its policy's `ram`. A
-model takes as much as it can use, and keeps it: nothing is planned anew when another one comes. So
+A model reserves the bytes of its plan. The next model gets the remaining bytes of its policy's
+`ram`. A model takes as much as it can use, and keeps it: another model does not change its plan. So
 models that share a process are offloaded with a `ram` that grows (the first may hold 8 GiB, with
 the second the process may hold 16), or with `resident` or "min", which bound a model.
 
@@ -33,11 +33,11 @@ class RamLedger:
         self._reserved: dict[int, tuple[int, int]] = {}
 
     def reserve(self, owner: int, size_bytes: int, least_bytes: int | None = None) -> None:
-        """Record that `owner` holds `size_bytes` in total, and could do with `least_bytes`.
+        """Record that `owner` holds `size_bytes` in total, and needs at least `least_bytes`.
 
         Replaces its former entry.
         """
-        # Replaced, not added: a plan states the whole of what its model holds.
+        # Replaced, not added: a plan has the total of its model.
         self._reserved[owner] = (
             size_bytes,
             size_bytes if least_bytes is None else min(least_bytes, size_bytes),

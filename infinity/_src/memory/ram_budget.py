@@ -14,11 +14,10 @@ byte of RAM saves this much traffic per step of M micro-batches (`traffic`):
     lo, moments  one read and one write
 
 So gradients stay in RAM first: only a `ram` below the least spills them. Then sections become
-resident by value per byte. `hi` goes before the rest, and that makes the remaining requests better,
-too: gathers, whose requests are the small ones (768 KiB of a 4.5 MiB chunk), go away, and `lo` and
-the moments of the chunk stay one contiguous range of 3.75 MiB. Sections of equal value become
-resident together, by whole chunks. With two generations a resident section is held twice, and a
-byte of RAM saves half as much.
+resident by value per byte. `hi` becomes resident first, which also improves the remaining requests:
+those of gathers are small (768 KiB of a 4.5 MiB chunk), while `lo` and moments stay one contiguous
+range of 3.75 MiB. Sections of equal value become resident together, by whole chunks. With two
+generations a resident section is held twice, and a byte of RAM saves half as much.
 
 **Spilled gradients.** A flat's gradients are in RAM as a whole, or on NVMe by way of a staging
 window that holds them while backward fills them. The memory of windows has capacity for the largest
@@ -84,13 +83,13 @@ class FlatNeed:
 
     @property
     def held(self) -> bool:
-        """True where an optimizer holds the flat, and so writes its sections every step."""
-        # RAW is the format of a flat that no optimizer holds: its parameter alone.
+        """Return whether an optimizer holds the flat, and so writes its sections every step."""
+        # RAW, only the parameter, is the format of a flat without an optimizer.
         return self.format != Format.RAW
 
     def kind(self, section: int) -> str:
         """Name the kind of a section as `Policy.resident` does: "params", "optim"; or "grad"."""
-        # With parameters on a device, section 0 is read and written by the update alone.
+        # With parameters on a device, only the update reads and writes section 0.
         if section >= self.format.written_count:
             return "grad"
         return "params" if section == 0 and self.params_tier != "device" else "optim"
@@ -98,12 +97,12 @@ class FlatNeed:
     def tier(self, section: int) -> str:
         """Name the lowest tier of a section."""
         kind = self.kind(section)
-        # A `grad` section exists in formats of gradients that spill only.
+        # Only formats of spilling gradients have a `grad` section.
         if kind == "grad":
             return "nvme"
         if kind == "params":
             return self.params_tier
-        # A parameter that computes on the device and that no optimizer holds rests in RAM.
+        # A parameter on the device without an optimizer rests in RAM.
         return self.optim_tier if self.held else "cpu"
 
     @functools.cached_property
@@ -119,7 +118,7 @@ class FlatNeed:
 
 @dataclasses.dataclass(frozen=True)
 class StepLoad:
-    """Load of a step on the drives, which decides the worth of a resident byte.
+    """Load of a step on the drives, which determines the value of a resident byte.
 
     bandwidths: (read, write) of the drives, in any unit: only their ratio counts.
     """
@@ -139,12 +138,11 @@ Row = tuple[int, ...]
 
 
 Chunks = tuple[FlatNeed, int, int, int]
-"""Chunks that are alike: their need, elements, mask, and how many there are."""
+"""Equal chunks: their need, elements, mask, and number."""
 
 
 def chunks_alike(needs: Sequence[FlatNeed], rows: Sequence[Row]) -> list[Chunks]:
-    """Group the chunks of flats: a model has a million, and only a few kinds of them. rows: their
-    masks.
+    """Group equal chunks of flats: a model has a million chunks of a few kinds. rows: their masks.
     """
     # By identity: flats that repeat share a need.
     numbers = list(map(id, needs))
@@ -180,7 +178,7 @@ def traffic(need: FlatNeed, section: int, load: StepLoad) -> tuple[int, int]:
     count = move_counts(load.update, load.micro_batches)
     if need.kind(section) == "grad":
         return count.grads_read, count.grads_written
-    # The first section is the parameter: gathers read it, beside the update.
+    # The first section is the parameter: gathers and the update read it.
     if section:
         return count.optim_read, count.states_written
     # Frozen parameters are read by gathers, and never written.
@@ -188,12 +186,13 @@ def traffic(need: FlatNeed, section: int, load: StepLoad) -> tuple[int, int]:
 
 
 WINDOW_COUNT = 3
-"""Staging windows, of the largest size within limits: one is filled by backward, one is being
-written, one is prefetched or written late."""
+"""Number of staging windows: one for backward, one being written, one being prefetched or written
+late."""
 
 
 def staging_bytes(largest: int, count: int) -> int:
-    """Bytes of the windows for `count` flats that spill; the largest takes so much."""
+    """Return the bytes of the windows for `count` flats that spill; largest: bytes of the largest
+    flat's window."""
     return min(largest + overlap_bytes([largest], WINDOW_COUNT - 1), largest * count)
 
 
@@ -220,19 +219,19 @@ def choose_spill(
     """
     grads, windows = np.array(sizes, dtype=np.int64).reshape(-1, 2).T
     members = np.flatnonzero(able)
-    # A flat may spill only if its window fits: the sizes are the choices.
+    # A flat may spill only if its window fits, so the sizes are the choices.
     for window in sorted(set(windows[members].tolist())):
         small = members[windows[members] <= window]
         # The kept flats are a prefix of this order, so that more RAM keeps the same flats and more.
         order = small[list(van_der_corput_order(len(small)))]
-        # They grow one by one, and are never all: with all of them in RAM nothing spills.
+        # Add flats one by one, but never all: with all in RAM nothing spills.
         kept_bytes = grads[order].cumsum() - grads[order]
         large = grads[members].sum() - grads[small].sum()
         left = window * np.arange(len(order), 0, -1)
         totals = large + kept_bytes + np.minimum(staging_bytes(window, WINDOW_COUNT), left)
         # A small flat in RAM may take less than a window for it.
         ways = [totals.argmin()] if ram_bytes is None else np.flatnonzero(totals <= ram_bytes)[-1:]
-        # None of them fits: there is no way to spill with windows of this size.
+        # None fits: windows of this size do not work.
         for kept in ways:
             gone = np.zeros(len(sizes), dtype=bool)
             gone[order[kept:]] = True
@@ -376,12 +375,11 @@ def plan_placement(
     """Place every chunk of `needs` under `ram_bytes` (None: the least that works).
 
     drive_count: NVMe drives; each needs separate slots, or they would wait for each other.
-    scratch_bytes: RAM held besides.
-    pools: the slot sizes (small, large) of pools that exist already. The plan counts them; its own
-        slot sizes are larger where it needs larger ones.
-    resident: for "params", "optim" the share (float) or bytes (int) that rest in RAM although their
-        tier is NVMe, to within a chunk: no more than that, also where the budget has room. With
-        `ram_bytes` None it is added to the least.
+    scratch_bytes: additional RAM. pools: the slot sizes (small, large) of existing pools. The plan
+    counts them; its slots may be larger. resident: for "params", "optim" the share (float) or bytes
+    (int) that rest in RAM although their
+        tier is NVMe, to within a chunk: no more than that, even if the budget allows more. With
+        `ram_bytes` None it is added to the minimum.
     spill: flags of the flats whose gradients spill; None: as few as `ram_bytes` allows, of those
         that may.
     small_bytes: least size of the small slots, whatever states rest on NVMe (for activations
@@ -413,7 +411,7 @@ def plan_placement(
         or not any(need.spill_format for need in needs)
     ):
         return unspilled.finish(ram_bytes, unspilled.least, advice)
-    # Without anything on NVMe no pools are needed, which may fit where the least with pools does
+    # Without states on NVMe no pools are needed, which may fit where the minimum with pools does
     # not.
     if (whole := unspilled.everything()) is not None and whole.ram_bytes <= ram_bytes:
         return whole
@@ -423,13 +421,13 @@ def plan_placement(
 def _spilled(given: _Inputs, ram_bytes: int, unspilled: _SpillChoice, advice: str) -> PlacementPlan:
     """Choose the best plan under a budget that does not hold all gradients. Raises: BudgetError.
 
-    RAM that a way of spilling leaves goes to sections that are worth no more than gradients. So a
-    budget that holds one more flat's gradients is never the worse for it.
+    RAM that remains with a choice of spilling goes only to sections worth no more than gradients.
+    So a budget that holds one more flat's gradients is never worse.
     """
     able = [need.spill_format is not None and need.grad_bytes > 0 for need in given.needs]
     sizes = [(need.grad_bytes, need.window_bytes) for need in given.needs]
-    # Its least without windows is what no way avoids. The rest of the budget is for gradients that
-    # stay and for windows, which `choose_spill` counts.
+    # Its minimum without windows is needed by every choice. The remaining budget is for resident
+    # gradients and windows, which `choose_spill` counts.
     full = _SpillChoice(given, tuple(able))
     ways = [
         _SpillChoice(given, way)
@@ -441,7 +439,7 @@ def _spilled(given: _Inputs, ram_bytes: int, unspilled: _SpillChoice, advice: st
         # Least traffic first; then most gradients in RAM. Any of the ways may score, since the
         # needs are common.
         return max(plans, key=lambda plan: (fitting[0].saved(plan), plan.grad_bytes))
-    # Nothing fits: the way with the smallest budget raises the error that states it.
+    # Nothing fits: the choice with the smallest budget raises the error that states it.
     ways = [unspilled, *(_SpillChoice(given, way) for way in choose_spill(sizes, able, None))]
     return min(ways, key=lambda way: way.smallest).finish(ram_bytes, unspilled.least, advice)
 
@@ -479,8 +477,8 @@ class _Candidates:
         """Clear candidates in `masks` while they fit. Returns the bytes taken, and whether all
         were.
         """
-        # In the van der Corput order, and up to the first that does not fit: taking a smaller one
-        # that comes later would make a larger budget choose other chunks, and budgets not nested.
+        # In the van der Corput order, up to the first that does not fit: skipping it for a smaller
+        # chunk would make a larger budget choose other chunks, so budgets would not be nested.
         order = np.array(van_der_corput_order(len(self.sizes)), dtype=np.int64)
         sums = self.sizes[order].cumsum()
         count = int(np.searchsorted(sums, limit, side="right"))
@@ -504,7 +502,7 @@ class _SpillChoice:
 
     def __init__(self, given: _Inputs, spilled: tuple[bool, ...]) -> None:
         self._given = given
-        # A flat that spills has a `grad` section, and no gradients in RAM but in its window.
+        # A flat that spills has a `grad` section, and gradients in RAM only in its window.
         spills = _once(
             lambda need: dataclasses.replace(
                 need, format=need.spill_format or need.format, grad_bytes=0
@@ -521,7 +519,7 @@ class _SpillChoice:
         rows = {id(need): (need.nvme_mask,) * len(need.numels) for need, _ in self._kinds}
         self._masks: list[Row] = [rows[number] for number in numbers]
         self._slots = self._slot_bytes()
-        # Pools never shrink: their size counts, also where this plan could do with less.
+        # Pools never shrink: count their size, even if this plan needs less.
         if given.pools is not None:
             self._slots = (max(self._slots[0], given.pools[0]), max(self._slots[1], given.pools[1]))
         # Per drive: drives that shared slots would wait for each other.
@@ -542,15 +540,15 @@ class _SpillChoice:
         self._keep_given()
         self._chunks = chunks_alike(self._needs, self._masks)
         self._fixed = self._fixed_bytes()
-        # Below this nothing works: pools, gradients, checksums and what the tiers rest in RAM.
+        # The minimum: pools, gradients, checksums and states whose tier is RAM.
         self.least = sum(self._fixed.values())
 
     def _slot_bytes(self) -> tuple[int, int]:
         """Size the slots of the two pools: one parameter section of a chunk; all sections of one.
         0: none.
 
-        For the tiers, whatever happens to be resident: another plan under the same budget (an
-        optimizer that holds fewer parameters) then finds room in the pools of this one.
+        Depends on the tiers, not on resident sections, so that another plan under the same budget
+        (an optimizer with fewer parameters) can use these pools.
         """
         small, large = self._given.small_bytes, 0
         for need, _ in self._kinds:
@@ -586,7 +584,8 @@ class _SpillChoice:
         for key, need in alike.items():
             for chunk, mask in enumerate(key[1]):
                 if bits := mask & kinds[key[0]]:
-                    # Every version is held: two generations make a resident section twice as dear.
+                    # All versions are held: with two generations a resident section costs twice the
+                    # RAM.
                     table.append((chunk, bits, need.versions * chunk_bytes(need, chunk, bits)))
             place[key] = len(ends) - 1
             ends.append(len(table))
@@ -615,7 +614,8 @@ class _SpillChoice:
         }
 
     def _worth(self, need: FlatNeed, section: int) -> float:
-        """Time per step that a byte of RAM saves if it holds a section, in all its versions."""
+        """Return the time per step that a byte of RAM saves if it holds a section, in all its
+        versions."""
         reads, writes = traffic(need, section, self._given.load)
         read, write = self._given.load.bandwidths
         # A byte in RAM serves one version only.
@@ -632,7 +632,7 @@ class _SpillChoice:
 
         None where `resident` or spilled gradients keep sections on NVMe.
         """
-        # A share given with `resident` is a bound, too: everything in RAM would pass it.
+        # A share given by `resident` is also an upper bound, which everything in RAM would exceed.
         given = {*self._given.resident, "grad"}
         for need, _, mask, _ in self._chunks:
             if any(
@@ -650,7 +650,7 @@ class _SpillChoice:
     def smallest(self) -> int:
         """Smallest budget that works: with pools, or with everything in RAM where that is less."""
         whole = self.everything()
-        # All states of a small model may take less than the pools through which they would move.
+        # All states of a small model may be smaller than the pools.
         return self.least if whole is None else min(self.least, whole.ram_bytes)
 
     def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> PlacementPlan:
@@ -659,7 +659,7 @@ class _SpillChoice:
             return self._plan(self._masks, self._chunks, self._slots, unspilled_least)
         whole = self.everything()
         if whole is not None and whole.ram_bytes <= ram_bytes:
-            # Everything fits, which beats any plan with pools, whose bytes would rest idle.
+            # Everything fits, which is better than any plan with pools.
             return dataclasses.replace(whole, min_bytes=unspilled_least)
         if ram_bytes < self.least:
             parts = ", ".join(
@@ -669,8 +669,8 @@ class _SpillChoice:
             )
             if self.smallest < self.least:
                 # The parts above are of the plan with pools, which is not the smallest one.
-                parts = "gradients and all states in RAM, which takes no pools"
-            # `ram` is the process's: the size to set has to hold other models, too.
+                parts = "gradients and all states in RAM, without pools"
+            # `ram` is the process's: the stated size must include other models.
             held = self._given.held_bytes
             least = self.smallest + held
             raise BudgetError(
@@ -721,8 +721,8 @@ class _SpillChoice:
             used, all_taken = candidates.take(masks, spare_bytes)
             spare_bytes -= used
             if not all_taken:
-                # No smaller chunk of a later class fills the rest: a larger budget might choose
-                # other chunks then.
+                # Do not fill up with smaller chunks of a later class: a larger budget might then
+                # choose other chunks.
                 return
 
     def _plan(
@@ -730,7 +730,7 @@ class _SpillChoice:
     ) -> PlacementPlan:
         small, large = slots
         nvme = sum(
-            # Spilled gradients are counted apart, in `spilled_bytes`, and have one version.
+            # Spilled gradients are counted in `spilled_bytes`, and have one version.
             count * need.versions * _bytes_of(need.sections, numel, mask & ~need.grad_mask())
             for need, numel, mask, count in chunks
         )

@@ -1,4 +1,4 @@
-"""Bytes that one optimizer step must move, and how fast it can be: the formulas, in one place, pure
+"""Formulas for the bytes that an optimizer step must move, and for its shortest time: pure
 arithmetic.
 
 Bytes over the drives, for states that rest there, with M passes through the model. In the
@@ -14,8 +14,8 @@ before the next (`inf.microbatched`), and M is 1:
 
 In exact (2 bytes of parameter, 10 of other states) that is 14 + 4(M - 1) read and 12 written for
 each parameter in the first two modes; with "delayed", whose passes compute from the copy, 14 and 12
-for any M. Resident states move nothing. Units that stay gathered where a pass ends and the next one
-begins may save a little more (`turning_bytes_max`): a bounded correction, no part of the formulas.
+for any M. Resident states move nothing. Units that stay gathered between two passes may save a
+little more (`turning_bytes_max`), a bounded correction outside the formulas.
 
 Seconds per step, for a model whose passes compute for some time, on drives with bandwidths B_r and
 B_w:
@@ -62,8 +62,8 @@ def update_threads(cpus: int, cores: int, ranks: int, *, on_gpu: bool) -> int:
     """Return the threads that verify, update and copy chunks, of one of the ranks that share so
     many processors (`cpus`) and physical cores.
 
-    Beside a GPU they have the cores but one, which Python and the loop need. Beside passes of the
-    CPU all ranks' threads together are a quarter of the processors: more take compute's time.
+    With a GPU they get all cores but one, which Python and the loop need. If the CPU computes, all
+    ranks' threads together are a quarter of the processors: more would slow compute down.
     """
     return max(1, cores // ranks - 1) if on_gpu else max(1, cpus // 4 // ranks)
 
@@ -149,7 +149,7 @@ def move_counts(update: str, micro_batches: int) -> MoveCounts:
         )
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches} must be at least 1")
-    # With one micro-batch, an update in backward uses gradients where they are made, so none wait.
+    # With one micro-batch an update in backward consumes gradients at once, so none are stored.
     spills = 0 if update == "backward" and micro_batches == 1 else micro_batches
     return MoveCounts(
         # Delayed passes compute from a copy in memory, so they read no more with further
@@ -159,8 +159,8 @@ def move_counts(update: str, micro_batches: int) -> MoveCounts:
         states_written=1,
         grads_read=spills,
         grads_written=spills,
-        # In every mode: no update hands frozen parameters over, and the delayed copy has only what
-        # an optimizer holds.
+        # In every mode: updates do not pass on frozen parameters, and the delayed copy has only
+        # parameters with an optimizer.
         frozen_read=2 * micro_batches,
     )
 
@@ -242,7 +242,7 @@ def measured_traffic(
     """Sort the counted bytes of a step by kind.
 
     moved: over the drives. params_read: of these, read for gathers alone. grads, activations: of
-    these, moved for spilled gradients and for activations. The rest is taken for states. frozen: of
+    these, moved for spilled gradients and for activations. Other bytes count as states. frozen: of
     `params_read`, the bytes that one forward reads of parameters that no optimizer holds.
     """
     move_counts(update, micro_batches)  # checks both
@@ -265,7 +265,7 @@ def measured_traffic(
 
 
 def _parts_of(whole: float, *parts: float) -> list[float]:
-    """Limit each part to what those before it leave of the whole; append what is left."""
+    """Limit each part to the remainder after the parts before it; append the last remainder."""
     found = []
     for part in parts:
         found.append(min(part, whole))
@@ -284,7 +284,7 @@ def _in_its_time(
 ) -> Traffic:
     """Split traffic in two: bytes that must move in the window of the updates, and the rest."""
     if update == "delayed":
-        # The update runs beside the whole next step, so all of it may move in the window.
+        # The update overlaps the whole next step, so everything may move in the window.
         window = Moved(params_read) + states + grads + activations
     elif update == "backward":
         # The window is the last backward and the next first forward: two of 2M reads of parameters.
@@ -303,8 +303,8 @@ def _in_its_time(
 
 @dataclasses.dataclass(frozen=True)
 class Drives:
-    """Bandwidths of all drives together, in bytes per second. shared: reads and writes take each
-    other's time.
+    """Bandwidths of all drives together, in bytes per second. shared: reads and writes share a
+    drive's time.
     """
 
     read_bytes_per_s: float
@@ -321,7 +321,7 @@ class Drives:
     def io_s(self, moved: Moved) -> float:
         """Return the least time that these bytes take."""
         read_s, write_s = moved.read / self.read_bytes_per_s, moved.written / self.write_bytes_per_s
-        # A drive that spends time on a read has it no more for a write, so the two add up.
+        # Reads and writes share the drive's time, so their times add up.
         return read_s + write_s if self.shared else max(read_s, write_s)
 
     def scaled(self, factor: float) -> Drives:
@@ -335,12 +335,12 @@ class Drives:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Seconds that the passes of a step compute, without waits: the first forward, the last
-    backward, and all that is between them.
+    """Compute seconds of a step's passes, without waits: the first forward, the last backward, and
+    the passes between.
     """
 
-    # The window of an update has the first forward, and with "backward" the last backward too. The
-    # limits need both by themselves.
+    # An update's window is the first forward, and with "backward" also the last backward, so the
+    # limits need both.
     first_forward_s: float
     last_backward_s: float
     between_s: float = 0.0
@@ -391,12 +391,11 @@ def limits(
 ) -> Limits:
     """Return the limits of a step. drives: None where nothing rests on NVMe.
 
-    update_s: time of the update itself, beside the I/O of states.
-    others: further resources that are busy (links between CPU and GPUs, the CPU's memory), each
-    beside everything else of the same part of the step.
-    movable_bytes: bytes of states that memory lets move beside backward instead of beside the first
-    forward.
-    apart: a deferred update is over before the next forward begins (`update_on="device"`).
+    update_s: time of the update, in parallel to the I/O of states. others: further resources that
+    are busy (links between CPU and GPUs, the CPU's memory), each beside everything else of the same
+    part of the step. movable_bytes: bytes of states that memory lets move beside backward instead
+    of beside the first forward. apart: a deferred update is over before the next forward begins
+    (`update_on="device"`).
     """
     others = tuple(others)
     other_s = max([update_s, *(other.total_s for other in others)])
@@ -407,7 +406,7 @@ def limits(
     io_s = drives.io_s(moved.total)
     floor_s = max(compute.total_s, io_s, other_s)
     if update == "delayed":
-        # The whole step is one window, so all terms stand beside one another as in the floor.
+        # The whole step is one window, so all terms overlap, as in the floor.
         schedule_s = floor_s
     elif update == "backward":
         # An update in backward may run from its gradient on until the next forward has ended.
@@ -417,7 +416,7 @@ def limits(
             compute.between_s, beyond_s, drives.io_s(moved.rest)
         )
     elif apart:
-        # No pass computes while opt.step() updates, so the window hides nothing behind compute.
+        # No pass computes while opt.step() updates, so compute hides no I/O of the window.
         states_s = max(drives.io_s(moved.beside_states), update_s)
         schedule_s = max(window_s, states_s) + max(
             compute.total_s, beyond_s, drives.io_s(moved.rest)
@@ -446,8 +445,8 @@ def deferred_s(
     """Return the limit of a deferred update when up to `movable_s` of the states' I/O may move
     beside the rest.
 
-    As much is moved as helps: until the states hide behind the first forward, or the rest can hide
-    no more.
+    Moves as much as helps: until the first forward hides the states, or the remaining passes can
+    hide no more.
     """
     helpful_s = min(states_s - first_forward_s, rest_s - rest_io_s, movable_s)
     moved_s = max(helpful_s, 0.0)

@@ -99,7 +99,7 @@ class Rig:
         self.versioned, self.zeros = versioned, zeros
         for file in self.files:
             file.grow(chunk_count * self.run_bytes)
-            if zeros:  # whoever reads what was never written gets no zeros
+            if zeros:  # so that reading unwritten memory does not give zeros
                 Path(f"/proc/self/fd/{file.fd}").write_bytes(b"\xa5" * file.size_bytes)
         small = aio.PoolSpec(pools[0], 2 * NUMEL)
         large = aio.PoolSpec(pools[1], self.run_bytes)
@@ -130,7 +130,7 @@ class Rig:
         self.flags = 0  # MASK_DEVICE: callers' memory is on a device
 
     def _give_spares(self, counts: Sequence[int]) -> None:
-        """Give the executor so many spare ranges on each drive, behind the chunks."""
+        """Give the executor `count` reserved extents on each drive, after the chunks."""
         given = np.zeros(sum(counts), dtype=SPARE)
         drives = np.repeat(np.arange(len(counts)), counts)
         for spare, drive in zip(given, drives.tolist(), strict=True):
@@ -314,7 +314,7 @@ BACKENDS, MISSING = _backends()
 
 
 def until(condition: Callable[[], object], seconds: float = 20) -> None:
-    """Return once it holds; fail if that takes too long."""
+    """Wait until the condition holds; fail after a timeout."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

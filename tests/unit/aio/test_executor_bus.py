@@ -1,8 +1,8 @@
 """Copies and the bus: bytes per second, calls of the driver, and bytes under way, in the virtual
 time of the simulated device; bits, order and faults of merged copies.
 
-Work is queued while the driver keeps the copying thread in its first call. What the thread does
-then depends on the driver's answers alone, so the figures are the same on every machine.
+Work is queued while the driver keeps the copying thread in its first call. The thread's further
+calls depend only on the driver's answers, so the figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BUS = 55e9
 AIM = 0.9
 CHUNK = 2 * records.CHUNK_NUMEL  # bytes of a chunk's parameters: 768 KiB
 HOST, THERE = 1 << 40, 1 << 44
-"""Addresses that nothing is at: in virtual time nothing is moved."""
+"""Fake addresses: in virtual time no bytes are copied."""
 
 
 class Copier:
@@ -66,7 +66,7 @@ class Copier:
         out: bool,
         priority: aio.Priority = aio.Priority.DEMAND,
     ) -> aio.Ticket:
-        """One submission of COPYs: (to, from, bytes) each."""
+        """Submit COPYs together: (to, from, bytes) each."""
         jobs = np.zeros(len(pieces), dtype=records.JOB)
         jobs["kind"], jobs["chunk"], jobs["base"] = records.JobKind.COPY, -1, -1
         jobs["mask"] = aio.MASK_DEVICE | (aio.MASK_COPY_OUT if out else 0)
@@ -74,7 +74,7 @@ class Copier:
         return self.executor.submit(jobs, priority=priority)
 
     def define(self, address: int, count: int) -> np.ndarray:
-        """Chunks whose parameters lie in memory, one behind the other."""
+        """Define chunks with contiguous parameters in memory."""
         chunks = np.zeros(count, dtype=records.CHUNK)
         chunks["key"], chunks["numel"] = np.arange(len(chunks)) + 1, CHUNK // 2
         chunks["section_at"], chunks["file_offset"], chunks["drive"] = -1, -1, -1
@@ -91,7 +91,7 @@ class Copier:
         on_device: bool = True,
         order: Sequence[int] | None = None,
     ) -> aio.Ticket:
-        """One submission that fetches these chunks to addresses one behind the other."""
+        """Fetch these chunks to contiguous addresses in one submission."""
         jobs = np.zeros(len(ids), dtype=records.JOB)
         jobs["chunk"], jobs["kind"], jobs["base"] = ids, records.JobKind.FETCH, -1
         jobs["mask"] = 1 | (aio.MASK_DEVICE if on_device else 0)
@@ -100,7 +100,7 @@ class Copier:
         return self.executor.submit(jobs, priority=aio.Priority.DEMAND)
 
     def handed_on(self) -> None:
-        """Wait until the copying thread has what was submitted: one worker takes it in order."""
+        """Wait until the copying thread has all submitted work: one worker takes it in order."""
         memory, target = np.zeros(CHUNK, np.uint8), np.zeros(CHUNK, np.uint8)
         ids = self.define(memory.ctypes.data, 1)
         self.fetch(ids, target.ctypes.data, on_device=False).wait(60)
@@ -132,13 +132,13 @@ def share_of_the_bus(device: Simulated, size_bytes: int) -> float:
 
 
 def apart(number: int, size: int, *, out: bool) -> tuple[int, int, int]:
-    """A copy that touches no other one."""
+    """Return a copy without neighbours."""
     host, there = HOST + number * 2 * size, THERE + number * 2 * size
     return (there, host, size) if out else (host, there, size)
 
 
 def pin_all(copier: Copier) -> None:
-    """Pin all addresses of `HOST`; `close` lets them go."""
+    """Pin all addresses of `HOST`; `close` unpins them."""
     copier.driver.pin(HOST, THERE - HOST)
 
 
@@ -146,8 +146,7 @@ def pin_all(copier: Copier) -> None:
 
 
 def as_before(device: Simulated, *, depth: int, copies: int, size: int) -> float:
-    """Return the share of the bus of copies as they were made once: a wait, an event, and a sleep
-    for each, so many under way."""
+    """Return the bus utilisation of unmerged copies: a wait, an event, and a sleep for each."""
     driver = ctypes.CDLL(library())
     stream, mark = ctypes.c_void_p(), ctypes.c_void_p()
     device.current(1)
@@ -182,7 +181,7 @@ def as_before(device: Simulated, *, depth: int, copies: int, size: int) -> float
 
 
 def test_eight_copies_of_a_chunk_with_an_event_each_do_not_reach_it() -> None:
-    """The model can fail: what the engine did before stays below the aim in it."""
+    """The model can fail: unmerged copies stay below the target."""
     share = as_before(Simulated(delay_us=0), depth=8, copies=256, size=CHUNK)
     assert 0.5 < share < 0.8
 
@@ -197,7 +196,7 @@ def test_the_bus_is_reached_where_calls_are_few() -> None:
 @pytest.mark.parametrize("size", [CHUNK, MIB, 3 * MIB, 16 * MIB, 100 * MIB])
 @pytest.mark.parametrize("out", [True, False])
 def test_copies_of_their_own_reach_the_bus(make, size: int, out: bool) -> None:
-    """Gradients, and what else comes one by one: each has a mark, and touches no other."""
+    """Single copies, such as gradients: each has a mark and no neighbours."""
     copier = make()
     pin_all(copier)
     count = max(8, 512 * MIB // size)
@@ -214,7 +213,7 @@ def test_copies_of_their_own_reach_the_bus(make, size: int, out: bool) -> None:
     events = calls.records - (count + 1)
     assert events <= max(count * size / (4 * MIB), count if size >= 4 * MIB else 0) + 8
     assert calls.waits <= (8 if size < 4 * MIB else count + 1)
-    # What a demand may have to wait for.
+    # The bytes that a demand may have to wait for.
     assert copier.device.in_flight_max()[not out] <= max(18 * MIB, 2 * size + 12 * MIB)
 
 
@@ -229,7 +228,7 @@ def test_chunks_of_a_unit_become_few_copies(make, wake_us: int) -> None:
     fetches = [copier.fetch(ids[unit], THERE + unit * chunks * CHUNK) for unit in range(units)]
     copier.handed_on()
     copier.device.let_go()
-    # Not by their tickets: what somebody waits for ends a flight, and that may begin at any time.
+    # Not by their tickets: a waiting caller ends a flight at any time.
     copier.executor.wait_all(60)
     assert all(fetched.done and not fetched.failed for fetched in fetches)
     calls, size_bytes = copier.device.calls(), units * chunks * CHUNK
@@ -264,7 +263,7 @@ def filled_memory(copier: Copier, seed: int, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("order", [range(12), [1, 0, 3, 2, 5, 4, 7, 6, 8, 9, 10, 11]])
 def test_merged_copies_carry_the_same_bytes(make, order: Sequence[int]) -> None:
-    """Chunks come in the order in which several workers are through with them."""
+    """Chunks arrive in the order in which several workers finish them."""
     copier = make(delay_us=300)
     source = filled_memory(copier, 0, 12 * CHUNK)
     ids = copier.define(source.ctypes.data, 12)
@@ -316,7 +315,7 @@ def test_a_copy_does_not_wait_for_the_kernels_behind_it(make) -> None:
         if len(tickets) == 1:
             copier.device.late_write(sources[1].ctypes.data, 4096, what="it makes the second one")
     copier.device.let_go()
-    # Nobody sleeps on the ticket, which would end the flight behind it.
+    # No thread sleeps on the ticket, which would end the flight behind it.
     until(lambda: tickets[0].filled)
     assert targets[0].tobytes() == wanted[0]
     assert not tickets[1].filled
@@ -356,7 +355,7 @@ def test_a_late_kernel_reads_what_was_there_before_the_copy(make) -> None:
 
 
 def test_a_mark_is_waited_for_once(make) -> None:
-    """Marks behind which the stream is already cost no call."""
+    """Marks that the stream has already waited for cost no call."""
     copier = make()
     sources = [filled_memory(copier, seed, 4096) for seed in range(8)]
     target = filled_memory(copier, 9, 8 * 4096)
@@ -397,7 +396,7 @@ def test_what_somebody_waits_for_has_an_event_of_its_own(make) -> None:
 
 
 def three_in_one_flight(copier: Copier) -> tuple[list[aio.Ticket], np.ndarray, np.ndarray]:
-    """Two pieces that become one copy, one piece, one piece: three submissions, one event."""
+    """Two pieces merged to one copy, and two single pieces: three submissions, one event."""
     source, target = filled_memory(copier, 3, 5 * MIB), filled_memory(copier, 4, 5 * MIB)
     at = [(target.ctypes.data + n * MIB, source.ctypes.data + n * MIB, MIB) for n in range(5)]
     copier.hold(out=True)
@@ -456,7 +455,7 @@ def test_a_wait_that_fails_costs_its_own_run(make) -> None:
     assert ends([copier.copy([piece], out=True)]) == [True]
     assert target.tobytes() == before.tobytes()
     assert copier.device.calls().copies == 0
-    # It is waited for again: the stream is not behind a mark whose wait failed.
+    # The mark is waited for again, because its first wait failed.
     assert ends([copier.copy([piece], out=True)]) == [False]
     assert copier.device.calls().waits == 2
     assert target.tobytes() == source.tobytes()

@@ -258,7 +258,7 @@ def test_states_in_memory_have_no_version_before(backend: str, tmp_path: Path) -
         ({"other_bytes": 4096}, "second run of 4096"),
         ({"other_offset": 100}, "not 4096-aligned"),
         ({"other_offset": 4096, "other_file": 0}, "overlaps the first"),
-        ({"other_sums_ptr": 0}, "checksums for one of its places"),
+        ({"other_sums_ptr": 0}, "checksums for only one of its places"),
     ],
 )
 def test_second_places_that_cannot_be_are_refused(

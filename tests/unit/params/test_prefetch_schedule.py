@@ -1,4 +1,4 @@
-"""The schedule: what it says of the future, after it has seen one step."""
+"""Predictions of the schedule after one step."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_a_layer_left_out_and_an_early_exit_deviate_once() -> None:
 def test_one_demand_out_of_place_costs_the_units_concerned(
     trace: list[int], data: st.DataObject
 ) -> None:
-    """A unit that comes early, or not at all, or besides, deviates alone; one that comes late
-    twice: where it was left out, and where it comes. The next pass is foreseen again."""
+    """A unit that is early, skipped or additional is one deviation; a late unit is two: at its
+    usual place and at its new one. The next pass is predicted again."""
     source = data.draw(st.integers(0, len(trace) - 1))
     target = data.draw(st.integers(0, len(trace) - 1))
     what = data.draw(st.sampled_from(["moved", "left out", "besides"]))
@@ -136,7 +136,7 @@ def test_one_demand_out_of_place_costs_the_units_concerned(
     backward = trace[::-1]
     schedule = trained(trace, backward, trace, backward)
     run(schedule, Phase.TRAIN, order)
-    # One that comes besides what the trace has takes the place of a use that is then besides, too.
+    # An additional unit takes the place of a later use, which is then additional, too.
     assert schedule.deviations <= (2 if late or what == "besides" else 1)
     seen = schedule.deviations
     for _ in range(2):
@@ -149,8 +149,7 @@ def test_one_demand_out_of_place_costs_the_units_concerned(
 def test_one_demand_out_of_place_costs_little_where_units_come_again(
     kind: str, count: int, data: st.DataObject
 ) -> None:
-    """A tied head, layers applied in several rounds, units that are demanded anew for their
-    recompute."""
+    """A tied head, layers applied in several rounds, units demanded again for their recompute."""
     units = list(range(count))
     trace = {
         "tied": [*units, 0],
@@ -201,7 +200,7 @@ def test_a_use_that_has_come_is_not_announced_again(trace: list[int], data: st.D
 def test_kinds_of_steps_that_take_turns_are_foreseen(
     steps: list[tuple[list[int], list[int]]],
 ) -> None:
-    """After a few rounds, over the ends of the phases too."""
+    """After a few rounds, across the ends of phases."""
     schedule = trained(
         *itertools.chain(*steps),
         *itertools.chain(*steps),
@@ -245,8 +244,8 @@ def test_whatever_came_a_step_that_repeats_is_foreseen(
 
 
 def test_layers_dropped_at_random_deviate_alone() -> None:
-    """Also where no pass has had them all. Without a trace of all units a pass would deviate twice:
-    where it leaves one out, and where the pass before did."""
+    """Also if no pass had all units. Without a trace of all units a pass would deviate twice: at
+    its own skipped unit, and at that of the pass before."""
     dropped = random.Random(0)
     schedule = Schedule()
     for _ in range(100):

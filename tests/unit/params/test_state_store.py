@@ -1,4 +1,4 @@
-"""States at rest, on every executor: what is stored comes back, and formats change without losing
+"""States at rest, on every executor: stored values can be read back, and format changes keep
 parameters."""
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def test_a_slab_for_which_there_is_no_memory_leaves_nothing_reserved(
         store.create([flat], [[0] + [1] * (len(flat.layout.chunks) - 1)])
 
 
-# -- room for what is to come ----------------------------------------------------------------------
+# -- space for later states ------------------------------------------------------------------------
 
 
 def moved(store: StateStore) -> int:
@@ -217,10 +217,10 @@ def test_fewer_states_than_planned_give_the_room_of_the_others_back(tmp_path: Pa
         blocks = os.fstat(space.files[0].fd).st_blocks - spares
         store.convert([flat], [fewer], [[0b11] * count])
         assert store.nvme_bytes == 4 * sum(numel for numel in padded(flat))
-        # Of 12 bytes for each element 8 are free again, for others too.
+        # Of 12 bytes per element 8 are free again, also for other flats.
         assert os.fstat(space.files[0].fd).st_blocks - spares <= blocks // 2
         assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
-        # And used again, with room behind them.
+        # And reused, with space behind them.
         store.convert([flat], [Format.SPLIT], [[0b1111] * count])
         assert store.nvme_bytes == 12 * sum(numel for numel in padded(flat))
         assert os.fstat(space.files[0].fd).st_blocks * 512 >= store.nvme_bytes
@@ -304,8 +304,8 @@ def test_a_conversion_that_fails_leaves_a_parameter_that_shares_its_place(
 def test_a_parameter_whose_write_failed_is_not_lost_to_a_conversion(
     tmp_path: Path, persistent: bool
 ) -> None:
-    """Its only copy is in a slot of the chunk that the conversion replaces; and the write that was
-    refused beside it has left its chunk without a value."""
+    """The only copy is in a slot of the chunk that the conversion replaces; another refused write
+    has left its chunk without a value."""
     seam = Seam(fault=Fault("write", 0, errno=5, persistent=persistent, lasting=True))
     with make_store(tmp_path, "threads", seam=seam) as store:
         flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
@@ -315,7 +315,7 @@ def test_a_parameter_whose_write_failed_is_not_lost_to_a_conversion(
         with pytest.raises(AioError):
             store.store(flat, 0, values.data_ptr()).wait()
         masks = [[0b1111] * count]
-        if persistent:  # nothing can be mended, and nothing has changed
+        if persistent:  # repair is impossible, and nothing has changed
             with pytest.raises(AioError):
                 store.convert([flat], [Format.SPLIT], masks)
             assert store[flat].format is Format.RAW
