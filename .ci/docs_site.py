@@ -107,6 +107,17 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return "".join(parts)
 
 
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Lead links of a notebook, whose Markdown MkDocs does not read, to pages."""
+
+    def led(link: re.Match[str]) -> str:
+        *folders, stem = link[1].split("/")
+        return f'href="{"/".join([*folders, "index" if stem == "README" else stem])}.html'
+
+    notebook = page.file.src_uri.endswith(".ipynb")
+    return re.sub(r'href="(?!\w+:)([^"#]+)\.md(?=["#])', led, html) if notebook else html
+
+
 def page_of_script(path: Path) -> str:
     """Return a page that shows a script, its docstring first."""
     source = path.read_text(encoding="utf-8")

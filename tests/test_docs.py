@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -24,8 +23,6 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 README_LINES_MAX = 120
 COLUMNS_MAX = 100
-# Pages that are linked before they are written. A page that exists must leave this set.
-PAGES_TO_COME: set[str] = set()
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
@@ -84,8 +81,6 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if not anchor and name(target) in PAGES_TO_COME:
-            continue
         assert target.is_file(), f"{name(page)}: {link} leads nowhere"
         if anchor:
             assert anchor in anchors(target), f"{name(page)}: {link}: no such heading"
@@ -97,11 +92,6 @@ def test_what_no_gpu_has_shown_is_said_once() -> None:
     pages = [*PAGES, *(ROOT / other for other in others)]
     found = [name(page) for page in pages for _ in re.findall(r"on a GPU yet", text_of(page))]
     assert found == ["README.md"]
-
-
-def test_pages_to_come_have_not_come() -> None:
-    written = {page for page in PAGES_TO_COME if (ROOT / page).exists()}
-    assert not written, f"take {sorted(written)} out of PAGES_TO_COME"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -157,26 +147,6 @@ def test_the_annotated_tree_names_every_folder() -> None:
     packages = (path.parent for path in (ROOT / "infinity" / "_src").rglob("*.py"))
     folders = {f"{name(folder)}/" for folder in packages if folder.name != "__pycache__"}
     assert folders <= named, f"docs/contributing.md lacks {sorted(folders - named)}"
-
-
-def test_the_site_has_each_page_and_example() -> None:
-    """A missing page would only fail `make docs`, which `make test` does not run."""
-
-    def pages(entry: Any) -> Iterator[str]:
-        if isinstance(entry, str):
-            yield entry
-        else:
-            for inside in entry.values() if isinstance(entry, dict) else entry:
-                yield from pages(inside)
-
-    # Tags of Python, such as that of a slugifier, stay unread.
-    config = yaml.load(text_of(ROOT / ".ci" / "mkdocs.yml"), Loader=yaml.BaseLoader)
-    listed = list(pages(config["nav"]))
-    written = [str(page.relative_to(DOCS)) for page in PAGES[1:]]
-    scripts = [f"examples/{path.stem}.md" for path in (DOCS / "examples").glob("*.py")]
-    moved = ["index.md", "changelog.md", "io-engine.md", "benchmarks.md"]
-    notebooks = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.ipynb")]
-    assert sorted(listed) == sorted(written + scripts + moved + notebooks)
 
 
 def test_the_notebook_holds_together() -> None:

@@ -72,6 +72,21 @@ def test_the_notebook_has_run() -> None:
     assert re.search(r"loss \d\.\d{3} -> 0", words)
 
 
+def test_links_lead_somewhere() -> None:
+    """Also those of notebooks, docstrings and the theme, which MkDocs does not check."""
+    lost = []
+    # The page of errors is shown in place of any other, and has absolute links.
+    for page in set(SITE.rglob("*.html")) - {SITE / "404.html"}:
+        for link in re.findall(r'\b(?:href|src)="(?!\w+:)([^"]+)"', text_of(str(page))):
+            path, _, anchor = html.unescape(link).partition("#")
+            target = page.parent / path if path else page
+            if not target.is_file():
+                lost.append((page.name, link))
+            elif anchor and target.suffix == ".html":
+                assert f'id="{anchor}"' in text_of(str(target)), (page.name, link)
+    assert not lost
+
+
 def test_pages_ask_nothing_of_a_network() -> None:
     asks = re.compile(r'<(?:script|img|link rel="(?:stylesheet|preconnect)")[^>]*"(https?:[^"]+)"')
     found = {
