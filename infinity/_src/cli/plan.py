@@ -142,9 +142,18 @@ def _without_one(
         name = {field: option for option, field in _JOB_OPTIONS.items()}.get(field, field)
         ways = search(shape, machine, job, fixed - {field}, exact=options.exact).ways
         found[f"without --{name.replace('_', '-')}"] = ways[0] if ways else None
-    if options.exact:
-        ways = search(shape, machine, job, fixed).ways
-        found["without --exact"] = ways[0] if ways else None
+    # Options that no search decides.
+    others: dict[str, dict[str, Any]] = {
+        "exact": {},
+        "no_checkpointing": {"checkpointing": True},
+        "durable": {"durable": False},
+        "resident": {"resident": None},
+    }
+    for name, fields in others.items():
+        if getattr(options, name):
+            changed, exact = job.replace(**fields), options.exact and name != "exact"
+            ways = search(shape, machine, changed, fixed - fields.keys(), exact=exact).ways
+            found[f"without --{name.replace('_', '-')}"] = ways[0] if ways else None
     return found
 
 

@@ -92,7 +92,9 @@ def show_answer(console: Console, answer: Answer) -> None:
     if answer.ways:
         _show_ways(console, answer)
         line = command(answer)
-        train = [line, _rounded(best)] if line else ["infinity train cannot run it: see its --help"]
+        train = ["infinity train cannot run it: see its --help"]
+        if line:
+            train = [line, _rounded(best), _left_out(best.job.policy)]
         for text in (policy_text(best), *calls(best.job), *filter(None, train)):
             say(console, text, markup=False)
     _show_more(console, answer)
@@ -277,15 +279,29 @@ def command(answer: Answer) -> str | None:
     return shlex.join(map(str, words))
 
 
+_FIELDS = (
+    "params", "optim", "grads", "activations", "state", "update", "update_on", "zero",
+    "accumulate", "hpz", "qwz", "qgz", "error_feedback", "durable", "generations",
+)  # fmt: skip
+"""Fields of a policy that are options of `infinity train`, apart from `nvme`, `ram` and `resident`.
+"""
+
+
+def _left_out(policy: Policy) -> str:
+    """Say which fields of the policy, as a DeepSpeed configuration may set, the command lacks."""
+    default = Policy()
+    known = {*_FIELDS, "nvme", "ram", "resident"}
+    names = {each.name for each in dataclasses.fields(Policy)} - known
+    values = ((name, getattr(policy, name)) for name in sorted(names))
+    found = [f"{name}={value!r}" for name, value in values if value != getattr(default, name)]
+    return f"infinity train has no option for {', '.join(found)}." if found else ""
+
+
 def _policy_words(policy: Policy) -> list[object]:
     """Return the options of `infinity train` for the fields that differ from their defaults."""
     default = Policy()
     words: list[object] = []
-    fields = (
-        "params", "optim", "grads", "activations", "state", "update", "update_on", "zero",
-        "accumulate", "hpz", "qwz", "qgz", "error_feedback", "durable", "generations",
-    )  # fmt: skip
-    for field, row in zip(fields, field_rows(*fields), strict=True):
+    for field, row in zip(_FIELDS, field_rows(*_FIELDS), strict=True):
         value = getattr(policy, field)
         # A durable run has two generations without being told.
         implied = field == "generations" and policy.durable and value == 2

@@ -260,6 +260,8 @@ def test_a_command_is_one_that_train_takes_and_none_where_nothing_fits(
     status, shown = searched(small, *arguments, "--micro-batches", "1", "--gpu-mem", "900MiB")
     assert (status, "No way that the options allow fits. The job as given:" in shown) == (1, True)
     assert "without --micro-batches: it fits, " in shown
+    _, shown = searched(small, *arguments, "--no-checkpointing", "--gpu-mem", "900MiB")
+    assert "without --no-checkpointing: it fits, " in shown
     assert "without --ram" not in shown
 
 
@@ -827,6 +829,7 @@ def test_a_deepspeed_configuration_is_shown_and_planned(small: Path, ds_config: 
         "as the trainer fills it",
         "inf.AdamW",
         "micro-batches │ 2 ",
+        "infinity train has no option for on_nonfinite='skip'.",
     ):
         assert wanted in shown, wanted
     found = json.loads(record.read_text())
