@@ -18,9 +18,12 @@ def check_options(options: argparse.Namespace) -> None:
     """Raise ValueError for values out of range, and for options that contradict each other."""
     for name in ("steps", "batch", "seq", "accumulate", "eval_batches", "prompt_tokens", "lora"):
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        # A token alone predicts none, so its loss is no number.
+        least = 2 if name == "seq" else 1
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
     _check_length(options)
+    _check_places(options)
     _check_text(options)
     check_tiles(options)
     for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed", "save_every"):
@@ -28,7 +31,9 @@ def check_options(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} must be a number, 0 or more"
             )
-
+    # Passes of the text and ranks count from it, up to what torch's generators take.
+    if options.seed >= 1 << 63:
+        raise ValueError(f"--seed {options.seed} must be less than 2**63")
     check_installed(options.report_to or ())
     if options.lora is not None:
         lora.check_installed()
@@ -44,16 +49,32 @@ def check_options(options: argparse.Namespace) -> None:
             f"--delayed-warmup {options.delayed_warmup} has a meaning for --update delayed only; "
             "leave it out"
         )
-    if options.save_dir is not None and not (options.save_every or options.resume):
-        raise ValueError(
-            f"--save-dir {options.save_dir} is for checkpoints, and there are none; add "
-            "--save-every STEPS, or --resume"
-        )
     if options.activations != "device" and not options.checkpointing and slices_of(options) == 1:
         raise ValueError(
             f"--activations {options.activations} takes the inputs of checkpointed blocks, of "
             "which there are none; add --checkpointing, or --accumulate with --schedule vertical"
         )
+
+
+def _check_places(options: argparse.Namespace) -> None:
+    """Raise ValueError for directories that cannot be, or that a result would spoil."""
+    out, saves = options.out, options.save_dir
+    if not options.no_save and out.is_dir() and options.model.is_dir() and out.samefile(
+        options.model
+    ):
+        raise ValueError(
+            f"--out {out} is the directory of the model, which the trained model would replace; "
+            "name another"
+        )
+    if saves is None:
+        return
+    if not (options.save_every or options.resume):
+        raise ValueError(
+            f"--save-dir {saves} is for checkpoints, and there are none; add --save-every STEPS, "
+            "or --resume"
+        )
+    if saves.exists() and not saves.is_dir():
+        raise ValueError(f"--save-dir {saves} is a file; name a directory")
 
 
 def _check_text(options: argparse.Namespace) -> None:

@@ -417,6 +417,9 @@ def test_gradients_spill_past_the_memory_that_is_given(
         (["--tile-experts", "0"], "--tile-experts 0 must be at least 1"),
         (["--tile-experts", "2"], "the model has no stack of experts"),
         (["--lr=-1"], "--lr"),
+        (["--seq", "1"], "--seq 1 must be at least 2"),
+        (["--seed", f"{1 << 63}"], "must be less than 2**63"),
+        (["--save-dir", __file__, "--save-every", "2"], "test_train.py is a file; name a direct"),
         (["--seed=-1"], "--seed -1"),
         (["--params", "nvme"], "nvme"),
         (["--update", "backward"], "give --clip 0"),
@@ -543,6 +546,9 @@ def test_a_path_that_is_no_model_says_so(text: Path, tmp_path: Path) -> None:
     status, shown = train(tmp_path, "--text", text, "--out", tmp_path / "out")
     assert status == 2
     assert "has no *.safetensors; download them, or convert what it has" in shown
+    status, shown = train(tmp_path, "--text", text, "--out", tmp_path)
+    assert status == 2
+    assert "is the directory of the model, which the trained model would replace" in shown
 
 
 @pytest.mark.parametrize(
