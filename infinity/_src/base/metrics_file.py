@@ -43,13 +43,17 @@ class MetricsFile:
         self._path = path
         # Where the record of an earlier run waits for the first step; None once it has come.
         self._earlier: Path | None = None
-        if path is not None and keeps and path.is_file():
-            _mend(path)
-        elif path is not None and not keeps:
-            self._earlier = path.with_name(path.name + ".earlier")
-            # One that a kill has left has steps, which `path` then has not.
-            if path.is_file() and not self._earlier.exists():
-                path.rename(self._earlier)
+        if path is not None:
+            earlier = path.with_name(path.name + ".earlier")
+            if earlier.is_file():
+                # A kill has ended a run before its first step.
+                earlier.replace(path)
+            if keeps and path.is_file():
+                _mend(path)
+            elif not keeps:
+                self._earlier = earlier
+                if path.is_file():
+                    path.rename(earlier)
         mode = "a" if keeps else "w"
         self._file: IO[str] = (path or Path(os.devnull)).open(mode, encoding="utf-8", buffering=1)
 

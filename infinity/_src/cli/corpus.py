@@ -265,11 +265,20 @@ def _read_sqlite(path: Path, query: str) -> list[str]:
     connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
     try:
         rows = connection.execute(query)
-        return [" ".join(str(value) for value in row if value not in (None, "")) for row in rows]
+        return [_joined(row) for row in rows]
     except sqlite3.Error as error:
         raise ValueError(f"--sqlite {path} --query {query!r}: {error}") from None
     finally:
         connection.close()
+
+
+def _joined(row: tuple[Any, ...]) -> str:
+    if any(isinstance(value, bytes) for value in row):
+        raise ValueError(
+            "--query yields a value of bytes, and text is wanted: leave its column out, or write "
+            "CAST(... AS TEXT)"
+        )
+    return " ".join(str(value) for value in row if value not in (None, ""))
 
 
 def _read_jsonl(path: Path, column: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sqlite3
 from pathlib import Path
@@ -72,12 +73,15 @@ def test_a_query_cannot_change_the_database(tmp_path: Path) -> None:
         ({"sqlite": "gone.db", "query": "SELECT 1"}, "no such file"),
         ({"sqlite": "text.txt", "query": "SELECT x FROM t"}, "not a database"),
         ({"sqlite": "text.txt"}, "--query"),
+        ({"sqlite": "bytes.db", "query": "SELECT x FROM t"}, "a value of bytes"),
         ({"jsonl": "deep.jsonl"}, "deep.jsonl:1 is not JSON"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, given: dict[str, str], message: str) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    with contextlib.closing(sqlite3.connect(tmp_path / "bytes.db")) as database:
+        database.executescript("CREATE TABLE t (x); INSERT INTO t VALUES (x'ff')")
     (tmp_path / "deep.jsonl").write_text("[" * 9999)
     (tmp_path / "other.jsonl").write_text('{"body": "one"}\n')
     (tmp_path / "text.txt").write_text("text " * 400)

@@ -542,6 +542,22 @@ def test_a_page_is_written_again_until_its_run_has_ended(
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "report.html"}
 
 
+def test_a_run_that_is_killed_before_its_first_step_replaces_no_record(tmp_path: Path) -> None:
+    path = write_run(tmp_path, run_row(), step_row(1)) / "metrics.jsonl"
+    before = path.read_text()
+    for keeps in (False, True):
+        killed = MetricsFile(path)
+        killed.add("run", run_row())
+        assert path.read_text() != before
+        MetricsFile(path, keeps=keeps).close()
+        assert path.read_text() == before
+    ended = MetricsFile(path)
+    ended.add("step", step_row(2))
+    ended.close()
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert path.read_text().count("\n") == 1
+
+
 def test_a_record_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
