@@ -92,5 +92,6 @@ def _lines(shape: ModelShape, found: Prediction) -> Iterator[str]:
         source = machine.sources["tbw"]
         rated = f"{machine.tbw_per_drive / 1e12:g} TB, given" if source == "given" else source
         yield f"  each drive is rated for {rated}"
-    yield f"  way: {policy_text(found)}"
+    if found.fits:
+        yield f"  way: {policy_text(found)}"
     yield f"  the drives' rates are measured; compute is not: {machine.sources['flops']}"

@@ -86,6 +86,7 @@ def test_a_model_that_does_not_fit_says_why(
     found = read_model(model, None)(settings)
     assert not found.record["fits"]
     assert found.lines[1].startswith("  it does not fit here: ")
+    assert "Policy(" not in "\n".join(found.lines)
 
 
 def test_the_command_shows_it_and_writes_it(
