@@ -44,7 +44,9 @@ _DESCRIPTION = (
     "  swap   read, write and mixed bandwidth of one or several drives, beside the limit "
     "(fio where it is installed)\n"
     "  adam   the update kernels: parameters per second and share of the memory's bandwidth\n"
-    "  copy   copies between pinned or pageable memory and a CUDA device, where there is one"
+    "  copy   copies between pinned or pageable memory and a CUDA device, where there is one\n"
+    "\n"
+    "Each lists its options: infinity bench swap --help"
 )
 
 
