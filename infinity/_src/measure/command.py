@@ -192,6 +192,8 @@ def run(
         check_target(options.json, "--json")
         check_target(options.plot, "--plot")
         check_plot(options.plot)
+        if options.json is not None and options.json == options.plot:
+            raise ValueError(f"--json and --plot both name {options.json}; name two files")
         forecast = _forecast(options, read_model)
         record = _BENCHMARKS[options.benchmark](options, console)
         if forecast is not None:

@@ -227,6 +227,7 @@ def test_default_directories_are_on_a_drive_and_writable(
         (["--dir", ".", "--sweep", "--block-size", "1M"], "--block-size beside --sweep"),
         (["--dir", ".", "--size", "64MiB", "--json", "/nonexistent/a.json"], "does not exist"),
         (["--dir", ".", "--size", "64MiB", "--plot", "picture.txt"], ".png"),
+        (["--dir", ".", "--json", "a.png", "--plot", "a.png"], "name two files"),
     ],
 )
 def test_a_mistake_is_one_line_and_exits_with_two(
