@@ -180,18 +180,21 @@ def to_windows(
 
 def _best_fit(conversations: Sequence[Encoded], seq: int) -> list[list[Encoded]]:
     """Distribute conversations over windows: each, the longest first, into the window with the
-    least room that still holds it.
+    least room that still holds it. Windows are in the order of their first conversations.
     """
-    windows: list[list[Encoded]] = []
+    lengths = [len(each.ids) for each in conversations]
+    windows: list[list[int]] = []
     # (room, window), sorted.
     rooms: list[tuple[int, int]] = []
-    for each in sorted(conversations, key=lambda one: -len(one.ids)):
-        at = bisect.bisect_left(rooms, (len(each.ids), 0))
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        at = bisect.bisect_left(rooms, (lengths[index], 0))
         if at == len(rooms):
             windows.append([])
             room, window = seq, len(windows) - 1
         else:
             room, window = rooms.pop(at)
-        windows[window].append(each)
-        bisect.insort(rooms, (room - len(each.ids), window))
-    return windows
+        windows[window].append(index)
+        bisect.insort(rooms, (room - lengths[index], window))
+    # The longest first would make the first windows, which a measurement takes, a choice by length.
+    found = sorted(sorted(window) for window in windows)
+    return [[conversations[index] for index in window] for window in found]

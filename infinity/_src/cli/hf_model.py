@@ -173,9 +173,9 @@ def check_tokens(model: Any, source: Pretrained, tokens: Iterable[torch.Tensor])
         )
 
 
-def check_length(model: Any, seq: int) -> str:
+def check_length(model: Any, seq: int, what: str = "--seq") -> str:
     """Return a note on sequences of `seq` tokens if the model was made for shorter ones, else "".
-    Raises: ValueError if the model has no positions for them.
+    what: the sequences. Raises: ValueError if the model has no positions for them.
     """
     config = model.config
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
@@ -183,8 +183,10 @@ def check_length(model: Any, seq: int) -> str:
         return ""
     # Rotary positions are computed, and others are read from a table.
     if not getattr(config, "rope_parameters", None):
-        raise ValueError(f"--seq {seq}: the model has {most} positions; give {most} or less")
-    return f"--seq {seq} is longer than the {most} positions that the model was made for"
+        raise ValueError(
+            f"{what} has {seq} tokens and the model {most} positions; give {most} or less"
+        )
+    return f"{what} {seq} is longer than the {most} positions that the model was made for"
 
 
 def check_packing(model: Any, device: torch.device) -> None:

@@ -474,6 +474,9 @@ class _Run:
         hf_model.check_tokens(model, self.pretrained, tokens)
         if note := hf_model.check_length(model, options.seq):
             self._say(f"  {note}")
+        if options.prompt:
+            length = prompt.shape[1] + options.prompt_tokens
+            hf_model.check_length(model, length, "--prompt, continued,")
         return model
 
     def _check_run(self) -> None:

@@ -165,6 +165,9 @@ def test_packed_conversations_do_not_see_each_other(model_directory: Path, token
     weights = [weight_of(row[None]) for row in alone]
     mean = sum(w * loss for w, loss in zip(weights, each, strict=True)) / sum(weights)
     assert together == pytest.approx(mean, abs=1e-5)
+    # What does not fit together stays in the order of the file.
+    apart = to_windows(found, 24, 256, packing=True)[:, 0]
+    assert torch.equal(apart, alone[:, 0, :24])
 
 
 GIVEN = "--steps 3 --batch 2 --seq 64 --lr 3e-3 --dtype bfloat16 --no-trace --no-save"
@@ -271,7 +274,8 @@ def test_packing_is_refused_for_models_that_do_not_keep_conversations_apart(
     transformers.OPTForCausalLM(config).save_pretrained(directory)
     for more, message in (
         (("--packing",), "in OPTForCausalLM conversations of a window would see each other"),
-        (("--seq", "100"), "--seq 100: the model has 99 positions; give 99 or less"),
+        (("--seq", "100"), "--seq has 100 tokens and the model 99 positions; give 99 or less"),
+        (("--prompt", "a" * 80), "--prompt, continued, has 104 tokens and the model 99"),
     ):
         status, shown, _ = train(directory, tmp_path / "out", "--chat", chats, *more)
         assert (status, (tmp_path / "out").exists()) == (2, False)
