@@ -112,6 +112,20 @@ def read_by_transformers(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {' '.join(lines[:2]) or type(error).__name__}") from error
 
 
+@contextlib.contextmanager
+def written_by_transformers(directory: Path) -> Iterator[None]:
+    """Turn errors of tokenizers and safetensors about files that they write, which are no OSError,
+    into an OSError of one line that names `directory`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or is_out_of_memory(error):
+            raise
+        text = str(error).partition("\n")[0] or type(error).__name__
+        raise OSError(f"{directory}: {text}") from error
+
+
 def model_on_meta(
     source: Pretrained,
     dtype: torch.dtype,
@@ -314,6 +328,17 @@ def _on_meta(source: Pretrained, dtype: torch.dtype) -> Any:
     return model
 
 
+def save_adapters(model: Any, tokenizer: Any, directory: Path, *, first: bool) -> None:
+    """Write the adapter and the tokenizer, so that PEFT's `from_pretrained(directory)` loads them.
+    Collective. first: this rank writes.
+    """
+    values = lora.adapters_of(model)
+    if first:
+        with written_by_transformers(directory):
+            model.save_pretrained(directory, state_dict=values, save_embedding_layers=False)
+            tokenizer.save_pretrained(directory)
+
+
 def continue_text(
     model: Any, tokenizer: Any, prompt: str, tokens: int, device: torch.device
 ) -> str:
@@ -342,7 +367,8 @@ def save_pretrained(model: Any, tokenizer: Any, directory: Path, *, first: bool 
     them. Collective. first: this rank writes config and tokenizer.
     """
     if first:
-        _save_beside(model, tokenizer, directory)
+        with written_by_transformers(directory):
+            _save_beside(model, tokenizer, directory)
     inf.export_safetensors(model, directory)
 
 

@@ -1,7 +1,7 @@
 """LoRA adapters of `infinity train --lora R`, by PEFT: added to a model on the meta device, filled
 beside the weights of the base, and written as PEFT's files.
 
-    model on meta -> add_adapters -> offload with AdaptedTensors -> training -> save_adapters
+    model on meta -> add_adapters -> offload with AdaptedTensors -> training -> adapters_of
 
 Adapters are on all linears of the blocks (PEFT's "all-linear", which leaves out the head), with
 alpha twice the rank. The base is frozen: it has no optimizer states, and no drive writes it again.
@@ -52,16 +52,11 @@ def add_adapters(model: Any, rank: int, directory: Path) -> Any:
         return get_peft_model(model, config)
 
 
-def save_adapters(model: Any, tokenizer: Any, directory: Path, *, first: bool) -> None:
-    """Write the adapter and the tokenizer, so that PEFT's `from_pretrained(directory)` loads them.
-    Collective. first: this rank writes the tokenizer.
-    """
+def adapters_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return copies of the adapters, by name. Collective."""
     adapters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     with inf.handle(model).gather(list(adapters.values())):
-        values = {name: each.detach().cpu().clone() for name, each in adapters.items()}
-    if first:
-        model.save_pretrained(directory, state_dict=values, save_embedding_layers=False)
-        tokenizer.save_pretrained(directory)
+        return {name: each.detach().cpu().clone() for name, each in adapters.items()}
 
 
 class AdaptedTensors(FileTensors):

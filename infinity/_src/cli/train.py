@@ -56,7 +56,7 @@ from infinity._src.base.sizes import MIB
 from infinity._src.base.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.base.telemetry import configure_logging
 from infinity._src.cabi.installation import is_installed, not_installed
-from infinity._src.cli import hf_model, lora
+from infinity._src.cli import hf_model
 from infinity._src.cli.corpus import (
     Corpus,
     arguments_of,
@@ -149,6 +149,8 @@ def run_train(options: argparse.Namespace, console: Console | None = None) -> in
 def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
     # True once this rank has asked whether it prints the error: it must not ask twice.
     reported = False
+    # True after an error whose traceback is shown, whatever closing raises after it.
+    unforeseen = False
     # torch.distributed raises RuntimeError if another rank has ended.
     lost = (RuntimeError,) if ranks.world > 1 else ()
     shown = console if ranks.first else Console(quiet=True)
@@ -163,6 +165,7 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
                     # Before anything is closed: closing disconnects other ranks, which must find
                     # this rank's error recorded.
                     reported, tells = True, ranks.tells(error)
+                    unforeseen = isinstance(error, Exception) and not is_foreseen(error)
                     if tells:
                         kept = run is not None and bool(run.records)
                         say_error(console, error, options, ranks, kept=kept)
@@ -174,7 +177,7 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
     except KeyboardInterrupt as error:
         return status_of(error)
     except Exception as error:
-        if not isinstance(error, lost) and not is_foreseen(error):
+        if not isinstance(error, lost) and (unforeseen or not is_foreseen(error)):
             raise
         if not reported and ranks.tells(error):
             say_error(console, error, options, ranks)
@@ -717,7 +720,8 @@ class _Run:
         self._leave_files()
         text = self._continue()
         if not self.options.no_save:
-            write = hf_model.save_pretrained if self.options.lora is None else lora.save_adapters
+            whole = self.options.lora is None
+            write = hf_model.save_pretrained if whole else hf_model.save_adapters
             write(self.model, self.pretrained.tokenizer, self.options.out, first=self.ranks.first)
         return text
 

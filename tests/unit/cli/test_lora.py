@@ -90,6 +90,23 @@ def test_a_run_of_adapters_goes_on_from_a_small_checkpoint(place: Path, tmp_path
     assert "under other rules: checksum of the model beside the adapters was" in shown
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "tokenizer.json"])
+def test_a_file_of_an_adapter_that_cannot_be_written_is_one_line(
+    place: Path, tmp_path: Path, name: str
+) -> None:
+    if name == "tokenizer.json":
+        (tmp_path / name).symlink_to("/dev/full")
+    else:
+        # PEFT replaces a link.
+        (tmp_path / name).mkdir()
+    given = (place / "model", "--text", place / "text.txt", "--out", tmp_path, *GIVEN.split())
+    status, shown = run(run_train, "train", *given, "--lora", "1", "--steps", "1")
+    assert status == 1
+    (line,) = [line for line in shown.splitlines() if "error:" in line]
+    assert f"error: {tmp_path}" in line
+    assert "No space left on device" in line or "Is a directory" in line
+
+
 def test_adapters_that_cannot_be_are_one_line(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

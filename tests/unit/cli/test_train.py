@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -517,6 +518,17 @@ def test_memory_that_torch_has_no_more_of_is_one_line_that_names_the_fix(
     (line,) = [line for line in shown.splitlines() if "error:" in line]
     assert all(each in line for each in ["error: there is not enough memory", *said])
     assert "Traceback" not in shown
+
+
+def test_an_error_of_the_command_shows_its_traceback_whatever_fails_after_it(
+    model_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command._Run, "_end", lambda _run: {}["a bug"])
+    (tmp_path / "metrics.csv").symlink_to("/dev/full")
+    given = ("--text", text, "--out", tmp_path, *SMALL, "--steps", "1", "--report-to", "csv")
+    with pytest.raises(OSError, match="No space left") as caught:
+        train(model_directory, *given)
+    assert "a bug" in "".join(traceback.format_exception(caught.value))
 
 
 def test_epochs_say_how_long_a_run_is(model_directory: Path, text: Path, tmp_path: Path) -> None:
