@@ -1,5 +1,5 @@
-"""The page of docs/ on DeepSpeed configurations, written from the table of keys; and the keys of
-DeepSpeed's own source, to compare the table with.
+"""Writes docs/deepspeed-config.md from the table of keys, and finds the keys in DeepSpeed's source,
+for comparison.
 
     python -m tests.deepspeed_page      writes docs/deepspeed-config.md
 """
@@ -18,40 +18,41 @@ from infinity._src.config.deepspeed_keys import GROUPS, MAPPED, REFUSED, TORCH_S
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "deepspeed-config.md"
 HEAD = '''# DeepSpeed configurations
 
-`inf.Policy.from_deepspeed` reads the JSON that a DeepSpeed run has, of DeepSpeed 0.19.8 and before:
+`inf.Policy.from_deepspeed` reads the JSON configuration of DeepSpeed 0.19.8 and earlier:
 
 ```python
 policy = inf.Policy.from_deepspeed("ds_config.json", ram="64GiB")
 model = inf.offload(model, policy)
 ```
 
-Fields beside the path replace what the file says. DeepSpeed has no memory budget, so `ram` is the
-policy's default, half of what the machine leaves, unless it is given. `inf.read_deepspeed(config)`
-returns an `inf.DeepSpeedRun` with the rest, too: dtype, loss scaling, clipping, batch sizes,
-optimizer and scheduler. `infinity plan MODEL --ds-config FILE` shows what each key became, and what
-a step of it will cost.
+Fields after the path replace the file's. DeepSpeed has no memory budget, so `ram` has the policy's
+default, half of the available memory, unless you give it. `inf.read_deepspeed(config)` returns an
+`inf.DeepSpeedRun`, which also has dtype, loss scaling, clipping, batch sizes, optimizer and
+scheduler. `infinity plan MODEL --ds-config FILE` shows the meaning of each key and the predicted
+cost of a step.
 
-Each key is **mapped** to something of the same meaning, accepted with **no meaning** here and one
-line in the log (INFO), or **refused** with what to do instead. A note tells what is mapped and
-differs. No key is left unread:
+Each key is **mapped** to a setting of the same meaning, accepted with **no meaning** here and one
+line in the log (INFO), or **refused** with what to do instead. If a mapped setting differs from
+DeepSpeed's, a note says how. No key is ignored silently:
 
-- A key that is not in these tables is an error that names the nearest one that is.
-- Values have the type that DeepSpeed demands. `5e8` is a whole number; `"3"` and `true` are none.
+- A key that is not in these tables is an error, which names the nearest key.
+- Values have the type that DeepSpeed demands. `5e8` is a whole number; `"3"` and `true` are not.
 - `null` counts as left out, everywhere. Names at the top that begin with `_` are comments.
-- `"auto"` is filled by the trainer before anyone reads it. `auto={"optimizer.params.lr": 1e-4}`
-  fills it by hand. A bare `"auto"` is dropped where the key has no meaning, and an error elsewhere;
-  `from_deepspeed` leaves it open where no field of the policy depends on it.
-- A file is plain JSON. Comments and commas at the end, which DeepSpeed takes (Hjson), are errors,
-  and so is a name that is twice in one object.
+- A trainer replaces `"auto"` before it passes the configuration on. Without a trainer,
+  `auto={"optimizer.params.lr": 1e-4}` does. Any `"auto"` left is dropped where the key has no
+  meaning, and an error elsewhere; `from_deepspeed` allows it where no field of the policy depends
+  on it.
+- A file is plain JSON. Comments and trailing commas, which DeepSpeed accepts (Hjson), are errors,
+  and so is a name that occurs twice in one object.
 - Of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` any may
   be left out; the first is the product of the others and the number of ranks.
-- `aio` inside of `zero_optimization`, as Hugging Face's page has it, is read like that at the top;
-  `bfloat16` is an old name of `bf16`, and `zero_optimization: true` of stage 1.
+- `aio` inside of `zero_optimization`, as on Hugging Face's page, is read like `aio` at the top;
+  `bfloat16` is an old name of `bf16`, and `zero_optimization: true` means stage 1.
 
 Stage 0, with `"stage": 0` or without `zero_optimization`, splits and offloads nothing in DeepSpeed.
 `inf.Policy.from_deepspeed` and `infinity train` refuse it, and name stages 1 to 3. `initialize` of
-`infinity.compat.deepspeed` takes it as stage 1, to the same numbers, and logs that: states rest in
-CPU memory then.
+`infinity.compat.deepspeed` takes it as stage 1, with the same numbers, and logs that; optimizer
+states are then in CPU memory.
 
 The tables are written from the table in the code (`infinity/_src/config/deepspeed_keys.py`).
 '''
@@ -102,8 +103,8 @@ def _optimizers() -> str:
     torch = ", ".join(f"`{name}`" for name in sorted(TORCH_SCHEDULES))
     return (
         "\n### Types of optimizers\n\n"
-        "Those of DeepSpeed are read in any case, those of torch as torch writes them. Defaults "
-        "are\nDeepSpeed's. All others are refused.\n\n"
+        "DeepSpeed's names may have any case; torch's must be exact. Defaults are "
+        "DeepSpeed's. All\nothers are refused.\n\n"
         "| `optimizer.type` | here | `optimizer.params` |\n|---|---|---|\n" + "".join(rows) +
         "\n### Types of schedules\n\n"
         "| `scheduler.type` | `scheduler.params` that it needs | and may have |\n|---|---|---|\n"

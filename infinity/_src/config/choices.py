@@ -1,5 +1,5 @@
-"""Choices of the fields of `Policy`, for validation, and the options that commands make of them.
-Imports no torch, so that commands show their help quickly.
+"""Choices of the fields of `Policy`, for validation and for the options of commands. Imports no
+torch, so that commands show their help quickly.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ CHOICES: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType({
 
 
 class _Option(NamedTuple):
-    """The option of a field. kind: as `Row` has it, for a field without choices. default: of the
-    policy, for `infinity train`. name: of the option, where it is not the field's.
+    """The option of a field. kind: that of `Row`, for a field without choices. default: the
+    policy's, for `infinity train`. name: the option's, if it differs from the field's.
     """
 
     text: str
@@ -61,72 +61,73 @@ class _Option(NamedTuple):
 
 
 _OPTIONS: dict[str, _Option] = {
-    "params": _Option("the lowest tier where parameters may rest (cpu)", "cpu"),
-    "optim": _Option("the lowest tier where optimizer states may rest (cpu)", "cpu"),
+    "params": _Option("the lowest tier that stores parameters (cpu)", "cpu"),
+    "optim": _Option("the lowest tier that stores optimizer states (cpu)", "cpu"),
     "nvme": _Option(
         "directory on an NVMe drive; repeat for several drives", None, [argument], "DIR",
     ),
     "ram": _Option(
-        'what offloading may hold in memory: "512MiB", or "min" (a share of what the machine '
-        "leaves)", None, str, "SIZE",
+        'memory for offloading: "512MiB", or "min" (a share of what is available)', None, str,
+        "SIZE",
     ),
-    "grads": _Option("nvme: gradients that RAM does not hold spill (cpu)", "cpu"),
-    "activations": _Option("where inputs of checkpointed blocks wait (device)", "device"),
+    "grads": _Option("nvme: gradients that do not fit in RAM go to the drives (cpu)", "cpu"),
+    "activations": _Option("where inputs of checkpointed blocks are stored (device)", "device"),
     "resident": _Option(
-        "how much of a state on NVMe rests in memory all the same, for each process: params=0.5 or "
-        "optim=8GiB; repeat for both (what --ram leaves)", None, [str], "KIND=PART",
+        "how much of a tier on NVMe to keep in memory, for each process: params=0.5 or optim=8GiB; "
+        "repeat for both (as much as --ram allows)", None, [str], "KIND=PART",
     ),
     "io_backend": _Option("the system's interface to the drives (auto)", "auto"),
     "state": _Option(
-        "encoding of states at rest: 12, 8 or 5.1 bytes per bf16 parameter with AdamW (exact)",
+        "encoding of stored states: 12, 8 or 5.1 bytes per bf16 parameter with AdamW (exact)",
         "exact",
     ),
     "update": _Option(
-        "deferred: beside the next forward; backward: beside backward, clips with --generations 2 "
-        "only; delayed: beside the whole next step, which computes with the parameters before it "
+        "deferred: during the next forward; backward: during backward, clips with --generations 2 "
+        "only; delayed: during the whole next step, which computes with the older parameters "
         "(deferred)", "deferred",
     ),
     "generations": _Option(
-        "2 keeps the step before beside the one that is made: twice the room on the drives, and a "
-        "step that fails is undone; more, with --durable, keep further commits (1)", 1,
+        "2 keeps the previous step too: twice the space on the drives, and a failed step is "
+        "undone; more, with --durable, keep further commits (1)", 1,
     ),
     "update_on": _Option(
-        "device: states stream through the GPU that computes, with --update deferred; the same "
-        "bits (cpu)", "cpu",
+        "device: the GPU updates states, which stream through it; needs --update deferred; the "
+        "same bits (cpu)", "cpu",
     ),
     # None by default, so that `infinity train` can refuse it beside other updates.
     "delayed_warmup": _Option(
-        "steps that --update delayed takes as deferred first (40)", None, int, "STEPS",
+        "first steps that --update delayed runs as deferred (40)", None, int, "STEPS",
     ),
     "durable": _Option(
-        "keep the run in the --nvme directories, to go on from the last committed step; needs "
-        "--params nvme and --optim nvme, and twice the room", False,
+        "keep the run in the --nvme directories, to continue from the last committed step; needs "
+        "--params nvme, --optim nvme and twice the space", False,
     ),
     "durable_every": _Option(
-        "commit every so many steps; a crash loses those in between (1)", 1, int, "STEPS",
+        "commit every STEPS steps; a crash loses the steps since the last commit (1)",
+        1, int, "STEPS",
     ),
     "zero": _Option(
-        "what they split: optimizer states (1), gradients too (2), parameters too (3)", 3,
+        "what ranks split: optimizer states (1), gradients too (2), parameters too (3)", 3,
     ),
     "accumulate": _Option(
-        "micro-batches but the last: each reduced into the shard, or added up whole on each rank "
-        "and reduced once (local with --zero 1, else shard)", name="accumulate_in",
+        "shard: reduce the gradients of each micro-batch; local: add them up on each rank and "
+        "reduce once (local with --zero 1, else shard)", name="accumulate_in",
     ),
     "qwz": _Option("ZeRO++: gather weights as int8 groups", False),
     "hpz": _Option("ZeRO++: where each node keeps a copy of gathered weights"),
     "qgz": _Option("ZeRO++: reduce gradients as int4 groups, first inside the node", False),
     "error_feedback": _Option(
-        "with --qgz: what rounding took goes into the next gradient", False,
+        "with --qgz: add the rounding error to the next gradient", False,
     ),
     "grad_dtype": _Option(
-        "in which gradients wait (that of the parameters)", None, ("bfloat16", "float32"),
+        "dtype of stored gradients (that of the parameters)", None, ("bfloat16", "float32"),
     ),
 }  # fmt: skip
 
 
 def field_rows(*fields: str, **texts: str) -> list[Row]:
-    """Return the rows of the options of these fields, with the choices that the policy has. texts:
-    in place of the table's, by field.
+    """Return the rows of the options of these fields, with the policy's choices. texts: help by
+    field, in place of the table's.
     """
     rows = []
     for field in fields:
@@ -143,8 +144,8 @@ def field_rows(*fields: str, **texts: str) -> list[Row]:
 
 
 def left_out() -> dict[str, None]:
-    """Return None for the option of each field, as the default of a command that tells apart what
-    was left out.
+    """Return None for the option of each field: the defaults of a command that must know which
+    options were given.
     """
     return dict.fromkeys(option.name or field for field, option in _OPTIONS.items())
 

@@ -20,7 +20,7 @@ from typing import Any
 MAPPED, NO_MEANING, REFUSED, LEFT_OUT = "mapped", "no meaning", "refused", "left out"
 AUTO = "auto"
 LARGEST = (1 << 63) - 1
-"""Largest integer of a configuration: sys.maxsize, which is a default in DeepSpeed."""
+"""Largest integer of a configuration: sys.maxsize, some defaults of DeepSpeed."""
 
 # -- Values ----------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ def number(least: float = -math.inf, most: float = math.inf, *, above: bool = Fa
 def fitting(
     text: str, fits: Callable[[Any], Any], read: Callable[[Any], Any] = lambda value: value
 ) -> Check:
-    """Values that `fits` is true of, as `read` returns them."""
+    """Values for which `fits` is true; `read` converts them."""
 
     def checked(value: Any) -> Any:
         if not fits(value):
@@ -136,13 +136,13 @@ def fitting(
 
 
 def choice(*names: str, fold: Callable[[str], str] = str) -> Check:
-    """One of some texts; fold: their one spelling."""
+    """One of the texts; fold: converts a value to their spelling."""
     text = " or ".join(f'"{name}"' for name in names)
     return fitting(text, lambda value: isinstance(value, str) and fold(value) in names, fold)
 
 
 def numbers(check: Check) -> Check:
-    """A number, or a list of one for each parameter group."""
+    """A number, or a list with a number for each parameter group."""
 
     def read(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and value:
@@ -211,7 +211,7 @@ DTYPE = fitting('"fp32", "bf16" or "fp16"', _torch_name, _torch_name)
 HALF = fitting(
     '"bf16" or "fp16"', lambda value: _torch_name(value) in ("bfloat16", "float16"), _torch_name
 )
-# Of these names alone, and in any case.
+# Only these names, in upper or lower case.
 COMM_DTYPE = fitting(
     DTYPE.text,
     lambda value: isinstance(value, str) and value.lower() in ("fp16", "bf16", "fp32"),
@@ -362,19 +362,20 @@ def _flat(groups: Iterable[tuple[ConfigKey, ...]]) -> tuple[ConfigKey, ...]:
 # -- The table: batches and gradients --------------------------------------------------------------
 
 _NOT_A_SUM = "gradients are summed in fp32 and rounded once, so nothing overflows on the way"
-_ONE_GROUP = "ranks split states, and nothing else"
+_ONE_GROUP = "ranks split states only"
 BATCHES = _flat((
     mapped("train_batch_size", whole(1), "`train_batch_size`; one of the three may be left out"),
     mapped("train_micro_batch_size_per_gpu", whole(1), "`micro_batch_size`"),
     mapped("gradient_accumulation_steps", whole(1), "`accumulation_steps`"),
     mapped(
         "managed_gradient_accumulation", FLAG,
-        "`managed_accumulation`: the engine counts micro-batches, or every `step()` is one", True,
+        "`managed_accumulation`: the engine counts micro-batches; false: every `step()` updates",
+        True,
     ),
-    mapped("dataloader_drop_last", FLAG, "`drop_last`, of a loader that the engine makes", False),
+    mapped("dataloader_drop_last", FLAG, "`drop_last` of the loader that the engine makes", False),
     mapped(
         "gradient_clipping", number(0),
-        "`clip_norm`, by `clip_grad_norm_` before the step; 1.0 without it, 0 for none", 1.0,
+        "`clip_norm`, by `clip_grad_norm_` before the step; left out: 1.0; 0: no clipping", 1.0,
     ),
     ignored("prescale_gradients", FLAG, _NOT_A_SUM),
     ignored("gradient_predivide_factor", number(0, above=True), _NOT_A_SUM),
@@ -390,16 +391,16 @@ BATCHES = _flat((
     ignored(
         "seq_parallel_communication_data_type", COMM_DTYPE, "there are no sequence-parallel ranks"
     ),
-    ignored("disable_allgather", FLAG, "DeepSpeed reads it and uses it nowhere with ZeRO"),
+    ignored("disable_allgather", FLAG, "DeepSpeed does not use it with ZeRO"),
 ))  # fmt: skip
 
 # -- Precision -------------------------------------------------------------------------------------
 
 _MASTERS = (
-    "masters keep 32 bits here: set false. For fewer bytes of states take "
+    "masters always have 32 bits here: set false. For smaller states take "
     'bf16_optimizer_states, or Policy(state="compact")'
 )
-_UNUSED_SCALE = "of `loss_scaling`, when `loss_scale` is 0"
+_UNUSED_SCALE = "of `loss_scaling`, if `loss_scale` is 0"
 PRECISION = _flat((
     below(
         "bf16",
@@ -409,14 +410,14 @@ PRECISION = _flat((
         ),
         mapped(
             "check_grad_overflow", FLAG,
-            '`on_nonfinite="skip"`, or "ignore"; DeepSpeed looks with stages 1 and 2 only', True,
+            '`on_nonfinite="skip"`, or "ignore"; DeepSpeed checks with stages 1 and 2 only', True,
             policy=True,
         ),
         mapped(
             "bf16_optimizer_states", FLAG,
-            '`state="bf16"`: moments of 16 bits beside masters of 32', False, policy=True,
+            '`state="bf16"`: moments of 16 bits, masters of 32', False, policy=True,
         ),
-        ignored("immediate_grad_update", FLAG, "gradients go to their shard as backward has them"),
+        ignored("immediate_grad_update", FLAG, "gradients go to their shard during backward"),
         refused("bf16_master_weights_and_grads", off_at(False), _MASTERS),
     ),
     below(
@@ -444,25 +445,26 @@ PRECISION = _flat((
         mapped("dtype", HALF, "`autocast`'s dtype"),
         ignored(
             "lower_precision_safe_modules", TEXTS,
-            "DeepSpeed reduces the gradients of these in the dtype of autocast; here they travel "
-            "in their own, or in communication_data_type",
+            "DeepSpeed reduces the gradients of these modules in autocast's dtype; here they are "
+            "reduced in their own, or in communication_data_type",
         ),
     ),
     below(
         "data_types",
         mapped(
             "grad_accum_dtype", DTYPE,
-            "`grad_dtype`; they travel in communication_data_type, else in the parameters' dtype",
+            "`grad_dtype`; gradients are reduced in communication_data_type, else in the "
+            "parameters' dtype",
             policy=True,
         ),
         mapped(
-            "param_dtype", DTYPE, "nothing more than bf16.enabled and fp16.enabled, which must say "
-            "the same", policy=True,
+            "param_dtype", DTYPE, "must be the dtype that bf16.enabled or fp16.enabled sets",
+            policy=True,
         ),
         mapped("buffer_dtype", DTYPE, "`buffer_dtype`: floating buffers are cast"),
         mapped(
             "keep_in_fp32_modules", KEPT,
-            '`keep_in_fp32`: names of buffers that buffer_dtype leaves; "auto": those that a '
+            '`keep_in_fp32`: buffers that buffer_dtype does not cast; "auto": those that a '
             "transformers model names", AUTO,
         ),
     ),
@@ -470,9 +472,9 @@ PRECISION = _flat((
 
 # -- ZeRO ------------------------------------------------------------------------------------------
 
-_BUCKETS = "units and chunks of the engine's own size travel, in no buckets"
-_LIVE = "units stay on the device as far as it has room, and the order that was learned says which"
-_CHUNKS = "buffers are chunks of one fixed size, in `ram`"
+_BUCKETS = "the engine moves whole units and chunks, not buckets"
+_LIVE = "units stay on the device while they fit, chosen by the order of use in earlier steps"
+_CHUNKS = "buffers are chunks of one fixed size, within the budget `ram`"
 _ALWAYS_PIPELINED = "reading, updating and writing always overlap"
 _REMOVED = "DeepSpeed has removed it"
 ZERO = below(
@@ -494,7 +496,7 @@ ZERO = below(
         ),
         mapped(
             "max_in_cpu", COUNT,
-            '`resident["params"]`, as bytes, when it is given; DeepSpeed takes 1e9 otherwise',
+            '`resident["params"]` in bytes, if given; DeepSpeed defaults to 1e9',
             policy=True,
         ),
         ignored("buffer_count buffer_size", COUNT, _CHUNKS),
@@ -514,26 +516,26 @@ ZERO = below(
         ignored("fast_init", FLAG, "states are never written before the first step"),
         refused(
             "ratio", off_at(1),
-            "all states of a tier rest there: leave it out. Budget that is left keeps states in "
-            "RAM; `resident` fixes a share",
+            "all states are offloaded: leave it out. States stay in RAM while the budget lasts; "
+            "`resident` fixes a share",
         ),
         refused(
             "super_offload", off_at(False),
             'set false: updates on the CPU overlap with the next forward anyway; '
             'Policy(update="backward", generations=2) begins them in backward',
         ),
-        ignored("cpuadam_cores_perc", number(0, 1), "`update_threads` says it"),
+        ignored("cpuadam_cores_perc", number(0, 1), "`update_threads` sets the number of threads"),
     ),
     mapped("zero_quantized_weights", FLAG, "`qwz`, with stage 3", False, policy=True),
     mapped("zero_quantized_gradients", FLAG, "`qgz`, with stage 3", False, policy=True),
     mapped(
         "zero_hpz_partition_size", COUNT,
-        '`hpz="device"` when it is more than 1; it must be the ranks of a node', 1, policy=True,
+        '`hpz="device"` if more than 1; it must be the number of ranks of a node', 1, policy=True,
     ),
     refused(
         "zero_quantized_nontrainable_weights", off_at(False),
-        "frozen weights rest as they are: set false; a model that is quantized itself "
-        "(bitsandbytes) is offloaded as it is",
+        "frozen weights keep their dtype: set false; a quantized model (bitsandbytes) can be "
+        "offloaded unchanged",
     ),
     mapped(
         "cpu_offload", FLAG, 'deprecated: offload_optimizer.device="cpu" when true', policy=True
@@ -543,13 +545,13 @@ ZERO = below(
     ),
     ignored("cpu_offload_use_pin_memory", FLAG, "memory that a GPU copies from is always pinned"),
     ignored("contiguous_gradients", FLAG, "a unit's gradients always share one buffer"),
-    ignored("reduce_scatter", FLAG, "each rank always gets its own part only"),
+    ignored("reduce_scatter", FLAG, "each rank always receives only its part of a gradient"),
     ignored("reduce_bucket_size", whole(1), _BUCKETS),
     ignored("allgather_bucket_size", COUNT, _BUCKETS),
     ignored("use_multi_rank_bucket_allreduce", FLAG, _BUCKETS),
     ignored("allgather_partitions", FLAG, "shards are always gathered together"),
     ignored("overlap_comm", FLAG, "communication always runs beside computation"),
-    ignored("compute_grad_norm", FLAG, "a norm is taken when something asks for it"),
+    ignored("compute_grad_norm", FLAG, "a norm is computed only on request"),
     ignored("load_from_fp32_weights", FLAG, "a checkpoint always has the fp32 masters"),
     ignored("elastic_checkpoint", FLAG, "every checkpoint restores on any number of ranks"),
     ignored("sub_group_size", COUNT, _CHUNKS),
@@ -565,58 +567,58 @@ ZERO = below(
         "small modules are gathered with their neighbours", also="model_persistence_threshold",
     ),
     ignored(
-        "stage3_gather_16bit_weights_on_model_save", FLAG, "weights are always saved, streamed",
+        "stage3_gather_16bit_weights_on_model_save", FLAG, "weights are always saved, as a stream",
         also="gather_16bit_weights_on_model_save",
     ),
     ignored(
         "stage3_gather_fp16_weights_on_model_save", FLAG,
-        "deprecated; weights are always saved, streamed",
+        "deprecated; weights are always saved, as a stream",
     ),
     ignored(
         "stage3_module_granularity_threshold", whole(-LARGEST),
-        "a block is gathered as one", also="module_granularity_threshold",
+        "each block is gathered whole", also="module_granularity_threshold",
     ),
     ignored(
         "stage3_use_all_reduce_for_fetch_params", FLAG, "shards are always gathered together",
         also="use_all_reduce_for_fetch_params",
     ),
     ignored(
-        "stage3_allgather_sequential", FLAG, "gathers have room for a few units, always",
+        "stage3_allgather_sequential", FLAG, "gathers always have memory for a few units",
         also="allgather_sequential",
     ),
     ignored(
-        "ignore_unused_parameters", FLAG, "a parameter without a gradient is left as it is; false: "
-        "`infinity.compat.deepspeed` raises for one in `engine.step()`",
+        "ignore_unused_parameters", FLAG, "a parameter without a gradient is not updated; false: "
+        "`infinity.compat.deepspeed` raises for it in `engine.step()`",
     ),
     ignored("legacy_stage1", FLAG, "there is one implementation of each stage"),
     ignored("round_robin_gradients", FLAG, "gradients are split evenly over the ranks"),
-    ignored("parameter_alignment", FLAG, "gathered parameters always begin at 256 bytes"),
-    ignored("memory_efficient_linear", FLAG, "autograd keeps no gathered weight"),
+    ignored("parameter_alignment", FLAG, "gathered parameters are always aligned to 256 bytes"),
+    ignored("memory_efficient_linear", FLAG, "autograd never keeps a gathered weight"),
     ignored(
         "pipeline_loading_checkpoint", FLAG, "a checkpoint is always read unit by unit"
     ),
-    ignored("override_module_apply", FLAG, "`inf.offload` takes a module that is built already"),
+    ignored("override_module_apply", FLAG, "`inf.offload` takes a module that exists already"),
     ignored("log_trace_cache_warnings enable_sanity_checks", FLAG, "checks are always made"),
-    ignored("save_muon_momentum_buffer_in_memory", FLAG, "there is no Muon here"),
+    ignored("save_muon_momentum_buffer_in_memory", FLAG, "the engine has no Muon"),
     ignored(
         "leaf_module.classes leaf_module.names leaf_module.name_suffixes", TEXTS,
-        "a block is gathered as one, whatever its parts do; `units` names other blocks, and "
-        "`infinity.compat.deepspeed` makes leaves units",
+        "each block is gathered whole; `units` names other blocks, and `infinity.compat.deepspeed` "
+        "makes each leaf module a unit",
     ),
     refused(
         "zenflow", off_at(None),
-        'leave it out: it computes with old parameters; Policy(update="delayed") is near',
+        'leave it out: it computes with old parameters; Policy(update="delayed") is similar',
     ),
-    refused("mics_shard_size", off_at(-1), f"leave it out: {_REMOVED}; `hpz` is near"),
+    refused("mics_shard_size", off_at(-1), f"leave it out: {_REMOVED}; `hpz` is similar"),
     refused("mics_hierarchical_params_gather", off_at(False), f"leave it out: {_REMOVED}"),
     refused(
         "zeropp_loco_param", off_at(None),
-        f"leave it out: {_REMOVED}; Policy(error_feedback=True) adds what int4 rounding took to "
+        f"leave it out: {_REMOVED}; Policy(error_feedback=True) adds the error of int4 rounding to "
         "the next gradient",
     ),
 )  # fmt: skip
 ZERO_OLD = ignored(
-    "allgather_size", COUNT, "deprecated, and read by DeepSpeed beside zero_optimization=true only"
+    "allgather_size", COUNT, "deprecated; DeepSpeed reads it only with zero_optimization=true"
 )
 
 # -- Drives and activations ------------------------------------------------------------------------
@@ -624,27 +626,27 @@ ZERO_OLD = ignored(
 IO = _flat((
     below(
         "aio",
-        mapped("block_size", whole(1), "`io.block_bytes`, when it is given", policy=True),
-        mapped("queue_depth", whole(1), "`io.depth`, when it is given", policy=True),
+        mapped("block_size", whole(1), "`io.block_bytes`, if given", policy=True),
+        mapped("queue_depth", whole(1), "`io.depth`, if given", policy=True),
         ignored(
             "intra_op_parallelism thread_count", COUNT,
-            "native threads verify, update and copy; `update_threads` counts them",
+            "native threads verify, update and copy; `update_threads` sets their number",
         ),
         ignored("single_submit overlap_events", FLAG, "rings always have many requests in flight"),
-        ignored("use_gds", FLAG, "drives read into pinned memory, not into a GPU's"),
+        ignored("use_gds", FLAG, "drives read into pinned memory, not into GPU memory"),
     ),
     below(
         "activation_checkpointing",
         mapped(
             "cpu_checkpointing", FLAG,
-            '`activations="cpu"`: of every checkpointed call, not only of DeepSpeed\'s', False,
+            '`activations="cpu"`: for every checkpointed call, not only DeepSpeed\'s', False,
             policy=True,
         ),
         ignored("partition_activations", FLAG, "there are no model-parallel ranks to split them"),
-        ignored("contiguous_memory_optimization", FLAG, "torch's allocator holds them"),
-        ignored("number_checkpoints", COUNT, "checkpointed calls are counted as they come"),
+        ignored("contiguous_memory_optimization", FLAG, "torch's allocator holds the inputs"),
+        ignored("number_checkpoints", COUNT, "the engine needs no count of checkpointed calls"),
         ignored(
-            "synchronize_checkpoint_boundary profile", FLAG, "`handle.stats()` tells times"
+            "synchronize_checkpoint_boundary profile", FLAG, "`handle.stats()` shows times"
         ),
     ),
 ))  # fmt: skip
@@ -658,7 +660,7 @@ UPDATES = _flat((
     below(
         "optimizer",
         mapped("type", TEXT, "`optimizer[0]`: a class of `inf`, or of torch.optim"),
-        ignored("legacy_fusion", FLAG, "the engine's update is one kernel anyway"),
+        ignored("legacy_fusion", FLAG, "the engine's update is always one kernel"),
         below(
             "params",
             mapped("lr", number(0), _OF_OPTIMIZER),
@@ -667,10 +669,10 @@ UPDATES = _flat((
             mapped("weight_decay", number(0), _OF_OPTIMIZER),
             mapped(
                 "adam_w_mode", FLAG,
-                'of Adam: false is `"Adam"`, else `"AdamW"`; without decay they are one',
+                'of Adam: false is `"Adam"`, else `"AdamW"`; without decay both are equal',
                 True,
             ),
-            mapped("torch_adam", FLAG, "torch's default of weight_decay; the update is the same",
+            mapped("torch_adam", FLAG, "weight_decay defaults to torch's; the update is the same",
                    False),
             mapped("momentum", number(0), _OF_OPTIMIZER),
             mapped("dampening", number(), _OF_OPTIMIZER),
@@ -688,11 +690,11 @@ UPDATES = _flat((
             mapped("step_sizes", PAIR, _OF_OPTIMIZER),
             ignored(
                 "foreach fused capturable set_grad_none", FLAG,
-                "it says how torch runs an update; the numbers are the same",
+                "it changes how torch runs an update, not the numbers",
             ),
             ignored(
                 "fp32_optimizer_states", FLAG,
-                "moments have the masters' dtype in DeepSpeed, which is fp32; `state` says it here",
+                "DeepSpeed's moments have the masters' dtype, fp32; here `state` sets it",
             ),
             refused(
                 "bias_correction", off_at(True), "AdamW corrects its moments: set true, or leave "
@@ -703,7 +705,7 @@ UPDATES = _flat((
             refused("differentiable", off_at(False), "leave it out: an update has no graph"),
             refused(
                 "max_grad_norm", off_at(0),
-                "write it as gradient_clipping at the top; DeepSpeed refuses it here, too",
+                "set gradient_clipping at the top instead; DeepSpeed refuses this key, too",
             ),
         ),
     ),
@@ -738,22 +740,22 @@ UPDATES = _flat((
             mapped("last_batch_iteration", whole(-1), "of every schedule"),
         ),
     ),
-    ignored("zero_allow_untested_optimizer", FLAG, "an optimizer is tried before it is taken"),
-    ignored("zero_force_ds_cpu_optimizer", FLAG, "the engine's optimizers are the CPU's"),
+    ignored("zero_allow_untested_optimizer", FLAG, "the engine tests every optimizer before use"),
+    ignored("zero_force_ds_cpu_optimizer", FLAG, "the engine always uses its own optimizers"),
 ))  # fmt: skip
 
 # -- What is printed, measured and saved -----------------------------------------------------------
 
-_NO_MONITOR = "nothing is written; `inf.StepLog` records steps"
-_NO_PROFILE = "`handle.stats()` and `handle.trace()` tell times"
-_SAVES = "`inf.save` writes, in files of its own"
-_COMPILE = "it is of DeepCompile"
+_NO_MONITOR = "the engine writes nothing; `inf.StepLog` records steps"
+_NO_PROFILE = "`handle.stats()` and `handle.trace()` show times"
+_SAVES = "`inf.save` writes checkpoints, in its own format"
+_COMPILE = "an option of DeepCompile"
 REPORTS = _flat((
-    ignored("steps_per_print", STEPS, "nothing is printed; `inf.StepLog` records steps"),
+    ignored("steps_per_print", STEPS, "the engine prints nothing; `inf.StepLog` records steps"),
     ignored("wall_clock_breakdown memory_breakdown dump_state", FLAG, _NO_PROFILE),
-    ignored("log_level", ANYTHING, "Python's logger `infinity` has the level that it is given"),
-    ignored("disable_python_gc", FLAG, "the collector is left as the program has it"),
-    ignored("vocabulary_size", COUNT, "DeepSpeed only warns about its divisors"),
+    ignored("log_level", ANYTHING, "set the level of Python's logger `infinity` instead"),
+    ignored("disable_python_gc", FLAG, "the engine does not touch the garbage collector"),
+    ignored("vocabulary_size", COUNT, "DeepSpeed uses it only for a warning"),
     below(
         "timers.throughput", ignored("enabled synchronized", FLAG, _NO_PROFILE)
     ),
@@ -838,13 +840,13 @@ OTHERS = _flat((
     refused("expert_parallel", DEFAULT_OFF, _NO_MODEL_PARALLEL),
     refused("pipeline", ONE_STAGE, _NO_MODEL_PARALLEL),
     refused("sequence_parallel_size", off_at(1), _NO_MODEL_PARALLEL),
-    ignored("data_parallel_size", whole(1), "the ranks of the process group are"),
+    ignored("data_parallel_size", whole(1), "the ranks of the process group split the batch"),
     ignored("use_data_before_expert_parallelism", FLAG, _ONE_GROUP),
     below(
         "compile",
         refused(
             "deepcompile", off_at(False),
-            "set false; `torch.compile` of a block's forward works with the engine",
+            "set false; `torch.compile` of a block's forward works",
         ),
         ignored(
             "autoep_non_moe free_activation offload_activation offload_activation_pin_memory "
@@ -856,18 +858,18 @@ OTHERS = _flat((
         ignored("passes", LIST, _COMPILE),
     ),
     refused(
-        "autotuning", DEFAULT_OFF, "leave it out: `infinity plan` says what a change would buy"
+        "autotuning", DEFAULT_OFF, "leave it out: `infinity plan` predicts the gain of a change"
     ),
-    refused("hybrid_engine", DEFAULT_OFF, "leave it out: an offloaded model generates as it is"),
+    refused("hybrid_engine", DEFAULT_OFF, "leave it out: an offloaded model can generate"),
     refused(
         "data_efficiency", DEFAULT_OFF, "leave it out, and choose samples in the data loader"
     ),
     refused(
         "weight_quantization", SWITCH,
-        "leave it out; a model that is quantized itself (bitsandbytes) is offloaded as it is",
+        "leave it out; a quantized model (bitsandbytes) can be offloaded unchanged",
     ),
-    refused("msamp", DEFAULT_OFF, "leave it out: it is of accelerate with fp8, in place of ZeRO"),
-    refused("amp", DEFAULT_OFF, f"{_GONE}; bf16, fp16 or torch_autocast are instead of it"),
+    refused("msamp", DEFAULT_OFF, "leave it out: accelerate uses it for fp8, in place of ZeRO"),
+    refused("amp", DEFAULT_OFF, f"{_GONE}; set bf16, fp16 or torch_autocast instead"),
     refused("elasticity", DEFAULT_OFF, f"{_GONE}; a checkpoint restores on any number of ranks"),
     refused("sparse_gradients", off_at(False), _GONE),
     refused("sparse_attention", SWITCH, _GONE),
@@ -889,7 +891,7 @@ GROUPS: dict[str, tuple[ConfigKey, ...]] = {
     "Logs, monitors and checkpoints": REPORTS,
     "Other ways to train": OTHERS,
 }
-"""All rows, by the heading that the page gives them."""
+"""All rows, by their heading on the page."""
 KEYS: dict[str, ConfigKey] = {key.name: key for keys in GROUPS.values() for key in keys}
 SPELLINGS: dict[str, ConfigKey] = {name: key for key in KEYS.values() for name in key.spellings}
 SECTIONS: frozenset[str] = frozenset(
