@@ -169,9 +169,9 @@ class UnitRefs:
         self._acquired += 1
 
     def release(self, *, check: bool = True) -> None:
-        """Undo `acquire`. check: after that, raise WeightWritten if forward wrote to a parameter,
-        or ReplacedOutsideEngine if forward did not put a parameter back that it took out of its
-        module.
+        """Undo `acquire`. check: after that, raise WeightWritten if the module wrote to a
+        parameter, or ReplacedOutsideEngine if forward did not put a parameter back that it took out
+        of its module.
         """
         self._acquired -= 1
         written: list[str] = []
@@ -198,9 +198,9 @@ class UnitRefs:
         self.drop_ref()
         if written and check:
             raise WeightWritten(
-                f"forward wrote to {', '.join(written)}: a write to an offloaded parameter inside "
-                "forward is lost. Write between steps, with `with torch.no_grad(), "
-                "inf.handle(model).gather(parameter): parameter.clamp_(...)`"
+                f"forward or backward wrote to {', '.join(written)}: a write to an offloaded "
+                "parameter inside of them is lost. Write between steps, with "
+                "`with torch.no_grad(), inf.handle(model).gather(parameter): parameter.clamp_(...)`"
             )
         if missing and check:
             raise ReplacedOutsideEngine(

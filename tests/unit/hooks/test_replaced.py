@@ -311,6 +311,34 @@ def test_a_weight_written_in_forward_raises_and_keeps_its_value(
     rig.train(models.stack_loss)
 
 
+class WritingInBackward(Writing):
+    """Writes to a weight when backward has used it for the last time."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def write(grad: torch.Tensor) -> None:
+            if self.how is not None:
+                with torch.no_grad():
+                    self.how(self.down.weight)
+
+        inner = torch.tanh(self.up(x))
+        if inner.requires_grad:
+            inner.register_hook(write)
+        return x + self.down(inner)
+
+
+@both
+def test_a_weight_written_in_backward_raises_and_keeps_its_value(eager: bool) -> None:
+    torch.manual_seed(0)
+    blocks = [WritingInBackward() for _ in range(2)]
+    rig = Rig(models.Stack(blocks), models.stack_groups, eager=eager)
+    rig.model.blocks[1].how = WRITES[0]
+    with pytest.raises(WeightWritten, match=r"blocks\.1\.down\.weight"):
+        models.stack_loss(rig.model, 0).backward()
+    rig.model.zero_grad()
+    rig.model.blocks[1].how = None
+    rig.train(models.stack_loss)
+
+
 def test_an_outermost_module_that_returns_its_weight_is_told_to_copy(rig: Rig) -> None:
     class Weight(nn.Module):
         def __init__(self) -> None:
