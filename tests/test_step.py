@@ -54,6 +54,8 @@ def test_a_step_reads_14_bytes_a_parameter_and_writes_12(tmp_path: Path) -> None
     assert written == 5 * 12 * numel
     assert read <= 5 * 14 * numel + escaped * largest
     assert read >= 5 * 12 * numel
+    params_read = after.params_read_bytes - before.params_read_bytes
+    assert read - params_read == 5 * 12 * numel
 
 
 def test_a_budget_that_holds_everything_never_touches_the_drive(tmp_path: Path) -> None:

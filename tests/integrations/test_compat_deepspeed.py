@@ -714,7 +714,7 @@ class Sgd2(torch.optim.SGD):
 
 CLIENTS: dict[str, tuple[Any, str]] = {
     "untested": (lambda model: Sgd2(model.parameters(), lr=1.0), "zero_allow_untested_optimizer"),
-    "of another model": (lambda _model: torch.optim.AdamW(net(1).parameters()), "not one of Net"),
+    "of another model": (lambda _model: torch.optim.AdamW(net(1).parameters()), "not in Net"),
     "not elementwise": (
         lambda model: ops.FusedLion(model.parameters(), betas=(2.0, 0.9)), "betas",
     ),

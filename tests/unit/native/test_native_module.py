@@ -4,6 +4,7 @@ subprocesses: it is read at import."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,17 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
     )
+
+
+def test_the_instruction_sets_are_those_of_the_kernel_s_list() -> None:
+    """Linux lists a flag where the CPU has it and the system saves its registers."""
+    flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+    needs = {
+        "portable": set(),
+        "avx2": {"avx2"},
+        "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    }
+    assert native.isas() == tuple(name for name in native.ISA_NAMES if needs[name] <= flags)
 
 
 def test_without_the_extension_the_module_says_why_and_imports_no_torch() -> None:
