@@ -10,5 +10,5 @@ int32_t inf_slab_map_on(uint64_t size_bytes, int32_t node, uint64_t *address, in
  * errno. */
 int32_t inf_numa_prefer(uint64_t address, uint64_t size_bytes, int32_t node);
 void inf_slab_unmap(uint64_t address, uint64_t size_bytes);
-/* Bytes of the slab backed by huge pages, from /proc/self/smaps; -1 if it cannot be read. */
+/* Bytes of the slab backed by huge pages; -1 if the kernel does not say. */
 int64_t inf_slab_huge_bytes(uint64_t address, uint64_t size_bytes);

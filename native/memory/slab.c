@@ -8,10 +8,13 @@
 #include "memory.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #define PAGE_BYTES 4096
 #define HUGE_BYTES ((uint64_t)2 << 20)
@@ -61,7 +64,43 @@ void inf_slab_unmap(uint64_t address, uint64_t size_bytes) {
     if (address != 0) munmap((void *)(uintptr_t)address, size);
 }
 
-int64_t inf_slab_huge_bytes(uint64_t address, uint64_t size_bytes) {
+/* Linux 6.7 (include/uapi/linux/fs.h); headers of older systems lack these. */
+typedef struct {
+    uint64_t start, end, categories;
+} page_region;
+
+typedef struct {
+    uint64_t size, flags, start, end, walk_end, regions, region_count, pages_max;
+    uint64_t inverted, all_of, any_of, returned;
+} pagemap_scan;
+
+#define PAGEMAP_SCAN _IOWR('f', 16, pagemap_scan)
+#define PAGE_IS_HUGE ((uint64_t)1 << 6)
+#define REGIONS 64
+
+/* -1 where the kernel is older. */
+static int64_t scanned_huge_bytes(uint64_t address, uint64_t end) {
+    int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    if (pagemap < 0) return -1;
+    page_region regions[REGIONS];
+    pagemap_scan scan = {.size = sizeof scan, .start = address, .end = end};
+    scan.regions = (uint64_t)(uintptr_t)regions;
+    scan.region_count = REGIONS;
+    scan.all_of = scan.returned = PAGE_IS_HUGE;
+    int64_t huge = 0;
+    while (scan.start < end) {
+        int found = ioctl(pagemap, PAGEMAP_SCAN, &scan);
+        for (int i = 0; i < found; i++) huge += (int64_t)(regions[i].end - regions[i].start);
+        if (found < 0) huge = -1;
+        if (found < 0 || scan.walk_end <= scan.start) break;
+        scan.start = scan.walk_end;
+    }
+    close(pagemap);
+    return huge;
+}
+
+/* Slower: the kernel looks at each page of the process whose address is lower. */
+static int64_t listed_huge_bytes(uint64_t address, uint64_t size_bytes) {
     FILE *maps = fopen("/proc/self/smaps", "re");
     if (maps == NULL) return -1;
     uint64_t end = address + size_bytes;
@@ -80,5 +119,12 @@ int64_t inf_slab_huge_bytes(uint64_t address, uint64_t size_bytes) {
         }
     }
     fclose(maps);
+    return huge < (int64_t)size_bytes ? huge : (int64_t)size_bytes;
+}
+
+int64_t inf_slab_huge_bytes(uint64_t address, uint64_t size_bytes) {
+    uint64_t pages_end = (address + size_bytes + PAGE_BYTES - 1) & ~(uint64_t)(PAGE_BYTES - 1);
+    int64_t huge = scanned_huge_bytes(address, pages_end);
+    if (huge < 0) return listed_huge_bytes(address, size_bytes);
     return huge < (int64_t)size_bytes ? huge : (int64_t)size_bytes;
 }
