@@ -326,6 +326,29 @@ def test_a_view_that_gc_freeze_hides_is_found() -> None:
         inf.handle(net).close()
 
 
+class EqualTypes(type):
+    """A metaclass that compares its types has no hash of them."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, EqualTypes)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class OfEqualTypes(metaclass=EqualTypes):
+    """Its instances are known to the garbage collector."""
+
+
+def test_a_view_is_found_beside_objects_whose_types_have_no_hash() -> None:
+    net, beside = Net(), OfEqualTypes()
+    view = net.weight.view(-1)
+    offload(net, inf.Policy(params="cpu", optim="cpu"))
+    with inf.handle(net).gather(net.weight):
+        assert torch.equal(view, net.weight.view(-1))
+    inf.handle(net).close()
+    assert type(beside) is OfEqualTypes
+
+
 def test_hooks_of_users_go_on_and_their_handles_remove_them() -> None:
     net, seen = Net(), []
     net.use, weight = nn.Identity(), net.weight

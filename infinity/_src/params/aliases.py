@@ -195,10 +195,16 @@ def _living_aliases(
             by_storage.setdefault(storage._cdata, []).append((start, stop, entry))
     found: list[tuple[torch.Tensor, FoundParameter]] = []
     missing = Counter(shared)
-    # A process has up to millions of objects and few types: issubclass is asked once a type.
+    # A process has up to millions of objects and few types, so each type is examined once.
     wanted = (nn.parallel.DistributedDataParallel, torch.Tensor)
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, wanted)}
-    for each in [each for each in objects if type(each) in kinds]:
+    # By id and identity: a metaclass may make its types unhashable, and issubclass hashes them.
+    kinds = {id(kind): kind for kind in map(type, objects)}
+    ids = {
+        number
+        for number, kind in kinds.items()
+        if any(base is each for base in kind.__mro__ for each in wanted)
+    }
+    for each in [each for each in objects if id(type(each)) in ids]:
         if isinstance(each, nn.parallel.DistributedDataParallel):
             _refuse_reduced(each, known)
             continue

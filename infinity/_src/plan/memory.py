@@ -526,6 +526,7 @@ def _passes(machine: Machine, job: Job) -> Passes:
 
 
 def _units(shape: JobShape, machine: Machine, job: Job) -> list[UnitBytes]:
+    # The shape keeps the list, so in what it remembers the list's id stands for the tiles.
     return shape.unit_bytes(job.tiles, job.loss_tiles, machine.world, in_slices=job.vertical)
 
 
