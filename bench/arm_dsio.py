@@ -63,9 +63,9 @@ class Engine:
         self.file = file
 
     def check(self, results: Sequence[int]) -> None:
-        """A pass must have been taken (0) and waited for; DeepSpeed itself looks no further."""
+        """Exit if aio_handle has refused a request: it returns 0 for each that it accepts."""
         if any(result != 0 for result in results):
-            raise SystemExit(f"aio_handle refuses: {list(results)}")
+            raise SystemExit(f"aio_handle refused a request: it returned {list(results)}")
 
     def read(self) -> None:
         self.check([self.reader.async_pread(self.buffer, self.file, 0)])
@@ -92,7 +92,7 @@ def timed(work: Callable[[], None], size: int) -> dict[str, float]:
 
 
 def run(file: str, size: int, parallel: dict[str, list[int]], passes: int) -> dict[str, Any]:
-    """`passes` passes of every kind and parallelism, in turns. Blocks until done."""
+    """Run `passes` passes of every kind and parallelism, alternating. Blocks until done."""
     library = AsyncIOBuilder().load(verbose=False)
     sizes = sorted({number for numbers in parallel.values() for number in numbers})
 
@@ -103,7 +103,8 @@ def run(file: str, size: int, parallel: dict[str, list[int]], passes: int) -> di
     owner = handles[sizes[0]][0]
     buffer = owner.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
     try:
-        # Random, so that no drive gets to compress it; untimed, so that every page is there.
+        # Random, so that no drive can compress it. Filled before the clock starts: filling
+        # allocates every page.
         buffer.random_(generator=torch.Generator().manual_seed(1))
         engines = {number: Engine(number, buffer, handles[number], file) for number in sizes}
         found: dict[str, dict[str, list[dict[str, float]]]] = {kind: {} for kind in KINDS}

@@ -1,5 +1,5 @@
-"""Measures the limit of a step of R1 on this machine now: forward and backward alone, and the
-memory's bandwidth; one JSON line."""
+"""Measures the lower bound of a step of R1 (r1.py) on this machine now: forward and backward alone,
+and the memory's bandwidth; one JSON line."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def parse_arm(text: str) -> tuple[str, str]:
 
 
 def waiting(env: dict[str, str], wait: str) -> dict[str, str]:
-    """Return the environment that makes threads wait as `wait` says, whatever ours sets."""
+    """Return the environment that makes threads wait as `wait` says, whatever this process has."""
     names = (harness.WAIT_POLICY, *COUNTS)
     kept = {name: value for name, value in env.items() if name not in names}
     policy = WAITS[wait]

@@ -29,7 +29,7 @@ ARMS = ("infinity", "fio", "deepspeed")
 PARALLEL = (1, 2, 4, 8)
 TUNE_PASSES = 3
 TIMEOUT_S = 1800
-# A phase of ours ends at the data's end; the deadline only must not come first.
+# A phase of infinity's benchmark ends when the data ends: its deadline must be later.
 PHASE_S = 600
 
 Figures = dict[str, dict[str, float]]

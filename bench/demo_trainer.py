@@ -42,7 +42,7 @@ STEPS, PLAIN_STEPS = 16, 5
 BATCH, LENGTH = 2, 64
 RUNS = {"full": "full", "lora": "LoRA", "plain": "without embed"}
 
-# Progress bars of short steps, and deprecation warnings of the libraries.
+# Silence progress bars of short steps, and deprecation warnings of the libraries.
 QUIET = os.environ | {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "PYTHONWARNINGS": "ignore::FutureWarning",

@@ -101,7 +101,7 @@ def _tool(*command: str) -> str:
 
 
 def _end_namespace(name: str) -> None:
-    """End what runs in a namespace of ours, and remove it; its end of the link goes with it."""
+    """Kill the processes in a namespace of this script, and remove it, with its end of the link."""
     for pid in map(int, _ip("netns", "pids", name).split()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -68,7 +68,7 @@ class Result:
 
     @property
     def params(self) -> float:
-        """Parameters that move."""
+        """Parameters whose states the system moves: those that the source counts, if it does."""
         return self.counted or 12.0 * self.layers * self.width**2
 
     @property
@@ -158,7 +158,7 @@ def ratel_machine(drives: int, gpus: int = 1) -> Machine:
         drives=drives,
         read_bytes_per_s=6.5e9 * drives,
         write_bytes_per_s=3.4e9 * drives,
-        # Its best row: what the card sustains in these programs.
+        # The system's best row: the rate that the card sustains in these programs.
         flops_per_gpu=155.8e12,
         dram_bytes_per_s=409.6e9,
         cores=52,

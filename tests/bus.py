@@ -251,7 +251,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _caller() -> str | None:
-    """File and function of the engine that called torch; None for anybody else."""
+    """File and function of the engine that called torch; None for other callers."""
     frame = sys._getframe(3)
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back  # type: ignore[assignment]

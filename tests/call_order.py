@@ -54,7 +54,7 @@ MODES = (
     *(UpdateHooks, StepHooks, UpdateMode),
     *(BackwardUpdate, SpeculativeUpdate, DelayedUpdate, DeviceUpdate),
 )
-MODE_EVENTS = [  # of whichever mode, when others call it
+MODE_EVENTS = [  # of any update mode, when another part calls it
     # Gathers also call it now and then where there is nothing to guard.
     Event(
         "mode.before_read",
@@ -137,7 +137,7 @@ EVENTS = [
 
 
 class Recorder:
-    """The recorded lines. `told` adds a line of the test."""
+    """The recorded lines. `told` adds a line from the test itself."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

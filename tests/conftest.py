@@ -18,14 +18,13 @@ import torch
 hypothesis.settings.register_profile("infinity", deadline=None)
 hypothesis.settings.load_profile("infinity")
 
-# Processes that tests start wait as under `make`, and have nothing to warn of.
+# As under `make`: threads of the processes that tests start wait passively, so none warns.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # As under `make`, too, and before anything imports huggingface_hub: tests ask nothing of a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Before anything imports Triton, as several libraries do: what it is then, interpreter or compiler,
-# it stays.
+# Set before any library imports Triton: at import Triton becomes interpreter or compiler for good.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -38,8 +37,8 @@ def _backends_missing() -> dict[str, str]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Freeze the objects of imports and collection, which stay to the end: a million that each full
-    garbage collection, of which tests ask for many, would look at."""
+    """Freeze the million objects of imports and collection, which live to the end: tests request
+    many full garbage collections, and each would traverse them."""
     gc.collect()
     gc.freeze()
 
@@ -54,7 +53,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int | pytest.ExitC
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A backend that was not tested is said so, in a line that nobody overlooks."""
+    """Report the backends that were not tested, in a line that is hard to overlook."""
     missing = _backends_missing()
     if missing:
         terminalreporter.section("I/O backends that were NOT tested", sep="!", red=True, bold=True)

@@ -334,9 +334,8 @@ def live(job: Job, *, after: str, delay_s: float, nth: int = 1, patience_s: floa
             process.join()
             codes.append(process.exitcode)
             _take(pipe, mine)
-    # A rank whose peer was killed ends with an error of its own; one alone may end well, or be
-    # A rank whose peer was killed ends with an error of its own; one alone may end well, or be
-    # killed.
+    # Killing one of several ranks makes the others end with an error; a single rank ends well, or
+    # is killed.
     assert job.world > 1 or codes[0] in (0, -signal.SIGKILL), (job, codes, told)
     return Life(told, killed=-signal.SIGKILL in codes)
 

@@ -469,6 +469,6 @@ def _unlike(ours: torch.Tensor, theirs: torch.Tensor, path: str) -> str | None:
     )
 
 
-# The names that tests had for these.
+# Other names of these, which tests use.
 Result = Run
 assert_equal = assert_same

@@ -278,7 +278,7 @@ def write_gguf(
         writer.write_tensors_to_file()
         writer.close()
 
-    # Of metadata alone transformers makes the model, whose names say which tensors there are.
+    # transformers makes the model from the metadata alone; its names say which tensors exist.
     write({})
     shapes = _gguf_shapes(path, architecture)
     write({name: shape for name, shape in shapes.items() if name not in left_out})
@@ -397,7 +397,7 @@ def every(left_out: Callable[[str, str], object]) -> Iterator[tuple[str, Any, An
             with torch.device("meta"):
                 size = sum(p.numel() for p in kind._from_config(config).parameters())
             kind._from_config(config)
-        # Whatever a model says of a configuration that was cut by rules: it is left out.
+        # A model may refuse a shrunk configuration with any error: it is left out.
         except Exception as error:
             left_out(model_type, _reason(error))
             continue

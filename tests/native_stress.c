@@ -398,7 +398,7 @@ static inf_ticket *move(inf_executor *ex, const int32_t *ids, int32_t kind) {
     for (int32_t i = 0; i < FAR_CHUNKS; i++) {
         uint32_t mask = (ALL >> 1) | (i & 1 ? INF_MASK_MOVE_ONLY : 0); /* or through a worker */
         jobs[i] = (inf_job){.chunk = ids[i], .kind = kind, .mask = mask, .base = -1};
-        for (int32_t s = 0; s < SECTIONS - 1; s++) jobs[i].ptr[s] = 64; /* nobody goes there */
+        for (int32_t s = 0; s < SECTIONS - 1; s++) jobs[i].ptr[s] = 64; /* never accessed */
     }
     int64_t error = 0;
     inf_ticket *ticket =

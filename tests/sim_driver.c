@@ -87,7 +87,7 @@ static int race_count;
 static struct { uintptr_t low, high; } registered[REGISTERED];
 static uint64_t seed = 1;
 static int delay_us_max;
-static __thread void *current; /* context: device 0 has 1, device 1 has 2; others are nobody's */
+static __thread void *current; /* context: device 0 has 1, device 1 has 2; no other exists */
 static unsigned made_in;       /* bit n: something was made, or pinned, in context n */
 static uint64_t copied[2], streams_live, events_live;
 static uint64_t calls[CALL_COUNT];
@@ -189,7 +189,8 @@ static void *stream_main(void *argument) {
     for (;;) {
         op *next = self->head;
         if (next == NULL) {
-            /* Told once: idle streams that told each other at every wake-up would never rest. */
+            /* Signalled once: idle streams that signalled each other at every wake-up would never
+             * sleep. */
             if (!self->idle) pthread_cond_broadcast(&changed);
             self->idle = true;
             if (self->stopping) break;

@@ -172,7 +172,7 @@ def test_a_closed_model_can_be_collected(tmp_path: Path) -> None:
 def test_a_closed_engine_keeps_no_gradient_memory(tmp_path: Path) -> None:
     """The handle lives as long as the model."""
     for update in ("delayed", "backward"):
-        # other tests' leavings
+        # models that other tests left open
         before = {id(each) for each in gc.get_objects() if type(each) is torch.Tensor}
         chosen = policy(tmp_path, update=update, delayed_warmup=0)
         model = inf.offload(models.make(models.Small), chosen)

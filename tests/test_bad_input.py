@@ -417,7 +417,7 @@ def test_an_update_in_backward_refuses_what_comes_too_late() -> None:
     with pytest.raises(RuntimeError, match="no_sync"):
         models.loss_of(model, BATCH).backward()
     assert optimizer.param_groups
-    # the second backward broke off, which may be said once more
+    # the error of the aborted second backward may be raised once more
     with contextlib.suppress(StateInvalid):
         inf.handle(model).close()
 

@@ -129,7 +129,7 @@ class Loop:
         hook.remove()
 
     def tried(self, what: str, function: Callable[[], object]) -> None:
-        """Do this; say what it raised."""
+        """Run the call; add a line with the error that it raised."""
         self.recorder.told(what)
         try:
             function()

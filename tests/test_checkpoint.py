@@ -1,4 +1,4 @@
-"""inf.save and inf.restore: training goes on bit for bit, whatever the tier, the format and the
+"""inf.save and inf.restore: training continues bit for bit, whatever the tier, the format and the
 optimizer."""
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Run:
 def round_trip(
     training: Training, chosen: inf.Policy, directory: Path, later: inf.Policy | None = None
 ) -> inf.Restored:
-    """Train, save, train on beside it; restore into a fresh model; the rest is the same to the last
-    bit."""
+    """Train, save, and train during the save; restore into a fresh model; the rest is equal to the
+    last bit."""
     with Run(training, chosen) as run:
         run.train(0, AT)
         save = run.save(directory)

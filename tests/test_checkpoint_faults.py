@@ -65,7 +65,7 @@ def test_a_damaged_byte_is_found_and_named(saved: Path, kind: str, tmp_path: Pat
     model, opt = _batch_norm()
     with pytest.raises(AioError, match=re.escape(str(file))):
         inf.restore(model, opt, place)
-    if kind == "data":  # met when others were written
+    if kind == "data":  # found after other states were written
         with pytest.raises(StateInvalid, match=r"restoring .* broke off"):
             opt.step()
     file.write_bytes(whole[: len(whole) // 2])
@@ -134,7 +134,7 @@ def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(
         )
         reader = ChunkReader(checkpoint, 1)
         reader.start([first])
-        reader.get(second)  # pushes the damaged one out
+        reader.get(second)  # replaces the damaged checkpoint
         with pytest.raises(ChecksumError):
             reader.get(first)
         reader.close()
@@ -232,7 +232,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
             save = run.save(place)
             while not save.done:
                 time.sleep(0.01)
-        with pytest.raises(SwapFullError):  # nobody waited: the next call says it, once
+        # no call waited for the save: the next call raises its error, once
+        with pytest.raises(SwapFullError):
             run.train(2, 3)
         run.optimizer.zero_grad()
         run.train(2, 3)

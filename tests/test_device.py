@@ -183,8 +183,8 @@ def test_a_copy_that_fails_is_told_and_closing_still_works(
 def test_the_threads_current_device_stays_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two devices a thread's current one is not always the model's, and where torch allocates
-    hangs on it."""
+    """With two devices a thread's current device may not be the model's, and torch allocates on the
+    current one."""
     with simulated(monkeypatch) as device:
         device.current(2)
         model = inf.offload(models.make(models.Small), inf.Policy(**NVME, nvme=tmp_path, ram="min"))
@@ -235,12 +235,12 @@ def test_behind_a_collective_that_cannot_be_broken_off_nothing_is_freed_and_ever
             handle.close()
         assert handle.closed
         assert device.live()[0] == before[0] > 0
-        # All of it is still pinned and mapped, so that what comes after all finds memory.
+        # All of it is still pinned and mapped, so that late copies find memory.
         assert handle.parts.split.device.driver._pinned.items() >= pinned.items()
         device.hold_kernels(False)
         handle.close()  # nothing more
-        # Here the process goes on, and its other tests want the device. The copies arrive after
-        # all, in memory that is still there.
+        # This process continues, and its other tests need the device. So let the late copies run;
+        # their memory still exists.
         handle.comm.failure = None
         handle.parts.tiers.executor.wait_all()
         engine._KEPT.clear()

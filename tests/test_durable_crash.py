@@ -43,9 +43,9 @@ def test_killed_trainers_resume(
 
 
 class Moments:
-    """Copies of the drives as they are when one of `CALLS` begins, from the rename of a manifest in
-    a copy on to that in the home and one call more: what a process leaves that is killed there. Of
-    each: whether the home has its manifest. Writes are torn, too."""
+    """Copies the drives at the beginning of each call of `CALLS`, from the rename of a copy's
+    manifest until one call after the rename in the home: a process killed there leaves these files.
+    Also notes whether the home has its manifest. Writes are torn, too."""
 
     def __init__(self, drives: list[Path], top: Path) -> None:
         self._drives, self._top = drives, top
@@ -98,8 +98,8 @@ class Moments:
 
 
 def test_a_kill_between_the_manifests_of_the_drives_loses_no_step(tmp_path: Path) -> None:
-    """Copies are written first, and the home's manifest decides: whatever of them is there, the run
-    goes on from the step that the home has, and the next commit is in all alike."""
+    """Copies are written first, and the home's manifest decides: whichever copies exist, the run
+    resumes from the step that the home has, and the next commit writes all copies alike."""
     wanted = undisturbed()
     drives = [tmp_path / name for name in ("a", "b")]
     for drive in drives:

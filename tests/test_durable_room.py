@@ -1,5 +1,5 @@
-"""Room that a killed durable run leaves on the drives: the next process removes, before it takes
-room itself, the states that no commit names, and no others."""
+"""Space that a killed durable run leaves on the drives: before the next process allocates any, it
+removes the states that no commit names, and no others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def die_at_removal(part: str, after: int = 0) -> None:
     real, left = os.unlink, [after]
 
     def unlink(path: Any, **values: Any) -> None:
-        # A name that is made free for a file that is written is no removal.
+        # Unlinking a name just before a file of that name is written does not count.
         if part in Path(path).name and Path(path).suffix != ".partial":
             if not left[0]:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -116,7 +116,7 @@ def test_a_killed_run_is_restored_beside_its_committed_states_alone(
 ) -> None:
     killed(train_and_die, amid, *places)
     before, kept = states(*places), named(places[0])
-    # A commit that broke off has both generations, and either may be the newest.
+    # An interrupted commit leaves both generations, and either may be the newest.
     assert (len(before), len(kept)) == (4, 2 if amid == "step" else 4)
     model, optimizer = begun(*places)
     assert states(*places).keys() & before.keys() == kept
@@ -137,7 +137,7 @@ def test_a_killed_run_is_restored_beside_its_committed_states_alone(
 def test_a_kill_amid_the_removal_loses_nothing(tmp_path: Path, wanted: tuple[str, ...]) -> None:
     killed(train_and_die, "step", tmp_path)
     before, kept = states(tmp_path), named(tmp_path)
-    for after in (0, 1):  # the word of its owner, and the file
+    for after in (0, 1):  # the record of its owner, and the file
         killed(open_and_die, after, tmp_path)
         assert kept < states(tmp_path).keys() == before.keys()
     model, optimizer = begun(tmp_path)
@@ -162,10 +162,10 @@ def test_a_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> 
     put(home, 2, 0, files[1])
     run = RunFiles([tmp_path], 0, 2)
     assert run.before is not None
-    # Rank 0's third has gone; those of rank 1 are for it to remove.
+    # Rank 0 has removed its third file; rank 1 will remove its own.
     left = {path.name for path in states(tmp_path)}
     assert left == {*files[:2], *files[3:]}
-    # What all ranks have alike is there once, and no chunks at all.
+    # Values that are equal on all ranks are present once; chunks are not loaded.
     assert [type(one) for one in run.before] == [Head, Head]
     assert [len(one.optimizers) for one in run.before] == [1, 0]
     run.close()
@@ -184,7 +184,7 @@ def test_a_smaller_run_finds_room_where_ranks_that_it_has_not_left_unnamed_state
         (home / name).write_bytes(bytes(8192))
     put(home, 1, 0, names[0])
     put(home, 1, 1, names[3])
-    # A process that is not gone may be about to name it.
+    # A process that still runs may be about to name it.
     fd = os.open(home / names[4], os.O_RDWR)
     assert lock(fd)
     RunFiles([tmp_path], 0, 1).close()
@@ -208,7 +208,7 @@ def test_the_first_commit_that_another_rank_may_end_keeps_its_states(tmp_path: P
     assert states(tmp_path).keys() == {named}
     assert not other.exists()
     again.close()
-    # A manifest that cannot be read may name any.
+    # An unreadable manifest may name any file.
     journal.write_bytes(data)
     (manifest_of_0,) = run.home.glob("manifest-*")
     manifest_of_0.write_bytes(manifest_of_0.read_bytes()[:-1])
@@ -225,7 +225,8 @@ def test_states_of_a_run_to_which_the_home_is_a_further_drive_stay_while_it_is_t
     own = Path(mine.add()[0].path)
     there = states(places[1]).keys()
     assert len(there) == 3
-    # Theirs are held; then a fill that broke off can go on in them; then a manifest names one.
+    # The files are locked; then an interrupted initialization can resume in them; then a manifest
+    # names one.
     mine.remove_strangers([])
     assert states(places[1]).keys() == there
     theirs.journal.start({"states": [list(each) for each in theirs.states()]}, known=True)

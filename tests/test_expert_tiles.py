@@ -113,8 +113,8 @@ class Experts(nn.Module):
 
 
 class Net(nn.Module):
-    """One layer whose tokens choose as they are told. Its hidden states are read again behind the
-    experts, as by a shared expert, so that gradients meet there."""
+    """One layer that routes tokens as the test says. A later part reads its hidden states again,
+    like a shared expert, so that gradients are added there."""
 
     def __init__(self, experts: int = 12, hidden: int = 16, inner: int = 24) -> None:
         super().__init__()
@@ -137,10 +137,11 @@ class Net(nn.Module):
 def test_an_idle_tile_asks_for_what_it_saved_without_asserts_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By that a checkpoint computes again. The code is that of python -O."""
+    """A checkpoint recomputes when backward unpacks a saved tensor. The code is compiled as with
+    python -O."""
     path, name = Path(tiled_experts.__file__), "tiled_experts_without_asserts"
     module: Any = types.ModuleType(name)
-    # Where dataclasses look the names of their fields' types up.
+    # dataclasses look up the names of field types there.
     monkeypatch.setitem(sys.modules, name, module)
     exec(compile(path.read_text(encoding="utf-8"), path, "exec", optimize=1), vars(module))
     asked: list[torch.Tensor] = []
@@ -205,7 +206,7 @@ def test_any_routing_over_any_tiles_has_the_gradients_of_the_uncut_experts(
         net = Net(experts).to(dtype)
         for name in frozen:
             getattr(net.experts, name).requires_grad_(False)
-        # An index that is the number of experts is of one elsewhere.
+        # An index equal to the number of experts stands for an expert on another rank.
         index = torch.rand(tokens, experts + elsewhere).argsort(1)[:, :picks]
         x = torch.randn(tokens, 6, dtype=dtype, requires_grad=how == "reentrant")
         if cut:

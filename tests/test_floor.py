@@ -11,7 +11,7 @@ gathered then is read once for
 - more: after `flush()` the first forward cannot be fed by an update and reads the parameters: once
 per measurement.
 
-A gate whose update nobody takes for 20 ms (no forward comes: a busy machine) *escapes*, and its
+A gate that no forward opens for 20 ms (on a busy machine) *escapes*, and its
 unit is read once more. So that nothing here depends on time, the gates are held until forward
 begins, and none may escape.
 """

@@ -46,7 +46,7 @@ def test_training_of_adapters_goes_on_bit_for_bit(tier: str, state: str, tmp_pat
         assert "frozen elements in all, are not in the checkpoint" in restored.notes[0]
         assert fresh.train(AT, STEPS) == losses
         assert_same(fresh.everything(), states)
-        # A whole one is restored as ever.
+        # A complete checkpoint is restored as before.
         assert fresh.restore(tmp_path / "whole").notes == ()
 
 

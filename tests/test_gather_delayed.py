@@ -18,8 +18,7 @@ from tests.test_states_in_modes import LLAMA, MIN, NAME, small
 
 @pytest.mark.parametrize("where", ["forward and backward", "forward", "backward"])
 def test_a_training_pass_of_what_gather_shows_is_refused(where: str, tmp_path: Path) -> None:
-    """Its forward would compute with values that its backward has no more, or the other way
-    round."""
+    """Otherwise forward and backward of one pass would compute with different values."""
     model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=1)
     plain, reference = reference_of(LLAMA, warmup=1)
     batches = models.token_batches(6)
@@ -83,7 +82,7 @@ def test_a_weight_that_gather_shows_is_no_part_of_a_training_pass(tmp_path: Path
 
 
 def test_gather_in_a_backward_does_not_show_what_is_older_than_the_update(tmp_path: Path) -> None:
-    """A write would else put the parameter back to before the update."""
+    """Otherwise a write would reset the parameter to its value before the update."""
     model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=0)
     with harness.one_thread():
         batches = models.token_batches(4)
@@ -105,7 +104,7 @@ def test_gather_in_a_backward_does_not_show_what_is_older_than_the_update(tmp_pa
         with pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"):
             loss.backward()
         optimizer.zero_grad()
-        # between the passes it is allowed, and of the newest
+        # allowed between the passes, with the newest values
         with torch.no_grad(), handle.gather(param):
             shown = param.detach().float()
         assert torch.equal(shown, handle.optimizer_state(param)["master"].bfloat16().float())

@@ -316,7 +316,7 @@ def test_a_graph_that_runs_again_meets_the_values_that_it_saved(tmp_path, batche
         first = models.loss_of(model, batches[3])
         second = models.loss_of(model, batches[4]) if order == "together" else first
         first.backward(retain_graph=order == "twice")
-        second.backward()  # the first one was taken for the last
+        second.backward()  # the engine took the first for the last of the step
         optimizer.step()
         optimizer.zero_grad()
         return got + [step(model, optimizer, batch) for batch in batches[5:]]

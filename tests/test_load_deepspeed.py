@@ -1,5 +1,5 @@
-"""Runs of DeepSpeed that go on here: states bit for bit, and the losses of DeepSpeed's own later
-steps."""
+"""Runs of DeepSpeed that infinity continues: states bit for bit, and the losses of DeepSpeed's own
+later steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Coming:
         torch.manual_seed(5)
         self.model: nn.Module = make.Net().to(DTYPES[self.case.dtype])
         inf.offload(self.model, inf.Policy(**(values or {"params": "cpu", "optim": "cpu"})))
-        # Betas of its own in the one case that does not bring them.
+        # Other betas than the cases have: loading replaces them, except in one case without any.
         self.opt = inf.AdamW(make.groups_of(self.model), lr=1.0, betas=(0.8, 0.95))
         self.expected = json.loads((self.directory / "expected.json").read_text())
 
@@ -127,7 +127,8 @@ def test_a_run_goes_on_with_the_states_and_the_losses_of_deepspeed(
 
 
 def test_losses_tell_a_run_without_its_moments(tmp_path: Path) -> None:
-    """The tolerance above is no gift: weights alone are not enough."""
+    """The tolerance above is narrow enough: without the optimizer's states the losses differ by
+    more."""
     coming = Coming("zero2_cpu", tmp_path)
     run = inf.load_deepspeed(coming.model, coming.directory)
     assert (run.stage, run.notes) == (2, ())

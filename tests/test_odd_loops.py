@@ -60,8 +60,8 @@ def test_a_step_right_after_a_half_taken_backward_is_not_silent(tmp_path: Path) 
 
 
 def test_gradients_that_a_broken_backward_lost_are_not_left_out_silently(tmp_path: Path) -> None:
-    """All in one unit: none is updated when it breaks off, but gradients have come, and are
-    gone."""
+    """With one unit an interrupted backward has updated no parameter, but some gradients have come,
+    and are dropped."""
     model = make(tmp_path, "backward", units=[""])
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
     break_off(model, model.get_input_embeddings().weight)  # type: ignore[operator]
@@ -139,8 +139,8 @@ def test_a_model_may_be_moved_to_where_it_is_with_its_gradients(
 
 
 def test_an_optimizer_that_does_not_step_is_noticed_in_backward(tmp_path: Path) -> None:
-    """Backward has updated what it holds; it is the next gradient that tells that nobody wanted
-    that."""
+    """Backward has updated all parameters; only a second gradient shows that no optimizer stepped
+    them."""
     model = make(tmp_path, "backward")
     params = list(model.parameters())
     one, other = inf.AdamW(params[:5], lr=1e-2), inf.AdamW(params[5:], lr=1e-2)
@@ -190,7 +190,7 @@ def test_groups_that_a_trainer_replaced_count_in_backward(tmp_path: Path) -> Non
 
 
 def test_a_group_may_come_while_updates_are_delayed(tmp_path: Path) -> None:
-    """As if it had been there, without gradients: what it holds computes with what it is."""
+    """The group trains as if it had been there without gradients: it has no delayed values yet."""
     results = []
     for late in (True, False):
         place = tmp_path / str(late)

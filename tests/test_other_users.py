@@ -96,7 +96,8 @@ def of_process() -> list[Path]:
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A directory that everybody may write to, and in which nobody removes what is another's."""
+    """A directory that all users may write to, with the sticky bit: users remove only their own
+    files."""
     place = Path(tempfile.mkdtemp(prefix="infinity-shared-"))
     place.chmod(0o1777)
     (place / "open").write_text("for everybody")

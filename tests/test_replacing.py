@@ -302,8 +302,8 @@ def test_a_full_drive_while_gradients_get_memory_costs_that_call_only(
 def test_windows_that_cannot_be_had_cost_that_call_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradients that stay in RAM had their memory by then: it is counted, and found again by
-    the next try."""
+    """Gradients that stay in RAM had their memory before the failure: it is counted, and the next
+    attempt reuses it."""
     make = spill.Slab
 
     def refuse(_size_bytes: int) -> Any:
@@ -323,7 +323,7 @@ def test_windows_that_cannot_be_had_cost_that_call_only(
 def test_a_write_that_fails_while_gradients_get_memory_is_said_at_every_later_step(
     persistent: bool, share: float, tmp_path: Path
 ) -> None:
-    """The drive takes no more writes then, so no step can be taken; parameters are whole."""
+    """The drive accepts no more writes, so no step can be taken; parameters are complete."""
     chosen = policy(tmp_path, ram=between(), update="backward")
     writes = requests_meanwhile()["write"]
     assert len(writes) > 20

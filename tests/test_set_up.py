@@ -217,7 +217,7 @@ def test_a_write_that_fails_in_the_fill_names_the_unit_and_the_model_is_as_it_wa
     close(model)
 
 
-# -- a fill that breaks off -----------------------------------------------------------------------
+# -- an initialization that is interrupted ---------------------------------------------------------
 
 
 def stored(file: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def filled(place: Path, load: Any, *more: Path, seam: Seam | None = None, **valu
 def fill_and_die(
     place: Path, file: Path, after: int, end: str, *more: Path, seam: Seam | None = None
 ) -> None:
-    """Fill a model, and be killed, or fail, when so many bytes were read."""
+    """Initialize a model, and be killed, or fail, when so many bytes were read."""
     torch.set_num_threads(1)
     initialization.NOTE_EVERY_S = 0
     with Counted(after, kills=end == "killed"):
@@ -248,7 +248,7 @@ def fill_and_die(
 
 
 def broken_off(place: Path, file: Path, end: str, *more: Path, seam: Seam | None = None) -> None:
-    """Have a process break a fill off, in which more than half of it was written."""
+    """Let a process be interrupted in an initialization when more than half of it was written."""
     process = FORKSERVER.Process(
         target=fill_and_die, args=(place, file, 9 << 18, end, *more), kwargs={"seam": seam}
     )
@@ -298,7 +298,7 @@ def test_a_flat_whose_write_went_elsewhere_is_loaded_anew(tmp_path: Path) -> Non
     values = stored(file)
     bad = Seam(fault=Fault("write", 0, persistent=True, stop=4096))
     broken_off(place, file, "killed", seam=bad)
-    # Its first place holds nothing, and nobody knows of the other one any more.
+    # The first place holds nothing, and no record names the other one any more.
     model = filled(place, file)
     assert_filled(model, values)
     close(model)
@@ -403,7 +403,8 @@ def test_a_journal_is_begun_anew_in_place_of_one_that_was_found(tmp_path: Path) 
 
 
 def test_what_is_written_after_a_fill_ends_its_journal(tmp_path: Path) -> None:
-    """A process that is killed after a write finds no fill to go on with, and fills anew."""
+    """After a write of states, the next process cannot resume the initialization of a killed one,
+    and begins anew."""
     file, place = tmp_path / "a.safetensors", tmp_path / "drive"
     values = stored(file)
     place.mkdir()

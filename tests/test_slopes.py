@@ -1,5 +1,5 @@
-"""Nothing costs more per chunk when there are more of them: a model of hundreds of billions of
-parameters has a million."""
+"""No cost per chunk grows with the number of chunks: a model of hundreds of billions of parameters
+has a million."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SLOPE_MAX = {"bytes": 1.1, "calls": 1.1, "us": 1.2}
 """Eight times the chunks are eight times the memory, and some of it is in no cache any more: CPU
 time per chunk grows by that alone."""
 BUSY_MAX = 4.0
-"""CPU time beside other tests, and on a shared machine, where it varies by a factor of three. What
-costs the square is eight times as dear."""
+"""Bound of CPU time next to other tests and on a shared machine, where it varies by a factor of
+three. A quadratic cost would be eight times as high."""
 TRIES = 3
-"""Measurements of CPU time, at most: the least of each phase counts, and what is truly steep is so
-in all of them."""
+"""Maximum measurements of CPU time: the least of each phase counts, and a cost that really grows
+does so in all of them."""
 SHAPES = {
     "more and larger flats": (lambda chunks: int(chunks**0.5), 1),
     "one flat": (lambda chunks: 1, 1),
@@ -37,9 +37,9 @@ SHAPES = {
 @pytest.mark.parametrize("shape", mostly_slow(SHAPES, "one flat"))
 @pytest.mark.parametrize("chunks", mostly_slow([100, 1000], 100))
 def test_each_phase_is_linear_in_chunks(chunks: int, shape: str, unit: str, tmp_path: Path) -> None:
-    """Nothing is dearer by more than a tenth: bytes and calls from Python, which no other process
-    disturbs. CPU time, which sees what loops in C do, cannot be held to that on a shared machine.
-    Costs that arise once per engine count for it: they make the few chunks dear."""
+    """Bytes, and calls from Python, may grow by a tenth at most: no other process disturbs them.
+    CPU time, which includes loops in C, cannot be held to that on a shared machine. Costs that
+    arise once per engine raise the figures of the few chunks."""
     flats, drives = SHAPES[shape]
     counts = (chunks, 8 * chunks)
     most = BUSY_MAX if chunks == 100 and unit == "us" else SLOPE_MAX[unit]

@@ -46,8 +46,7 @@ def test_a_step_reads_14_bytes_a_parameter_and_writes_12(tmp_path: Path) -> None
     numel = padded_numel(model)
     written = after.bytes_written - before.bytes_written
     read = after.bytes_read - before.bytes_read
-    # A gate that escaped (nobody came to open it for a while) costs one read of that unit's
-    # parameters.
+    # A gate that escaped (no forward opened it in time) costs one read of that unit's parameters.
     escaped = after.gates_escaped - before.gates_escaped
     largest = max(unit.size_bytes for unit in handle.units)
     handle.close()

@@ -50,7 +50,7 @@ def test_a_log_changes_no_bit(tmp_path: Path, update: str) -> None:
     logs: list[inf.StepLog] = []
 
     def logged(model: nn.Module, _step: int) -> None:
-        # The plain loop, too, comes here.
+        # The plain loop calls this, too.
         if "_infinity_handle" in model.__dict__:
             logs[:] = logs or [inf.StepLog(model, tmp_path / "log")]
             logs[0].step(1.0)

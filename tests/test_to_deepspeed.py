@@ -1,5 +1,5 @@
-"""`infinity checkpoint export --to deepspeed-universal`: all states come back, and DeepSpeed itself
-goes on with them."""
+"""`infinity checkpoint export --to deepspeed-universal`: all states are kept, and DeepSpeed itself
+continues with them."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_a_fault_in_an_early_update_is_sticky(tmp_path: Path) -> None:
 
 
 def test_no_sync_wants_room_for_gradients(tmp_path: Path) -> None:
-    """A model larger than its pools: what is left of the least budget holds no gradients."""
+    """A model larger than its pools: the rest of the smallest budget cannot hold gradients."""
 
     def offload_with(ram: int | str) -> tuple[nn.Module, inf.AdamW]:
         chosen = policy(tmp_path, ram=ram, update="backward")

@@ -168,7 +168,8 @@ def _hooked(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
 
 
 def _only_hooked(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
-    """A hook on an inner layer takes what goes on; the block's own output is dropped."""
+    """A hook on an inner layer takes the result that the model uses; the block's own output is
+    dropped."""
     outputs: list[torch.Tensor] = []
     handle = block.norm.register_forward_hook(lambda _module, _args, out: outputs.append(out))
     block(x, carrier)

@@ -1,4 +1,5 @@
-"""Whole parameters on the device are read and written between passes, as those of any model."""
+"""Whole parameters on the device can be read and written between passes, like those of any model.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def batch(index: int) -> torch.Tensor:
 
 
 class Pair:
-    """An offloaded model and a plain copy of it, to which the same is done."""
+    """An offloaded model and a plain copy of it; tests change both in the same way."""
 
     def __init__(self, **policy: Any) -> None:
         self.plain = make()
@@ -190,7 +191,7 @@ def test_a_write_through_a_tensor_of_before_the_step_raises(pair: Pair) -> None:
     old.zero_()
     with pytest.raises(WeightWritten, match=r"0\.weight was written to through a tensor"):
         pair.model(batch(1))
-    # It was told once, and training goes on.
+    # The error was raised once only, and training continues.
     pair.model(batch(1))
 
 
@@ -215,7 +216,7 @@ def test_late_writes_are_all_named_and_leave_no_value_behind(pair: Pair) -> None
         old.zero_()
     with pytest.raises(WeightWritten, match=r"0\.weight, 0\.bias"):
         pair.model(batch(1))
-    # The step's values are there again, everywhere.
+    # All parameters have the step's values again.
     pair.check()
     pair.step(plain_loss)
     pair.check()
@@ -295,7 +296,8 @@ def test_parameters_of_other_policies_raise_as_ever() -> None:
 
 
 def _calls_per_parameter(layers: int) -> list[float]:
-    """Calls of Python and C of a first read, of a second one, and of a look for writes."""
+    """Count the calls (Python and C) of a first read, of a second read, and of a check for writes.
+    """
     made = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
     model = inf.offload(made, inf.Policy(params="device", optim="cpu", device="cpu"))
     handle, found = inf.handle(model), []
@@ -331,7 +333,7 @@ def test_a_read_costs_the_same_however_many_parameters_there_are() -> None:
 
 
 def read_alone(rank: int, place: Path, *, zero: int) -> list[float]:
-    """Rank 0 alone reads after each step; both write alike, and train on."""
+    """Only rank 0 reads after each step; both ranks write the same values once, and train on."""
     pair = Pair(zero=zero)
     read = []
     with pair.handle.gather(pair.model):
@@ -339,7 +341,7 @@ def read_alone(rank: int, place: Path, *, zero: int) -> list[float]:
     for index in range(3):
         pair.step(plain_loss)
         if rank == 0:
-            # In an order of its own.
+            # In another order than the model's.
             for param in reversed(list(pair.model.parameters())):
                 param.detach().norm()
             read.append(float(norm(pair.model).norm()))

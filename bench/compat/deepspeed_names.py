@@ -122,8 +122,8 @@ BUILT_FOR = {
     "nccl_version": "2.27",
     "hip_version": "0.0",
 }
-"""As a release for GPUs: tests of bf16 ask for no more than that its CUDA is new enough, and skip
-themselves on a CPU, which does bf16 as well."""
+"""Pretend to be a release for GPUs: tests of bf16 only ask whether its CUDA is new enough, and
+would skip themselves on a CPU, which computes bf16 as well."""
 
 
 class OffloadDeviceEnum(str, enum.Enum):

@@ -338,7 +338,7 @@ def allclose_on_all_ranks(
 
 
 class _OnAnyDevice(torch.nn.parallel.DistributedDataParallel):
-    """DDP, which on a CPU must not be told of devices; the tests always tell it."""
+    """DDP without devices on a CPU, where it refuses them; the tests always pass devices."""
 
     def __init__(self, module: Any, *args: Any, **kwargs: Any) -> None:
         if all(p.device.type == "cpu" for p in module.parameters()):
@@ -347,7 +347,7 @@ class _OnAnyDevice(torch.nn.parallel.DistributedDataParallel):
 
 
 class _ScalerOfTheDevice(torch.amp.GradScaler):
-    """Torch's loss scaler, which on a machine without a GPU scales nothing unless it is told so."""
+    """Torch's loss scaler for the device in use: its default, "cuda", scales nothing on a CPU."""
 
     def __init__(self, device: str = "", *args: Any, **kwargs: Any) -> None:
         super().__init__(device or _accelerator().device_name(), *args, **kwargs)

@@ -202,6 +202,6 @@ def main(script: Any) -> int:
 
 
 def note(text: str) -> None:
-    """For the person who waits."""
+    """Show progress on standard error."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

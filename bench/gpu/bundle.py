@@ -26,7 +26,7 @@ LIMIT_BYTES = 64 << 20
 ROOT = prepare.ROOT
 PINS = ROOT / ".ci" / "constraints.txt"
 PACKAGES = [*prepare.WHEELS.values(), *prepare.OLD_PYTHON.values()]
-# pip takes each of these literally: a wheel for an older glibc has to be asked for by name.
+# pip takes each tag literally: wheels for an older glibc are found only by their own tag.
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)),
     *("manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"),
@@ -37,11 +37,13 @@ def download(python: str, target: Path) -> None:
     """Fetch the wheels for one Python. Raises: CalledProcessError."""
     pins = dict(line.split("==") for line in PINS.read_text().splitlines() if "==" in line)
     packages = [*prepare.WHEELS.values()]
-    packages[packages.index("liburing")] += f"=={pins['liburing']}"  # called by address
+    # C calls its functions by address, so the version is fixed
+    packages[packages.index("liburing")] += f"=={pins['liburing']}"
     constrained = ["-c", str(PINS)]
     if python == "3.10":
         packages += prepare.OLD_PYTHON.values()
-        constrained = []  # the pins are of the Python that the tests run with; some have no 3.10
+        # the pins are for the Python that runs the tests; some releases have no wheel for 3.10
+        constrained = []
     abis = (f"cp{python.replace('.', '')}", "abi3", "none")
     command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
     command += [*constrained, "-d", str(target), "--no-deps", "--only-binary=:all:"]
@@ -68,7 +70,8 @@ def files_of(bundle: Path) -> list[Path]:
 
 
 def tree() -> list[Path]:
-    """The files of the tree that travel beside the bundle: all that git has or does not ignore."""
+    """The files of the tree that are copied with the bundle: all that git tracks or does not
+    ignore."""
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
@@ -80,26 +83,25 @@ def tree() -> list[Path]:
 
 
 def size_bytes(files: Sequence[Path]) -> int:
-    """Bytes of files; links travel as links."""
+    """Bytes of files; links are copied as links."""
     return sum(path.lstat().st_size for path in files)
 
 
 def too_large(files: Sequence[Path], limit_bytes: int = LIMIT_BYTES) -> str:
-    """Reason for which files cannot travel together, with the largest by name; "" where they
-    can."""
+    """Return the reason why files exceed the limit, naming the largest; "" if they fit."""
     size = size_bytes(files)
     if size <= limit_bytes:
         return ""
     largest = sorted(files, key=lambda one: one.lstat().st_size, reverse=True)[:5]
     named = ", ".join(f"{one} {one.lstat().st_size / 2**20:.1f}" for one in largest)
     return (
-        f"tree and bundle are {size / 2**20:.1f} MiB together, more than the "
-        f"{limit_bytes / 2**20:g} MiB that travel. The largest files, in MiB: {named}"
+        f"tree and bundle are {size / 2**20:.1f} MiB together, more than the limit "
+        f"of {limit_bytes / 2**20:g} MiB. The largest files, in MiB: {named}"
     )
 
 
 def is_current(bundle: Path) -> bool:
-    """Tell whether a bundle is whole, and of these sources, Pythons and packages."""
+    """Tell whether a bundle is complete, and made of these sources, Pythons and packages."""
     try:
         manifest = prepare.read_manifest(bundle)
     except prepare.Unready:
@@ -115,7 +117,7 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, default=ROOT / "dist", help="(%(default)s)")
     parser.add_argument("--out", type=Path, default=prepare.BUNDLE, help="(%(default)s)")
     parser.add_argument(
-        "--current", action="store_true", help="make nothing; status 0: the bundle is of this tree"
+        "--current", action="store_true", help="make nothing; status 0: the bundle is this tree's"
     )
     args = parser.parse_args()
     if args.current:

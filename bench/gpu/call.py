@@ -74,7 +74,8 @@ class Call:
         self.run = stage.Run(f"call_{args.number}", args)
 
     def command(self, command: Command, kept_s: float) -> int:
-        """Run a command in what is left, less the shares of later ones; its status."""
+        """Run a command in the remaining time, less the shares of later commands. Returns its
+        status."""
         seconds = max(self.until_s - time.monotonic() - kept_s, CLOSING_S + 1)
         args = self.args
         line = self.run.script(f"{command.name}.py", "--device", args.device, "--out", args.out)
@@ -100,7 +101,7 @@ class Call:
             self.run.kill(process)
 
     def commands(self, commands: Sequence[Command]) -> list[int]:
-        """Run all, each in its share and what those before it have left."""
+        """Run all commands, each in its share and the time that earlier ones have not used."""
         statuses = []
         scale = min((self.until_s - time.monotonic()) / sum(one.share_s for one in commands), 1.0)
         for number, one in enumerate(commands):

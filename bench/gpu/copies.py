@@ -48,15 +48,14 @@ class Stack(nn.Module):
 
 
 class Way:
-    """One direction through the engine: a model at rest where that direction is all that is
-    moved."""
+    """One direction through the engine: a model whose passes copy only in that direction."""
 
     def __init__(self, way: str, device: str, side: int, layers: int) -> None:
         self.way, self.device = way, device
         with torch.device("meta"):
             model = Stack(side, layers)
-        # Small values: products of many matrices stay finite. One for all: random numbers of so
-        # many bytes would take a CPU a minute.
+        # Small values: products of many matrices stay finite. All layers get the same matrix:
+        # random numbers for all would take a CPU a minute.
         matrix = torch.empty(side, side, dtype=torch.bfloat16).normal_(0.0, side**-0.5)
         tier = "device" if way == "from the device" else "cpu"
         where = {"device": "cuda"} if device == "cuda" else {}
@@ -88,7 +87,8 @@ class Way:
         return taken, to_bytes, from_bytes
 
     def _check_pinned(self) -> None:
-        """Raise BenchError where a gradient waits in pageable memory: its copy would be another."""
+        """Raise BenchError if a gradient waits in pageable memory: the measured copies would be
+        others."""
         loose = sum(not self._is_pinned(tensor) for tensor in self._gradients())
         if loose:
             raise harness.BenchError(
@@ -97,7 +97,7 @@ class Way:
             )
 
     def _gradients(self) -> list[torch.Tensor]:
-        """The memory in which gradients wait."""
+        """Return the memory in which gradients wait."""
         params = [param for unit in self.handle.units for param in unit.params]
         return [param.grad.tensor for param in params if param.grad is not None]
 
@@ -132,8 +132,8 @@ class Way:
 
 
 def measure(way: str, device: str, *, side: int, layers: int, rounds: int) -> dict[str, Any]:
-    """Rounds of one direction, in each the engine and plain copies of the same bytes; the first is
-    not counted. Blocks."""
+    """Measure rounds of one direction: the engine, then plain copies of the same bytes. The first
+    round is not counted. Blocks."""
     through, plain = Way(way, device, side, layers), accelerator.PlainCopies(device)
     ratios, rates = [], []
     try:
@@ -169,7 +169,7 @@ def size_of(device: str, side: int) -> int:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """For people."""
+    """Print the table."""
     harness.print_table(
         "Copies: the engine beside plain pinned copies",
         ("", "engine GB/s", "plain GB/s", "ratio"),

@@ -90,7 +90,7 @@ def train(width: int, tiles: int, device: str) -> dict[str, Any]:
 
 
 def attempt(width: int, tiles: int, device: str) -> dict[str, Any]:
-    """`train`, with what ended it: "" where nothing did."""
+    """Run `train`. "failed" has the reason for which it ended, "" if it succeeded."""
     try:
         return {**train(width, tiles, device), "failed": ""}
     except torch.OutOfMemoryError as error:
@@ -108,7 +108,8 @@ def attempt(width: int, tiles: int, device: str) -> dict[str, Any]:
 def search(
     tiles: int, device: str, *, first: int, width_max: int, until_s: float
 ) -> Iterator[dict[str, Any]]:
-    """Twice as many parameters at a time, until one does not train; each as it was tried."""
+    """Yield a record for each size, until one does not train. Each size has twice as many
+    parameters as the one before."""
     width = first
     while width <= width_max and time.monotonic() < until_s:
         found: dict[str, Any] = {"width": width, "tiles": tiles, "parameters": 4 * width * width}
@@ -124,7 +125,7 @@ def search(
 
 
 def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
-    """For people."""
+    """Print the table."""
     lines = []
     for tiles in dict.fromkeys(row["tiles"] for row in rows):
         mine = [row for row in rows if row["tiles"] == tiles]

@@ -120,8 +120,8 @@ def lacking(*sites: Path) -> list[str]:
 
 
 def extension_is_current() -> bool:
-    """Tell whether there is an extension. One that `prepare` has put there must be of these
-    sources; one that was built here is the builder's."""
+    """Tell whether there is an extension. If `prepare` has put it there, it must be made of these
+    sources; an extension that was built here is not checked."""
     if not EXTENSION.is_file():
         return False
     return not DIGEST.is_file() or DIGEST.read_text() == native_digest()

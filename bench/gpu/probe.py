@@ -111,7 +111,7 @@ def needs_cuda(device: str) -> None:
 
 
 def versions(device: str, _gpu: Gpu) -> dict[str, Any]:
-    """Versions of all that takes part."""
+    """Versions of all software that is used."""
     found: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -305,7 +305,7 @@ def waiting(_device: str, gpu: Gpu) -> dict[str, Any]:
 
 
 def allocator(device: str, _gpu: Gpu) -> dict[str, Any]:
-    """Try whether a pool of its own gets memory that torch has cached and nobody uses."""
+    """Try whether a separate pool gets memory that torch has cached and no tensor uses."""
     needs_cuda(device)
     limit, size = 2 * GIB, 3 * GIB // 2
     gc.collect()
@@ -375,7 +375,7 @@ def probe(device: str, parts: list[str], record: Callable[[dict[str, Any]], None
 
 
 def show(found: dict[str, Any]) -> None:
-    """For people."""
+    """Print the results."""
     lines = [f"{found['part']} ({found['seconds']} s)"]
     values = dict(found.get("found", {}))
     lines += [

@@ -193,7 +193,7 @@ class Run:
                 self.say(f"NOT RUN: {self.name}/{step.name}: no test ran; the log has the reasons")
                 status = NOT_RUN
             elif step.pytest and status == NOT_RUN:
-                status = 1  # pytest's 3 is a fault of its own
+                status = 1  # pytest's status 3: an internal error
         ended = {
             "script": "stage",
             "name": f"{self.name}/{step.name}",

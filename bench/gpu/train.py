@@ -84,7 +84,8 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One arm on one shape: what it is told, what it takes, or why it is not tried."""
+    """One arm on one shape: its settings, the RAM that it needs, and the reason not to run it, or
+    ""."""
 
     arm: str
     shape: str
@@ -161,8 +162,8 @@ def _plan_largest(fields: dict[str, int], swap: Path, budget: Budget) -> Plan:
 
 
 class Process:
-    """An arm in a process of its own, that is told to step and answers. It ends when its standard
-    input does, as with us."""
+    """An arm in a separate process, which takes steps on request, and answers. It exits when its
+    standard input is closed, so also when this process ends."""
 
     def __init__(self, plan: Plan, device: str) -> None:
         self.plan = plan
@@ -212,7 +213,7 @@ class Process:
         return found
 
     def ask(self, question: dict[str, int], timeout_s: float) -> dict[str, Any]:
-        """Have it step. Raises ArmFailed."""
+        """Request steps. Raises ArmFailed."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(question) + "\n")
@@ -222,14 +223,14 @@ class Process:
         return self.answer(timeout_s)
 
     def let_go(self) -> None:
-        """Have it close, beside the others that do."""
+        """Request the end, without waiting: several arms may close at once."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def end(self) -> None:
-        """Have it close, or end it when it does not within half a minute; at once where it never
-        answered, and so does not listen."""
+        """Close the arm, and kill it if it does not exit within half a minute; at once if it has
+        never answered, and so reads no requests."""
         self.let_go()
         try:
             self._process.wait(30 if self._ready else 0.1)
@@ -287,8 +288,8 @@ class Bench:
         )
 
     def with_drive(self, plan: Plan, swap: Path) -> Plan:
-        """The plan, its policy told what the drive gives, measured when it is first needed; on the
-        CPU it is not needed."""
+        """Return the plan with the drive's bandwidths in its policy. They are measured on first
+        use; on the CPU the policy needs none."""
         if "nvme" not in plan.policy or self.args.device != "cuda":
             return plan
         if not self.drive:

@@ -256,7 +256,7 @@ def spawn(args: argparse.Namespace, name: str, chunks: int, units: int, place: P
 
 
 def of(lines: list[Any], name: str) -> list[Any]:
-    """All values that a child told under a name."""
+    """All values that a child process has reported under a name."""
     return [line[name] for line in lines if name in line]
 
 
@@ -270,7 +270,7 @@ def measure(args: argparse.Namespace, chunks: int) -> dict[str, Any]:
         with harness.scratch(args.dir) as place:
             for name in children:
                 if name == "offline":
-                    # The save resharded takes the room of the run.
+                    # Remove the run: the resharded save needs its space.
                     shutil.rmtree(place / "run")
                 told[name] = spawn(args, name, chunks, units, place)
     losses = {name: list(itertools.chain(*of(lines, "losses"))) for name, lines in told.items()}

@@ -40,7 +40,7 @@ from infinity._src.plan.workload import shape_of
 HIDDEN, INTERMEDIATE, CHOSEN = 7168, 2048, 8
 INIT_STD = 0.006
 BYTES_PER_PARAMETER = 5.3
-"""Room on the drive: state="compact" has about 5.1."""
+"""Bytes to have free on the drive: state="compact" uses about 5.1."""
 
 
 class Layer(nn.Module):

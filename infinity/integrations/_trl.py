@@ -39,20 +39,19 @@ def check_trainer(trainer: Any) -> None:
         )
     if getattr(trainer, "use_vllm", False):
         raise ValueError(
-            "use_vllm=True: TRL copies parameters to vLLM one by one as they lie in memory, and "
-            "those of an offloaded model lie elsewhere; leave it out, and the offloaded model "
-            "generates"
+            "use_vllm=True: TRL copies parameters to vLLM directly from memory, where those of an "
+            "offloaded model are not; leave it out, and the offloaded model generates"
         )
     if getattr(trainer, "use_transformers_continuous_batching", False):
         raise ValueError(
-            "use_transformers_continuous_batching=True: generation would run in a thread of its "
-            "own, and an offloaded model is used by one; leave it out"
+            "use_transformers_continuous_batching=True: generation would run in a second thread, "
+            "and only one thread may use an offloaded model; leave it out"
         )
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, BEMACallback):
             raise ValueError(
-                "BEMACallback keeps two more copies of all parameters in memory, and computes with "
-                "them as they lie there; leave it out"
+                "BEMACallback keeps two more copies of all parameters in memory, and reads "
+                "parameters without gathering them; leave it out"
             )
 
 

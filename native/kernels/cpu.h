@@ -1,7 +1,6 @@
-/* Instruction sets of this machine for which the kernels have versions: x86-64 only.
- *
- * Not by __builtin_cpu_supports, whose tables are in the compiler's run-time library: zig's are
- * empty, so every machine would look like the oldest. */
+/* Instruction sets of this machine for which the kernels have versions: x86-64 only. They are read
+ * with CPUID, not with __builtin_cpu_supports: that reads tables in the compiler's run-time
+ * library, and zig's tables are empty, so every machine would look like the oldest. */
 #ifndef INFINITY_CPU_H
 #define INFINITY_CPU_H
 

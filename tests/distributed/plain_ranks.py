@@ -124,11 +124,11 @@ PLAIN = Rules()
 def modelled(
     training: Training, world: int, rules: Rules = PLAIN, *, norms: Sequence[float] | None = None
 ) -> Modelled:
-    """The training on `world` ranks. norms: what clipped, of which the ranks' own rule is not
-    modelled; checked to be near."""
+    """The training on `world` ranks. norms: the ranks' own, by which gradients are clipped here,
+    too; the plain norms must be near them."""
     with harness.one_thread():
         model = training.model()
-        # Gradients are raised here, not by hooks.
+        # Gradients are converted to fp32 here, not by hooks.
         optimizer = dataclasses.replace(training, grad_dtype=None).make_reference(model)
         batches = [iter(shard_of(training, rank, world).batches) for rank in range(world)]
         losses: list[list[float]] = [[] for _ in range(world)]

@@ -123,8 +123,8 @@ class RoundTrips:
         return states, model, opt
 
     def faults(self, rank: int, model: nn.Module, opt: inf.AdamW) -> Told:
-        """The last rank cannot write; then the last rank cannot read. What each is told, and which
-        generation is there between."""
+        """The last rank cannot write; then the last rank cannot read. Returns the errors of each
+        rank, and the generation that exists in between."""
         top, write, told = self.top / "faults", saving._SaveJob._write, []
         inf.save(model, opt, top).wait()
         if rank == 1:
@@ -270,7 +270,7 @@ def test_adapters_of_two_ranks_are_restored_on_one_and_ranks_save_alike(tmp_path
     model, opt = _adapted(tmp_path)
     restored = inf.restore(model, opt, tmp_path / "ckpt")
     assert "0.weight, 0.bias, 63,900 frozen elements in all" in restored.notes[-1]
-    # The ranks have trained on from there with the same batch each, so as one does.
+    # Each rank continued training with the same batch, so the result is that of one rank.
     _step(model, opt, 2)
     ours = _trained_states(model)
     for name, value in ours.items():

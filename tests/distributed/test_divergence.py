@@ -253,7 +253,7 @@ def does_unlike(rank: int, place: Path) -> list[str]:
         backward(model, rank, 0)
         optimizer.step()
         optimizer.zero_grad()
-        # RankFailed; of load_state_dict what torch makes of it
+        # RankFailed; load_state_dict raises torch's error about it
         with raising(handle, RuntimeError) as told:
             does(model, optimizer, rank)
             model.state_dict()

@@ -51,7 +51,7 @@ class Ranks:
         ):
             inf.handle(model).flush()
         inf.handle(model).flush()
-        # A write between steps that one rank's shard alone has.
+        # A write between steps to an element that only one rank's shard has.
         bias = model.blocks[0][0].bias
         with inf.handle(model).gather([bias]):
             bias.data[:1] = 0.5

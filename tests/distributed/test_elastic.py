@@ -128,12 +128,12 @@ def test_a_killed_rank_restarts_and_the_job_resumes(tmp_path: Path) -> None:
 def test_a_job_resumes_with_the_remaining_ranks(tmp_path: Path) -> None:
     place, port = tmp_path / "job", free_port()
     nodes = [agent(place, port, nodes="1:2", ranks=1, last=400)]
-    # The first node has the rendezvous: where it is lost, torchrun has nobody to ask.
+    # The first node hosts the rendezvous: without it torchrun cannot restart the others.
     while not _listens(port):
         time.sleep(0.05)
     nodes.append(agent(place, port, nodes="1:2", ranks=1, last=400))
     try:
-        # Both have come, and have taken some steps.
+        # Both nodes have started, and have taken some steps.
         deadline = time.monotonic() + 90
         pids: dict[int, int] = {}
         while len(pids) < 2:
@@ -144,7 +144,7 @@ def test_a_job_resumes_with_the_remaining_ranks(tmp_path: Path) -> None:
                     if row["world"] == 2 and row["step"] >= 3:
                         pids[row["rank"]] = row["pid"]
             time.sleep(0.05)
-        # A node is gone, and all that ran on it.
+        # One node is lost, with all of its processes.
         (worker,) = [pid for pid in pids.values() if _descends(pid, nodes[1].pid)]
         for pid in (nodes[1].pid, worker):
             os.kill(pid, signal.SIGKILL)

@@ -201,7 +201,7 @@ def test_without_the_fields_buffers_stay_different_and_different_parameters_rais
 
 
 def unreadable(rank: int, _place: Path) -> tuple[str, Values]:
-    """Rank 0 cannot read a value; then the ranks go on with one that it can."""
+    """Rank 0 cannot read a value; then the ranks continue with values that it can read."""
     calls = []
 
     def load(name: str, tensor: torch.Tensor) -> None:

@@ -98,7 +98,7 @@ def test_torchrun_trains_one_model_or_none(first: str, tmp_path: Path) -> None:
 
 
 def group_since(rank: int, place: Path) -> list[str]:
-    """Offload without a group, and go on when there is one. Returns the messages."""
+    """Offload before the process group exists, and continue once it does. Returns the messages."""
     dist.barrier()  # the other rank may still be joining the first
     dist.destroy_process_group()
     model, optimizer = make()
@@ -131,7 +131,8 @@ def test_a_group_that_came_after_the_model_is_refused_at_the_next_pass_and_step(
 
 
 def own_models(rank: int, place: Path) -> list[float]:
-    """A model of each rank's own beside one that the ranks share, made on rank 0 alone at first."""
+    """Each rank trains a separate model beside the shared one. Rank 0 has a separate model before
+    rank 1 does."""
     mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("all", "own"))["own"]
     found = []
     if rank == 0:

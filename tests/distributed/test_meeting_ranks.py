@@ -1,5 +1,5 @@
-"""Ranks that meet: each learns what all have told, and what one of them fails at fails on all,
-whenever that is."""
+"""Meetings of ranks: each rank gets the messages of all, and if one rank fails at any moment, all
+fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def one_fails(comm: Comm, culprits: tuple[int, ...], rounds: int) -> str:
 
 
 def ends_early(comm: Comm) -> str:
-    """After its last round a meeting waits for nobody: one rank fails there alone."""
+    """After the last round a meeting waits for no rank, so a rank that fails then fails alone."""
     try:
         with Rendezvous(comm, "ending") as meeting:
             meeting.end()
@@ -56,7 +56,7 @@ def meetings(rank: int, place: Path) -> dict[str, Any]:
         for rounds in range(4):
             found[f"{culprits} {rounds}"] = one_fails(comm, culprits, rounds)
     found["early"] = ends_early(comm)
-    # no collective of a meeting is left over, or this would be another's
+    # if a collective of a meeting were pending, this result would be wrong
     found["after"] = comm.all_reduce_sum([1.0])
     comm.close()
     return found

@@ -45,7 +45,7 @@ class Ended:
     again: str  # the type of what the next forward raises
     # files in the directory of the drive that the process has open after it has closed its engine
     held: tuple[str, ...]
-    threads: tuple[str, ...]  # of ours, that still run
+    threads: tuple[str, ...]  # threads of the engine that still run
     steps: int
     closing: str  # what `handle.close()` raised: the failure once more
     trace: str
@@ -148,8 +148,8 @@ def open_in(directory: Path) -> tuple[str, ...]:
 
 
 def ours() -> tuple[str, ...]:
-    """Threads of ours. A communication stream may be stuck in gloo when a connection closed amid
-    a send (infinity/_src/distributed/process_groups.py)."""
+    """The engine's threads. A communication stream may be stuck in gloo when a connection closed
+    during a send (infinity/_src/distributed/process_groups.py)."""
     names = (thread.name for thread in threading.enumerate())
     return tuple(
         name

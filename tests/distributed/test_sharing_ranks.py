@@ -384,7 +384,7 @@ class InCgroup:
 
 
 def offloaded_beyond(place: Path) -> nn.Module:
-    """Two ranks of which each alone would fit."""
+    """Two ranks that exceed the memory together, and would fit alone."""
     with torch.device("meta"):
         model = nn.Sequential(
             *(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(60))

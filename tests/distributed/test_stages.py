@@ -62,8 +62,8 @@ def trained(
     [(2, 0), *(pytest.param(*each, marks=pytest.mark.ranks) for each in ((2, 1), (3, 0)))],
 )
 def test_every_stage_and_place_gives_the_same_bits(tmp_path: Path, world: int, begin: int) -> None:
-    """Two micro-batches a step, each of which is reduced, and a norm that clips every step. Of the
-    places every second one, from this one on."""
+    """Two micro-batches per step, each of which is reduced, and a norm that clips every step. Tests
+    every second place, beginning with number `begin`."""
     places = {
         "exact": PLACES[begin::2],
         "bf16": PLACES[2::5],
@@ -133,7 +133,8 @@ def test_a_delayed_update_is_the_same_wherever_states_rest(tmp_path: Path, world
 def test_gradients_travel_in_reduce_dtype_and_are_summed_in_fp32_in_the_order_of_ranks(
     tmp_path: Path, world: int
 ) -> None:
-    """In bf16 gradients of fp32 lose what bf16 has not; in fp32 those of bf16 lose nothing."""
+    """Reduced in bf16, gradients in fp32 are rounded; reduced in fp32, gradients in bf16 stay
+    exact."""
     fp32 = dataclasses.replace(LLAMA, dtype=torch.float32)
     wide = dataclasses.replace(LLAMA, grad_dtype=torch.float32)
     runs: list[tuple[Training, dict[str, Any], torch.dtype | None]] = [
@@ -194,7 +195,8 @@ def test_numbers_of_parameters_that_no_world_divides_and_units_of_a_few_elements
         for stage in STAGES
         for more in ({}, {"unit_bytes_max": 256}, SPECULATING)
     ]
-    # Both modules that share a weight have given theirs when the whole sum of a rank takes it.
+    # The gradients of both modules that share a weight are complete when the rank's sum receives
+    # them.
     summed = [
         (dataclasses.replace(odd, no_sync=True), {**STAGES[2], **more})
         for more in ({}, SPECULATING)

@@ -1,4 +1,5 @@
-"""Somebody who is no rank: garbage at every port that two ranks listen on, and in the store."""
+"""Connections from programs that are no ranks: garbage at every port that two ranks listen on, and
+in the store."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ class Attacked:
                         other.connect(("127.0.0.1", address[1]))
                         other.sendall(rng.choice((*GARBAGE, rng.randbytes(200))))
                         reached[0] += 1
-                        # Some stay, and say nothing more.
+                        # Some connections stay open, and send nothing more.
                         stop.wait(rng.choice((0, 0, 0.05)))
 
         with _beside(attack, stop):
@@ -165,5 +166,5 @@ def test_each_field_of_a_record_has_its_type_or_is_refused(field: str, value: An
         return
     default = next(each.default for each in dataclasses.fields(RankRecord) if each.name == field)
     assert default is None or type(getattr(record, field)) is type(default)
-    # And what was read can be told again.
+    # And the parsed record can be written again.
     assert RankRecord.parse(record.json().encode()) == record

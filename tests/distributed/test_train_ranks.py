@@ -147,7 +147,7 @@ def test_two_ranks_with_one_row_do_what_one_rank_does_with_two(place: Path, tmp_
     )
     (run,) = records(tmp_path / "two", "run")
     assert run["ranks"] == 2
-    # Once each: only rank 0 speaks.
+    # Once each: only rank 0 prints.
     for said in (
         "loading /",
         "on 2 ranks, ZeRO stage 3",
@@ -213,7 +213,7 @@ def trained(rank: int, directory: Path, given: list[str], *, struck: bool) -> st
 
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(command._Run, "_measure_held_out", measured)
-        # Times of drives are not what this is about.
+        # Times of drives are not tested here.
         patch.setattr(command._Run, "_measure_drives", lambda _run: None)
         assert command._Run(options, console, stack, ranks).run() == 0
     assert isinstance(console.file, io.StringIO)
@@ -299,8 +299,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_both(
 
 
 def stopping(rank: int, directory: Path, given: list[str], *, at: str = "", call: int = 0) -> int:
-    """Run the command in this process. at: the part in whose so manieth call a signal reaches the
-    second rank alone; "" lets none come. Returns the exit status."""
+    """Run the command in this process. A signal reaches the second rank alone at the `call`th call
+    of the method `at`; "": no signal. Returns the exit status."""
     options = build_parser().parse_args(given)
     ranks = Joined(rank, 2, rank, "cpu", dist.distributed_c10d._get_default_store())
     count = itertools.count(1)

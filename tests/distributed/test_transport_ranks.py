@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float32, torch.int16)
 
 
 class Watched(GlooTransport):
-    """Messages, and in how much memory of its own those of an exchange were."""
+    """Counts, for each exchange, the distinct memories of its messages."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         super().__init__(group, device)

@@ -87,7 +87,7 @@ def test_norms_of_any_order_on_two_ranks_are_those_of_a_plain_loop(tmp_path: Pat
 
 @pytest.mark.ranks
 def test_gradients_that_spill_on_two_ranks_keep_their_bits(tmp_path: Path) -> None:
-    """Small units, and nothing resident for having room, so that a small model has to spill."""
+    """Small units, and no state in RAM only because it fits, so that a small model must spill."""
     values = {
         **PLACEMENTS["nvme"],
         "unit_bytes_max": 4096,

@@ -52,7 +52,7 @@ class Net(nn.Module):
 
 
 def stepped(model: Any, optimizer: Any, index: int, rank: int, *, skips: bool = False) -> float:
-    """Take a step. skips: each rank without a block of its own."""
+    """Take a step. skips: each rank leaves out a different block."""
     for group in optimizer.param_groups:
         group["lr"] = 1e-2 * 0.9**index
     generator = torch.Generator().manual_seed(1000 * rank + index)
@@ -213,7 +213,8 @@ def test_a_fault_of_some_ranks_undoes_the_step_on_all(
 
 @pytest.mark.ranks
 def test_ranks_that_hear_of_each_other_through_others_undo_together(tmp_path: Path) -> None:
-    """Rank 2, the first of another node, exchanges nothing with rank 1, the second of its own."""
+    """Rank 2, the first rank of the second node, exchanges nothing with rank 1, the second rank of
+    the first."""
     case = Case("deferred", "read", (1,), mesh=(2, 2))
     check(case, on_ranks(case, tmp_path / "run", 4))
 

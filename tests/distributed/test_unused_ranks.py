@@ -422,8 +422,8 @@ def test_one_rank_may_evaluate_alone_and_forwards_may_break_off(tmp_path: Path) 
 
 
 def counted(rank: int, _place: Path) -> list[tuple[int, int]]:
-    """Collectives, and calls of functions of the main thread, of a step of models of 8, 16 and 32
-    blocks, of which each rank runs every second one."""
+    """Count collectives, and function calls of the main thread, in a step of models of 8, 16 and 32
+    blocks. Each rank runs every second block."""
     found = []
     for blocks in (8, 16, 32):
         model = inf.offload(Deep(blocks), policy())
@@ -458,5 +458,5 @@ def test_a_step_costs_the_same_for_each_unit_however_many_there_are(tmp_path: Pa
         # A gather and a reduction of each unit.
         assert some[0] - few[0] == 2 * 8
         assert many[0] - some[0] == 2 * 16
-        # Allows for calls of waits, of which a busy machine makes more.
+        # A busy machine makes more calls of waits: allow for them.
         assert many[1] - some[1] <= 1.3 * 2 * (some[1] - few[1]), found

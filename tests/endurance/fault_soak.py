@@ -119,15 +119,15 @@ class Injector:
             self._ends_s = float("inf")
         if now < self._due_s:
             return
-        if not self._names:  # each once in a while
+        if not self._names:  # each kind once before any kind again
             self._names = list(KINDS)
             self._chance.shuffle(self._names)
         if self._names[-1] in STAYING:
             self._ours.executor.set_seam(Seam())
-            # May meet what is left of the last fault; then this one comes a step later.
+            # May raise an error of the last fault; then this fault comes a step later.
             self._ours.handle.flush()
             if not self._ours.handle.pipeline.transaction.has_steps:
-                return  # the last step was undone, and what is there now is in no other place
+                return  # the last step was undone: its chunks have no second place
         self.settle()
         self._due_s = now + self._soak.every_s * (0.5 + self._chance.random())
         self._inject(self._names.pop(), now)
@@ -148,7 +148,7 @@ class Injector:
             op, kind, code = FAULTS[name]
             steps = max(1, self._ours.index - first)
             nth = self._chance.randrange(max(1, moved[f"{op}s"] // steps))
-            # Lasting: a write that fails once goes elsewhere, and a read is repeated.
+            # Lasting: otherwise a failed write is redirected, and a read is repeated.
             seam = Seam(fault=Fault(op, nth, kind=kind, errno=code, lasting=True))
         if name in (SLOW, LATE):
             self._ends_s = now + self._soak.every_s / 3
@@ -160,7 +160,8 @@ class Injector:
         model, handle = self._ours.model, self._ours.handle
         unit = self._chance.randrange(len(handle.parts.split.units))
         place = place_of(model, 0, unit=unit)
-        # What was read ahead would be used, and the drive not asked before the step is committed.
+        # Otherwise the step would use data that was read ahead, and read the drive only after the
+        # commit.
         handle.parts.unsharder.mark_stale([handle.parts.split.units[unit]])
         if name == SPOILT:
             spoil(model, place)

@@ -81,7 +81,7 @@ def held(place: Path, handle: Any) -> dict[str, int]:
     gc.collect()
     memory = heap()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    # torch's store in a file appends all that ranks tell each other, and never takes it back.
+    # torch's FileStore appends all messages of the ranks to its file, and never shrinks it.
     files = [path for path in place.rglob("*") if path.is_file() and path.name != MEETING]
     stats = handle.stats()
     return {
@@ -132,7 +132,7 @@ def train(mode: str, place: Path, steps: int, rank: int) -> Iterator[dict[str, i
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        # Not before a look: a save that has just ended holds a file more than one of a while ago.
+        # Not just before a measurement: a save that has just ended still holds one more file.
         if "saves" in mode and index % SAVE_EVERY == 0 and index not in looks:
             if save is not None:
                 save.wait()

@@ -127,7 +127,7 @@ def under(
 
 @dataclasses.dataclass(frozen=True)
 class Cgroup:
-    """A memory cgroup of ours. limit: name of the file of its limit."""
+    """A memory cgroup of this process. limit: name of the file with its limit."""
 
     folder: Path
     limit: str
@@ -169,7 +169,7 @@ def worker(cgroup: Cgroup, place: Path, steps: int, plan_bytes: int, workload: W
         for _ in range(2):
             warm.step()
         warm.handle.close()
-        # Any limit at first: a group without one is none that is looked at.
+        # Any limit at first: the engine ignores a group without one.
         (cgroup.folder / cgroup.limit).write_text(str(64 << 30))
         there = cgroup.now()
         before = there.used_bytes - there.reclaimable_bytes

@@ -48,7 +48,7 @@ class Record:
 
 @contextlib.contextmanager
 def record_in(path: Path) -> Iterator[Record]:
-    """A record that is closed at the end, and tells of the error that ended it."""
+    """Open a record; at the end write the error that ended the block, if any, and close it."""
     record = Record(path)
     try:
         yield record

@@ -104,7 +104,7 @@ class Offloaded:
         return float(loss.item())
 
     def back(self) -> None:
-        """Go back to the last step that stands, after an error."""
+        """Return to the last step that was not undone, after an error."""
         self._optimizer.zero_grad()
         counts = {state["step"] for state in self._optimizer.state_dict()["state"].values()}
         assert len(counts) == 1, f"parameters are at steps {counts}"

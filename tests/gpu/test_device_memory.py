@@ -241,7 +241,7 @@ def copied_bytes(trace: Path) -> dict[str, int]:
 def test_parameters_come_twice_per_step_and_gradients_leave_once(
     place: str, cuda: str, tmp_path: Path, close_all: list[Rig]
 ) -> None:
-    """Measured by the driver, not by ourselves; and what `stats()` counts is that."""
+    """The driver measures the bytes, not the engine; `stats()` must count the same."""
     from torch.profiler import ProfilerActivity, profile
 
     made = rig(policy(tmp_path, **PLACES[place]), 8)

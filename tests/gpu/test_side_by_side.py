@@ -70,7 +70,7 @@ class Arm:
 
 
 def arms(device: str, *chosen: inf.Policy) -> list[Arm]:
-    """Both, offloaded, under delays of their own."""
+    """Both models, offloaded, each with separate delays."""
     found = []
     for number, (training, one) in enumerate(zip((FIRST, SECOND), chosen, strict=True)):
         training = dataclasses.replace(training, device=device)

@@ -129,7 +129,8 @@ def test_set_up_leaves_no_block_as_large_as_a_unit(cuda: str, tmp_path: Path) ->
 
 
 class Branches(nn.Module):
-    """A layer, then one on a stream of its own beside several others; the streams meet at last."""
+    """One layer, then a layer on a side stream while the others run on the main one; then the
+    streams join."""
 
     def __init__(self, layers: Any) -> None:
         super().__init__()

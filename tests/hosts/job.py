@@ -75,8 +75,8 @@ def endless(rank: int, place: Path) -> None:
     except RankFailed as error:
         (place / f"failed{rank}.new").write_text(f"{time.monotonic()}\n{error}")
         (place / f"failed{rank}.new").rename(place / f"failed{rank}")
-        # torchrun ends the other ranks of a node when one goes, and it has nobody to meet on the
-        # other.
+        # If one rank exited, torchrun would end the node's other ranks, and could not reach the
+        # other node.
         time.sleep(600)
 
 

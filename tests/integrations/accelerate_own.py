@@ -112,8 +112,8 @@ def _grad_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def allclose(one: torch.Tensor, other: torch.Tensor, **tolerances: float) -> bool:
-    """torch.allclose of the gradients of two parameters. Of one that a rank has added up for itself
-    the engine says so instead of a value: the script asks whether it is that of all ranks."""
+    """torch.allclose of the gradients of two parameters; False if one is not reduced over the ranks
+    yet. The script compares with the gradient of all ranks, and the engine raises instead."""
     try:
         return torch.allclose(_grad_of(one), _grad_of(other), **tolerances)
     except RuntimeError as error:

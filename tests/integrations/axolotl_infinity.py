@@ -39,7 +39,7 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
         self.trainer = embed(trainer, inf.Policy(**policy))
 
     def post_train(self, cfg: Any, model: Any) -> None:
-        """Save, on all ranks together: axolotl calls this there, and then saves on rank 0 alone."""
+        """Save. axolotl calls this on all ranks, and afterwards saves on rank 0 alone."""
         if self.trainer is not None:
             self.trainer.save_model(cfg.output_dir)
             model.save_pretrained = lambda *_, **__: None

@@ -34,7 +34,7 @@ Classifier = transformers.AutoModelForSequenceClassification
 
 
 def configuration(place: Path, **more: Any) -> dict[str, Any]:
-    """The NVMe example as it is when trainers have filled it."""
+    """The NVMe example, with the values that trainers fill in."""
     filled = without(
         nvme(place / "drive"), "optimizer", "scheduler", "fp16", "bf16", "train_batch_size",
         "gradient_accumulation_steps", "gradient_clipping",
@@ -42,14 +42,14 @@ def configuration(place: Path, **more: Any) -> dict[str, Any]:
     for name in list(filled["zero_optimization"]):
         if filled["zero_optimization"][name] == "auto":
             del filled["zero_optimization"][name]
-    # Of the tiny ones, too, what rests on the drive.
+    # Parameters of this tiny model, too, must rest on the drive.
     filled["zero_optimization"]["offload_param"]["max_in_cpu"] = 0
     return {**filled, "train_micro_batch_size_per_gpu": 1, **more}
 
 
 @contextlib.contextmanager
 def zero_3(config: dict[str, Any]) -> Iterator[None]:
-    """As long as transformers knows of ZeRO-3."""
+    """Inside the block transformers knows that ZeRO-3 is in use."""
     kept = HfDeepSpeedConfig(config)
     yield
     del kept

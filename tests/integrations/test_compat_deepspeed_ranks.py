@@ -199,7 +199,7 @@ def test_an_overflow_of_one_rank_skips_the_step_of_all(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A run that saves (and goes on), or goes on from that."""
+    """Train and save, or resume from that save and train."""
 
     goes_on: bool
     place: Path

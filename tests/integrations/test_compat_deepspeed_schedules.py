@@ -144,7 +144,7 @@ def test_a_schedule_goes_on_from_its_state() -> None:
     later.load_state_dict(first.state_dict())
     assert later.state_dict() == {"last_batch_iteration": 5}
     assert rates(later, 6)[1:] == whole[7:]
-    # One that is told to go on sets no rate before its first step.
+    # A schedule that resumes (last_batch_iteration given) sets no rate before its first step.
     goes_on = WarmupLR(optimizer(0.25), last_batch_iteration=3)
     assert goes_on.optimizer.param_groups[0]["lr"] == 0.25
     with pytest.raises(DeepSpeedRefusal, match="call step"):

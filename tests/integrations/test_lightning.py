@@ -519,7 +519,7 @@ def test_the_module_is_of_use_after_the_run(tmp_path: Path) -> None:
         assert module(torch.zeros(1, 2, dtype=torch.long)).shape == (1, 2, 32)
     inf.export_safetensors(module, tmp_path / "export")
     assert (tmp_path / "export" / "model.safetensors").is_file()
-    # The same trainer goes on, and then another one.
+    # The same trainer continues, and then another one.
     made.fit_loop.max_epochs = 3
     made.fit(module, batches())
     assert len(module.losses) == 24
@@ -544,7 +544,7 @@ def test_no_engine_is_closed_by_an_error(tmp_path: Path) -> None:
     module.losses.append(0.0)
     fit(InfinityStrategy(), module, max_epochs=1)
     assert len(module.losses) == 11
-    # What was saved in between goes on as Lightning goes on in mid-epoch.
+    # A checkpoint saved in mid-epoch resumes as Lightning resumes in mid-epoch.
     other = Module(inf.AdamW, seed=7)
     path = tmp_path / "kept" / "on_exception.ckpt"
     offloaded_fit(tmp_path / "two", other, ckpt_path=path, max_epochs=1)
@@ -751,7 +751,7 @@ def test_paths_and_options_of_other_storage(tmp_path: Path) -> None:
 
 
 class _Later(TorchCheckpointIO):
-    """Writes when it is let."""
+    """Writes once the test allows it."""
 
     def __init__(self) -> None:
         self.let = threading.Event()

@@ -53,7 +53,7 @@ def config_of(**changes: Any) -> Any:
 
 
 def with_own(seed: int = 11, **changes: Any) -> Any:
-    """A model with the same adapters, of its own."""
+    """A model with the same adapters, added by transformers' `add_adapter`."""
     model = llama()
     torch.manual_seed(seed)
     model.add_adapter(config_of(**changes))
@@ -61,7 +61,7 @@ def with_own(seed: int = 11, **changes: Any) -> Any:
 
 
 def loaded_from(directory: Path, way: str) -> Any:
-    """The model of such files, by the library whose they are."""
+    """Load the model from these files with the library that wrote them."""
     base = llama()
     if way != "own":
         return peft.PeftModel.from_pretrained(base, directory)
@@ -204,7 +204,7 @@ def test_a_part_that_was_added_is_refused(tmp_path: Path) -> None:
 def on_rank(rank: int, place: Path, shared: Path, **changes: Any) -> Ended:
     name, way = changes.pop("name"), changes.pop("way")
     resume, seed = changes.pop("resume", None), changes.pop("seed", 11)
-    # Before the arguments make a group of their own, there is one.
+    # The process group exists before the arguments would make one.
     run = run_of(shared / name, way, seed + rank, ddp_backend="gloo", **changes)
     return end_of(run, resume=resume and str(shared / resume))
 

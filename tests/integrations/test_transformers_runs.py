@@ -189,7 +189,8 @@ class _Preempted(transformers.TrainerCallback):
     "policy", [{}, {"update": "backward", "generations": 2}], ids=["deferred", "backward"]
 )
 def test_a_checkpoint_upon_a_signal(tmp_path: Path, policy: dict[str, Any]) -> None:
-    """Saved between backward and the step, it goes on as the whole run."""
+    """A run that is saved between backward and the step resumes with the results of the whole run.
+    """
     changes = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "policy": policy}
     whole = end_of(trainer(tmp_path / "whole", **changes))
     preempted = _Preempted()
@@ -225,8 +226,8 @@ trainer(out, policy={"durable": True}, given={"callbacks": [Killed()]}, **saving
 
 
 def test_a_durable_run_that_was_killed(tmp_path: Path) -> None:
-    """Steps that it has committed stay until they are given up by name; the last checkpoint goes
-    on."""
+    """Committed steps stay until the user discards them by name; then the last checkpoint is
+    resumed."""
     script = [sys.executable, "-c", DURABLE, str(tmp_path / "a")]
     root = Path(__file__).parents[2]
     killed = subprocess.run(script, cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
@@ -243,15 +244,15 @@ def test_a_durable_run_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_a_delayed_run_begins_its_delay_anew_where_it_goes_on(tmp_path: Path) -> None:
-    """The parameters of the step before are in no checkpoint: runs that go on from one are alike,
-    and differ from the one that went on by one step of delay."""
+    """No checkpoint has the delayed parameters: runs resumed from one are equal, and differ from
+    the uninterrupted run by one step of delay."""
     changes = {"policy": {"update": "delayed", "delayed_warmup": 1}, "max_grad_norm": 0.5}
     saving = {"save_strategy": "steps", "save_steps": 3}
     run = trainer(tmp_path / "a", **changes, **saving)
     run.train()
     whole = [line["loss"] for line in run.state.log_history if "loss" in line]
     saved = str(tmp_path / "a" / "checkpoint-3")
-    # In the run itself, and in one of another beginning.
+    # In the same run, and in a run that began with other values.
     here = end_of(run, resume=saved)
     there = end_of(trainer(tmp_path / "b", llama(seed=9), **changes), resume=saved)
     assert there.losses == here.losses

@@ -152,7 +152,7 @@ def test_the_reference_has_no_states(models: Path, tmp_path: Path) -> None:
     [
         ({"activation_offloading": True}, "activations='cpu'"),
         ({"use_vllm": True}, "use_vllm=True"),
-        ({"use_transformers_continuous_batching": True}, "in a thread of its own"),
+        ({"use_transformers_continuous_batching": True}, "in a second thread"),
     ],
 )
 def test_what_an_offloaded_model_cannot_bear_is_refused(

@@ -110,7 +110,7 @@ def test_one_rank_resumes_what_two_have_saved(models: Path, tmp_path: Path) -> N
 
 
 def test_ranks_generate_texts_of_different_lengths(models: Path, tmp_path: Path) -> None:
-    """Each rank goes on computing until the longest text of all has ended."""
+    """Each rank continues to compute until the longest text of all ranks has ended."""
     want = on_ranks(Train("grpo-beta", models, offloads=False), tmp_path / "ddp", WORLD)
     got = on_ranks(Train("grpo-beta", models, offloads=True), tmp_path / "offloaded", WORLD)
     assert_ranks_agree(got)

@@ -1,5 +1,5 @@
-"""A training whose drive fails, at every request in turn: the numbers of the run without faults,
-bit by bit, or a typed error."""
+"""A drive fails at each request of a training in turn: the training has the numbers of the run
+without faults, bit by bit, or raises a typed error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {
     "bitflip": ("bitflip", 0),
 }
 TRAINING = Training(lambda: models.llama(layers=2), steps=2, accumulation=1)
-TRIED_MAX = 24  # at most so many of the requests, evenly spread, where all would take too long
+TRIED_MAX = 24  # if all requests would take too long: at most this many of them, evenly spread
 
 
 def policy(directory: Path | list[Path], backend: str) -> inf.Policy:
@@ -94,8 +94,8 @@ def test_a_fault_at_every_request_of_a_training(tmp_path, backend, op, name, per
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_fault_of_either_of_two_drives(tmp_path, backend, op, name):
-    """One drive fails and the other does not: right all the same, or an error that names the one
-    that failed."""
+    """If one of two drives fails, the numbers are right, or an error names the drive that failed.
+    """
     kind, code = KINDS[name]
     passes = name == "EAGAIN" or (name, op) == ("bitflip", "read")
     directories = [tmp_path / "first", tmp_path / "second"]
@@ -104,7 +104,8 @@ def test_a_fault_of_either_of_two_drives(tmp_path, backend, op, name):
     wanted = reference(TRAINING)
     total = sent(directories, backend)[op]
     struck: set[Path] = set()
-    equal, tried = 0, range(0, total, max(1, total // TRIED_MAX) | 1)  # odd: drives take turns
+    # odd, so that both drives are hit
+    equal, tried = 0, range(0, total, max(1, total // TRIED_MAX) | 1)
     for nth in tried:
         fault = Fault(op, nth, kind=kind, errno=code)
         ours, failed = None, None
@@ -126,6 +127,6 @@ def test_a_fault_of_either_of_two_drives(tmp_path, backend, op, name):
         )
     print(f"\n{backend} {op} {name}: {len(tried)} of {total} faults, {equal} runs equal bit by bit")
     assert not passes or equal == len(tried)
-    # which leaves no trace with a drive
+    # A flipped bit that a second read corrects is in no drive's counters.
     assert struck == set(directories) or (passes and kind == "bitflip")
     assert [list(directory.iterdir()) for directory in directories] == [[], []]

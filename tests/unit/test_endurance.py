@@ -1,4 +1,4 @@
-"""Forecast of wear, and the notice that a drive has become slow, over made-up seconds."""
+"""Forecast of wear, and the notice that a drive has become slow, for simulated seconds."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_seconds_in_progress_are_left_for_later() -> None:
     )
 
 
-# What an honest drive looks like: phases of any mix and idleness, with 8 % of noise. A drive that
+# Phases of a drive whose speed is constant: any mix and idleness, with 8 % of noise. A drive that
 # is mostly idle may look slower.
 _PHASES = st.lists(
     st.tuples(
@@ -177,7 +177,7 @@ def test_a_lasting_drop_to_half_always_warns_once_within_the_samples_promised(
     before: list[tuple[float, int, float]],
     after: list[tuple[float, int, float]],
 ) -> None:
-    # On an edge rounding to bytes decides the class, and the other class has seen nothing yet.
+    # Close to an edge, rounding to bytes decides the class, and the other class has no samples yet.
     assume(all(abs(reads - edge) > 1e-3 for edge in CLASS_EDGES))
     start, windows, slow = 0.0, [], 0
     for busy_s, gap, noise in before:
@@ -261,8 +261,8 @@ def test_a_share_that_means_nothing_is_refused(share: float) -> None:
 
 @pytest.mark.slow
 def test_a_throttled_executor_is_reported(tmp_path: Path) -> None:
-    """Real seconds of a real executor: at full speed, then over another one (drives cannot be
-    throttled later)."""
+    """Real seconds of two executors: one at full speed, then a throttled one (the speed is fixed
+    when an executor opens)."""
     chunk_bytes, count = 1 << 20, 64
     endurance = Endurance()
     found: list[Notice] = []

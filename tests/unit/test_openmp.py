@@ -117,7 +117,7 @@ def test_a_user_s_choice_and_a_loaded_torch_are_left_alone() -> None:
 
 @pytest.fixture
 def active(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has several threads that wait actively, and nobody told yet."""
+    """A process with several threads that wait actively, and without a warning so far."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(openmp, "_told", False)

@@ -33,7 +33,7 @@ class Stream(io.StringIO):
 
 
 class Clock(types.SimpleNamespace):
-    """The time, which goes on by hand."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         super().__init__(now_s=100.0, monotonic=lambda: self.now_s)

@@ -1,4 +1,4 @@
-"""Threads of updates: a right number without being told, and what the user says."""
+"""Number of threads of updates: the default, and the user's setting."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def listed_are(names: Iterable[str], most: int = LISTED_MAX) -> str:
 
 
 LEFT_OUT = (
-    "where each rank leaves out modules by chance, Policy(zero=2, params='device', "
-    "find_unused_parameters=True) allows it, and zero=3, which gathers units, does not"
+    "if ranks skip modules at random, use Policy(zero=2, params='device', "
+    "find_unused_parameters=True): with zero=3 all ranks must gather the same units"
 )
 """Advice in errors of ranks whose programs differ."""

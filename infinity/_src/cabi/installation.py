@@ -89,8 +89,7 @@ def _name(extra: str) -> str:
 
 def _direct_url() -> dict[str, Any] | None:
     """Return the direct_url.json of this package (PEP 610), or None. A source tree in sys.path may
-    have metadata of a build, without that file, before those of the installation.
-    """
+    have metadata of a build, which are found first and lack that file; so search all metadata."""
     import importlib.metadata
 
     for found in importlib.metadata.distributions(name=DISTRIBUTION):

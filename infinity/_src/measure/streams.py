@@ -37,7 +37,7 @@ _PIECE_BYTES = 65_536
 _WAVES = 3
 
 Step = Callable[[float], None]
-"""Called with the done share of a phase, 0 to 1."""
+"""Called with the completed share of a phase, 0 to 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Chunks:
         self.chunk_bytes = chunk_bytes
         total = count * len(drives)
         index = np.arange(total)
-        # The parameter alone is bytes here.
+        # RAW's single section has no item size: count its items in bytes.
         itemsizes = [section.itemsize or 1 for section in state.sections]
         numel = chunk_bytes // sum(itemsizes)
         pieces = piece_count(numel, _PIECE_BYTES)
@@ -181,9 +181,9 @@ class Streams:
         return found
 
     def warm(self, sections: int = 1) -> None:
-        """Read written data into every slot: a write phase of MASK_MOVE_ONLY writes them. Blocks.
-        """
-        # In one submission, which takes every slot: slots that become free are used again first.
+        """Read data of the chunks into every slot, so that a write phase of MASK_MOVE_ONLY writes
+        this data. Blocks."""
+        # One submission takes every slot. Several would reuse the slots that become free first.
         jobs = [
             np.resize(one, self._slots)
             for one in self.jobs(aio.JobKind.FETCH, sections | aio.MASK_MOVE_ONLY)

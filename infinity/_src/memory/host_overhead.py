@@ -16,14 +16,14 @@ CHUNK_BYTES = 1700
 the extent of its run in Python objects."""
 
 SECOND_PLACE_BYTES = 220
-"""More of a chunk with two generations: the extent of its second run."""
+"""Additional bytes of a chunk with two generations: the extent of its second run."""
 
 UNIT_BYTES = 16_000
 """A unit of one parameter and its optimizer's entry: modules, hooks, layouts, records."""
 
 STEP_CHUNK_BYTES = 840
-"""A chunk whose update is on its way: a job of the executor (800) and its segment. These are all
-chunks of the rank where `opt.step()` submits all updates; where backward uses up the gradients,
+"""A chunk whose update is in flight: a job of the executor (800) and its segment. If `opt.step()`
+submits all updates, these are all chunks of the rank; if backward consumes the gradients, only
 those of a few units."""
 
 SAVE_BYTES = 30 << 20
@@ -43,15 +43,15 @@ RESTORE_CHUNK_BYTES = 480
 
 
 def held_bytes(chunks: int, units: int, generations: int = 1) -> int:
-    """Compute the overhead of a rank from set-up on, in bytes. chunks: of its shards."""
+    """Compute the bytes of overhead of a rank with `chunks` chunks, from set-up on."""
     return chunks * (CHUNK_BYTES + SECOND_PLACE_BYTES * (generations - 1)) + units * UNIT_BYTES
 
 
 def fill_bytes(
     flats: Iterable[tuple[int, int]], *, in_parts: bool, converting: int = 0
 ) -> int:
-    """Compute the most bytes of values on their way to their tiers while a rank is filled: one flat
-    is read while the shard of the previous flat is written.
+    """Compute the most bytes of values in flight to their tiers while a rank is initialized: one
+    flat is read while the shard of the previous flat is written.
 
     flats: bytes of each and of its shard, in order. in_parts: only the shard is read; otherwise the
     shard is copied from the whole flat, unless the two are one. converting: bytes that the source
@@ -73,8 +73,8 @@ def passing_bytes(
     """Compute the most bytes that each phase adds to `held_bytes`: fill, step, save, commit,
     restore. Phases do not overlap, except that steps run during a save.
 
-    all_at_once: a step may have the updates of all units on their way. drives: that states are read
-    from. fill: bytes of `fill_bytes`.
+    all_at_once: the updates of all units may be in flight in a step. drives: number of drives from
+    which states are read. fill: the result of `fill_bytes`.
     """
     return {
         "fill": fill,

@@ -10,8 +10,8 @@
 Units are submitted in the order in which the next forward uses them. A gradient's memory belongs to
 the update until its ticket is done: a write to it before that waits (`GradAccumulator.guard`).
 
-Clipping and unscaling come before the step: the loop calls torch's functions, `p.grad` answers
-them (`infinity._src.params.accumulator`), and updates replay the scalings.
+Clipping and unscaling come before the step: the loop calls torch's functions on `p.grad`, which
+records the scalings (`infinity._src.params.accumulator`), and updates replay them.
 
 If a gradient is not finite on some rank, all ranks raise, skip the step or take it, as
 `Policy.on_nonfinite` says: `check_finite` and `refuse_nonfinite`, called by
@@ -537,7 +537,8 @@ class StepPipeline:
     def next_order(self, units: Sequence[Unit]) -> list[Unit]:
         """Return units in the order of the next training forward, then units that it does not use.
         """
-        # Units are gathered in this order. The learned order would differ between ranks.
+        # Units are gathered in the order of the model; the learned order would differ between
+        # ranks.
         if self._in_any_order:
             return sorted(units, key=lambda unit: unit.index)
         # The first use counts for a unit that runs several times in a forward.

@@ -297,7 +297,8 @@ class ReduceScatter:
     def drop(self, pending: PendingReduce) -> None:
         """Block until a reduction has ended, and drop its result."""
         pending.finished()
-        # Keep its errors, as in RAM, where they change in place.
+        # Keep the errors, although the result is dropped: in RAM they have changed in place as
+        # well.
         self._store_errors(pending)
 
     @property
@@ -327,7 +328,7 @@ class ReduceScatter:
                 )
                 errors[flat] = there
         except BaseException:
-            # torch gets the memory back of copies that have begun.
+            # Wait for the copies that have begun: torch will reuse their memory.
             cancel_and_wait(tickets)
             raise
         return errors, tickets
@@ -469,9 +470,9 @@ class GradReducer:
 
     reduce_scatter: on several ranks. unreduced: sums of `no_sync` micro-batches, if the policy has
     them. order: of reductions, if ranks may use different units; None: when backward is done with a
-    unit. grad_offload: copies gradients from a device that adds up further ones. mode: may take
-    each complete gradient (this rank's part), and is notified of units that became idle before
-    their gradients were reduced.
+    unit. grad_offload: of a device with separate memory; sums are copied back there to add further
+    gradients. mode: may take each complete gradient (this rank's part), and is notified of units
+    that became idle before their gradients were reduced.
     """
 
     def __init__(
@@ -799,7 +800,7 @@ class GradReducer:
                 self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh), after=tickets)
             )
         except BaseException:
-            # Their memory is returned to torch, so the reductions must have ended.
+            # Wait for the copies of the sums: torch will reuse their memory.
             cancel_and_wait(tickets)
             raise
         # Prefetch the sums to which the mean will be added.

@@ -1,8 +1,8 @@
 """A rig for executors: swap files, chunks of the `exact` state, and AdamW in numpy as the oracle.
 
 Chunks are small (4096 elements, 48 KiB) and blocks smaller (8 KiB), so
-that a run is several requests. `BACKENDS` are those of this machine, and `MISSING` says why the
-others are not.
+that a run takes several requests. `BACKENDS` are the I/O backends that work on this machine;
+`MISSING` has the reason for each other one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ PIECE = 2048
 DTYPES = (np.uint16, np.int16, np.float32, np.float32)
 RUN_BYTES = 12 * NUMEL
 SPILLED = records.Format(records.Master.SPLIT, records.Moments.FP32, 2, records.GradSection.BF16)
-"""The same with a section of spilled gradients, in bf16."""
+"""The split format with an additional section: spilled gradients in bf16."""
 
 
 def adamw(fmt: int, sections: list[Array], grad: Array, hyper: Any, element: int = 0) -> None:
-    """The contract's AdamW, one rounding per operation: the oracle of all executors."""
+    """AdamW as the kernels must compute it, one rounding per operation: the oracle of all
+    executors."""
     one = np.float32
     g = (grad.astype(np.uint32) << 16).view(np.float32) if grad.dtype == np.uint16 else grad
     with np.errstate(all="ignore"):
@@ -140,7 +141,7 @@ class Rig:
         self.executor.add_spares(given)
 
     def chunk_record(self, index: int, *, checksums: bool) -> Array:
-        """The CHUNK record of one chunk; its run holds what is not resident."""
+        """The CHUNK record of one chunk; its run holds the sections that are not resident."""
         record = np.zeros(1, dtype=records.CHUNK)
         at = 0
         drive = index % len(self.files)
@@ -166,8 +167,8 @@ class Rig:
         return record
 
     def _second_place(self, record: Any, index: int) -> None:
-        """A second run in another file, and memory for what is resident. Gradients stay in the
-        first run."""
+        """Add a second run in another file, and memory for resident sections, to the record.
+        Gradients stay in the first run."""
         states = records.Format.of(record["format"]).written_count
         if record["run_bytes"]:
             record["other_file"], record["other_offset"] = 1, index * self.run_bytes
@@ -203,7 +204,7 @@ class Rig:
     def fetch(
         self, indexes: Sequence[int], *, mask: int = 15, priority: int = 0, gate: Any = None
     ) -> tuple[aio.Ticket, list[list[Array]]]:
-        """FETCH into fresh arrays, which are filled when the ticket is."""
+        """FETCH into new arrays, which have the values once the ticket is done."""
         targets = [[np.zeros(NUMEL, dtype) for dtype in self.dtypes] for _ in indexes]
         jobs = np.zeros(len(indexes), dtype=records.JOB)
         for job, index, arrays in zip(jobs, indexes, targets, strict=True):
@@ -234,8 +235,8 @@ class Rig:
     ) -> aio.Ticket:
         """UPDATE chunks with one segment each; with a gate ptr[0] is relative to base 0.
 
-        A gradient of None lies in the chunk's own section. `given`: sections 0 that are given, by
-        chunk.
+        A gradient of None lies in the chunk's own section. `given`: parameters (section 0) that are
+        in memory, by chunk.
         """
         jobs = np.zeros(len(grads), dtype=records.JOB)
         segs = np.zeros(len(grads), dtype=records.SEG)

@@ -113,7 +113,7 @@ def test_a_file_that_a_killed_process_is_about_to_let_go_of_is_waited_for(tmp_pa
     later.start()
     with SwapFile.durable(place, "states"):
         later.join()
-    # Not for ever: something else may have its lock.
+    # Not indefinitely: another process may hold its lock.
     monkeypatch.setitem(swap_file.LET_GO_S, Life.GONE, 0.05)
     gone.leave_word(place / ".states.owner")
     fd = os.open(place / "states", os.O_RDWR)

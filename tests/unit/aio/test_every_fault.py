@@ -96,7 +96,7 @@ class Run:
         ]
 
     def wrong(self) -> list[int]:
-        """Chunks of which a fetch that ended well gave something else than it should."""
+        """The chunks whose fetch succeeded with wrong data."""
         return [
             index
             for index, mask, ticket, targets in self.fetches
@@ -128,7 +128,7 @@ def requests(files: list[aio.SwapFile], backend: str) -> dict[str, int]:
 
 
 def error_types(op: str, name: str, *, persistent: bool) -> set[type[AioError]]:
-    """Return the errors that such a fault may raise; none for faults that nobody may notice."""
+    """Return the errors that such a fault may raise; none if the fault must have no effect."""
     if name in ("EAGAIN", "EINTR"):
         return {DeviceFailedError} if persistent else set()
     if name == "bitflip":
@@ -158,7 +158,7 @@ def check_ended(run: Run) -> None:
 
 
 def check_goes_on(run: Run, *, persistent: bool, flipped: bool) -> None:
-    """After `recover` a drive that works again is as good as new; one that does not says so
+    """After `recover` a drive that works again has no fault any more; a drive that does not raises
     again."""
     executor = run.rig.executor
     kept = executor.stats().kept_chunks
@@ -184,7 +184,7 @@ def check_goes_on(run: Run, *, persistent: bool, flipped: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "persistent"),
     [
-        # Short for ever moves a block at a time: as many requests as there are blocks.
+        # If all transfers are short, each moves a block: as many requests as there are blocks.
         pytest.param(
             *each, marks=() if each in QUICK else pytest.mark.slow, id=f"{each[0]}-{TIMES[each[1]]}"
         )
@@ -205,8 +205,8 @@ def test_each_request_may_fail_and_nothing_wrong_comes_back(files, backend, op, 
             assert {type(error) for error in run.errors} <= allowed, f"{fault}: {run.errors}"
             hit = run.counts()[op] > nth
             met += hit
-            # Of a flipped bit in the last write of sections that are stored again nobody need ever
-            # hear.
+            # A bit flipped in the last write of sections that are stored again need not be
+            # reported.
             unread = op == "write" and name == "bitflip"
             if allowed and hit and not unread:
                 assert run.errors, f"{fault}: silence"

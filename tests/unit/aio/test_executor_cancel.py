@@ -1,5 +1,5 @@
-"""`Ticket.cancel` gives up fetches that the drive has not begun, wherever they wait; nothing else,
-and nothing is lost."""
+"""`Ticket.cancel` cancels fetches that the drive has not begun, wherever they wait, and nothing
+else. No data is lost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_fetch_behind_a_gate_is_given_up(make_rig, rng):
     check_given_up(rig, ticket, targets)
     assert rig.executor.stats().bytes_read == 0
     assert rig.executor.stats().gates_escaped == 0 or gate.escaped
-    gate.open([])  # whatever it says: it has nothing to hold
+    gate.open([])  # whether it escaped or not: it holds no job
     assert not targets[0][0].any()
     assert same(rig.read(0), values[0])
 
@@ -159,8 +159,8 @@ def test_stores_and_updates_are_never_given_up(make_rig, rng):
 
 
 def test_a_mixed_ticket_is_not_given_up_and_tells_of_its_stores_alone(make_rig, rng):
-    """Updates of a unit and fetches of its frozen parameters are one ticket: a gather that is given
-    up must not look like a failed update."""
+    """Updates of a unit and fetches of its frozen parameters are one ticket: a cancelled gather
+    must not look like a failed update."""
     rig, values = slow(make_rig, rng, [0], pools=(1, 0))
     new, target = random_chunk(rng), np.zeros(NUMEL, np.uint16)
     jobs = np.zeros(2, dtype=records.JOB)
@@ -192,7 +192,7 @@ def test_giving_up_twice_late_or_after_the_end_does_nothing(make_rig, rng):
     empty = rig.executor.submit(np.zeros(0, dtype=records.JOB), priority=aio.Priority.DEMAND)
     empty.cancel()
     empty.wait(0)
-    gate = rig.executor.gate()  # one that nobody holds would escape
+    gate = rig.executor.gate()  # a gate that is not held would escape
     gated, _ = rig.fetch([0], gate=gate)
     gated.cancel()
     gated.cancel()

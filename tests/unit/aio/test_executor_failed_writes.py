@@ -108,8 +108,8 @@ def test_a_marked_drive_refuses_writes_with_its_cause_and_the_others_go_on(make_
     adamw(records.Format.SPLIT, values[1], grad, hyper_record()[0])
     assert same(rig.read(1), values[1])
     assert rig.executor.stats().drives[0].writes == written
-    # An update that did not happen is not silently skipped: nobody may take the old values for the
-    # new ones.
+    # An update that did not happen is not silently skipped: no reader may take the old values for
+    # the new ones.
     assert rig.executor.invalid(rig.ids).tolist() == [15, 0, 15, 0, 15, 0]
     for index in (0, 2, 4):
         with pytest.raises(DeviceFailedError):
@@ -215,7 +215,7 @@ def test_what_is_kept_is_written_before_what_waits_at_a_gate(make_rig, rng, late
 
 @pytest.mark.parametrize("later", ["store", "update"])
 def test_a_gate_that_opens_while_a_recovery_writes_lets_nothing_pass_it(make_rig, rng, later):
-    """Nobody waits in between: whatever the threads do, what came last is what is there."""
+    """No call waits in between: whatever the threads do, the values submitted last are stored."""
     rig = failing(make_rig, nth=1, hold_s=30.0, pools=(1, 1), chunk_count=3)
     value, kept, new = (random_chunk(rng) for _ in range(3))
     rig.store({0: value}).wait(20)

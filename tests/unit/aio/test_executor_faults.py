@@ -65,7 +65,7 @@ def test_a_ticket_that_fails_sounds_the_alarm_after_its_own_word(make_rig, rng):
 
 
 def test_an_executor_that_is_abandoned_writes_to_no_alarm(make_rig, rng, monkeypatch):
-    """Its threads live on, and the memory of the alarm may be another's by then."""
+    """Its threads still run, and the memory of the alarm may belong to another object by then."""
     alarm = Alarm()
     rig = make_rig(alarm=alarm)
     assert stored_and_read(rig, rng) is None
@@ -86,7 +86,7 @@ def test_an_executor_that_is_abandoned_writes_to_no_alarm(make_rig, rng, monkeyp
 
 @pytest.mark.parametrize("delay_us", [0, 100])
 def test_another_seam_serves_from_its_first_request_until_the_next(make_rig, rng, delay_us):
-    """Also in an executor that was opened without one, and beside what is in flight."""
+    """Also in an executor that was opened without a seam, and while jobs are in flight."""
     rig = make_rig(seam=aio.Seam(delay_us_max=delay_us) if delay_us else None)
     assert stored_and_read(rig, rng) is None
     for _ in range(2):
@@ -177,8 +177,8 @@ def test_an_update_that_failed_to_read_leaves_no_stale_values_behind(make_rig, r
 
 
 def test_an_update_that_could_not_run_leaves_no_section_at_its_old_value(make_rig, rng):
-    """Some sections were lost before: the update fails for them, and the others are not what it
-    should have left."""
+    """Some sections were lost before: the update fails for them, and no other section may be read
+    with its old value."""
     rig = make_rig(chunk_count=2, seam=aio.Seam(fault=aio.Fault("read", 0, lasting=True)))
     value, grad = random_chunk(rng), np.ones(NUMEL, dtype=np.float32)
     rig.store({0: value}).wait()

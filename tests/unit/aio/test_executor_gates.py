@@ -1,4 +1,4 @@
-"""Gates hold work back until its targets exist, and never for ever."""
+"""Gates hold work back until its targets exist, but not indefinitely."""
 
 from __future__ import annotations
 

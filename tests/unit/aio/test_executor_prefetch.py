@@ -1,4 +1,4 @@
-"""Slots that are idle read ahead for UPDATEs; nobody ever sees it but in the counters."""
+"""Idle slots read ahead for UPDATEs; only the counters show it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order of service: by priority, but everyone in the end, however many demands there are."""
+"""Order of service: by priority, but every job is served, however many demands there are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def demand(rig, indexes: list[int], behind: list[aio.Ticket], passed: list[int])
 def test_write_back_and_prefetches_progress_beside_endless_demands(
     make_rig, rng, mask, drive_count, slots
 ):
-    """Counts, not times: so many demands may pass, and no more."""
+    """Counts, not times: only a fixed number of demands may pass."""
     # slow enough that demands always wait for slots
     speed = (RUN_BYTES if mask == 15 else 2 * NUMEL) / 3e-3
     rig = make_rig(

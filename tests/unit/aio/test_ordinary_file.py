@@ -28,7 +28,7 @@ def test_a_new_file_is_read_back_by_its_name(tmp_path: Path) -> None:
     os.pwritev(file.fd, [page], 4096)
     file.fsync()
     file.close()
-    # no lock, no word of who holds it
+    # no lock, and no record of its holder
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
     (tmp_path / "data").chmod(0o400)
     with (

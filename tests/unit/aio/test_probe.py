@@ -1,5 +1,5 @@
-"""Every reason for less than the best is found out and said, its cause made for real where that
-harms no one else."""
+"""Every reason for less than the best is detected and reported. Tests create its cause for real
+where that harms no other process."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_fault_of_one_drive_strikes_that_one(make_rig, rng):
 
 
 def test_an_executor_is_armed_and_disarmed_while_it_runs(make_rig, rng):
-    """Counts begin when it is armed; what it met is told."""
+    """Counts begin when it is armed; `set_seam` returns how many requests got the earlier fault."""
     rig = make_rig(seam=Seam(delay_us_max=50, seed=3))
     value = random_chunk(rng)
     rig.store({0: value}).wait()

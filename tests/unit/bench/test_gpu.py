@@ -128,7 +128,7 @@ def test_second():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_command_that_is_killed_leaves_what_it_learned(number: int, tmp_path: Path) -> None:
-    """And no process: the tests' own is told by the kernel."""
+    """No process is left either: the kernel ends pytest's when its parent dies."""
     tests, pid = tmp_path / "test_two.py", tmp_path / "pid"
     tests.write_text(TWO_TESTS.replace("PID", repr(str(pid))))
     arguments = ("--device", "cpu", "--paths", tests, "--select", "")

@@ -194,7 +194,7 @@ def test_all_states_go_through_null_drives_and_the_record_says_what_moved(
     steps = [phase for phase in record["phases"] if phase["phase"].startswith("step")]
     written = [step["written_bytes_per_param"] for step in steps]
     assert written == [states_bytes / record["parameters"]] * 2
-    # In the first step the moments are known to be zeros: 8 bytes that nobody reads.
+    # In the first step the moments are known to be zeros: 8 bytes that are not read.
     more = steps[1]["read_bytes_per_param"] - steps[0]["read_bytes_per_param"]
     assert 8 <= more < 8.01
     assert all(step["trainer_us_per_chunk"] > 0 for step in steps)

@@ -42,13 +42,13 @@ def opened(directory: Path) -> DeepSpeedCheckpoint:
 
 
 def resaved(path: Path, change: Change) -> Path:
-    """The directory, with one file changed."""
+    """Change one file. Returns the directory of the checkpoint."""
     names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     stand_ins: list[Any] = [(record_class(name), name) for name in names]
     with torch.serialization.safe_globals(stand_ins):
         value = torch.load(path, weights_only=True)
     for states in (value, value.get("optimizer_state_dict", {})):
-        # Plain numbers and tensors again.
+        # Replace the stand-ins of DeepSpeed's classes by plain values, which can be saved.
         if "zero_stage" in states:
             stage = states["zero_stage"].args[0]
             states.update(zero_stage=stage, loss_scaler=None, param_slice_mappings=None)
@@ -58,7 +58,7 @@ def resaved(path: Path, change: Change) -> Path:
 
 
 def of_states(change: Change) -> Change:
-    """A change of what an optimizer's file has for DeepSpeed."""
+    """Return a change of the part of an optimizer's file that DeepSpeed wrote."""
     return lambda value: change(value["optimizer_state_dict"])
 
 
@@ -307,7 +307,7 @@ JUNK: list[Any] = [
 
 
 def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every container in a value, with a key of it."""
+    """Yield every container inside a value, once with each of its keys."""
     if isinstance(value, (dict, list)):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield value, key

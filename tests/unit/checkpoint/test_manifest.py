@@ -168,7 +168,7 @@ def edited_flat(**values: Any) -> dict[str, Any]:
         edited_row("padded", 7),
         {"rows": manifest().rows[:0]},
         {"sums": manifest().sums[:0]},
-        # the last took a look at a billion names
+        # the last one made the reader examine a billion names
         *({"world": value} for value in (0, -1, "2", 10**9)),
         {"step": None},
         {"files": ()},

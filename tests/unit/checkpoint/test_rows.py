@@ -1,4 +1,4 @@
-"""Rows of a durable run come back from their two parts, and damage of either is told."""
+"""Rows of a durable run are restored from their two parts, and damage of either is reported."""
 
 from __future__ import annotations
 

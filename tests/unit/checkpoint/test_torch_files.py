@@ -190,7 +190,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path, descriptors: Descript
     big_endian = forged(tmp_path / "big.pt", 1)
     with zipfile.ZipFile(big_endian, "a") as archive:
         archive.writestr("archive/byteorder", b"big")
-    # An index of the memo for which the C unpickler makes room.
+    # An index of the memo for which the C unpickler would allocate memory.
     greedy = tmp_path / "greedy.pt"
     with zipfile.ZipFile(greedy, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02Nr\xff\xff\xff\x7f.")
@@ -240,7 +240,7 @@ def test_damage_is_an_error_or_nothing(
             file = TorchFile(path, descriptors)
             file.check()
             found = file.plain(file.root)
-        # A byte that nobody reads: padding, a time, a version.
+        # A byte that no reader uses: padding, a time, a version.
         assert found.keys() == values.keys()
         assert found["b"] == values["b"]
         assert torch.equal(found["a"], values["a"])

@@ -92,7 +92,7 @@ class Tags(html.parser.HTMLParser):
         self.attributes: set[str] = set()
         self.inside = ""
         self.texts: list[str] = []
-        # Without the 5 MB of plotly.js, in which this would look for seconds.
+        # Without the 5 MB of plotly.js, which would take seconds to parse.
         self.feed(text.replace(get_plotlyjs(), ""))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -153,7 +153,7 @@ def test_training_writes_the_page_and_the_command_writes_it_again(trained: Path)
     again = (trained / "again.html").read_text()
     assert "rated for 1200 terabytes" in again
     assert "until 1,200 TB" in again or "until 1200 TB" in again
-    # It asks for nothing, so what it needs is in it.
+    # The page requests nothing, so it must contain all that it needs.
     tags = Tags(again)
     assert tags.tags["link"] == 1  # the icon, which is empty
     assert not tags.attributes & {"src", "onerror", "onload"}
@@ -175,7 +175,7 @@ def test_texts_of_files_are_texts(tmp_path: Path) -> None:
         assert not found.tags[tag], tag
     charts = sum(len(each.charts) for each in sections([read_run(directory), read_run(plain)]))
     plotted = sum(len(each.charts) for each in sections([read_run(plain), read_run(plain)]))
-    # One for each chart, and plotly.js.
+    # One script for each chart, and plotly.js.
     assert found.tags["script"] - charts == plain_page.tags["script"] - plotted
     assert "<script>alert" not in text
     assert "onerror" not in found.attributes
@@ -271,7 +271,7 @@ def test_losses_that_are_no_numbers_or_huge_have_a_place(tmp_path: Path) -> None
     assert list(charts["NaN or infinite"].x) == [2, 4, 5, 6]
     status, shown = report(tmp_path)
     assert status == 0, shown
-    # Of a run that loses its way late the rest is seen: the axis is logarithmic.
+    # If the loss explodes late, the earlier values stay visible: the axis is logarithmic.
     rows = [step_row(step, loss=loss) for step, loss in enumerate([2.0, 1.0, 1e30], 1)]
     found = sections([read_run(write_run(tmp_path, run_row(), *rows))])
     (chart,) = next(each.charts for each in found if each.title == "Loss")
@@ -293,7 +293,7 @@ WRITING = {"path": "/mnt/a", "bytes_read": 0.0, "bytes_written": 3e11}
 def test_wear_is_that_of_the_drives(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path, run_row(), step_row(1), step_row(2)))
     (section,) = [each for each in sections([run], 864.0) if each.title == "Wear"]
-    # Four seconds say nothing of a day.
+    # Four seconds are too few to extrapolate to days.
     short = ("/mnt/a", "3.7 GiB", "1.9 GiB", "the run is too short", "-")
     assert section.table[1][1:] == short
     assert "extrapolated to days if its steps took 10 min or more" in section.about
@@ -390,7 +390,7 @@ def test_a_series_of_any_length_has_few_points_and_keeps_its_means(count: int) -
 
 
 def test_ten_times_the_steps_take_ten_times_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted as joined points, of which thinning has no other work."""
+    """The work is counted as joined points: thinning does nothing else."""
     joined = 0
     join = run_history.Point.join
 
@@ -459,7 +459,8 @@ def test_schedule_and_speed_have_curves(tmp_path: Path) -> None:
     assert list(charts["lr"]["learning rate"].y) == [0.1, 0.2, 0.3]
     assert list(charts["norm"]["gradient norm, before clipping"].y) == [1.5, None, None]
     assert list(charts["speed"]["tokens/s"].y) == [50.0] * 3
-    # The drives need 3 / 4 + 2 / 2 s for what they moved, compute 1 s, of 2 s.
+    # A step takes 2 s. Its limit is 3 / 4 + 2 / 2 s, which the drives need for its bytes; compute
+    # needs only 1 s.
     assert list(charts["eta"]["η"].y) == [1.75 / 2] * 3
     bare = charts_of(write_run(tmp_path, run_row(bandwidth=None), step_row(1)))
     assert not {"lr", "norm", "speed", "eta"} & bare.keys()
@@ -536,7 +537,8 @@ def test_a_page_is_written_again_until_its_run_has_ended(
     monkeypatch.setattr(watching.time, "sleep", sleeping)
     status, shown = report(run, "--watch", "--every", "5")
     assert status == 0, shown
-    # None before the first step; the last page stays.
+    # There is no page before the first step; pages reload while the run continues; the last does
+    # not.
     assert told == [None, True, True]
     assert "location.reload" not in page.read_text().replace(get_plotlyjs(), "")
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "report.html"}

@@ -1,4 +1,4 @@
-"""`infinity train --lora`: an adapter trains, its file loads by PEFT, and a killed run goes on."""
+"""`infinity train --lora`: an adapter trains, PEFT loads its file, and a killed run resumes."""
 
 from __future__ import annotations
 

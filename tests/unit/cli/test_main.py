@@ -204,7 +204,7 @@ def test_a_pipe_that_is_named_for_a_result_is_written_to_and_stays(odd: Path) ->
 
 
 def test_real_output_that_is_full_or_closed_or_in_ascii(odd: Path) -> None:
-    """In a process of its own, of which the interpreter flushes what is left."""
+    """In a separate process, whose interpreter flushes the rest at its exit."""
     command = f"{sys.executable} -m infinity.bench --dir none"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
     found = []

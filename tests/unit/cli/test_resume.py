@@ -1,4 +1,4 @@
-"""`infinity train` that is killed, and goes on."""
+"""`infinity train` that is killed, and resumes."""
 
 from __future__ import annotations
 
@@ -247,8 +247,8 @@ def train_and_lose(
     calls: Sequence[int],
     section: int,
 ) -> tuple[int, str, list[int]]:
-    """Train, and let no read get a section of a chunk any more, as it lies when a part of the
-    command begins for the so manieth time. Returns status, output, and the calls that were struck.
+    """Train. When one of these calls of a part of the command begins, make the present place of a
+    section of a chunk unreadable. Returns status, output, and the numbers of the calls that did so.
     """
     count, struck = 0, list[int]()
     original = getattr(*part)
@@ -261,7 +261,7 @@ def train_and_lose(
             (handle,) = engine._OPEN
             # Nothing is pending: the place is that of the last step.
             handle.flush()
-            # No unit that a pass before has read ahead.
+            # A unit that the pass before has not read ahead.
             place = place_in(handle, section, unit=3)
             start, stop = place.offset, place.offset + 4096
             fault = Fault("read", 0, persistent=True, start=start, stop=stop)
@@ -277,9 +277,8 @@ ENDS = {
     "text": ((command._Run, "_continue"), [2]),
     "export": ((command.hf_model, "save_pretrained"), [1]),
 }
-"""Parts of the command that come after steps, and their calls that come after the third and last.
-One that a fault met is called again.
-"""
+"""Parts of the command that run after steps, and the calls that follow the third and the last step.
+A part that raises a fault is called again."""
 
 
 @pytest.mark.parametrize("part", ENDS)
@@ -296,8 +295,8 @@ def test_a_fault_after_the_last_step_takes_it_again(
 
 
 def wait_for_saves(monkeypatch: pytest.MonkeyPatch, *, good_again: bool = False) -> None:
-    """Let each save end before training goes on: in a longer pass it has read all before the next
-    step writes. good_again: nothing fails any more then."""
+    """Let each save end before training continues: a save of a longer pass has read all states
+    before the next step writes. good_again: no request fails after the save."""
     begin = command._Run._begin_save
 
     def ended(run: Any, step: int) -> None:
@@ -382,12 +381,12 @@ def no_memory_is_left() -> Iterator[None]:
 def saves_fail(
     monkeypatch: pytest.MonkeyPatch, calls: Collection[int], fault: Any
 ) -> list[tuple[int, int]]:
-    """Let saves of the command fail that begin for the so manieth time. Returns a list to which
-    each adds its number and its step."""
+    """Let these saves of the command fail, counted from 1. Returns a list to which each save adds
+    its number and its step."""
     begin, begun = command._Run._begin_save, list[tuple[int, int]]()
 
     def ended(run: Any, step: int) -> None:
-        # What is committed now is not the save's.
+        # No update may be pending: the fault must strike the save alone.
         run.handle.flush()
         begun.append((len(begun) + 1, step))
         with fault(run) if len(begun) in calls else contextlib.nullcontext():
@@ -400,7 +399,7 @@ def saves_fail(
 
 
 def end_again(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Let the end meet a fault, in the so manieth sample of the text."""
+    """Let the end of the run meet a fault, in the `call`th sample of the text."""
     original, count = command._Run._continue, itertools.count(1)
 
     def met(run: Any) -> str:
@@ -531,7 +530,7 @@ def test_a_durable_run_that_had_ended_makes_up_for_its_last_save_and_keeps_its_r
         assert begun == [(1, STEPS)]
         assert newest_generation(out / "checkpoint")[0].step == STEPS
     is_whole(place, out)
-    # It is one to go on from.
+    # A run can resume from it.
     shutil.rmtree(tmp_path / "drive" / "infinity-run")
     status, shown = train([*arguments, "--resume"])
     assert status == 0, shown
@@ -914,7 +913,7 @@ def test_a_run_that_signals_stop_again_and_again_has_the_same_bits(
 
 
 def signalled(patch: pytest.MonkeyPatch, part: tuple[Any, str], call: int, *numbers: int) -> None:
-    """Let signals come when a part of the command begins for the so manieth time."""
+    """Send signals when the `call`th call of a part of the command begins."""
     original, count = getattr(*part), itertools.count(1)
 
     def called(*given: Any, **more: Any) -> Any:

@@ -41,8 +41,8 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def _drives_are_measured_once() -> Iterator[None]:
-    """Each run would take seconds for it; what it tells is the same, and the first run of the
-    module does it as ever."""
+    """A measurement takes seconds: the first run of the module makes it, and the others use its
+    result."""
     found: list[Any] = []
 
     def measured(task: Any) -> Any:
@@ -374,8 +374,8 @@ def test_tiles_of_experts_change_no_loss_and_the_trained_model_is_whole(
 def test_gradients_spill_past_the_memory_that_is_given(
     model_directory: Path, text: Path, tmp_path: Path
 ) -> None:
-    # Deep enough for gradients to be more than what spilling them takes; and no state rests in RAM
-    # for having room there, or all of a model as small as this would, and its gradients with them.
+    # Deep enough that the gradients are larger than the memory that spilling them needs. No state
+    # may rest in RAM only because it fits: all of such a small model would, and its gradients, too.
     place = ["--resident", "params=0.0", "--resident", "optim=0.0", *on_nvme(tmp_path / "swap")]
     deep = shutil.copytree(model_directory, tmp_path / "deep")
     config = transformers.AutoConfig.from_pretrained(deep)

@@ -81,7 +81,8 @@ class World:
 
     def _launch_turn(self, number: int, rank: Rank) -> Callable[[], object] | None:
         if number == 0 or self.chooses:
-            # Rank 0 goes on once all have launched what it named before: they agree each time.
+            # Rank 0 continues once all have launched the collective that it named before: they
+            # agree each time.
             if not self.chooses and any(
                 len(other.launched) < len(self.named) for other in self.ranks
             ):

@@ -30,7 +30,8 @@ class Exchange:
 
 @pytest.fixture
 def comm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Comm]:
-    """A communicator of two ranks without communication streams, whose watchdog watches nobody."""
+    """A communicator of two ranks without communication streams, whose watchdog watches no process.
+    """
     found = Comm(Topology.of(0, 2, 2))
     found.watchdog = Watchdog(Topology.alone(), None, timeout_s=1.0, name="stuck")
     yield found

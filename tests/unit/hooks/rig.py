@@ -128,7 +128,7 @@ class RamUnsharder:
         self.events.append("backward_end")
 
     def broke(self, where: str, error: BaseException) -> None:
-        """Nobody else is there."""
+        """Do nothing: there are no other ranks to notify."""
 
     def reset(self) -> None:
         self.events.append("reset")

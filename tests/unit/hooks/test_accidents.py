@@ -1,4 +1,4 @@
-"""Exceptions and interrupts in forward and backward leave a state that goes on."""
+"""After exceptions and interrupts in forward and backward training can continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boundaries come back on the device that they left."""
+"""Boundary activations are restored on the device from which they were offloaded."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def test_without_memory_to_measure_the_first_configuration_runs_once(
     tuner = add._tuner()
     assert not tuner.cache
     assert tuner.nargs is None
-    # Another shape is measured as ever: the smaller block takes 8 of 16.
+    # Another shape is measured as usual: the smaller block takes 8 of 16.
     runs = -1
     run(2)
     assert out.tolist() == [3.0] * 16

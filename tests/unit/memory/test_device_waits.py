@@ -22,8 +22,8 @@ WAITS_MAX = 100
 
 
 class Hanging:
-    """A ticket that is never filled. It asks `check` as a real one does in each slice of its wait;
-    a wait that asks nobody, or goes on after the answer, fails the test."""
+    """A ticket that is never filled. It calls `check` as a real one does in each slice of its wait;
+    a wait without `check`, or one that continues after `check` raised, fails the test."""
 
     done = filled = failed = False
 

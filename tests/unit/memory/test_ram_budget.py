@@ -203,7 +203,7 @@ def test_resident_is_added_to_the_least_and_refused_where_it_does_not_fit() -> N
     with pytest.raises(BudgetError, match="resident states"):
         plan_placement(needs, plain.min_bytes, resident={"optim": 0.5})
     roomy = plan_placement(needs, 1 << 30, resident={"optim": 0.0})
-    # hi went in, the rest was told to stay out
+    # hi is in RAM; the policy excludes the other sections
     assert roomy.resident_bytes == 4 * needs[0].layout.shard_numel * 2
     none = plan_placement(needs, 1 << 30, resident={"optim": 0.0, "params": 0.0})
     assert none.resident_bytes == 0
@@ -214,7 +214,7 @@ def test_parameters_go_first_and_the_rest_of_a_chunk_stays_one_run() -> None:
     least = plan_placement(needs, None)
     plan = plan_placement(needs, least.min_bytes + 4 * 4_000_000 * 2 + 5_000_000 * 4)
     assert all(not mask & 1 for row in plan.nvme_masks for mask in row)  # hi of every chunk
-    # of others all or nothing
+    # of the other sections all or none
     assert {mask for row in plan.nvme_masks for mask in row} == {0b1110, 0}
 
 

@@ -201,7 +201,7 @@ def test_reading_ahead_betters_the_deferred_limit_until_one_side_is_full() -> No
     base = {"states_s": 3.0, "rest_io_s": 0.2, "first_forward_s": 0.5, "rest_s": 1.2}
     assert deferred_s(**base) == pytest.approx(4.2)
     assert deferred_s(**base, movable_s=0.4) == pytest.approx(3.8)
-    assert deferred_s(**base, movable_s=1.0) == pytest.approx(3.2)  # the rest has no more room
+    assert deferred_s(**base, movable_s=1.0) == pytest.approx(3.2)  # the rest can hide no more
     assert deferred_s(**base, movable_s=9.0) == pytest.approx(3.2)
     assert deferred_s(
         states_s=0.6, rest_io_s=0.0, first_forward_s=0.5, rest_s=1.0, movable_s=9.0

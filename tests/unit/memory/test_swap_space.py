@@ -113,7 +113,7 @@ def test_a_place_that_was_exchanged_twice_is_given_back_by_its_first_name(tmp_pa
     space.exchange(first, second)
     space.exchange(second, third)
     space.free(first)
-    # The two that refused a write are nobody's.
+    # The two places that refused a write are not given back.
     assert space.reserve([MIB] * 2) == [third, SwapExtent(0, 3 * MIB, MIB)]
     space.close()
 
@@ -204,7 +204,7 @@ def test_at_once_files_grow_together_after_room_was_asked(tmp_path):
         assert space.size_bytes == 2 * MIB
     assert asked == [(space.files, [4 * MIB, 3 * MIB], 2 * MIB)]
     assert [os.fstat(file.fd).st_size for file in space.files] == [5 * MIB, 4 * MIB]
-    space.reserve([MIB])  # outside nobody is asked
+    space.reserve([MIB])  # outside of the block the check is not called
     assert len(asked) == 1
     with space.grow_together():
         pass

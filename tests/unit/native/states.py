@@ -140,8 +140,8 @@ def random_states(
 
 
 def assert_same_bits(actual: list[Array], expected: list[Array]) -> None:
-    """Equal bit for bit, except that any NaN equals any NaN in fp32 sections (its payload is
-    nobody's value)."""
+    """Equal bit for bit, except that any NaN equals any NaN in fp32 sections (its payload has no
+    meaning)."""
     for section, (left, right) in enumerate(zip(actual, expected, strict=True)):
         differs = left.view(f"u{left.itemsize}") != right.view(f"u{right.itemsize}")
         if left.dtype == np.float32:

@@ -279,7 +279,7 @@ def test_a_mismatch_leaves_resident_sections_and_the_target_untouched(
         assert chunk.sections[section].tobytes() == before[section].tobytes()
     assert chunk.sums.tobytes() == sums.tobytes()
     assert not out.any()
-    # As the executor goes on: the sections of the run are read again, and the pass is made anew.
+    # As the executor does: it reads the sections of the run again, and repeats the pass.
     for section in (1, 2):
         chunk.sections[section][:] = before[section]
     assert chunk.update(segs, hypers, out=out, undo=undo) == OK

@@ -237,7 +237,7 @@ def test_experts_that_are_stored_apart_are_fused(tmp_path: Path) -> None:
 
 
 class Lost(nn.Module):
-    """A buffer that no checkpoint has and nobody recomputes."""
+    """A buffer that no checkpoint has, and that no code recomputes."""
 
     def __init__(self) -> None:
         super().__init__()

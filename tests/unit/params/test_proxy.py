@@ -402,7 +402,8 @@ def test_more_scalings_than_the_kernels_replay_raise() -> None:
         params[1].grad *= 0.5
     log = list(accumulators[1].log)
     with pytest.raises(RuntimeError, match="scaled or clamped more than"):
-        params[1].grad.clamp_(-1.0, 1.0)  # the bounds are two, and there is room for one
+        # two bounds are two entries, and the log has space for one
+        params[1].grad.clamp_(-1.0, 1.0)
     assert accumulators[1].log == log
 
 
@@ -419,8 +420,8 @@ def test_stand_ins_and_ordinary_gradients_clip_together() -> None:
 
 
 def test_norms_over_ranks_take_one_reduction_for_all_parameters() -> None:
-    """Two books stand for two ranks, each with half of every gradient; the second one gathers what
-    both said."""
+    """Two registries stand for two ranks, each with half of every gradient; the second combines the
+    sums of both."""
     torch.manual_seed(1)
     grads = [torch.randn(64).bfloat16() for _ in range(5)]
     said: list[list[float]] = []

@@ -65,8 +65,7 @@ class Job:
 
 @dataclasses.dataclass
 class Drive:
-    """Stands for `StateStore`: the gradient section of every flat, in memory that nobody else
-    sees."""
+    """Stands for `StateStore`: the gradient section of every flat, in separate memory."""
 
     sections: dict[Flat, torch.Tensor] = dataclasses.field(default_factory=dict)
     queue: list[Job] = dataclasses.field(default_factory=list)
@@ -286,7 +285,7 @@ def test_what_moves_is_counted_and_so_is_what_the_update_reads(micro_batches: in
             model.do("backward", 0, 1)
         # a flat is one chunk, of whole blocks
         assert drive.grads_written_bytes == drive.stored * 4096
-        for _ in range(2):  # who steps asks twice, and the update reads once
+        for _ in range(2):  # a step flushes twice, and the update reads once
             model.grads.flush_spilled()
         assert (drive.stored, drive.fetched) == (
             6 * step * micro_batches,
@@ -296,7 +295,7 @@ def test_what_moves_is_counted_and_so_is_what_the_update_reads(micro_batches: in
         assert drive.grads_read_bytes == (drive.fetched + 6 * step) * 4096
         model.do("clear", 0, 0)
     model.do("backward", 0, 1)
-    model.do("clear", 0, 0)  # and no step: nobody reads them
+    model.do("clear", 0, 0)  # and no step: no update reads them
     model.grads.flush_spilled()
     assert drive.grads_read_bytes == (drive.fetched + 12) * 4096
 

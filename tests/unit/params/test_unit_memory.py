@@ -1,4 +1,4 @@
-"""Memory of a unit on the device: where it is short, and where several streams use it."""
+"""A unit's memory on the device: gathers without enough memory, and use by several streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class Place(Device):
-    """A device that notes what becomes of memory; `here`: the current compute stream."""
+    """A device that records what happens to memory; `here`: the current compute stream."""
 
     def __init__(self, driver: Any = None) -> None:
         self.here = 0
@@ -108,7 +108,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 
 
 def with_room_for_all(model: nn.Module) -> tuple[list[Unit], Unsharder]:
-    """Let all units of the model be gathered at once, as far as the books go."""
+    """Let all units of the model be gathered at once, as far as the engine's bound decides."""
     units, unsharder = units_of(model), inf.handle(model).unsharder
     unsharder.gathered_bytes_max = sum(unit.size_bytes for unit in units)
     return units, unsharder
@@ -176,7 +176,7 @@ def test_units_that_stay_for_the_next_slice_give_way_where_there_is_no_room(
     allocator = Allocator(monkeypatch, place)
 
     def short(number: int) -> None:
-        # In the first slice the last layer finds no room, and one of the others goes.
+        # In the first slice the allocation for the last layer fails, and another unit is evicted.
         if number == 2 and units[2].state is SHARDED and not caplog.records:
             allocator.failures = 4
 
@@ -186,7 +186,7 @@ def test_units_that_stay_for_the_next_slice_give_way_where_there_is_no_room(
     assert torch.equal(model(x), expected)
     assert "to keep units gathered from slice to slice" in caplog.text
     assert len(caplog.records) == 1
-    # Five demands of two slices that find nothing kept, besides that of each layer.
+    # No layer stays gathered from then on: each of three slices demands each of three layers.
     assert inf.handle(model).stats().demands - before == 9
     block.before = lambda number: None
     model(x).sum().backward()
@@ -210,10 +210,10 @@ def test_a_gather_that_finds_no_room_takes_that_of_idle_units(
             "evict",
             lambda unit, device=None: (evicted.append(unit), evict(unit, device)),
         )
-        # Two each for the first try and for the one after the first eviction.
+        # Two failures for the first attempt, and two for the attempt after the first eviction.
         allocator.failures = 4
         assert torch.equal(step(model), expected)
-        # The unit itself is in the books by then, and must not be taken for idle.
+        # The unit itself is registered as gathered by then, and must not be evicted as idle.
         assert evicted == [units[2], units[1]]
 
 
@@ -248,7 +248,7 @@ def test_a_prefetch_that_finds_no_room_waits_for_the_demand_and_is_told_once(
 def test_a_pass_in_which_a_prefetch_found_no_room_prefetches_no_more(
     model: Stack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A try costs the device a wait, and the next one would find as little."""
+    """A failed attempt makes the device wait, and the next one would fail as well."""
     units, unsharder = with_room_for_all(model)
     with torch.no_grad():
         step(model)
@@ -259,7 +259,7 @@ def test_a_pass_in_which_a_prefetch_found_no_room_prefetches_no_more(
         place.events.clear()
 
         def before(number: int) -> None:
-            # The demand of layers.0 has its memory by then, and its prefetches are to come.
+            # By then layers.0 has its memory, and its prefetches follow.
             if number == 0:
                 unsharder.invalidate(units[0])
 
@@ -276,8 +276,8 @@ def test_a_pass_in_which_a_prefetch_found_no_room_prefetches_no_more(
         monkeypatch.setattr(unsharder, "prefetch_ahead", ahead)
         assert torch.equal(step(model), expected)
         assert states[0][1:] == [SHARDED, SHARDED]
-        assert states[1][2] is SHARDED, "the next one tries no more"
-        assert "free_cache" not in place.events, "nobody wants the unit yet"
+        assert states[1][2] is SHARDED, "the next prefetch is not attempted"
+        assert "free_cache" not in place.events, "no demand waits for the unit yet"
         assert torch.equal(step(model), expected)
         assert unsharder._prefetches
 
@@ -321,7 +321,7 @@ def test_whatever_breaks_an_allocation_off_no_flat_keeps_memory(
 def test_flats_of_a_unit_that_found_no_room_keep_no_memory(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first flat has memory when the second finds none."""
+    """The allocation of the second flat fails when the first has its memory."""
     model = nn.Sequential(nn.Linear(16, 16))
     model[0].bias.requires_grad_(False)
     offload(model, inf.Policy(nvme=tmp_path, params="nvme", optim="nvme"))
@@ -370,7 +370,7 @@ def test_one_stream_needs_no_notes(model: Stack, place: Place) -> None:
 def test_a_unit_used_under_another_stream_is_noted_with_that_stream(
     model: Stack, place: Place
 ) -> None:
-    """A layer of the model runs beside the others; its unit is evicted under the first stream."""
+    """One layer of the model runs on another stream; its unit is evicted under the first stream."""
     unit = units_of(model)[1]
     used: list[int] = []
 

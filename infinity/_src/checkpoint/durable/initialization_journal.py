@@ -84,7 +84,7 @@ class InitializationJournal:
         self.close()
         self.head, self.started, self._written = head, None, {}
         self._pending.clear()
-        # Those were the sizes of the old journal; the new file is empty.
+        # The sizes so far are those of the old journal; the new file is empty.
         self._head_bytes = self._whole_bytes = 0
         record = _packed(_HEAD, json.dumps(head).encode())
         with typed_errors(self._path, "write", len(record)):
