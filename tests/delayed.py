@@ -1,4 +1,4 @@
-"""The plain loop whose parameters lag one update behind: what update="delayed" is held against."""
+"""The plain loop whose parameters lag one update behind: the reference of update="delayed"."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Made-up statistics of an executor: drives with the windows and bytes that a test wants, and
-nothing else."""
+"""Statistics of an executor as a test wants them: only drives with the given windows and bytes."""
 
 from __future__ import annotations
 

@@ -281,14 +281,14 @@ def test_backward_reads_and_stores_what_one_micro_batch_does(
     )
     chosen = policy(tmp_path, update="backward")
     looped, alone, ours = (harness.offloaded(each, chosen).stats for each in (loop, one, together))
-    # Bytes of all parameters as they rest, which each further forward reads; and a block that stays
-    # between two passes of one micro-batch.
+    # The bytes of all parameters at rest, which each further forward reads; and a block that stays
+    # gathered between two passes of one micro-batch.
     forward = looped.grad_bytes
     most = alone.bytes_read + 3 * loop.steps * forward + forward // 4
     assert ours.bytes_read <= most < looped.bytes_read
     assert ours.bytes_written == alone.bytes_written
     assert ours.grad_bytes == 0 < forward
-    # The next forward's first unit is read ahead, where the schedule knows that one comes.
+    # The next forward's first unit is read ahead, if the schedule expects one.
     assert ours.demand_reads <= looped.demand_reads + 1
 
 
@@ -325,7 +325,7 @@ def test_inputs_of_blocks_rest_on_nvme_and_come_back_in_order(
     figures = result.stats.activations
     boundary = 2 * 12 * 32 * 2
     assert figures.stored_bytes >= training.steps * 4 * 5 * boundary
-    # What is held, what is on its way, and two calls ahead: not two for each micro-batch.
+    # Calls that stay, calls in flight, and two calls ahead: not two for each micro-batch.
     assert figures.held_bytes_peak <= 8 * boundary
 
 
@@ -375,7 +375,7 @@ def test_micro_batches_with_other_blocks_run_one_after_the_other_and_say_so_once
 def test_passes_without_gradients_are_no_part_of_the_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A reference model, rewards: as many of them as a micro-batch wants."""
+    """Forwards without gradients (a reference model, rewards): any number in each micro-batch."""
 
     def loss_of(model: nn.Module, batch: models.Batch) -> torch.Tensor:
         with torch.no_grad():

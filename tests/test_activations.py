@@ -41,8 +41,8 @@ def policy(directory: Path, **values: Any) -> inf.Policy:
 
 
 class SharedBlocks(nn.Module):
-    """One block applied again and again, as in ALBERT, and another beside it, each behind torch's
-    own checkpoint."""
+    """One block applied several times, as in ALBERT, and another one, each behind torch's own
+    checkpoint."""
 
     def __init__(self, hidden: int = 32, reentrant: bool = False) -> None:
         super().__init__()

@@ -128,7 +128,7 @@ def test_a_forward_without_gradients_keeps_no_copies(casts: Casts, tmp_path: Pat
 
 
 def test_without_checkpoints_autograd_alone_keeps_the_copies(casts: Casts, tmp_path: Path) -> None:
-    """The remainder that docs/guide-gpu.md tells of."""
+    """The remainder that docs/guide-gpu.md describes."""
     model = stack(casts, tmp_path, reentrant=None)
     with torch.autocast("cpu", torch.bfloat16):
         loss = run(model, casts).float().sum()

@@ -309,7 +309,7 @@ def test_the_engines_optimizer_refuses_parameters_that_are_not_offloaded() -> No
 
 
 class Copied(nn.Module):
-    """A model whose parameters are copied when they are asked for, as a GPU's are later."""
+    """A model whose parameters are copied on access, as those of a GPU are later."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

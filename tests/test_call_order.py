@@ -177,8 +177,8 @@ def aborted(loop: Loop) -> None:
 
 
 def undone(loop: Loop) -> None:
-    """A step whose update is said to have failed; with two generations it is undone, and training
-    goes on."""
+    """A step whose update is reported as failed; with two generations it is undone, and training
+    continues."""
     loop.micro(0, "whole")
     loop.step(1e6)
     loop.micro(1, "whole")

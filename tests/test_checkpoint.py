@@ -99,7 +99,7 @@ def round_trip(
     with Run(training, chosen) as run:
         run.train(0, AT)
         save = run.save(directory)
-        losses = run.train(AT, STEPS)  # beside the save
+        losses = run.train(AT, STEPS)  # during the save
         save.wait()
         states = run.everything()
     with Run(training, later or chosen) as fresh:

@@ -43,7 +43,7 @@ def values_of(dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
 
 
 class Holder(nn.Module):
-    """A linear that learns, and tensors of these dtypes beside it."""
+    """A linear that learns, and further tensors of these dtypes."""
 
     def __init__(self, kinds: list[torch.dtype], seed: int, *, as_params: bool = False) -> None:
         super().__init__()

@@ -354,7 +354,7 @@ def test_checkpoints_of_a_run_and_into_one(tmp_path: Path, wanted: tuple[str, ..
     step(model, optimizer, 1, 0)
     save.wait()
     step(model, optimizer, 2, 0)
-    assert inf.restore(model, optimizer, saved).step == 1  # into the run that goes on
+    assert inf.restore(model, optimizer, saved).step == 1  # into the run that continues
     assert digest(model) == wanted[1]
     die(model)
     assert live(tmp_path / "run") == 1

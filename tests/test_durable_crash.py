@@ -1,4 +1,4 @@
-"""SIGKILL at random moments: a durable run goes on at the last or the last but one step, a save
+"""SIGKILL at random moments: a durable run resumes at the last or the last but one step, a save
 leaves the checkpoint before."""
 
 from __future__ import annotations

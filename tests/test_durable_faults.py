@@ -156,8 +156,8 @@ def test_states_stay_when_the_first_commit_is_interrupted(tmp_path: Path) -> Non
 def test_no_room_beside_a_checkpoint(
     tmp_path: Path, wanted: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without space besides a checkpoint's places no step writes to those, whether a commit is due
-    or not."""
+    """Without space for more than a checkpoint's places no step writes to these places, whether a
+    commit is due or not."""
     model, optimizer = made(tmp_path / "run", durable_every=2)
     for index in range(2):
         step(model, optimizer, index, 0)

@@ -447,7 +447,7 @@ def test_whole_stacks_are_in_the_memory_of_a_fill_until_their_last_tile() -> Non
     values = nn.Sequential(Net(), Net(8)).state_dict()
     with torch.device("meta"):
         net = nn.Sequential(*(inf.tile_experts(Net(*size), experts=5) for size in ((), (8,))))
-    # Of the larger layer: those of two layers are never there together.
+    # The larger layer decides: the stacks of two layers are never in memory together.
     stacks = sum(values[f"0.experts.{name}"].nbytes for name in ("gate_up_proj", "down_proj"))
     sources: list[Any] = [Reusing(values), lambda name, out: out.copy_(values[name])]
     for load in (*sources, types.MappingProxyType(values)):

@@ -1,5 +1,5 @@
-"""inf.save(frozen=False): a checkpoint of what is trained alone, restored beside the frozen values
-that a model has."""
+"""inf.save(frozen=False): a checkpoint of the trained parameters only, restored into a model that
+has the frozen values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_training_of_adapters_goes_on_bit_for_bit(tier: str, state: str, tmp_pat
     with Run(LORA, chosen) as run:
         run.train(0, AT)
         saved = save(run, tmp_path / "ckpt", frozen=False)
-        losses = run.train(AT, STEPS)  # beside the save
+        losses = run.train(AT, STEPS)  # during the save
         saved.wait()
         states = run.everything()
         whole = save(run, tmp_path / "whole")

@@ -151,8 +151,8 @@ def test_a_backward_inside_an_evaluation_takes_the_parameters_of_its_forward(
 def test_what_was_looked_at_before_an_update_shows_that_update_after_it(
     look: str, tmp_path: Path
 ) -> None:
-    """Also where the step before left the unit alone, so that what training computes with is not
-    older."""
+    """Also if the step before did not update the unit, so that training computes with the same
+    values."""
     model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=0)
     plain, reference = reference_of(LLAMA, warmup=0)
     param = dict(model.named_parameters())[NAME]

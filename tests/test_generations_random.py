@@ -212,7 +212,8 @@ def check(
         ours = Loop(deep, policy, optimizers, Seam(delay_us_max=delay, seed=len(program)))
         found = ours.run(program)
         plain = inf.Policy(params="cpu", optim="cpu")
-        if kind == "spilling":  # no step goes past a backward that broke off while gradients spill
+        # no step is possible after a backward that was aborted while gradients spill
+        if kind == "spilling":
             plain = spilling(place, least_ram(), "deferred")
         object.__setattr__(plain, "on_nonfinite", mode)
         theirs = Loop(deep, plain, optimizers)

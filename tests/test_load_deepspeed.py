@@ -29,7 +29,7 @@ READ = [name for name, case in make.CASES.items() if case.offload != "nvme"]
 
 
 class Coming:
-    """A model and its optimizer, new, to go on with a case."""
+    """A new model and its optimizer, to resume a case."""
 
     def __init__(self, name: str, place: Path, **values: Any) -> None:
         self.case = make.CASES[name]

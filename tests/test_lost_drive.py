@@ -102,7 +102,7 @@ def test_a_lost_drive_ends_the_run_with_one_error(
             except Exception as error:
                 errors.append(error)
         if when == "close":
-            # All was committed, and nothing more is asked of the drives.
+            # All steps are committed, and the drives get no further requests.
             assert all(isinstance(error, DriveLostError) for error in errors)
         else:
             (error,) = {id(error): error for error in errors}.values()

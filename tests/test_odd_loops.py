@@ -1,5 +1,5 @@
-"""Loops out of the ordinary, in each update mode: a backward or a step that breaks off, gradients
-that are assigned, optimizers that do not step, groups that come late."""
+"""Unusual loops, in each update mode: a backward or a step that is aborted, gradients that are
+assigned, optimizers that do not step, groups that are added late."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def test_gradients_that_the_loop_assigns_are_stepped_with(update: str, tmp_path:
 def test_a_loop_that_zeroes_no_gradient_adds_to_those_of_the_steps_before(
     update: str, tmp_path: Path
 ) -> None:
-    """With a delayed update the sum continues in other memory than the update reads."""
+    """With a delayed update the sum continues in other memory than the memory that the update
+    reads."""
     model, (reference, reference_optimizer) = make(tmp_path, update, delayed_warmup=1), plain()
     delayed = Delayed(reference_optimizer, reference, 1 if update == "delayed" else 4)
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)

@@ -359,7 +359,7 @@ def on_two(rank: int, place: Path) -> tuple[int, str, str, int]:
             before = digest(model)
     close(model)
     torch.distributed.barrier()
-    # Of a shard that rank 1 does not read: rank 0 has the whole small model.
+    # Damage a shard that rank 1 does not read: rank 0 has the whole small model.
     if rank == 0:
         newest = max(generations(home(place / "run")))
         damage(home(place / "run"), read_generation(home(place / "run"), newest)[0], 0)

@@ -128,8 +128,8 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 def test_what_is_written_reads_back(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Exact states come back bit for bit; others come back rounded, and what comes back is written
-    and read without change."""
+    """Exact states are read back bit for bit; others are rounded when they are written, and rounded
+    values are read and written without change."""
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
     state = data.draw(st.sampled_from(["exact", "bf16"]))
     place = data.draw(st.sampled_from(PLACEMENTS))
@@ -216,7 +216,7 @@ def test_a_read_that_fails_is_a_typed_error(tmp_path: Path) -> None:
     inf.handle(model).close()
     model, optimizer = begun(Seam(fault=Fault("read", reads, persistent=True)))
     state = inf.handle(model).optimizer_state(next(model.parameters()))
-    assert not state["exp_avg"].any()  # nothing has written it, so that no drive is asked
+    assert not state["exp_avg"].any()  # no update has written it, so it is not read from a drive
     with pytest.raises(AioError, match="errno 5"):
         state["master"]
     del optimizer

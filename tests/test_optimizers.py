@@ -145,7 +145,7 @@ class Normalised(torch.optim.SGD):
 
 
 class NormalisedSoon(Normalised):
-    """In the last step that a class is tried for."""
+    """The same from the last trial step of a class on."""
 
     since = STEPS
 

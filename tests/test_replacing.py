@@ -1,5 +1,5 @@
-"""A new placement while gradients wait: nothing of theirs is lost, and one that fails leaves what
-was in force."""
+"""A new placement while gradients wait: no gradient is lost, and a placement that fails leaves the
+earlier one in use."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def requests_of(handle: Any) -> dict[str, int]:
 
 
 def attempt(handle: Any, result: Placed, place: Any) -> None:
-    """`place`; if a drive fails, what was in force has to be so after that."""
+    """Call `place`; if a drive fails, the earlier placement must still be in use."""
     kept = {param: handle.read(param) for param in handle.parts.split.params}
     before, reserved = handle.parts.tiers.planner.plan, LEDGER._reserved[id(handle)][0]
     begun = requests_of(handle)

@@ -38,7 +38,7 @@ def wanted() -> list[str]:
 
 
 def other_values() -> Any:
-    """A model of other values, so that only what was committed can give back the first ones."""
+    """A model with other values, so that only the commit can restore the first ones."""
     model = Net().bfloat16()
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):

@@ -140,7 +140,7 @@ def test_a_micro_batch_moves_each_gradient_there_and_back(
 @pytest.mark.parametrize("update", ["delayed", "backward"])
 def test_other_update_modes(update: str, tmp_path: Path) -> None:
     training = Training(deep, max_norm=None, no_sync=True)
-    # Without accumulation update="backward" has no gradients, so `least` is told of "deferred".
+    # Without accumulation update="backward" has no gradients, so `least` gets "deferred".
     ram = least(training, **({} if update == "backward" else {"update": update}))
     values: dict[str, Any] = {"update": update, "delayed_warmup": 1}
     spilled = harness.offloaded(training, policy(tmp_path, ram=ram, grads="nvme", **values))
@@ -151,10 +151,10 @@ def test_other_update_modes(update: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_units_of_several_chunks_keep_their_bits_whatever_the_timing(tmp_path: Path) -> None:
-    """As many layers as make spilling pay: slots grow by the section."""
+    """Enough layers that spilling saves memory: slots grow by the section of gradients."""
     wide = Training(functools.partial(models.llama, layers=8, hidden=288), accumulation=3)
     result = run(wide, tmp_path, unit_bytes_max=4 << 20, seam=Seam(delay_us_max=1500, seed=8))
-    # windows change hands
+    # windows are reused
     assert result.stats.spilled_bytes > result.stats.staging_bytes > 3 * 2 * CHUNK_NUMEL
     assert_same(result, harness.reference(wide))
 

@@ -87,7 +87,7 @@ def test_a_refused_gradient_leaves_the_one_that_is_there(tmp_path: Path) -> None
 @pytest.mark.parametrize("way", ["p.grad", "set_full_grad"])
 @pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
 def test_a_gradient_set_before_backward_is_added_to(update: str, way: str, tmp_path: Path) -> None:
-    """Also right after the step before, when `p.grad` still shows what that has taken."""
+    """Also right after a step, when `p.grad` still shows the gradient that the step has taken."""
     model, optimizer, handle = small(
         tmp_path, update, **({"delayed_warmup": 0} if update == "delayed" else {})
     )
@@ -209,8 +209,8 @@ def write(handle: Handle, model: nn.Module, value: torch.Tensor, way: str) -> No
 def test_what_is_written_is_what_the_next_delayed_step_computes_with(
     way: str, place: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """In the warm-up, with an update on its way, right after another write, and when a step leaves
-    its unit alone."""
+    """A write in the warm-up, with an update in flight, right after another write, and when a step
+    does not update the unit."""
     training = Training(models.llama, steps=6, accumulation=1, max_norm=None, dtype=dtype)
     model, optimizer, handle = opened(
         training,

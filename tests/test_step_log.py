@@ -105,7 +105,7 @@ def test_a_line_has_the_figures_of_its_step_and_a_timeline_its_units(tmp_path: P
     for lane in ("gather", "compute", "states", "update", "write"):
         named = {timeline.names[bar.first] for bar in timeline.lanes[lane]}
         assert named <= units, lane
-        # Of a tiny model some lanes may have joined bars, and none has lost all.
+        # In a tiny model some lanes may have joined bars, but no lane is empty.
         assert named
     assert {timeline.names[bar.first] for bar in timeline.lanes["phase"]} == {
         "first forward", "backward", "step",

@@ -238,7 +238,7 @@ def test_a_wheel_trains_in_an_environment_without_a_compiler(tmp_path: Path) -> 
 def test_above_a_clone_that_is_installed_to_edit_the_package_is_imported(tmp_path: Path) -> None:
     """Not a namespace package for the folder of the clone, which has the package's name."""
     tree = copy_of_the_tree(tmp_path / "infinity")
-    # Compiles nothing, quickly: it makes the file that it is asked for.
+    # Compiles nothing, quickly: it creates an empty output file.
     compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
     compiler.chmod(0o755)

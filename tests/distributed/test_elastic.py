@@ -1,6 +1,5 @@
-"""Ranks that die under torchrun: the job comes back by itself, from the last committed step, with
-as many ranks as before or as are left. Parameters are those of a run that was restored by hand.
-"""
+"""Ranks that die under torchrun: the job restarts by itself from the last committed step, with as
+many ranks as before or as remain. Parameters are those of a run that was restored by hand."""
 
 from __future__ import annotations
 

@@ -91,8 +91,8 @@ DEEP = dataclasses.replace(LLAMA, accumulation=3, no_sync=True)
 def test_micro_batches_without_reduction_add_up_in_shards_or_on_their_rank(
     tmp_path: Path, world: int, step: int
 ) -> None:
-    """Numbers depend on the choice between the two. Stage 1 adds up on its rank unless told
-    otherwise."""
+    """Numbers depend on the choice between the two. By default each rank of stage 1 adds up its own
+    micro-batches."""
     unclipped = dataclasses.replace(DEEP, max_norm=None)
     wide = dataclasses.replace(DEEP, grad_dtype=torch.float32)
     cpu, nvme = {"params": "cpu", "optim": "cpu"}, {"params": "nvme", "optim": "nvme", **MIN}

@@ -122,7 +122,7 @@ def test_garbage_at_every_port_changes_no_bit_of_a_training(tmp_path: Path) -> N
 def test_the_engine_has_no_shared_memory_and_gloo_listens_where_the_host_resolves(
     tmp_path: Path,
 ) -> None:
-    """The ports are those of torch: gloo's is at the address of the host's name, or of the
+    """The ports are those of torch: gloo listens at the address of the host's name, or of the
     interface that GLOO_SOCKET_IFNAME names."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:

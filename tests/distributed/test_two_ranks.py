@@ -145,8 +145,8 @@ def test_updates_ahead_of_their_step_on_two_ranks_keep_its_bits_however_it_clips
 
 
 def ahead_of_nothing(rank: int, place: Path) -> Any:
-    """Updates ahead of a step that a gradient of rank 1 forbids, beside a plain loop; then a fault
-    on rank 0, which rank 1 does not know of: no step is undone on one rank only."""
+    """Rank 1 has a gradient that undoes updates ahead of their step; the result equals a plain
+    loop. Then a fault on rank 0 undoes no step, since rank 1 does not know of it."""
     seen = []
     for chosen in (
         PLACEMENTS["cpu"],
@@ -166,7 +166,7 @@ def ahead_of_nothing(rank: int, place: Path) -> Any:
         if handle.policy.generations == 1:
             handle.close()
     handle.flush()
-    # The other ranks hear of the fault at once, also inside the flush above.
+    # The error reaches the other ranks at once, also inside the flush above.
     torch.distributed.barrier()
     handle.pipeline.set_fault(StateInvalid("a drive failed"))
     with pytest.raises((StateInvalid, RankFailed), match="a drive failed"):

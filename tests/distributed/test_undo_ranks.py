@@ -1,5 +1,5 @@
-"""Two generations on several ranks: a fault in an update of some undoes the step on all, and
-training goes on with the bits of a run without the fault."""
+"""Two generations on several ranks: if an update fails on some, the step is undone on all, and
+training continues with the bits of a run without the fault."""
 
 from __future__ import annotations
 
@@ -176,7 +176,8 @@ def check(case: Case, results: list[tuple[Told, Told]]) -> None:
         assert struck.undone == results[0][1].undone
         assert struck.counted == len(struck.undone) == case.times
         if case.how == "read":
-            # In the gather that wants the shard: no loss of the next step is of half-updated units.
+            # The gather that needs the shard raises: no loss of the next step is computed with
+            # half-updated units.
             assert struck.undone == [(STRUCK, False)] * case.times
         for text, cause in zip(struck.texts, struck.causes, strict=True):
             assert (cause != PeerFailed.__name__) == (rank in case.victims), struck
@@ -292,7 +293,7 @@ def test_ranks_agree_once_in_a_step_however_many_units_there_are(
     for blocks in (2, 5):
         two = tuple({**NVME, "update": update}.items())
         (found, _) = on_ranks(Counted(two, blocks), tmp_path / f"two{blocks}", 2)
-        # Of one flag: gradients have a flag for each parameter.
+        # Exchanges of one flag are the agreement; gradients exchange a flag for each parameter.
         assert found["agreement of 1"] == 3
         one = tuple({**NVME, "generations": 1}.items())
         (plain, _) = on_ranks(Counted(one, blocks), tmp_path / f"one{blocks}", 2)
@@ -316,7 +317,7 @@ class Random:
             undisturbed, _ = Case(name, "write", ()).train(rank, place / name, None)
             for index in range(self.count):
                 victims = chance.choice(((0,), (1,), (0, 1)))
-                # Of one rank: a step of it writes some ten times.
+                # Requests of one rank: a step of it writes about ten times.
                 faults = [Fault("write", chance.randrange(5, 60), lasting=True) for _ in range(2)]
                 told, _ = Case(name, "write", victims).train(
                     rank, place / f"{name} {index}", faults[rank], strikes=True

@@ -64,7 +64,7 @@ class Dropped(nn.Module):
 
 
 class Deep(Dropped):
-    """As many blocks as are asked for."""
+    """Makes the given number of blocks."""
 
     def __init__(self, blocks: int) -> None:
         torch.manual_seed(5)

@@ -279,7 +279,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(alive: dict[str, l
         assert failure.rank == 1, failure
         assert "sum, collective 2" in str(failure)
         assert "rank 1" in str(failure)
-        assert left, "the stuck collective was not broken off"
+        assert left, "the stuck collective was not aborted"
         assert sticky
 
 

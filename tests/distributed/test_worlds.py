@@ -1,4 +1,4 @@
-"""One training at several world sizes, and beside torch's DistributedDataParallel."""
+"""One training at several world sizes, compared with torch's DistributedDataParallel."""
 
 from __future__ import annotations
 

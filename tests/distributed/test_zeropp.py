@@ -1,5 +1,5 @@
 """ZeRO++: secondary shards keep every bit; quantized weights and gradients are those of a plain
-model that rounds alike."""
+model that rounds in the same way."""
 
 from __future__ import annotations
 
@@ -351,8 +351,8 @@ class Repeated(Training):
 def gradients_of_rounds(
     rank: int, place: Path
 ) -> dict[bool, tuple[torch.Tensor, torch.Tensor, float]]:
-    """With feedback and without: what came of each rounds' gradient of one weight, the true means,
-    and the largest step of int4."""
+    """Return, with and without feedback: the sum of the reduced gradients of one weight, the sum of
+    the true means, and the largest step of int4."""
     found = {}
     for feedback in (False, True):
         torch.manual_seed(0)
@@ -380,8 +380,8 @@ def gradients_of_rounds(
 
 
 def test_error_feedback_keeps_the_sum_of_gradients_true(tmp_path: Path) -> None:
-    """Without it errors of half a step add up at random; with it only the last round's is missing:
-    half a step, and a little more for what it was added to."""
+    """Without feedback, errors of half a step add up at random. With it only the last round's error
+    remains: half a step, and a little more, because the fed-back error widened the range."""
     for found in on_ranks(gradients_of_rounds, tmp_path / "run", 2):
         (came, true, step), (plain, _, _) = found[True], found[False]
         assert (came - true).abs().max() <= 1.3 * step

@@ -1,5 +1,5 @@
-"""Training for hours on a drive that fails about every minute, beside the plain loop: each loss is
-that of the loop without a drive, bit for bit, and so are the parameters.
+"""Training for hours on a drive that fails about every minute, compared with the plain loop: each
+loss is that of the loop without a drive, bit for bit, and so are the parameters.
 
     python -m tests.endurance.fault_soak --minutes 120
 

@@ -1,5 +1,5 @@
-"""Memory, descriptors, threads, slab and files of a small model after thousands of steps, beside
-those after fifty, in every mode.
+"""Memory, descriptors, threads, slab and files of a small model after thousands of steps, compared
+with those after fifty, in every mode.
 
     python -m tests.endurance.growth --steps 5000
 
@@ -183,8 +183,8 @@ def growth(looks: list[dict[str, int]]) -> dict[str, int]:
 
 def grown(looks: list[dict[str, int]]) -> dict[str, int]:
     """Return what has grown and must not."""
-    # The allocator gives back whole pages. Small blocks that live long come to lie on more of them,
-    # until what was free at the first look is resident: that much, and no more, is no growth.
+    # The allocator returns whole pages only. Small long-lived blocks spread over more pages, until
+    # all memory that was free at the first measurement is resident: so much is no growth.
     free = looks[0]["heap free"]
     slack = {
         "allocated": ALLOCATED_SLACK,

@@ -25,7 +25,7 @@ def too_much(device: torch.device) -> torch.Tensor:
 
 
 def in_forward(model: nn.Module, step: int) -> None:
-    """The last block asks for too much, with other units gathered and on their way."""
+    """The last block allocates too much, while other units are gathered or in flight."""
 
     def ask(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         too_much(next(model.parameters()).device)
@@ -39,7 +39,8 @@ def in_forward(model: nn.Module, step: int) -> None:
 
 
 def in_backward(model: nn.Module, step: int) -> None:
-    """The first block asks for too much in backward, with the gradients of the others taken."""
+    """The first block allocates too much in backward, when the gradients of the others were taken.
+    """
     device = next(model.parameters()).device
 
     def arm(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -94,7 +94,7 @@ def test_gradients_in_fp32_are_read_where_they_are_pinned(
 def test_the_environment_chooses_the_implementation(
     updated_there: str, tmp_path: Path, seen: list[str]
 ) -> None:
-    """With INFINITY_OPS=update=triton this is Triton's update without a word in the code."""
+    """With INFINITY_OPS=update=triton Triton updates, without a change of the code."""
     expected = trained({**EXACT, "update_on": "cpu"}, updated_there, tmp_path)
     harness.assert_same(trained(EXACT, updated_there, tmp_path), expected)
     forced = os.environ.get(choice.VARIABLE, "").rpartition("=")[2]

@@ -126,8 +126,8 @@ def test_a_link_that_goes_down_ends_both_nodes(hosts: Any, tmp_path: Path) -> No
 
 
 def test_one_rank_that_is_killed_is_named_on_both_nodes(hosts: Any, tmp_path: Path) -> None:
-    """torchrun on its node then ends the node's other rank; those of the other node have only what
-    they are told."""
+    """torchrun on the same node then ends its other rank; the ranks of the other node learn of it
+    only by messages."""
 
     def kill_rank_3(processes: list[Any]) -> None:
         namespace = hosts.nodes[1]

@@ -140,7 +140,7 @@ def losses_of(
 
 
 def states(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every bit that training goes on from. Collective."""
+    """Return every bit from which training continues. Collective."""
     handle = inf.handle(model)
     found = {name: value.clone() for name, value in model.state_dict().items()}
     for name, param in model.named_parameters():

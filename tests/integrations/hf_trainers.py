@@ -107,7 +107,7 @@ REFERENCE = {"optimizer_cls_and_kwargs": (Reference, {"lr": 1e-2})}
 
 @dataclasses.dataclass
 class Ended:
-    """State that a run has come to. weights: the model's state dict at its end."""
+    """Results of a run. weights: the model's state dict at its end."""
 
     losses: list[float]
     norms: list[float]

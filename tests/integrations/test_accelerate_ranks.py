@@ -1,4 +1,5 @@
-"""Accelerate on two ranks: the losses of DDP, and checkpoints that two ranks go on from, or one."""
+"""Accelerate on two ranks: the losses of DDP, and checkpoints from which two ranks or one resume.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ def test_an_offloaded_model_trains_beside_one_of_ddp(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Resumed:
-    """Train, save, train; then come back in a fresh model, and train."""
+    """Train, save, train; then restore into a fresh model, and train."""
 
     def __call__(self, rank: int, place: Path) -> tuple[Any, ...]:
         with accelerator(gradient_accumulation_steps=2) as own:

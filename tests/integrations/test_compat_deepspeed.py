@@ -495,7 +495,7 @@ def test_a_group_that_is_added_later_has_the_numbers_of_torchs(
     added = list(engine.module.parameters())[-1]
     own = {"weight_decay": 0.5} if given.get("weight_decay") else {}
     assert engine.optimizer is not None
-    # With settings of its own, and with those of the optimizer alone.
+    # With separate settings, and with those of the optimizer.
     engine.optimizer.add_param_group({"params": [added], **own})
     reference.add_param_group({"params": [their_last], **own})
     assert engine.get_lr() == [1e-2, 1e-2]

@@ -1,5 +1,5 @@
-"""Checkpoints of infinity.compat.deepspeed: tags, the script's own state, a run that goes on bit
-for bit."""
+"""Checkpoints of infinity.compat.deepspeed: tags, the script's own state, and a run that resumes
+bit for bit."""
 
 from __future__ import annotations
 

@@ -64,9 +64,10 @@ def test_the_first_window_begins_before_the_first_step() -> None:
 
 def test_hysteresis_is_used_up_first_and_refilled_by_a_doubling() -> None:
     assert scales(dynamic(8, 2, hysteresis=2), "xxx") == [8, 4, 2]
-    # One overflow is used up, a doubling refills, so the next overflow halves nothing.
+    # The first overflow uses up the hysteresis, a doubling refills it: the next overflow halves
+    # nothing.
     assert scales(dynamic(8, 2, hysteresis=2), "x...xx") == [8, 8, 8, 16, 16, 8]
-    # Without a doubling in between it is not refilled.
+    # Without a doubling in between the hysteresis is not refilled.
     assert scales(dynamic(8, 9, hysteresis=2), "x.x") == [8, 8, 4]
 
 
@@ -80,7 +81,7 @@ def test_an_overflow_at_the_least_scale_raises() -> None:
     assert scales(scaler, "x") == [2]
     with pytest.raises(LossScaleAtMinimum, match=r"min_loss_scale=2\.0"):
         scaler.update_scale(True)
-    # Or stays there.
+    # Without the error the scale stays at its minimum.
     assert scales(DynamicLossScaler(3, 9, 2.0, raise_error_at_min_scale=False), "xx") == [2, 2]
 
 

@@ -139,7 +139,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 def test_two_ranks_are_the_native_path_and_resume(pretrained: Path, tmp_path: Path) -> None:
-    """ZeRO-3 of the documentation, with DeepSpeed's optimizer and schedule. Generation goes on
+    """ZeRO-3 of the documentation, with DeepSpeed's optimizer and schedule. Generation continues
     until both ranks have their tokens."""
     config = without(zero3(), "scheduler")
     saves = {"save_strategy": "steps", "save_steps": 3}

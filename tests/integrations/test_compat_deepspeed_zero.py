@@ -228,7 +228,7 @@ def test_parameters_are_read_and_written_while_they_are_gathered(tmp_path: Path)
     found = values_of(engine.module)
     assert (found["layers.1.weight"] == 2).all()
     assert (found["layers.0.bias"] == 0).all()
-    # Masters, too: the next step goes on from what was written.
+    # Masters, too: the next step continues from what was written.
     assert (access.safe_get_full_fp32_param(weight) == 2).all()
     engine.destroy()
 
@@ -399,7 +399,7 @@ def test_parameters_of_a_configured_leaf_that_were_not_used_have_gradients_of_ze
     engine = built(model, settings)
     assert leaf_modules.get_z3_leaf_modules(engine.module) == [model.routed]
     train(engine, batches(1))
-    # Of AdamW nothing is left but the decay of weights.
+    # All that remains of AdamW's update is the decay of weights.
     name = "routed.experts.1.weight"
     torch.testing.assert_close(values_of(engine.module)[name], before[name] * (1 - 1e-2 * 0.1))
     engine.destroy()

@@ -64,8 +64,8 @@ def train(
     fabric: Fabric, model: Any, optimizer: Any, *, epochs: int = 1, clip: dict[str, Any] | None,
     alike: bool = False,
 ) -> list[float]:  # fmt: skip
-    """A loop of its user's: two micro-batches a step, each rank with rows of its own, or with the
-    same (alike)."""
+    """A user's loop: two micro-batches per step; each rank has different rows, or all have the same
+    (alike)."""
     losses = []
     loader = fabric.setup_dataloaders(batches(), use_distributed_sampler=not alike)
     for _ in range(epochs):
@@ -177,7 +177,7 @@ def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def _whole_and_resumed(fabric_values: dict[str, Any], place: Path) -> None:
-    """A run of three epochs, and one of two that is saved and goes on in a new model."""
+    """A run of three epochs, and a run of two that is saved, and resumed in a new model."""
     clip = {"max_norm": 0.5}
 
     def made(name: str, seed: int = 0) -> tuple[Fabric, Any, Any]:

@@ -231,7 +231,7 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path) -> None:
     kept = saved_each_epoch(tmp_path / "kept")
     offloaded_fit(tmp_path / "b", first, callbacks=[kept], **{**settings, "max_epochs": 2})
     second, path = Module(inf.AdamW, seed=7), tmp_path / "kept" / "epoch=1.ckpt"
-    # What the trainer itself keeps has no tensor of the module: they were never whole in memory.
+    # The trainer's own file has no tensor of the module: the tensors were never whole in memory.
     kept_by_trainer = torch.load(path / "trainer.ckpt", weights_only=True)
     assert kept_by_trainer["state_dict"] == {}
     offloaded_fit(tmp_path / "c", second, ckpt_path=path, **settings)
@@ -554,7 +554,7 @@ def test_no_engine_is_closed_by_an_error(tmp_path: Path) -> None:
 def test_a_device_with_memory_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of the module leaves it in the end of a run."""
+    """At the end of a run no tensor of the module moves to another device."""
     module = Module(inf.AdamW)
     with simulated(monkeypatch, seed=3):
         made = offloaded_fit(tmp_path, module, policy={"params": "device"})

@@ -1,5 +1,5 @@
 """Lightning's Trainer with strategy="infinity" on two ranks: it trains, saves and resumes as with
-strategy="ddp", and goes on from two ranks on one."""
+strategy="ddp", and a run of two ranks resumes on one."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _refusals(rank: int, place: Path) -> list[str]:
             fit("infinity", module, **TWO)
         told.append(str(error.value))
         close(module)
-        # As it is without strategy: each rank with values of its own.
+        # As without a strategy: each rank has different values.
         module = Module(inf.AdamW, offload, seed=rank)
         with pytest.raises(ValueError) as error:
             fit("infinity", module, **TWO)

@@ -734,7 +734,8 @@ def _no_mixed_precision_stays() -> Any:
 
 @pytest.mark.usefixtures("_no_mixed_precision_stays")
 def test_a_loss_scaler(tmp_path: Path) -> None:
-    """Steps that overflow are left out; the scale and its growth come back when a run resumes."""
+    """Steps that overflow are skipped; a resumed run has the scale and its growth of the saved one.
+    """
     changes = {"max_grad_norm": 0.5, "save_strategy": "steps", "save_steps": 4}
     plain = end_of(lost(scaled(tmp_path / "plain", 1024.0, given=REFERENCE, **changes)))
     first = lost(scaled(tmp_path / "a", 1024.0, policy={}, **changes))

@@ -95,8 +95,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 def test_a_reference_adapter_comes_from_the_checkpoint(models: Path, tmp_path: Path) -> None:
-    """The reference does not train, and no file but the checkpoint's has the values that it was
-    copied from: a process that goes on begins with adapters of its own."""
+    """The reference does not train, and only the checkpoint has the values that it was copied from:
+    a resumed process begins with other adapters."""
     saves = {"save_strategy": "steps", "save_steps": SAVED}
     whole = embedded("dpo-adapted", models, tmp_path / "whole", **saves)
     trainer = TASKS["dpo-adapted"].trainer(models, tmp_path / "resumed")

@@ -84,7 +84,7 @@ def test_directions_have_episodes_of_their_own() -> None:
         for t in range(20)
         for reads, speed in speeds.items()
     ]
-    # Writes drop, reads go on as they were, second by second.
+    # Writes drop; reads continue at the same speed, second by second.
     speeds[0.0] = GB
     bad = [
         second(40 + 2 * t + (reads == 0), speed, reads=reads)

@@ -199,7 +199,7 @@ def test_a_step_is_told_phase_by_phase_and_against_its_limits(
     assert terms.step_s == pytest.approx(sum(figures.seconds for figures in terms.phases.values()))
     assert terms.alone is not None  # the last step began after flush()
     assert terms.loop.total_s + sum(f.wait_s for f in terms.phases.values()) <= terms.step_s
-    # What the drives did in all phases is what they did; what is no parameter is a state.
+    # The drives' bytes of all phases add up; bytes that are no parameter are states.
     assert sum(figures.bytes_read for figures in stats.phases.values()) == stats.bytes_read
     setup = stats.bytes_written - sum(figures.bytes_written for figures in stats.phases.values())
     assert 2 * stats.params <= setup < 5 * stats.params  # the first filling
@@ -337,7 +337,7 @@ def test_spilled_gradients_and_activations_are_no_states(
         assert times * spilled <= size <= 1.01 * times * spilled  # whole blocks
     boundary = rows * length * hidden * 2
     assert moved.activations == Moved(*2 * [micro_batches * (layers - HELD_CALLS) * boundary])
-    # What is left of two steps: 12 bytes per parameter, of which update="backward" reads 10; and
+    # The difference of two steps: 12 bytes per parameter, of which update="backward" reads 10; and
     # padding.
     (read, written), (read_before, written_before) = (
         (

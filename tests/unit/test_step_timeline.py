@@ -114,7 +114,7 @@ def test_a_step_of_any_size_has_few_bars_and_loses_no_time_and_no_byte(seed: int
 
 
 def test_ten_times_the_units_take_ten_times_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted as bars that are looked at, in all passes of making them fewer."""
+    """The work is counted as bars that are examined, in all passes that reduce their number."""
     from infinity._src.base import step_timeline
 
     counts = []

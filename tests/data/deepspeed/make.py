@@ -135,7 +135,7 @@ CASES = {
     "zero1_fp32_grads": Case(1, 2, more=FP32_GRADS),
     "zero2_one_rank": Case(2, 1),
     "zero2_cpu": Case(2, 2, offload="cpu"),
-    # Of one rank: several divide between scaling and adding up, where fp16 may overflow.
+    # One rank: several ranks divide between scaling and adding up, where fp16 may overflow.
     "zero2_fp16": Case(2, 1, dtype="fp16"),
     "zero2_round_robin": Case(2, 2, zero={"round_robin_gradients": True}, misread=True),
     "zero2_aligned": Case(2, 2, dtype="fp32", zero={"parameter_alignment": True}),
@@ -162,7 +162,7 @@ def run_rank(name: str, out: Path, rank: int, port: str) -> None:
         engine.step()
     engine.save_checkpoint(str(out), client_state={"epoch": 7, "seen": [1.5, "text"]})
     if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
-        # With several groups it has linked those of the first alone.
+        # With several groups DeepSpeed has linked the states of the first group only.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     states = {} if case.misread else states_of(deepspeed, model)

@@ -1,4 +1,4 @@
-"""DPO by TRL with a reference model that is given, synchronised as training goes on.
+"""DPO by TRL with a reference model that is given, synchronised during training.
 
     deepspeed preferences.py --model_name_or_path DIR --output_dir OUT --deepspeed FILE ...
 """

@@ -58,7 +58,7 @@ def test_what_is_missing_is_named_with_its_pattern_and_rank(tmp_path):
     )
     with pytest.raises(ValueError, match="is not a directory"):
         resolve_directories([tmp_path / "file{rank}"], rank=2, local_rank=0)
-    # What is no pattern is checked by those who open it, with errors of their own.
+    # A path without a pattern is not checked here: opening it raises the error.
     assert resolve_directories([tmp_path / "missing"], rank=0, local_rank=0) == (
         tmp_path / "missing",
     )

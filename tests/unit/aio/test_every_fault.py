@@ -1,4 +1,4 @@
-"""Every request of a small run fails, each in turn and in every way: the answer is right data or a
+"""Every request of a small run fails, each in turn and in every way: the result is right data or a
 typed error.
 
 The run stores, updates and fetches chunks on two drives. Whatever fails, a fetch that ends well

@@ -371,7 +371,7 @@ def test_a_mark_is_waited_for_once(make) -> None:
         copier.copy(pieces[number : number + 1], out=True, priority=priority)
     copier.device.let_go()
     copier.executor.wait_all(20)
-    # Of the byte that is held, and of the last mark.
+    # Waits for the byte that is held, and for the last mark.
     assert copier.device.calls().waits == 3
     assert copier.device.races() == []
 
@@ -435,12 +435,13 @@ def test_an_event_that_fails_is_that_of_all_behind_it(make, what: str) -> None:
     copier = make()
     copier.device.timing()
     tickets, _, _ = three_in_one_flight(copier)
-    # Behind the event of the byte that is held, which is asked about, and the last mark, which is.
+    # Fail the event of this flight. Before it come the event of the held byte (a record, a query)
+    # and the last mark (a query).
     copier.device.fail({"records": 2, "queries": 3, "sleeps": 1}[what], what)
     copier.device.let_go()
     copier.executor.wait_all(20)
     assert ends(tickets) == [True] * 3
-    # One flight: the copies of all three were handed over. And what comes next is well.
+    # One flight: the copies of all three were submitted. Later copies succeed.
     assert copier.device.calls().copies == 4
     pin_all(copier)
     assert ends([copier.copy([apart(0, MIB, out=True)], out=True)]) == [False]

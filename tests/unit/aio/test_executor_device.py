@@ -306,7 +306,7 @@ def test_a_driver_that_fails_is_a_typed_error_and_costs_no_state(make, rng):
     device.fail(1)
     target = np.zeros((1, NUMEL), np.uint16)
     ticket = rig.update({0: grad}, target=target)
-    with pytest.raises(DeviceCopyError):  # whoever wants the parameters hears of it
+    with pytest.raises(DeviceCopyError):  # the ticket of the parameters raises it
         ticket.wait(20)
     device.fail(1)
     ticket = rig.executor.submit(

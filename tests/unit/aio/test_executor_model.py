@@ -82,8 +82,8 @@ class ExecutorMachine(RuleBasedStateMachine):
     ) -> None:
         fault = data.draw(self.faults)
         if fault is not None and fault.kind == "bitflip" and verify != "full":
-            fault = None  # a flip that is not looked for is not seen
-        # One job would write both places of such a chunk, and two places go nowhere else.
+            fault = None  # without full verification a flipped bit may stay unnoticed
+        # One job would write both places of such a chunk, and only one failed place can be moved.
         self.spilled = spilled and not (self.spares and versioned)
         self.directory = tempfile.TemporaryDirectory()
         self.rng = np.random.default_rng(0)
@@ -106,7 +106,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.versioned = versioned
         self.committed: list = [None] * CHUNKS  # the states as they were
         self.model = [[np.zeros(NUMEL, dtype) for dtype in self.rig.dtypes] for _ in range(CHUNKS)]
-        # What is known to be zeros is never written, and is read as zeros all the same.
+        # Sections that are known to be zeros are not written, but are read as zeros.
         mask = self.everything & ~zeros
         self.pending: list = (
             [(self.rig.store(dict(enumerate(self.model)), mask=mask), [], [])] if mask else []
@@ -223,7 +223,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         )
 
     def all_ended(self) -> None:
-        """Nothing is pending, and what was to be checked is."""
+        """Wait for all jobs, and check all results."""
         self.rig.executor.wait_all(20)
         for gate, ticket, _, _ in self.gates:
             self.ended(ticket)

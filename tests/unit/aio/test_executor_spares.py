@@ -1,4 +1,4 @@
-"""A write that fails goes to a spare range, and nothing fails."""
+"""A failed write is redirected to a reserved extent, and no job fails."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_drive_is_marked_when_no_range_is_left(make_rig, rng):
     value = random_chunk(rng)
     with pytest.raises(DeviceFailedError):
         rig.store({0: value}).wait(20)
-    # One range of its own drive and one of the other; not all that there are.
+    # It used one extent of its own drive and one of the other; not all.
     assert len(rig.executor.take_spares()) == 6
     assert same(rig.read(0), value)
     assert [bool(drive.failed) for drive in rig.executor.stats().drives] == [False, True]
@@ -331,7 +331,7 @@ def test_what_a_chunk_keeps_is_not_overtaken_by_a_version_on_another_drive(make_
         rig.store({0: kept}).wait(20)
     rig.executor.set_seam(aio.Seam())
     now = rig.executor.look(rig.ids[:1])[0]
-    # The drive of the next version takes writes; that of the one which is kept does not.
+    # The drive of the next version accepts writes; the drive of the kept version does not.
     assert (now["drive"], now["other_drive"]) == (1, 0)
     rig.executor.commit(rig.ids)
     grads = {0: np.ones(NUMEL, np.float32)}

@@ -232,7 +232,7 @@ def test_a_store_that_fails_before_it_writes_leaves_the_version_before(
     rig.executor.commit(rig.ids)
     rig.update({0: np.ones(NUMEL, np.float32)}).wait()
     rig.executor.commit(rig.ids)
-    # It wants the other sections, too, to make a version of its own.
+    # The store also reads the other sections, to write a new version.
     rig.executor.set_seam(aio.Seam(fault=aio.Fault("read", 0, persistent=True)))
     with pytest.raises(AioError):
         rig.store({0: values[0]}, mask=1).wait()
@@ -244,7 +244,7 @@ def test_a_store_that_fails_before_it_writes_leaves_the_version_before(
 
 
 def test_states_in_memory_have_no_version_before(backend: str, tmp_path: Path) -> None:
-    """An update that breaks off at a checksum has begun to change their second version."""
+    """An update that stops at a wrong checksum has begun to change their second version."""
     rig = Rig(tmp_path, backend, chunk_count=1, versioned=True, resident=(1,))
     filled(rig, 1)
     with pytest.raises(ValueError, match="on a drive alone"):

@@ -1,4 +1,4 @@
-"""Extents never overlap, are aligned, and free space comes back whole."""
+"""Extents never overlap, are aligned, and freed space is complete."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def odd(library, tmp_path):
-    """Runs code in a process whose liburing does what the settings say; (its output, what the
-    library was told to log)."""
+    """Run code in a process whose liburing does what the settings say. Returns its output, and the
+    library's log."""
     from liburing import liburing as carrier
 
     log = tmp_path / "log"

@@ -147,7 +147,7 @@ def test_workers_compute_one_chunk_in_so_many(files, every, updated):
         executor.submit(jobs, segs, hyper_record(), priority=aio.Priority.DEMAND).wait(20)
         assert executor.stats().updates == 6
     assert [index for index in range(6) if out[index].any()] == updated
-    # Of 1.0, with a gradient of 1: a little less than 1.
+    # 1.0, updated with a gradient of 1, is a little less than 1.
     assert all(np.all(out[index] < 0x3F80) and np.all(out[index] > 0x3F00) for index in updated)
 
 

@@ -30,7 +30,7 @@ def is_direct(fd: int) -> bool:
 
 
 def round_trip(fd: int) -> None:
-    """A block goes there and comes back, whichever way."""
+    """Write a block and read it back."""
     page, back = mmap.mmap(-1, 4096), mmap.mmap(-1, 4096)
     page[:] = os.urandom(4096)
     assert os.pwritev(fd, [page], 8192) == os.preadv(fd, [back], 8192) == 4096

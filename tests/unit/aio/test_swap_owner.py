@@ -29,7 +29,7 @@ def refuse(path, flags, mode=0o777, **more):
     return real_open(path, flags, mode, **more)
 os.open = refuse
 """
-# And one that dies, or lingers, between making the name and removing it.
+# The same child, which also dies, or waits, between making the name and removing it.
 LINGERING = (
     WITHOUT_TMPFILE
     + """
@@ -71,10 +71,10 @@ def test_an_owner_is_told_apart_from_every_other_process(tmp_path):
     ("fields", "status", "life"),
     [
         ("S 1 1 1 0 -1 4194304", "SigPnd:\t0000000000000000\nShdPnd:\t0000000000004000", "lives"),
-        # A write to a drive that hangs: the signal waits for its end.
+        # The process waits for a write to a drive that hangs: the signal takes effect afterwards.
         ("D 1 1 1 0 -1 4194304", "SigPnd:\t0000000000000100\nShdPnd:\t0000000000000000", "ends"),
         ("D 1 1 1 0 -1 4194304", "SigPnd:\t0000000000000000\nShdPnd:\t0000000000000100", "ends"),
-        # It frees its memory.
+        # The process is freeing its memory.
         ("R 1 1 1 0 -1 4194308", "SigPnd:\t0000000000000000\nShdPnd:\t0000000000000000", "ends"),
         ("Z 1 1 1 0 -1 4227084", "", "ends"),
     ],

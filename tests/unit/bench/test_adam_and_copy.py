@@ -1,4 +1,4 @@
-"""The benchmarks beside swap: kernels, copies, pictures."""
+"""The benchmarks other than swap: kernels, copies, pictures."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_pictures_are_drawn(
     empty = tmp_path / "copy.pdf"
     assert command.main(["copy", "--rounds", "1", "--plot", str(empty)]) == 0
     assert empty.stat().st_size > 0
-    # One that cannot be written whole leaves the one before.
+    # If a picture cannot be written completely, the earlier file stays.
     monkeypatch.setattr(Figure, "savefig", cut_off)
     assert command.main(["copy", "--rounds", "1", "--plot", str(empty)]) == 2
     assert empty.stat().st_size > 4

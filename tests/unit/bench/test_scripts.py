@@ -473,7 +473,7 @@ def test_the_error_of_a_prediction_is_the_median_of_its_rounds(bench: Any) -> No
             "predicted_limit_s", "predicted_read_bytes_per_param", "read_bytes_per_param",
             "predicted_write_bytes_per_param", "write_bytes_per_param",
         )  # fmt: skip
-        # The first step, beside which no update runs, is not the steady state that is predicted.
+        # The first step, during which no update runs, is not the steady state that is predicted.
         return {
             "config": name,
             "predicted_s": predicted_s,

@@ -30,7 +30,7 @@ def test_the_least_in_flight_of_what_is_as_fast_as_the_best_wins() -> None:
     # As much in flight: the larger block needs fewer requests.
     same = point(2 * MIB, 4, 9.8)
     assert choose([slow, small, large, same]) is same
-    # What was looked at only once does not win over what was measured longer.
+    # A pair that was tried only once does not win over pairs that were measured longer.
     assert choose([point(MIB, 4, 99.0), point(MIB, 16, 10.0, final=True)]).depth == 16
 
 

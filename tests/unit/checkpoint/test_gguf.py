@@ -122,7 +122,7 @@ def test_parts_of_a_weight_unpack_it_once(tmp_path: Path, monkeypatch: pytest.Mo
     # Rows do not depend on each other: each part has its own.
     assert unpacked[:3] == [(by_rows, 0, 2), (by_rows, 1, 4), (by_rows, 3, 5)]
     assert unpacked[-1:] == [(whole, 0, 32)] == [each for each in unpacked if each[0] == whole]
-    # Not held after its end; one that is not read to its end gives way to the next.
+    # Not held after its end; an unfinished one is dropped for the next.
     assert tensors._last is None
     assert tensors.unpacking_bytes == 128 * 64 * 14
 
@@ -220,7 +220,7 @@ def test_a_file_that_transformers_does_not_take_is_refused(
 def test_an_architecture_that_transformers_does_not_take_is_refused(
     architecture: str, family: str, message: str, tmp_path: Path
 ) -> None:
-    """The norms of a Gemma are one more in the file, and transformers knows nothing of it."""
+    """A Gemma's file stores its norms plus one, and transformers does not know it."""
     file = write_gguf(tmp_path / "a.gguf")
     if architecture != "llama":
         data = file.read_bytes()

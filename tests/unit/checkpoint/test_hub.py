@@ -367,7 +367,7 @@ def test_what_a_conversion_holds_is_checked_before_anything_is_taken(
             with pytest.raises(MemoryLimitError) as caught:
                 inf.offload(meta_mixtral, policy, load=load)
             needed.append(caught.value.needed_bytes)
-        # Those of the files, the stack of them, and the stack that the model has.
+        # The tensors of the files, their stack, and the model's stack.
         assert needed[0] - needed[1] == 3 * max(stacks) // copies
 
 

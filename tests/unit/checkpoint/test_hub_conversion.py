@@ -153,7 +153,7 @@ def test_scales_that_are_not_one_for_each_block_are_refused(
     kind, config = hub_models.tiny("deepseek_v3", **hub_models.PARTIAL)
     files = [load_file(file) for file in partial.glob("*.safetensors")]
     tensors = {key: value for held in files for key, value in held.items()}
-    # With one row less the weight could be taken for one of larger blocks.
+    # With one row of scales less the weight could have larger blocks.
     tensors[f"{name}_scale_inv"] = tensors[f"{name}_scale_inv"][:1].clone()
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((partial / "config.json").read_bytes())

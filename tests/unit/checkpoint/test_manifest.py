@@ -1,4 +1,5 @@
-"""Manifests come back as they were, or not at all; resharding finds every element once."""
+"""Manifests are read back as they were written, or not at all; resharding finds every element once.
+"""
 
 from __future__ import annotations
 
@@ -385,7 +386,7 @@ def test_chunks_that_an_executor_wrote_are_read_in_place(tmp_path: Path) -> None
 def test_a_rank_s_files_are_opened_once_whatever_the_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run in eight directories, of which any chunk is asked for after any other."""
+    """A run in eight directories, whose chunks are requested in any order."""
     drives, each, numel = 8, 5, 2048
     flat = dataclasses.replace(EXACT, shard_numel=drives * each * numel, params=())
     parts, sums, files = [], [], []

@@ -50,7 +50,8 @@ def test_drives_twice_as_fast_need_half_the_time_and_a_rating_is_days(
     assert rated.record["drive_days"] == pytest.approx(2 * slow.record["drive_days"])
     assert "each drive is rated for 1200 TB, given" in "\n".join(rated.lines)
     assert "600 TB, assumed" in "\n".join(slow.lines)
-    # Compute bounds the step with drives that are fast enough; what they could do is said, too.
+    # Compute bounds the step if drives are fast enough; the output also says what the drives could
+    # do.
     computes = forecast(1e12)
     ((step_s, days),) = re.findall(
         r"compute as fast as the drives: (\S+) s a step, new drives last (\S+) days",

@@ -165,7 +165,7 @@ def test_packed_conversations_do_not_see_each_other(model_directory: Path, token
     weights = [weight_of(row[None]) for row in alone]
     mean = sum(w * loss for w, loss in zip(weights, each, strict=True)) / sum(weights)
     assert together == pytest.approx(mean, abs=1e-5)
-    # What does not fit together stays in the order of the file.
+    # Conversations that do not fit together keep the order of the file.
     apart = to_windows(found, 24, 256, packing=True)[:, 0]
     assert torch.equal(apart, alone[:, 0, :24])
 

@@ -55,8 +55,8 @@ def trained(chosen: inf.Policy) -> tuple[nn.Module, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint after two steps, and beside it what export_safetensors made of the model:
-    values, and masters."""
+    """A checkpoint after two steps, and the export_safetensors of the same model: values, and
+    masters."""
     place = tmp_path_factory.mktemp("saved")
     model, optimizer = trained(inf.Policy())
     with one_thread():

@@ -220,7 +220,7 @@ def test_the_fastest_way_comes_ready_to_paste(small: Path, tmp_path: Path) -> No
     assert {"one more drive", "32 GiB more RAM"} == set(record["more"])
     _, shown = searched(small, *arguments, "--exact")
     assert "rounds" not in shown
-    # What an option says stays.
+    # Values that an option gives are kept.
     _, shown = searched(small, *arguments, "--state", "bf16", "--update", "deferred")
     found = json.loads((tmp_path / "plan.json").read_text())["plan"]["job"]
     assert (found["state"], found["update"]) == ("bf16", "deferred")

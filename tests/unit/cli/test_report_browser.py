@@ -107,7 +107,7 @@ def test_every_chart_is_drawn_without_an_error_and_without_a_network(
 
 
 def test_the_probe_sees_errors_requests_and_charts_that_are_missing(tmp_path: Path) -> None:
-    """Else the test above could not fail."""
+    """Otherwise the test above could not fail."""
     run = hostile_run(tmp_path / "run")
     write_report([run], tmp_path / "report.html")
     page = tmp_path / "report.html"

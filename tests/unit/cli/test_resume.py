@@ -193,7 +193,8 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
         status, shown = train([*arguments, "--resume"])
         assert status == 1
         assert f"{file}" in shown
-    # Nothing was replaced by that, and no value is read that the restore brings.
+    # The failed attempt replaced nothing, and the model's files are not read, since the restore has
+    # all values.
     with Counted() as counted:
         status, shown = train([*arguments, "--resume", "--schedule", "horizontal"])
     assert status == 0, shown
@@ -328,7 +329,8 @@ def test_a_save_that_is_the_first_to_meet_damage_takes_the_step_again(
 def test_a_save_that_fails_is_told_of_and_made_up_for(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With one generation no step is undone. Here the step after the save brings all values."""
+    """With one generation no step is undone. Here the step after the save writes all values again.
+    """
     out, arguments = on_drive(place, tmp_path, "--save-every=2")
     wait_for_saves(monkeypatch, good_again=True)
     part = (command._Run, "_begin_save")
@@ -711,7 +713,7 @@ def test_other_ranks_with_the_same_rows_go_on_with_generators_of_their_own() -> 
 def test_options_that_decide_the_losses_stay_as_they_were() -> None:
     delayed = ("--update", "delayed")
     source = source_of(small(*delayed).capture(scheduler(), [], ""))
-    # As it is where it is left out.
+    # Without the option its value is that of the run.
     small(*delayed, "--delayed-warmup", "40", source=source)
     for changed, told in (
         ((*delayed, "--delayed-warmup", "9"), "--delayed-warmup was 40 and is 9. Give"),
@@ -731,10 +733,10 @@ def test_the_order_of_micro_batches_stays_where_it_orders_sums_of_tied_weights()
     small(*both, source=source_of(extra), tied=True)
     with pytest.raises(ValueError, match=r"tied weights.* was vertical and is horizontal. Give"):
         small(*other, source=source_of(extra), tied=True)
-    # One micro-batch has no order.
+    # With one micro-batch there is no order.
     alone = source_of(small(tied=True).capture(scheduler(), [], ""))
     small("--schedule", "horizontal", source=alone, tied=True)
-    # From before this option.
+    # A checkpoint from before this option.
     earlier = source_of(small(*both).capture(scheduler(), [], ""))
     small(*other, source=earlier, tied=True)
     with pytest.raises(ValueError, match=r"tied weights.* was horizontal and is vertical. Give"):
@@ -813,7 +815,7 @@ def test_the_later_step_is_gone_on_with(
     drive, place = tmp_path / "drive", tmp_path / "saved"
     given = ("--durable", "--save-every", "1", "--save-dir", str(place))
     for holder, step in ((drive / "infinity-run", run), (place, saved)):
-        # Parts of a later commit, and of a save that broke off, are no generation.
+        # Parts of a later commit, and of an interrupted save, are no generation.
         commit(holder, 9, 2, ranks=(1,))
         (holder / "manifest-00000003.rank0.partial").touch()
         if step is not None:
@@ -827,7 +829,7 @@ def test_the_later_step_is_gone_on_with(
         ValueError, match=r"holds a .* already: continue it by --resume; .* another directory"
     ) as refused:
         find_source(options(*given), [drive])
-    # What it advises loses nothing.
+    # Following the error's advice loses nothing.
     assert "remove" not in str(refused.value)
     damaged = (place if saved is not None else drive / "infinity-run") / manifest(0, 2).name
     damaged.write_bytes(damaged.read_bytes()[:-1])
@@ -889,7 +891,7 @@ def test_a_run_that_signals_stop_again_and_again_has_the_same_bits(
 ) -> None:
     out, arguments = on_drive(place, tmp_path, "--durable", "--durable-every=4", "--resume")
     if kept == "saved":
-        # Only one step is saved that no signal asks for.
+        # Only one step is saved without a signal.
         arguments = [*common(place), "--out", str(out), "--save-every", "4", "--resume"]
     before = [signal.getsignal(number) for number in NUMBERS]
     for part, call, number, step in STOPS if kept == "saved" else STOPS[::2]:

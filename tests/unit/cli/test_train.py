@@ -194,7 +194,7 @@ def test_a_model_that_cannot_run_in_slices_is_told_the_other_order(
     arguments += ["--out", out, "--report-to", "csv"]
     out.mkdir()
     (out / "metrics.jsonl").write_text("the record of an earlier run")
-    # What shows in forward alone.
+    # An obstacle that only a forward shows.
     block = modeling_llama.LlamaDecoderLayer
     own_forward = block.forward
 
@@ -212,7 +212,7 @@ def test_a_model_that_cannot_run_in_slices_is_told_the_other_order(
     # A run without a step replaces nothing.
     assert [file.name for file in out.iterdir()] == ["metrics.jsonl"]
     assert (out / "metrics.jsonl").read_text() == "the record of an earlier run"
-    # What is known before anything is loaded.
+    # An obstacle that is known before anything is loaded.
     sizes = transformers.AutoConfig.from_pretrained(model_directory)
 
     def own_loss(*_: Any) -> OwnLoss:
@@ -334,9 +334,9 @@ def moe_directory(model_directory: Path, tmp_path_factory: pytest.TempPathFactor
 def test_tiles_of_experts_change_no_loss_and_the_trained_model_is_whole(
     moe_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the eager implementation, which tiles have. Without clipping, whose norm is summed
-    tile by tile. Tiles of linears and of the loss sum in another order: their first loss is about
-    the same."""
+    """Compared with the eager implementation, which tiles use. Without clipping, whose norm is
+    summed tile by tile. Tiles of linears and of the loss sum in another order: their first loss is
+    about the same."""
     on_meta = hf_model._on_meta
 
     def eager(*arguments: Any) -> Any:
@@ -621,7 +621,7 @@ FIELD_CASES = [("train", field) for field in FIELD_OPTIONS] + [
 
 @pytest.mark.parametrize(("subcommand", "field"), FIELD_CASES)
 def test_every_choice_of_a_field_is_one_of_its_option(subcommand: str, field: str) -> None:
-    """And no other is. --optim of `infinity plan` has no device tier."""
+    """The option accepts no other choice. --optim of `infinity plan` has no device tier."""
     required = {
         "train": ["model", "--out", "out", "--text", "text"],
         "plan": ["model", "--tokens-per-step", "8", "--ram", "1GiB"],

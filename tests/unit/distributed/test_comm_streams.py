@@ -165,7 +165,7 @@ def test_a_comm_stream_works_on_a_stream_of_the_models_device_behind_the_submitt
     op = stream.submit("gather", lambda group: None)
     op.wait()
     stream.close()
-    # Its events are asked for beside graphs that other threads capture.
+    # Its events are queried while other threads may capture graphs.
     assert began == [second, "relaxed"]
     assert inside == [own]
     # Each event knows its stream's device: the first is the submitter's, the second the
@@ -310,7 +310,7 @@ def test_a_read_that_fails_ends_the_engine_before_anybody_names_it(watchdog: Wat
         read.ended.set()
         with pytest.raises(AioError, match="no such luck"):
             gather.wait()
-        # As the shutdown of its connections does to a rank that waits for a name.
+        # A rank that waits for a name wakes up like this when its connections are shut down.
         names.named.put(1)
         with pytest.raises(RankFailed, match="rank 0 failed: AioError"):
             reduction.wait()
@@ -330,7 +330,8 @@ def test_a_shard_that_is_lacking_refuses_its_gather_alone(watchdog: Watchdog, he
         gather = submitted(stream, seen, "gather", "g0", read, excuses=lambda _: True)
         behind = submitted(stream, seen, "gather", "g1")
         read.ended.set()
-        # It is known, and ends in its turn: whoever waits for the last one has waited for all.
+        # The refusal is known, but the gather ends in its turn: a wait for the last collective is a
+        # wait for all.
         while not gather.refused:
             time.sleep(0.001)
         time.sleep(0.02)

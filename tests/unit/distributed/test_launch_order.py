@@ -20,7 +20,7 @@ from tests.launch_logs import Launch, objection
 
 QUEUES = ("gather", "reduce")
 Program = list[tuple[str, int]]
-"""("gather" or "reduce", number): submit it. ("wait", number): go on once it is complete."""
+"""("gather" or "reduce", number): submit it. ("wait", number): wait until it is complete."""
 
 
 @dataclasses.dataclass

@@ -1,4 +1,4 @@
-"""Process groups that can be broken off: those of gloo, by their epoll set."""
+"""Process groups that can be aborted: those of gloo, by their epoll set."""
 
 from __future__ import annotations
 

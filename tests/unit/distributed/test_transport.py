@@ -64,7 +64,8 @@ def at_rest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Echo(Transport):
-    """A backend of which rank r answers what it is sent with r more; told to, it fails."""
+    """A backend in which rank r answers each message with its values plus r. It can be made to
+    fail."""
 
     backend = "gloo"
 

@@ -1,5 +1,5 @@
-"""A stack of blocks beside its plain twin, evicted at once or never: what tests of the life cycle
-run."""
+"""A stack of blocks and its plain twin, evicted at once or never: code that the tests of the life
+cycle share."""
 
 from __future__ import annotations
 

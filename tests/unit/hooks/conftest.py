@@ -1,4 +1,4 @@
-"""Two cores serve several suites: one thread each, and bitwise comparisons want it so."""
+"""Two cores run several suites: one thread each, which bitwise comparisons also need."""
 
 from __future__ import annotations
 

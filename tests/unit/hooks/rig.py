@@ -186,7 +186,7 @@ def make_units(model: nn.Module, groups: dict[str, Sequence[nn.Module]]) -> list
 
 
 class Rig:
-    """An offloaded model beside a plain copy of it, and steps for both."""
+    """An offloaded model and a plain copy of it, and steps for both."""
 
     def __init__(
         self,

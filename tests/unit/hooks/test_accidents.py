@@ -13,7 +13,7 @@ from tests.unit.hooks.rig import Rig, at_rest
 
 
 class Exploding(models.Block):
-    """Raises what it is told to."""
+    """Raises the exceptions that the test sets."""
 
     fuse: BaseException | None = None
 

@@ -114,7 +114,7 @@ def parametrized(b: Any, x: torch.Tensor) -> torch.Tensor:
     try:
         with parametrize.cached():
             return b.down(b.up(x) + b.up(x)) / len(list(b.parameters()))
-    finally:  # checkpoints break off what they recompute
+    finally:  # checkpoints stop recomputation early
         parametrize.remove_parametrizations(b.up, "weight", leave_parametrized=False)
 
 

@@ -153,7 +153,7 @@ def compile_instead_of_launching(report: Callable[[Launch], None]) -> None:
     """From now on a launch compiles, and reports."""
     run = JITFunction.run
     triton.knobs.nvidia.dump_ptxas_log = True
-    # ptxas tells of spills once: a kernel that was compiled is not compiled again.
+    # ptxas reports spills once: a kernel that was compiled is not compiled again.
     spilled: dict[str, int] = {}
 
     def compiled(self: Any, *args: Any, **kwargs: Any) -> Any:

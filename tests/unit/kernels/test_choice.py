@@ -58,8 +58,8 @@ def flipped(tensor: torch.Tensor) -> None:
 
 
 class Use(NamedTuple):
-    """One operation: what a user calls, and the kernel's caller. spoil: flips one bit of what that
-    caller wrote, which its arguments and its result hold."""
+    """One operation: the function that users call, and the function that launches the kernel.
+    spoil: flips one bit of what the launcher wrote, in its arguments and in its result."""
 
     run: Callable[[], torch.Tensor]
     caller: str

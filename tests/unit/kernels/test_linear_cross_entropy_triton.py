@@ -59,7 +59,7 @@ def assert_partials(
         inside, logits.gather(1, index.clamp(0, logits.shape[1] - 1)[:, None])[:, 0], 0.0
     )
     row_max = logits.amax(1)
-    # Of another maximum another sum of exp: what both say together counts.
+    # The sum of exp is relative to the kernel's maximum: compare the log-sum-exp of both.
     lse = found[0].double() + found[1].double().log()
     for name, value, expected in (
         ("row_max", found[0], row_max),
@@ -97,7 +97,7 @@ def test_partials_are_those_of_the_exact_logits(device: torch.device, data: st.D
 @interpreted
 @given(st.data())
 def test_gradients_are_those_of_torch_s_loss(device: torch.device, data: st.DataObject) -> None:
-    """The tile is columns 1000 .. of a vocabulary of which the rest is not looked at: its share of
+    """The tile is columns 1000 .. of a vocabulary whose other columns are not read: their share of
     the log-sum-exp is given."""
     rows, features, columns = data.draw(sizes), data.draw(sizes), data.draw(st.integers(1, 300))
     dtype, smoothing = data.draw(dtypes), data.draw(st.sampled_from([0.0, 0.1]))

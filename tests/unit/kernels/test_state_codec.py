@@ -189,8 +189,7 @@ def test_random_rounding_is_unbiased(state_format: Format) -> None:
             else np.ones(numel, bool)
         )
         assert above.mean() > 0.9
-        # What the sample says of its spread is wrong where hardly one of the roundings went the
-        # other way.
+        # The sample's spread is wrong if hardly any rounding went the other way.
         few = spacing(state_format, row, wanted) * np.sqrt(20) / times
         z = (mean[row] - wanted)[above] / np.maximum(error[row], few)[above]
         assert np.abs(z).max() < 5.5, (row, np.abs(z).max())

@@ -384,7 +384,7 @@ def test_names_of_tiles_are_told_from_others() -> None:
 
 
 def test_a_tiled_weight_freezes_its_tiles_and_refuses_what_needs_values_or_storage() -> None:
-    """`share_memory_` and `untyped_storage` crashed the interpreter; a frozen weight went on being
+    """`share_memory_` and `untyped_storage` crashed the interpreter; a frozen weight was still
     trained."""
     made = TiledLinear(8, 6, tiles=(3, 2))
     assert made.weight.grad is None

@@ -78,7 +78,7 @@ def again(mode: str) -> None:
             first = faults()
         large = [blocks.take(8 * MIB) for _ in range(8)]
         if not number:
-            blocks.take(4 * MIB)  # above them: what glibc gives back by itself is at the top
+            blocks.take(4 * MIB)  # above them: glibc by itself returns only the top of the heap
         for address in large:
             heap.freed()
             blocks.free(address)

@@ -1,4 +1,4 @@
-"""Bytes beside the budget are what the engine takes, neither less nor much more."""
+"""Host overhead in bytes is what the engine takes, neither less nor much more."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ def test_every_stretch_of_chunks_is_shared_in_proportion(shares, pages):
     assert math.isclose(sum(turns.shares), 1)
     bound = max(len(shares) - 1, 1) * max(sizes) + 1
     for drive, share in enumerate(turns.shares):
-        # What the drive has got too much (+) or too little (-) after each chunk; a stretch is the
-        # difference of two.
+        # The bytes that the drive is ahead (+) of its share, or behind (-), after each chunk; for a
+        # stretch take the difference of two.
         ahead = [0.0]
         for size, taken in zip(sizes, drives, strict=True):
             ahead.append(ahead[-1] + (size if taken == drive else 0) - share * size)

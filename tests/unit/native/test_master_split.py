@@ -90,7 +90,7 @@ def test_the_sign_of_a_second_moment_tells_every_master_from_its_neighbours() ->
     second = torch.from_numpy(np.tile(SECONDS, len(bits)).view(np.float32))
     wide = master.numpy().view(np.uint32)
     expected = np.where(is_nan(wide), np.uint32(0x7FC00000), wide)
-    # A moment that needs its sign keeps it, and the master gives way towards `hi`.
+    # A moment that needs its sign keeps it, and the master is rounded towards `hi`.
     kept = (expected & 0xFFFF == 0x8000) & (second.numpy().view(np.int32) < 0)
     expected[kept] = np.where(wide & 0x10000, wide + 1, wide - 1)[kept]
     sections = encode_sections(Format.SPLIT, master, [master, second])

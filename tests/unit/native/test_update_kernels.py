@@ -36,7 +36,8 @@ ROWS = {
             lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0, step=1, key=3, log=LOG
         ),
     ),
-    # Masters stay, so that those half-way between two bf16 values (SPECIAL_BITS) come back as such.
+    # Masters do not change, so that those half-way between two bf16 values (SPECIAL_BITS) stay
+    # half-way.
     "adamw at rest": (
         2, hyper_row_adamw(lr=0, betas=(0.9, 0.98), eps=1e-8, weight_decay=0, step=7, key=4)
     ),

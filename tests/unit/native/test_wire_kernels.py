@@ -109,7 +109,7 @@ def test_sums_of_pieces(isa: str, dtype: torch.dtype, out_dtype: torch.dtype) ->
 
 
 def test_empty_tensors_have_no_address(isa: str) -> None:
-    """Nothing is read or written; the sanitizers of `make asan` see it if it is."""
+    """No byte is read or written; otherwise the sanitizers of `make asan` report it."""
     nothing, buffer = torch.zeros(0), torch.zeros(0, dtype=torch.uint8)
     assert nothing.data_ptr() == buffer.data_ptr() == 0
     encode(nothing, buffer, bits=4, group_numel=64, key=KEY, error=nothing.clone())

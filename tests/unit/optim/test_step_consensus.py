@@ -1,4 +1,4 @@
-"""Descriptions of a step that ranks send each other: alike where an update does the same."""
+"""Descriptions of a step that ranks send each other: equal if an update does the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A gather asks the owners of faults where one of them has sounded the alarm, and else none."""
+"""A gather queries the owners of faults if one of them has sounded the alarm, and otherwise none.
+"""
 
 from __future__ import annotations
 

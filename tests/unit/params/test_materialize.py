@@ -144,7 +144,7 @@ def test_a_single_file_that_an_index_does_not_name_is_refused(tmp_path: Path) ->
 
 
 class Asked(SafetensorsFiles):
-    """Safetensors that count how often they are asked for their files."""
+    """Safetensors that count how often their files are requested."""
 
     asked = 0
 
@@ -318,7 +318,7 @@ def test_parts_of_any_shape_tile_and_rank_are_the_whole(
 
 
 class Measured(SafetensorsFiles):
-    """Safetensors that note the bytes of each part that they are asked for."""
+    """Safetensors that record the bytes of each requested part."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

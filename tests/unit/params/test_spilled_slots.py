@@ -97,7 +97,7 @@ class Drive:
         return Job(self, rest.data_ptr(), address, rest.numel())
 
     def recover(self) -> None:
-        """The drive takes writes again, or fails them as before: `broken` says it."""
+        """Do nothing: `broken` decides whether the drive accepts writes again."""
 
 
 class Model:

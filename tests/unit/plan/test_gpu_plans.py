@@ -278,8 +278,8 @@ def test_parts_of_gpu_memory_are_bounds_and_estimates_of_this_size() -> None:
     away = gpu_need(llama("7b"), machine("h100"), job.replace(activations="cpu"))
     assert away.parts["inputs of blocks"] == 4 * 16_384 * 4096 * 2  # two stay, two are on their way
     several = gpu_need(llama("7b"), machine("h100", gpus=2), job.replace(tokens=32_768))
-    # NCCL, and a block's gradients to be reduced beside those that come. These wait for all of
-    # their unit.
+    # NCCL, and a block's gradients in reduction, while those of the next block are made. Gradients
+    # wait for all others of their unit.
     assert several.parts["exchange buffers"] == 2 * block
     assert several.parts["fresh gradients"] == 3 * block
     assert several.bytes - need.bytes == 512 * MIB + 2 * block + block - 32_000 * 4096 * 2
@@ -471,8 +471,7 @@ def test_the_engine_copies_holds_and_keeps_what_the_plan_says(
     # whose passes take parameters from their copy in RAM by torch, which the executor does not
     # count
     if update != "delayed":
-        # What was gathered ahead by the end of the first step, and of the last, may fall on either
-        # side of what is counted.
+        # Units gathered ahead at the end of the first step, and of the last, may be counted or not.
         edge = kept / stats.terms.steps
         assert (
             planned.h2d - turning_bytes_max(kept, update, micro_batches) - edge

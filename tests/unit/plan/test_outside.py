@@ -1,4 +1,4 @@
-"""Costs that no budget has, as a plan tells them and as the engine has them."""
+"""Costs outside of every budget: as a plan counts them, and as the engine has them."""
 
 from __future__ import annotations
 
@@ -147,10 +147,10 @@ def test_a_killed_run_that_is_restored_takes_a_third_copy_and_a_fourth_amid_a_co
         older = {path: path.read_bytes() for path, _ in files_of(home)}
         if not turn:
             step(model, optimizer)
-        # As a killed process: nothing more is committed.
+        # End as a killed process does: commit nothing more.
         inf.handle(model).end(commit=False)
         if amid == "commit":
-            # As before its last act: the step before has its manifest still.
+            # The state before the commit's last call: the earlier step still has its manifest.
             for path, data in older.items():
                 path.write_bytes(data)
     costs, _ = planned(shape, durable=True)
@@ -168,7 +168,7 @@ def test_ranks_share_set_up_and_each_has_records_of_its_own() -> None:
     chunks = two.ram.chunks
     assert one.ram.chunks / 2 <= chunks < one.ram.chunks
     assert two.ram.held == 2 * held_bytes(chunks, len(shape.units))
-    # A save may go on beside a step.
+    # A save may run during a step.
     fill = one.ram.passing["fill"]
     passing = passing_bytes(one.ram.chunks, all_at_once=True, durable=False, drives=1, fill=fill)
     assert one.ram.passing == passing
@@ -197,9 +197,10 @@ def test_a_save_reads_ahead_on_every_drive() -> None:
     ("update", "generations", "all_at_once"),
     [
         ("deferred", 1, True),
-        # After its warm-up every step starts all units; during it, it is a deferred one.
+        # After its warm-up every step starts the updates of all units; during it, a step is a
+        # deferred one.
         ("delayed", 1, True),
-        # What ran ahead of a step may be withdrawn, and made anew by the step.
+        # Updates ahead of a step may be undone, and repeated by the step.
         ("backward", 2, True),
         ("backward", 1, False),
     ],

@@ -180,7 +180,8 @@ def test_a_node_has_room_for_what_lies_beside_the_budgets(gpus: int) -> None:
     # The budgets alone are not enough.
     assert not predict(shape_1b(), machine_of(gpus * least.policy_ram, gpus), JOB).fits
     assert not predict(shape_1b(), machine_of(least.ram.bytes - gpus, gpus), JOB).fits
-    # What does not rest in RAM goes through it: a plan that uses all of it leaves room for both.
+    # States that do not rest in RAM pass through it: a plan that uses all RAM must leave space for
+    # both.
     full = predict(shape_1b(), machine_of(least.ram.bytes + GIB, gpus), JOB)
     assert full.ram.bytes <= full.machine.ram_bytes
     assert full.ram.parts["resident states"] > 0
@@ -332,7 +333,7 @@ JOBS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(SHAPES, JOBS, st.integers(1 << 20, 400_000_000), st.integers(0, 2))
-# in coarse pieces gradients that spill want more than there is; in the engine's chunks they fit
+# in coarse pieces spilled gradients need more RAM than there is; in the engine's chunks they fit
 @example(
     model_of(1, 1_150_977, 1_988_609),
     job_of(tokens=64, sequence=64, update="delayed", params="cpu", grads="nvme"),

@@ -84,7 +84,7 @@ def test_copies_of_a_node_and_errors_fed_back_take_what_the_policy_says() -> Non
     assert held(EVEN, where, qgz=True, error_feedback=True)["errors fed back (qgZ)"] == TierBytes(
         cpu=P + P / 4
     )
-    # One turn of the reduction, one place where it rounds.
+    # On one node the reduction has one level, so gradients are rounded once.
     assert held(EVEN, machine(4), qgz=True, error_feedback=True)[
         "errors fed back (qgZ)"
     ] == TierBytes(cpu=P)

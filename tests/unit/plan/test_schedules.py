@@ -180,33 +180,33 @@ def test_a_device_holds_a_block_its_sums_and_one_boundary_of_all() -> None:
     shape, boundary = shape_of_blocks(), 2 * WIDTH * TOKENS
     parts = gpu_need(shape, machine(), VERTICAL).parts
     assert parts == {
-        # The whole block, and two of them beside it.
+        # The whole block, and two more blocks.
         "gathered units": 3 * 8 * MIB,
         "fresh gradients": 6 * MIB,
         "sums of gradients": 3 * 8 * MIB,
         "inputs of blocks": LAYERS * boundary,
         "one boundary (estimated)": 3 * boundary,
-        # Of one micro-batch, and more than its logits.
+        # For one micro-batch, and larger than its logits.
         "one block at work (estimated)": 4096 * 2 * (12 * WIDTH + 4 * 2 * WIDTH),
         "CUDA and libraries (assumed)": 640 * MIB,
     }
     wide = gpu_need(shape, machine(), VERTICAL.replace(grad_dtype=torch.float32)).parts
     assert wide["sums of gradients"] == 2 * parts["sums of gradients"]
-    # A slice makes them as the parameters are; a copy has the dtype of the sum.
+    # A slice makes gradients in the parameters' dtype; a copy has the dtype of the sum.
     assert wide["fresh gradients"] == (1 + 2) * parts["fresh gradients"]
     away = gpu_need(shape, machine(), VERTICAL.replace(activations="cpu")).parts
     one = 2 * WIDTH * 4096
-    # Two calls stay; others are on their way.
+    # Inputs of two calls stay; others are in flight.
     assert away["inputs of blocks"] == 2 * one + 32 * MIB
     assert away["one boundary (estimated)"] == 3 * boundary
-    # Tiles come and go with each micro-batch unless they stay.
+    # Tiles that do not stay gathered are gathered for each micro-batch.
     tiled = VERTICAL.replace(tiles=4, loss_tiles=2)
     assert gpu_need(shape, machine(), tiled).parts["gathered units"] == 3 * 8 * MIB
 
 
 def test_units_for_which_a_device_has_no_room_are_gathered_for_each_micro_batch() -> None:
     shape, one = shape_of_blocks(), JOB.replace(micro_batches=1)
-    # Units one by one, their gradients, and half of what is left.
+    # Memory for single units, their gradients, and half of the rest of the block.
     where = machine(gpu_mem_bytes=(18 + 30 + 2 * 3) * MIB)
     found = predict(shape, where, VERTICAL)
     assert found.gpu.parts["gathered units"] == 21 * MIB
