@@ -259,6 +259,11 @@ inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=sys.argv[1], ram
 optimizer = inf.AdamW(model.parameters())
 models.loss_of(model, models.token_batches(1)[0]).backward()
 optimizer.step()
+optimizer.zero_grad()
+optimizer.state_dict()
+# Imports that would take longer than the rest of a small model's set-up.
+slow = {"torch._dynamo", "sympy", "triton", "transformers", "torch.distributed.fsdp"}
+assert not slow & set(sys.modules), slow & set(sys.modules)
 """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 from infinity._src.base import torch_compat as compat
@@ -294,6 +295,32 @@ def test_the_frame_of_a_module_call_is_found_from_its_hooks_and_known_to_run() -
     assert found[0] is found[1]
     assert found[0].f_locals["self"] is module
     assert not compat.is_running(found[0], threading.get_ident())
+
+
+@pytest.mark.parametrize("recursive", [True, False])
+def test_functions_are_excluded_from_compilation_as_torch_excludes_them(recursive: bool) -> None:
+    def compiled_with(disable: Any) -> tuple[int, int, list[float]]:
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+        def scaled_by(factor: int) -> Any:
+            return lambda x: inner(x) * factor
+
+        # More functions than torch would compile for one code.
+        several = [disable(scaled_by(k), recursive=recursive) for k in range(10)]
+
+        def outer(x: torch.Tensor) -> torch.Tensor:
+            for each in several:
+                x = each(x + 1)
+            return x + 1
+
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        found = torch.compile(outer, backend=counter)(torch.ones(2))
+        torch._dynamo.reset()
+        return counter.frame_count, counter.op_count, found.tolist()
+
+    assert compiled_with(compat.dynamo_disable) == compiled_with(torch.compiler.disable)
 
 
 def test_data_parallel_is_known_while_it_copies() -> None:

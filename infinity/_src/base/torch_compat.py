@@ -80,8 +80,11 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
     address_of                   Tensor.data_ptr raises without     an output that is a view of a
                                  an address                         unit is not noticed, or an
                                                                     ordinary output raises
-    dynamo_disable               torch.compiler.disable             torch.compile traces the
-                                                                    engine's hooks
+    dynamo_disable               _C._dynamo.eval_frame.             torch.compile traces the
+                                 set_code_exec_strategy, functions' engine's hooks
+                                 _torchdynamo_disable
+    OptimizerBase                __wrapped__ of methods of          an optimizer's first step
+                                 optim.Optimizer                    imports torch's compiler
     watch_checkpoints,           utils.checkpoint:                  `activations=` is a ValueError
     CheckpointCall,              CheckpointFunction,
     named_checkpoints            _CheckpointFrame.save_inputs
@@ -120,6 +123,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 import sys
 import threading
@@ -138,6 +142,7 @@ TESTED = ("2.10.0", "2.13.0", "2.15.0")
 """Versions of torch that `make torch-matrix` tests: oldest allowed, pinned, newest."""
 
 _C: Any = torch._C
+_EVAL_FRAME: Any = _C._dynamo.eval_frame
 _TENSOR: Any = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -484,9 +489,34 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def dynamo_disable(function: F, *, recursive: bool = True) -> F:
-    """Exclude `function`, and if `recursive` its callees, from tracing by torch.compile."""
-    disable: Any = torch.compiler.disable
-    return cast("F", disable(function, recursive=recursive))
+    """Exclude `function`, and if `recursive` its callees, from tracing by torch.compile.
+
+    As `torch.compiler.disable`, which would import torch's compiler: that takes over a second.
+    Without `recursive` it returns `function` itself, which must be made in Python.
+    """
+
+    @functools.wraps(function)
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    # A frame's code says what is skipped: only the frame, or the calls below, too.
+    excluded: Any = untraced if recursive else function
+    skip, trace = _EVAL_FRAME._FrameAction.SKIP, _EVAL_FRAME._FrameAction.DEFAULT
+    strategy = _EVAL_FRAME._FrameExecStrategy(skip, skip if recursive else trace)
+    _EVAL_FRAME.set_code_exec_strategy(excluded.__code__, strategy)
+    # A trace of a caller breaks its graph at this mark.
+    excluded._torchdynamo_disable = True
+    return cast("F", excluded)
+
+
+class OptimizerBase(torch.optim.Optimizer):
+    """`torch.optim.Optimizer`, but its methods do not import torch's compiler."""
+
+    add_param_group = dynamo_disable(inspect.unwrap(torch.optim.Optimizer.add_param_group))
+    zero_grad = dynamo_disable(inspect.unwrap(torch.optim.Optimizer.zero_grad))
+    state_dict: Callable[..., dict[str, Any]] = dynamo_disable(
+        inspect.unwrap(torch.optim.Optimizer.state_dict)
+    )
 
 
 def calling_module_frame() -> FrameType | None:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import torch
 
+from infinity._src.base.torch_compat import OptimizerBase
 from infinity._src.base.wording import TRAINERS
 from infinity._src.config.policy import Policy
 from infinity._src.kernels.rounding import rounding_key
@@ -58,7 +59,7 @@ class StepEngine(Protocol):
         """Raise EngineClosed after `close`, or the fault of a background update."""
 
 
-class Optimizer(torch.optim.Optimizer, abc.ABC):
+class Optimizer(OptimizerBase, abc.ABC):
     """Base of the optimizers over states at rest. Build one of its subclasses.
 
     params: `model.parameters()` of models given to `inf.offload`, or parameter groups of them.

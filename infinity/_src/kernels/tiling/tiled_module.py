@@ -530,8 +530,7 @@ def tile_modules(model: nn.Module) -> Iterator[Tile]:
 def exclude_from_compile(model: nn.Module) -> None:
     """Keep torch.compile out of the model's tiled modules. Code before and after them is compiled.
 
-    Hooks that cannot be compiled gather each tile, so compilation would gain nothing inside. The
-    modules' constructors do not call this, since it imports torch's compiler, which takes long.
+    Hooks that cannot be compiled gather each tile, so compilation would gain nothing inside.
     """
     for kind in {type(module) for module in model.modules() if isinstance(module, TiledModule)}:
         forward: Any = kind.forward
