@@ -103,7 +103,7 @@ class DeviceDriver:
         """The driver's name for one of its codes."""
         text = ctypes.c_char_p()
         if self._library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(text)) or not text.value:
-            return "an error that it has no name for"
+            return "an error without a name"
         return text.value.decode(errors="replace")
 
     def pin(self, address: int, size_bytes: int) -> None:

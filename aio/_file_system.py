@@ -44,7 +44,7 @@ def direct_refusal(fd: int, *, write: bool = True) -> str:
     alignment = max(direct_alignments(fd))
     if alignment > _PAGE_BYTES:
         return (
-            f"O_DIRECT there wants requests aligned to {alignment} bytes, and they are to "
+            f"O_DIRECT there needs requests aligned to {alignment} bytes; they are aligned to "
             f"{_PAGE_BYTES}"
         )
     with mmap.mmap(-1, _PAGE_BYTES) as page, mmap.mmap(-1, _PAGE_BYTES) as back:
@@ -66,7 +66,7 @@ def direct_refusal(fd: int, *, write: bool = True) -> str:
                 os.ftruncate(fd, 0)
         if write and (wrote != _PAGE_BYTES or read != _PAGE_BYTES or page[:] != back[:]):
             raise OSError(
-                errno.EIO, f"a first block came back wrong ({wrote} bytes written, {read} read)"
+                errno.EIO, f"a test block was read back wrong ({wrote} bytes written, {read} read)"
             )
     return ""
 

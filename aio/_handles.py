@@ -132,7 +132,7 @@ class Core:
             self.lib.inf_executor_alarm(self.pointer, self.ffi.NULL)
             for drive in self.drives:
                 drive.keep_open()  # or requests in flight would reach other files
-            log.error("closing: %s; its buffers are left alone", why)
+            log.error("closing: %s; its buffers are not freed", why)
             return
         # Before the slots are freed: the chunks counted here have their only copy in a slot.
         counters = self.ffi.new("inf_exec_stats *")

@@ -75,7 +75,7 @@ def report(error: int) -> None:
         -errno.ENODEV: "this process may not run on any of its CPUs",
     }.get(error, os.strerror(-error))
     log.warning(
-        "%s cannot be had for slabs and threads, which stay where the kernel puts them, maybe far "
+        "%s cannot be used for slabs and threads, which stay where the kernel puts them, maybe far "
         "from the device: %s",
         _chosen,
         why,

@@ -85,9 +85,9 @@ def open_executor(
             # Never replace a backend that the user named.
             if backend != "auto":
                 raise OSError(
-                    f"I/O backend {backend!r} was asked for and cannot be had: {error}"
+                    f"I/O backend {backend!r} was requested, but does not work here: {error}"
                 ) from error
             # The executor stores the reasons; `infinity doctor` shows them.
             reasons.append(f"no {name} backend: {error}")
             _step_down(reasons[-1])
-    raise OSError(f"no I/O backend can be had here: {'; '.join(reasons)}")
+    raise OSError(f"no I/O backend works here: {'; '.join(reasons)}")

@@ -203,7 +203,7 @@ def probe_directory(path: str | os.PathLike[str]) -> DirectoryProbe:
             if os.pwritev(file.fd, [page], 0) != len(page) or os.preadv(file.fd, [page], 0) != len(
                 page
             ):
-                reason = "a transfer of 4 KiB came back short"
+                reason = "a transfer of 4 KiB was short"
     except (AioError, ValueError, OSError) as error:
         reason = str(error)
     block_bytes, depth = limits.fit(BLOCK_BYTES, DEPTH)

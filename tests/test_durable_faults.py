@@ -325,7 +325,7 @@ def test_damage_is_found_and_named(tmp_path: Path, wanted: tuple[str, ...]) -> N
     model, optimizer = made(tmp_path)
     with pytest.raises(ChecksumError, match=file.name):
         inf.restore(model, optimizer, tmp_path)
-    with pytest.raises(StateInvalid, match="broke off"):
+    with pytest.raises(StateInvalid, match="was interrupted"):
         close(model)
     with file.open("r+b") as data:
         data.seek(at)

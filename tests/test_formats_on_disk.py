@@ -152,7 +152,7 @@ def test_a_byte_that_changed_since_is_found(tmp_path: Path) -> None:
     run = Run(CASES["compact"], tmp_path / "swap")
     with pytest.raises(ChecksumError, match=re.escape(data.name)):
         inf.restore(run.model, run.optimizer, written)
-    with pytest.raises(StateInvalid, match="broke off"):
+    with pytest.raises(StateInvalid, match="was interrupted"):
         run.handle.close()
 
 

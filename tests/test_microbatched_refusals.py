@@ -688,7 +688,7 @@ def test_without_checkpoints_backward_computes_nothing_again(checkpointed: bool)
 
 def test_without_checkpoints_there_is_nothing_to_put_away(tmp_path: Path) -> None:
     kept = whole(LLAMA, checkpoint=False)
-    with pytest.warns(UserWarning, match=r"nothing to take away.*checkpoint=False"):
+    with pytest.warns(UserWarning, match=r"nothing to offload.*checkpoint=False"):
         harness.offloaded(kept, policy(tmp_path, **NVME, activations="nvme"))
 
 

@@ -126,7 +126,7 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
     if training.enable_cpu_offload:
         raise ValueError(
             "training.enable_cpu_offload is FSDP's; the policy says what rests where: set it to "
-            "False, and inf.Policy(params='cpu', optim='cpu') does the like"
+            "False, and inf.Policy(params='cpu', optim='cpu') does the same"
         )
     if compile_config.enable and "model" in compile_config.components:
         raise ValueError(

@@ -76,8 +76,8 @@ def norm_alone(rank: int, place: Path) -> str:
 
 def test_a_norm_on_one_rank_alone_raises_on_both(tmp_path: Path) -> None:
     told = on_ranks(norm_alone, tmp_path / "run", 2)
-    assert all("has come to" in text or "failed" in text for text in told), told
-    assert not any("did not come" in text or "within 60 s" in text for text in told), told
+    assert all("has reached" in text or "failed" in text for text in told), told
+    assert not any("did not reach it" in text or "within 60 s" in text for text in told), told
 
 
 class Beside(torch.nn.Module):
@@ -263,7 +263,7 @@ def does_unlike(rank: int, place: Path) -> list[str]:
 
 def test_values_of_one_rank_alone_are_told_to_both_before_they_are_used(tmp_path: Path) -> None:
     for (_, what), *told in zip(UNLIKE, *on_ranks(does_unlike, tmp_path / "run", 2), strict=True):
-        assert any("rank 0 has come to" in text or "rank 1 has come to" in text for text in told), (
+        assert any("rank 0 has reached" in text or "rank 1 has reached" in text for text in told), (
             told
         )
         assert all(what in text for text in told), (what, told)
@@ -371,7 +371,7 @@ def other_units(rank: int, place: Path) -> tuple[str, bool]:
 def test_shards_of_another_unit_are_never_taken_for_those_that_are_wanted(tmp_path: Path) -> None:
     told = on_ranks(other_units, tmp_path / "run", 2)
     assert any(diverged for _, diverged in told) or all(
-        "has come to" in text for text, _ in told
+        "has reached" in text for text, _ in told
     ), told
     assert all("layers.0" in text or "layers.1" in text for text, _ in told), told
 

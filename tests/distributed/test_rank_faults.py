@@ -401,7 +401,7 @@ def test_a_rank_that_fails_amid_opening_ends_the_others_and_leaves_no_thread(
 
 def test_a_rank_that_does_not_offload_is_named_after_rank_timeout_s(tmp_path: Path) -> None:
     for outcome in on_ranks(offloads_alone, tmp_path / "run", 2)[:1]:
-        assert "ranks [1] have not said within 0.5 s on which host they are" in outcome
+        assert "ranks [1] have not reported their host within 0.5 s" in outcome
 
 
 def offloads_alone(rank: int, place: Path) -> str:

@@ -375,7 +375,7 @@ def test_ranks_that_thaw_other_parameters_are_told_so(
 ) -> None:
     for told in zip(*on_ranks(Apart(cases), tmp_path / "run", 2), strict=True):
         assert any(diverged for _, diverged in told) or all(
-            "has come to" in text for text, _ in told
+            "has reached" in text for text, _ in told
         ), told
         assert any("blocks." in text for text, _ in told), told
 

@@ -37,8 +37,8 @@ def check_link(path: Path) -> None:
     """Raise ValueError for a dangling symbolic link."""
     if path.is_symlink() and not path.exists():
         raise ValueError(
-            f"{path} is a symbolic link to {str(path.readlink())!r}, and there is nothing: bring "
-            "that back, or replace the link"
+            f"{path} is a symbolic link to {str(path.readlink())!r}, which does not exist: "
+            "restore it, or replace the link"
         )
 
 

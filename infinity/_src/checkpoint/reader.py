@@ -248,7 +248,7 @@ class Checkpoint:
                 # The digest in the manifest proves that the copy has the same bytes.
                 with contextlib.suppress(AioError):
                     data = read_attachment(copy, file)
-                    log.warning("%s; going by the copy in %s", error, copy)
+                    log.warning("%s; using the copy in %s", error, copy)
                     return data
             raise
 

@@ -585,7 +585,7 @@ class RestoreJob:
 
     def _fail(self, error: BaseException, directory: Path) -> None:
         fault = StateInvalid(
-            f"restoring {directory} broke off ({type(error).__name__}: {error}), and some "
+            f"restoring {directory} was interrupted ({type(error).__name__}: {error}), and some "
             "parameters are restored and others are not; close this engine, build the model anew "
             "and restore a whole checkpoint"
         )

@@ -35,8 +35,8 @@ _TEXT = (
     Row("holdout", float, "share of the text that is held out, its last part (0.05)", "SHARE"),
     Row("eval", argument, "measure the held-out loss on this file, of the same kind as the text, "
         "and train on all of the text", "FILE"),
-    Row("packing", False, "several conversations in a window, each by itself in attention; needs "
-        "--chat"),
+    Row("packing", False, "several conversations in a window, which do not attend to each other; "
+        "needs --chat"),
 )  # fmt: skip
 # The default is None, not a number: checkpoints record None for whole layers (`resume.RULES`).
 _TILES = (
@@ -66,9 +66,9 @@ _TRAINING = (
     Row("eval-batches", int, "micro-batches of a held-out measurement (8; of --eval, all)"),
     Row("prompt", str, "continue this text before and after training"),
     Row("prompt-tokens", 24, "length of the continuation (24)"),
-    Row("dtype", ("auto", "bfloat16", "float32"), "of the parameters that compute; auto: float32 "
-        "where a CPU without bf16 instructions computes, else bfloat16; a resumed run keeps its "
-        "dtype (auto)", more={"default": "auto"}),
+    Row("dtype", ("auto", "bfloat16", "float32"), "dtype that computes; auto: float32 on a CPU "
+        "without bf16 instructions, else bfloat16; a resumed run keeps its dtype (auto)",
+        more={"default": "auto"}),
     Row("lora", int, "train LoRA adapters of this rank on all linears of the blocks, by peft; the "
         "model is frozen, and --out gets the adapter (train the model)", "R"),
     Row("checkpointing", False, "recompute activations in backward"),
@@ -85,8 +85,8 @@ _RESUME = (
     Row("resume", False, "resume from the durable run or the checkpoint in --save-dir, whichever "
         "has the later step, if they are of one run; begin where there is neither"),
     # "report" is for `inf.restore` alone: no policy has it.
-    Row("damaged", ("raise", "report", "from-older"), "where a drive cannot give states back: stop "
-        "and name them; report: with --resume, continue without them; from-older: with those of "
+    Row("damaged", ("raise", "report", "from-older"), "if a drive cannot read states: stop and "
+        "name them; report: with --resume, continue without them; from-older: with those of "
         "an earlier step, also within the run, with --durable or --generations 2 (raise)",
         more={"default": "raise"}),
 )  # fmt: skip
@@ -111,7 +111,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add_options(group, [Row("device", str, device, "DEVICE"), *field_rows("delayed_warmup")])
     _add_shared(parser)
     add_options(parser.add_argument_group("training"), _TRAINING)
-    kept = parser.add_argument_group("going on after a crash")
+    kept = parser.add_argument_group("resuming after a crash")
     add_options(kept, [*field_rows("durable", "durable_every"), *_RESUME])
 
 
@@ -137,7 +137,7 @@ def check_tiles(options: argparse.Namespace) -> None:
         if count is not None and count < least:
             raise ValueError(
                 f"--{name.replace('_', '-')} {count} must be at least {least}; leave it out for "
-                "what is whole"
+                "one without tiles"
             )
     for name in ("tile_linears", "tile_experts"):
         count = getattr(options, name)
@@ -196,19 +196,19 @@ _PLAN = (
 _MACHINE = (
     Row("gpus", 1, "GPUs of the node; 0: the CPU computes (1)"),
     Row("ranks", int, "processes of the node where the CPU computes (1; GPUs have one each)", "N"),
-    Row("nodes", 1, "nodes, each with all that is told here (1)", "N"),
+    Row("nodes", 1, "nodes, each as these options describe it (1)", "N"),
     Row("link-gbps", float, "between a node and the others, each way (100)", "Gbit/s"),
     Row("gpu", str, "rtx3090, rtx4090, rtx5090, a6000, l40s, a100, h100, h200, b200 or gb200, for "
         "what is not given below (by --gpu-mem, else h100)", "KIND"),
     Row("gpu-mem", str, "memory of one GPU", "SIZE"),
     # No default: the plan may be for another machine, so this machine's RAM says nothing.
-    Row("ram", str, "CPU memory of the node: the budgets of all ranks, and what they take beside "
-        "them", "SIZE", {"required": True}),
+    Row("ram", str, "CPU memory of the node, for the budgets of all ranks and their overhead",
+        "SIZE", {"required": True}),
     Row("nvme-read", str, "all drives together, reading", "GB/s"),
     Row("nvme-write", str, "all drives together, writing", "GB/s"),
     Row("bench", argument, "instead: a record of python -m infinity.bench swap", "FILE"),
     Row("drives", int, "how many drives there are (those of --bench, else 1)"),
-    Row("nvme-size", str, "room on all drives together (not checked)", "SIZE"),
+    Row("nvme-size", str, "free space of all drives together (not checked)", "SIZE"),
     Row("separable", False, "reads and writes do not slow each other on these drives"),
     Row("tbw", float, "terabytes written that one drive is rated for", "TB"),
     Row("flops", float, "what one GPU sustains in training", "TFLOP/s"),
@@ -273,10 +273,10 @@ _WHERE = "a checkpoint, or the (first) directory of a durable run"
 _DIRECTORY = Row(" directory", argument, _WHERE, "DIR")
 _JSON = Row("json", False, "as JSON instead, to standard output")
 # Not for `ls`, which lists all generations.
-_GENERATION = Row("generation", int, "not the newest (whole) one, but this", "N")
+_GENERATION = Row("generation", int, "this generation, instead of the newest (whole) one", "N")
 _ACTIONS: dict[str, tuple[str, str, tuple[Row, ...]]] = {
     "ls": (
-        "what there is, whole or not",
+        "list generations, whole or not",
         "Every generation, from its manifests; states are not read.",
         (Row(" directories", argument, f"{_WHERE}, or a directory of such", "DIR", {"nargs": "+"}),
          _JSON),
@@ -284,8 +284,8 @@ _ACTIONS: dict[str, tuple[str, str, tuple[Row, ...]]] = {
     "verify": (
         "read every byte against its checksums",
         ("Reads every byte of a generation against its checksums, and names all that is damaged. "
-         "Of a durable run that is going on it may tell of damage that there is not: the run "
-         "writes new steps meanwhile. Verify it when the run has ended, or a checkpoint of it."),
+         "For a durable run in progress it may report damage that does not exist, since the run "
+         "writes new steps meanwhile: verify it when the run has ended, or verify a checkpoint."),
         (_DIRECTORY, _JSON, _GENERATION),
     ),
     "export": (
@@ -293,15 +293,15 @@ _ACTIONS: dict[str, tuple[str, str, tuple[Row, ...]]] = {
         ("Writes parameters and persistent buffers as safetensors in the layout of Hugging Face, "
          "as inf.export_safetensors does, in constant memory. Configuration and tokenizer are not "
          "in a checkpoint: copy them. --to deepspeed-universal writes masters, moments and "
-         "hyper-parameters as a universal checkpoint, from which DeepSpeed goes on "
+         "hyper-parameters as a universal checkpoint, from which DeepSpeed continues "
          "(load_universal), a parameter in memory at a time."),
         (_DIRECTORY,
          Row(" out", argument, "where the files go; those of an earlier export are replaced",
              "OUT"),
          Row("to", ("safetensors", "deepspeed-universal"), "the format (safetensors)",
              more={"default": "safetensors"}),
-         Row("masters", False, "fp32 masters, where there are such, instead of what computes"),
-         Row("shard-bytes-max", str, "of one file; a unit stays whole (2GiB)", "SIZE"),
+         Row("masters", False, "fp32 masters, where they exist, instead of parameters"),
+         Row("shard-bytes-max", str, "largest size of a file; units are not split (2GiB)", "SIZE"),
          Row("dtype", ("bfloat16", "float16", "float32"), "of floating parameters (their own)"),
          _GENERATION),
     ),

@@ -282,7 +282,7 @@ def _directory(probe: DirectoryProbe) -> Finding:
             "not a container's own layer"
         )
     if probe.free_bytes < _FREE_BYTES_LOW:
-        warnings.append("little room: states take 12 bytes per parameter")
+        warnings.append("little space: states take 12 bytes per parameter")
     if not probe.preallocates:
         warnings.append(
             "the file system cannot preallocate: a drive that fills up fails a write in the middle "

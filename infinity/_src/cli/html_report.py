@@ -95,7 +95,7 @@ def run_report(options: argparse.Namespace, console: Console | None = None) -> i
         _check_watch(options)
         directories = runs_of(options.directory, wanted=not options.watch)
         if options.watch:
-            say(console, f"{escape(str(out))} is written again as the run goes on; Ctrl-C ends it")
+            say(console, f"{escape(str(out))} is rewritten while the run continues; Ctrl-C ends it")
             return watch(
                 lambda: runs_of(options.directory, wanted=False),
                 lambda runs, seconds: _write(runs, out, options.tbw, seconds),

@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     # For the list of commands and for completion only: `_run` passes the arguments of bench to the
     # parser of bench.
     benchmarks = commands.add_parser(
-        "bench", help="what drives, update kernels and copies give on this machine"
+        "bench", help="measure drives, update kernels and copies on this machine"
     )
     bench.describe_bench(benchmarks)
     train = commands.add_parser(
@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         type=argument,
         metavar="DIR",
-        help="a directory that shall hold swap; may be repeated",
+        help="a directory for swap files; may be repeated",
     )
     doctor.add_argument(
         "--model",

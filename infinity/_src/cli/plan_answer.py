@@ -108,7 +108,7 @@ def show_assumed(console: Console, found: Prediction) -> None:
     sources = found.machine.sources
     assumed = {name: source for name, source in sources.items() if source != "given"}
     if assumed:
-        console.print("Not given, and so taken to be:")
+        console.print("Not given, so assumed:")
         for name, source in assumed.items():
             # Sources have names of figures; show the names of the options that set them.
             option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))

@@ -57,7 +57,7 @@ def show_tables(
     """
     console.print(_head(shape, found), highlight=False)
     if not found.fits:
-        say(console, "The times below are those of the least that this job takes.")
+        say(console, "The times below are for a machine with the least memory that this job needs.")
     console.print(_needs(found))
     console.print(_places(found))
     if ranks:

@@ -508,7 +508,7 @@ class _Run:
         )
         earlier = self.small.take_up(found.extra, found.step, self.scheduler)
         self.held_out += earlier.held_out
-        self._say(f"going on after step {found.step}, from {self.source}")
+        self._say(f"continuing after step {found.step}, from {self.source}")
         if self.steps_before not in (None, self.options.steps):
             self._say(
                 f"  from here the learning rate is that of a run of {self.options.steps} steps; "
@@ -518,7 +518,7 @@ class _Run:
             self._say(f"  instead of {self.lost}")
         notes = [*found.notes, *([found.rounded] if found.rounded else [])]
         if not earlier.same_ranks:
-            notes.append("the ranks are others than before: dropout is drawn anew")
+            notes.append("the ranks have changed, so dropout draws other masks")
         for note in notes:
             self._say(f"  {note}")
         # If the run had ended, its records stay as they are.
@@ -680,7 +680,7 @@ class _Run:
                     display.say(f"step {step + 1} is taken again: {error}")
                 else:
                     # No step was undone, though the error says so: show its cause.
-                    display.say(f"the end is made again: {error.__cause__ or error}")
+                    display.say(f"the end of the run is repeated: {error.__cause__ or error}")
                 self._go_back(step, turns[step])
                 batches = self._batches(step)
                 self.last = self.handle.stats()

@@ -297,8 +297,8 @@ class Comm:
         if len(found):
             rank, place = found[0].tolist()
             raise ValueError(
-                f"rank {rank} has come to {what} with {names[place]} {rows[rank, place]:.10g}, and "
-                f"rank 0 with {names[place]} {rows[0, place]:.10g}: all ranks must come to it with "
+                f"rank {rank} has reached {what} with {names[place]} {rows[rank, place]:.10g}, and "
+                f"rank 0 with {names[place]} {rows[0, place]:.10g}: all ranks must reach it with "
                 "the same numbers, but for rounding (a learning rate that follows the loss of one "
                 "rank? a norm of its part?)"
             )
@@ -498,8 +498,8 @@ def device_stuck(failure: RankFailed | None) -> RankFailed:
     for.
     """
     return RankFailed(
-        f"{failure}; collectives that wait for it cannot be broken off, and what is behind them on "
-        "the device never ends: the engine keeps its memory, and this process must end",
+        f"{failure}; collectives that wait for it cannot be aborted, and work behind them on the "
+        "device never ends: the engine keeps its memory, and this process must end",
         rank=None if failure is None else failure.rank,
     )
 

@@ -139,7 +139,7 @@ class OrderAgreement:
         for rank, found in theirs.items():
             if not torch.equal(found[_QUEUE_AT:], mine[_QUEUE_AT:]):
                 raise RanksDiverged(
-                    f"rank {self.rank} has come to {what}, and rank {rank} to {_decode(found)}: "
+                    f"rank {self.rank} has reached {what}, and rank {rank} {_decode(found)}: "
                     "all ranks must run the same modules in the same order, and call what is "
                     "collective together, with the same values (control flow by rank? a "
                     "state_dict on one? a learning rate that follows the loss of one?); "

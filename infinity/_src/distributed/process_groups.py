@@ -72,8 +72,8 @@ def make_group(
         _EPOLLS[group] = added.pop()
     else:
         log.info(
-            "the connections of a process group are not known (%d candidates): it cannot be broken "
-            "off",
+            "the connections of a process group are not known (%d candidates): it cannot be "
+            "aborted",
             len(added),
         )
     return group

@@ -187,8 +187,8 @@ def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
     while missing := [other for other in range(world) if not store.check([str(other)])]:
         if time.monotonic() > deadline:
             raise RankFailed(
-                f"ranks {missing} have not said within {timeout_s:g} s on which host they are: "
-                "every rank must offload",
+                f"ranks {missing} have not reported their host within {timeout_s:g} s: every "
+                "rank must offload",
                 rank=missing[0],
                 ranks=tuple(missing),
             )

@@ -316,28 +316,28 @@ class Watchdog:
         """
         if self._failure is None and not self._closed:
             rank = self.topology.rank
-            # Only if it broke off after its last collective; an earlier exception did not end it.
+            # Only if it raised after its last collective; an earlier exception did not end it.
             broke = self._raised.get(self._number)  # None: it continued
-            why = f"; it had broken off ({broke})" if broke else ""
+            why = f"; it had raised ({broke})" if broke else ""
             self._exit_failure = RankFailed(
                 shorten(f"rank {rank} has ended without closing its engine{why}"), rank=rank
             )
             self._set_failure(self._exit_failure)
 
     def _confirm_exception(self) -> None:
-        """Block until all ranks are known to have broken off after the same collective."""
+        """Block until all ranks are known to have raised after the same collective."""
         assert self._heartbeat is not None
         here, waited_s, before_s = self._number, 0.0, time.monotonic()
-        text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"
+        text = f"this rank ({self.topology.rank}) raised ({self._raised[here]})"
         while True:
             self.check()
-            # All ranks that broke off find a rank that continued.
+            # All ranks that raised find a rank that continued.
             records = self._others()
             for rank, record in records.items():
                 if here not in dict(record.raised) and (record.number > here or record.left):
                     self._set_failure(
                         RankFailed(
-                            shorten(f"{text}, and rank {rank} went on"), rank=self.topology.rank
+                            shorten(f"{text}, and rank {rank} continued"), rank=self.topology.rank
                         )
                     )
             lacking = [rank for rank in range(self.topology.world) if rank != self.topology.rank]
@@ -625,7 +625,7 @@ def find_failure(
         why = ""
         for after, text in record.raised:
             if number is not None and after < number and after not in raised:
-                why = f"rank {rank} broke off before it: {text}"
+                why = f"rank {rank} raised before it: {text}"
         if record.left and (number is None or record.number < number):
             left = "has closed its engine" if record.left == "closed" else "has ended"
             why = f"{why}, and {left}" if why else f"rank {rank} {left}"
@@ -649,10 +649,10 @@ def _apart(rank: int, theirs: Mapping[int, str], mine: Mapping[int, str], waits_
     if at is None:
         return ""
     if at == waits_for:
-        where = f"rank {rank} has come to {theirs[at]} instead"
+        where = f"rank {rank} has reached {theirs[at]} instead"
     else:
         where = (
-            f"as collective {at} this rank has come to {mine[at]}, and rank {rank} to {theirs[at]}"
+            f"as collective {at} this rank has reached {mine[at]}, and rank {rank} {theirs[at]}"
         )
     return (
         f"{where}; all ranks must run the same modules in the same order, "
@@ -684,21 +684,21 @@ def timeout_error(
     ]
     if behind:
         last = [
-            f"rank {rank} last came to "
+            f"rank {rank} last reached "
             f"{describe_collective(others[rank].last, others[rank].number)}"
             for rank in behind
         ]
-        text = f"{text}: {describe_ranks(behind)} did not come ({'; '.join(last)})"
+        text = f"{text}: {describe_ranks(behind)} did not reach it ({'; '.join(last)})"
         return RankFailed(shorten(text), rank=behind[0], ranks=tuple(behind))
     if not fresh:
         text = f"{text}, and the store of the default group, which rank 0 hosts, does not answer"
         return RankFailed(text, rank=0)
     if number is None:
-        return RankFailed(f"{text}, and it is not known which rank has not come")
+        return RankFailed(f"{text}, and it is not known which rank has not reached it")
     past = [rank for rank, record in others.items() if number not in record.names]
     if past:
         last = [
-            f"rank {rank} has come to {describe_collective(others[rank].last, others[rank].number)}"
+            f"rank {rank} has reached {describe_collective(others[rank].last, others[rank].number)}"
             for rank in past
         ]
         text = f"{text}, though no rank is behind ({'; '.join(last)})"
@@ -709,7 +709,7 @@ def timeout_error(
             )
         )
     return RankFailed(
-        f"{text}, though every rank has come to it: a connection or a drive is stuck, or the "
+        f"{text}, though every rank has reached it: a connection or a drive is stuck, or the "
         "timeout too short"
     )
 
@@ -718,7 +718,7 @@ def death_error(rank: int, record: RankRecord, how: str) -> RankFailed:
     """Return the error for a rank that has ended."""
     text = f"rank {rank} on {record.host[0]} has ended: {how}"
     if record.raised:
-        text += f"; it had broken off ({record.raised[-1][1]})"
+        text += f"; it had raised ({record.raised[-1][1]})"
     return RankFailed(shorten(text), rank=rank)
 
 

@@ -197,10 +197,10 @@ class ActivationFigures:
 
     def __str__(self) -> str:
         return (
-            f"activations: {format_size(self.stored_bytes)} put away, "
-            f"{format_size(self.fetched_bytes)} brought back; at most "
-            f"{format_size(self.rest_bytes_peak)} away and {format_size(self.held_bytes_peak)} "
-            f"here; waited {self.wait_s:.2f} s"
+            f"activations: {format_size(self.stored_bytes)} offloaded, "
+            f"{format_size(self.fetched_bytes)} fetched; at most "
+            f"{format_size(self.rest_bytes_peak)} offloaded at once, and "
+            f"{format_size(self.held_bytes_peak)} held; waited {self.wait_s:.2f} s"
         )
 
 
@@ -397,7 +397,7 @@ class Activations:
                     self._store.wait_all()  # interrupted: the transfer may have begun nevertheless
                 self._storing.remove(boundary)
             if isinstance(error, AioError):
-                error.args = (f"{label} cannot be put away: {error}",)
+                error.args = (f"{label} cannot be offloaded: {error}",)
             raise
         self._moved += 1
 
@@ -563,7 +563,7 @@ class Activations:
             ticket.wait_filled()
         except AioError as error:
             if faults:
-                error.args = (f"{label} cannot be brought back: {error}",)
+                error.args = (f"{label} cannot be fetched: {error}",)
                 raise
         finally:
             end_ns = time.monotonic_ns()
@@ -581,7 +581,7 @@ class Activations:
         try:
             ticket.wait()
         except AioError as error:
-            error.args = (f"{label} cannot be put away: {error}",)
+            error.args = (f"{label} cannot be offloaded: {error}",)
             raise
 
     # -- for the engine ----------------------------------------------------------------------------
@@ -593,7 +593,7 @@ class Activations:
         self._said = True
         if not self._seen:
             warnings.warn(
-                "activations= has nothing to take away: no checkpointed call was seen in this "
+                "activations= has nothing to offload: no checkpointed call was seen in this "
                 "training step. Call model.gradient_checkpointing_enable(), or "
                 "torch.utils.checkpoint.checkpoint in forward, or leave out the checkpoint=False "
                 "of inf.microbatched",
@@ -601,9 +601,9 @@ class Activations:
             )
         else:
             warnings.warn(
-                f"activations= has nothing to take away: the inputs of the {self._seen} "
+                f"activations= has nothing to offload: the inputs of the {self._seen} "
                 f"checkpointed calls of this training step are smaller than {SMALLEST_BYTES >> 10} "
-                "KiB, or held by the model besides, and stay in memory",
+                "KiB, or also held by the model, and stay in memory",
                 stacklevel=2,
             )
 

@@ -148,7 +148,7 @@ def describe_others(ram: int | str | None, owner: int) -> str:
     if spare:
         text += (
             f", {format_size(spare)} of that to spare their drives "
-            "(a smaller ram or resident= of theirs gives that back)"
+            "(a smaller ram= or resident= of those models frees it)"
         )
     return f"{text}; close those that are done with (inf.handle(model).close())"
 

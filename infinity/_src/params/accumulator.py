@@ -297,7 +297,7 @@ class GradAccumulator:
         # mark.
         if self._overwritten:
             raise RuntimeError(
-                f"{self.name}.grad was taken away, and put back after other gradients came: it had "
+                f"{self.name}.grad was removed, and set again after new gradients had come: it had "
                 "spilled to NVMe, and its values are gone; keep `p.grad.materialize()` instead, "
                 "and assign that"
             )

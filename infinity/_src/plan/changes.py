@@ -161,7 +161,7 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
         and (job.policy.update == "deferred" or job.policy.generations == 2)
     ):
         # `Policy` refuses resident shares in durable runs.
-        found.append(("durable (goes on after a crash)", job.replace(durable=True, resident=None)))
+        found.append(("durable (resumes after a crash)", job.replace(durable=True, resident=None)))
     return found
 
 

@@ -295,7 +295,7 @@ def check_job(job: Job, machine: Machine) -> None:
         raise ValueError(f"expert_tile={job.expert_tile} must not be negative")
     if machine.world == 1 and (policy.qwz or policy.hpz or policy.qgz):
         raise ValueError(
-            "qwz, hpz and qgz are of what ranks have from each other, and there is one: leave them "
+            "qwz, hpz and qgz change what ranks send each other, and there is one: leave them "
             "out"
         )
 
@@ -675,7 +675,7 @@ def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
     if not least.fits and 2 * of_units > least.bytes:
         enough = f"too much still; {format_size(of_units)} of it are units and gradients"
     return (
-        "no single change of the job is enough: all that there are together need "
+        "no single change of the job is enough: all of them together need "
         f"{round_size(least.bytes)}, {enough}"
     )
 

@@ -219,7 +219,7 @@ def _check_offloaded(
             continue
         if any(_has_states(handle, param) for param in module.parameters()):
             raise DeepSpeedRefusal(
-                "initialize of a model that trains in another engine: go on with that one, or end "
+                "initialize of a model that trains in another engine: continue with it, or end "
                 "it by engine.destroy() and build the model anew"
             )
 

@@ -77,7 +77,7 @@ def test_without_io_uring_auto_steps_down_says_so_once_and_a_forced_one_fails(
             assert "no wheel" in executor.backend_reason
             executor.close()
     assert caplog.text.count("no wheel") == 1
-    with pytest.raises(OSError, match=r"io_uring.*asked for"):
+    with pytest.raises(OSError, match=r"io_uring.*requested"):
         aio.open_executor([file], backend="io_uring", **POOLS)
 
 

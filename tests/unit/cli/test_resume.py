@@ -201,7 +201,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
     assert counted.bytes == 0
     # Step 5 was submitted, and not committed. The save of step 4 may have been under way.
     goes_on = [4] if kept == "durable" else [2, 4]
-    (committed,) = (step for step in goes_on if f"going on after step {step}, from" in shown)
+    (committed,) = (step for step in goes_on if f"continuing after step {step}, from" in shown)
 
     is_whole(place, out)
     assert [row["goes_on_after"] for row in records(out, "run")] == [0, committed]
@@ -423,7 +423,7 @@ def test_a_last_save_that_failed_is_not_forgotten_where_the_end_is_made_again(
     end_again(monkeypatch, 2)
     status, shown = train(arguments)
     assert [step for _, step in begun] == [2, 4, STEPS, STEPS, STEPS]
-    assert re.search(r"the end is made again: a drive had a fault\s*\n", shown)
+    assert re.search(r"the end of the run is repeated: a drive had a fault\s*\n", shown)
     assert status == (0 if succeeds else 1), shown
     assert newest_generation(tmp_path / "checkpoint")[0].step == (STEPS if succeeds else 4)
     is_whole(place, tmp_path)
@@ -525,7 +525,7 @@ def test_a_durable_run_that_had_ended_makes_up_for_its_last_save_and_keeps_its_r
     for again in (1, 0):
         status, shown = train([*arguments, "--resume"])
         assert status == 0, shown
-        assert shown.count("the end is made again: a drive had a fault") == again
+        assert shown.count("the end of the run is repeated: a drive had a fault") == again
         assert f"all {STEPS} steps had been taken already" in shown
         assert [records(out, kind) for kind in ("step", "held_out", "summary")] == before
         # The second finds it.
@@ -536,7 +536,7 @@ def test_a_durable_run_that_had_ended_makes_up_for_its_last_save_and_keeps_its_r
     shutil.rmtree(tmp_path / "drive" / "infinity-run")
     status, shown = train([*arguments, "--resume"])
     assert status == 0, shown
-    assert f"going on after step {STEPS}, from {out / 'checkpoint'}" in shown
+    assert f"continuing after step {STEPS}, from {out / 'checkpoint'}" in shown
 
 
 LIMITED = (
@@ -564,7 +564,7 @@ def test_a_drive_that_is_full_for_the_last_saves_is_told_of_on_stderr(
     )
     assert done.returncode == 1, done.stdout + done.stderr
     # The save of step 4 may have been under way.
-    found = re.search(r"going on after step ([24]), from ", done.stdout)
+    found = re.search(r"continuing after step ([24]), from ", done.stdout)
     assert found, done.stdout
     assert done.stderr.count(f"no checkpoint of step {STEPS} was written: no room for a ") == 2
     assert "error: no room for a checkpoint of" in done.stderr
@@ -578,7 +578,7 @@ def test_a_damaged_commit_is_passed_over_on_request(place: Path, tmp_path: Path)
     with damaged(tmp_path / "drive" / "infinity-run"):
         status, shown = train([*arguments, "--resume", "--damaged", "from-older"])
     assert status == 0, shown
-    assert "going on after step 3, from" in shown
+    assert "continuing after step 3, from" in shown
     is_whole(place, out)
 
 
@@ -603,7 +603,7 @@ def test_a_run_that_has_lost_a_drive_goes_on_from_the_last_save(
     status, shown = train([*left, "--resume"])
     assert status == 0, shown
     # The save of step 4 may have been under way.
-    assert re.search(r"going on after step [24], from .*checkpoint", shown), shown
+    assert re.search(r"continuing after step [24], from .*checkpoint", shown), shown
     assert "instead of step 4 of the durable run" in shown
     is_whole(place, out)
     # The run is one of the drive that is left.

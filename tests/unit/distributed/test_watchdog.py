@@ -85,10 +85,10 @@ def program(*names: str, first: int = 1) -> tuple[tuple[int, str], ...]:
     ("mine", "theirs", "text"),
     [
         # it waits in another communication stream, and reached the number first
-        ("abcd", "abx", "as collective 3 this rank has come to c, and rank 1 to x"),
-        ("abcd", "abcx", "rank 1 has come to x instead"),
-        ("abcd", "abxcd", "as collective 3 this rank has come to c, and rank 1 to x"),
-        ("abcd", "xabcd", "as collective 1 this rank has come to a, and rank 1 to x"),
+        ("abcd", "abx", "as collective 3 this rank has reached c, and rank 1 x"),
+        ("abcd", "abcx", "rank 1 has reached x instead"),
+        ("abcd", "abxcd", "as collective 3 this rank has reached c, and rank 1 x"),
+        ("abcd", "xabcd", "as collective 1 this rank has reached a, and rank 1 x"),
     ],
 )
 def test_two_names_under_one_number_are_told_whoever_is_ahead(
@@ -143,15 +143,15 @@ def test_who_is_late_is_named() -> None:
     found = verdict({1: behind, 2: with_us, 3: behind})
     assert found.ranks == (1, 3)
     assert str(found) == (
-        "sum, collective 8 has not completed within 5 s: ranks 1, 3 did not come (rank 1 last came "
-        "to gather of a, collective 7; rank 3 last came to gather of a, collective 7)"
+        "sum, collective 8 has not completed within 5 s: ranks 1, 3 did not reach it (rank 1 last "
+        "reached gather of a, collective 7; rank 3 last reached gather of a, collective 7)"
     )
     assert verdict({1: with_us, 3: with_us}).ranks == (2,)
     assert verdict(dict.fromkeys((1, 2, 3), with_us)).rank is None
     came = RankRecord(number=8, last="sum")
-    assert "though every rank has come to it" in str(verdict(dict.fromkeys((1, 2, 3), came)))
+    assert "though every rank has reached it" in str(verdict(dict.fromkeys((1, 2, 3), came)))
     past = verdict({1: came, 2: RankRecord(number=99, last="gather of b"), 3: came})
-    assert "though no rank is behind (rank 2 has come to gather of b, collective 99)" in str(past)
+    assert "though no rank is behind (rank 2 has reached gather of b, collective 99)" in str(past)
     assert past.rank is None
     assert verdict(dict.fromkeys((1, 2, 3), with_us), fresh=False).rank == 0
     assert verdict(dict.fromkeys((1, 2, 3), behind), number=None).rank is None
@@ -166,16 +166,16 @@ def test_a_culprit_that_another_rank_names_is_kept() -> None:
     )
     assert relayed_error(0, 1, 0, "no sign of life").rank == 1
     assert relayed_error(0, 1, 1, "rank 1 failed: e").rank == 1
-    broke_off = "this rank (1) broke off (e), and rank 0 went on"
-    assert str(relayed_error(0, 1, 1, broke_off)) == "rank 1 broke off (e), and rank 0 went on"
+    broke_off = "this rank (1) raised (e), and rank 0 continued"
+    assert str(relayed_error(0, 1, 1, broke_off)) == "rank 1 raised (e), and rank 0 continued"
     assert relayed_error(0, 1, None, "a connection broke").rank is None
     # Rank 2 gives up on rank 1, and rank 0 learns it from rank 1.
-    told = relayed_error(1, 2, 1, "gather cannot complete: rank 1 broke off before it: e")
+    told = relayed_error(1, 2, 1, "gather cannot complete: rank 1 raised before it: e")
     assert (told.rank, published_culprit(1, told)) == (2, 1)
     heard = relayed_error(0, 1, published_culprit(1, told), str(told))
     assert (heard.rank, published_culprit(0, heard)) == (1, 1)
     assert str(heard) == (
-        "rank 2 gave up on rank 1: gather cannot complete: rank 1 broke off before it: e"
+        "rank 2 gave up on rank 1: gather cannot complete: rank 1 raised before it: e"
     )
 
 

@@ -1,4 +1,4 @@
-"""Boundary activations: saved, taken away, brought back, and gone with their graphs."""
+"""Boundary activations: saved, offloaded, fetched, and freed with their graphs."""
 
 from __future__ import annotations
 
@@ -539,7 +539,7 @@ def test_a_drive_that_stays_broken_raises_at_every_step(make_place: Callable[...
     make_place(seam=Seam(fault=Fault(op="write", nth=2, kind="errno", persistent=True)))
     for _ in range(3):
         weight = weight_of()
-        with pytest.raises(AioError, match="cannot be put away"):
+        with pytest.raises(AioError, match="cannot be offloaded"):
             for _ in range(3):
                 chain(randoms(12), weight, False).backward()
         gc.collect()

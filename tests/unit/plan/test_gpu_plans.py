@@ -331,7 +331,7 @@ def test_where_no_change_alone_is_enough_all_together_are_told() -> None:
     found = predict(llama("70b"), there, job)
     assert ways_to_fit(llama("70b"), there, job) == []
     assert (
-        "no single change of the job is enough: all that there are together need 13.3 GiB, enough"
+        "no single change of the job is enough: all of them together need 13.3 GiB, enough"
         in found.why_not[0]
     )
     # An embedding gathered, its gradient and the sum of it, each with 1 GiB of others beside it;

@@ -425,7 +425,7 @@ def route(top_k_index: torch.Tensor, experts: int) -> Routed:
             wrong = int(chosen[0 if ends[0] else -1])
             raise RuntimeError(
                 f"top_k_index has {wrong}, an index of no expert: there are {experts} (and "
-                f"{experts} itself is an expert elsewhere)"
+                f"{experts} stands for an expert on another rank)"
             )
         return Routed(order // max(count, 1), order % max(count, 1), ends)
 
