@@ -107,7 +107,7 @@ def test_a_block_in_slices_counts_as_one_unit_where_the_device_has_room() -> Non
     assert gathered_capacity(units, none) == alone
     assert retained_capacity(units, none) == {0: 50, 1: 1000, 2: 1000}, "one block fits"
     assert gathered_capacity(units, some) == alone + 450
-    # Of a block of 2,000 a unit of 100 and one of 300 stay.
+    # A unit of 100 and one of 300, of a block of 2,000, stay gathered.
     large = [dataclasses.replace(unit, block=min(unit.block or 0, 1)) for unit in units]
     some = Passes(device_bytes=alone + fresh_capacity(large, Passes()) + 2 * 450)
     assert retained_capacity(large, some) == {0: 50, 1: 450}

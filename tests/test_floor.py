@@ -5,15 +5,15 @@ Each case trains in a separate process, so that /proc/self/io counts only this t
 page cache (O_DIRECT), between two moments without pending I/O. The formulas leave out two things,
 which are computed here from the units alone:
 
-- less: where a pass over the units ends and the next one begins in the other direction, what is
-gathered then is read once for
-  both. That is a prefix of the next pass, as long as fits into `gathered_bytes_max` (`kept_bytes`);
-- more: after `flush()` the first forward cannot be fed by an update and reads the parameters: once
-per measurement.
+- less: if a pass over the units is followed by one in the other direction, units that are gathered
+  at the turn are read once for both. They are a prefix of the next pass, as long as fits into
+  `gathered_bytes_max` (`kept_bytes`);
+- more: after `flush()` no update feeds the first forward, which reads the parameters: once per
+  measurement.
 
-A gate that no forward opens for 20 ms (on a busy machine) *escapes*, and its
-unit is read once more. So that nothing here depends on time, the gates are held until forward
-begins, and none may escape.
+A gate that no forward opens for 20 ms (on a busy machine) *escapes*, and its unit is read once
+more. So that no result depends on time, the gates are held until forward begins, and none may
+escape.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_an_export_takes_names_from_a_function_and_leaves_out_what_it_drops(
     tmp_path: Path,
 ) -> None:
     def name_of(name: str) -> str | None:
-        # Of a tied weight the first name that is kept: the head's, here.
+        # A tied weight keeps its first name that is not filtered out: here the head's.
         dropped = ".h.0." in name or name == "transformer.wte.weight"
         return None if dropped else name.replace("transformer", "t")
 

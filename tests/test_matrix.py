@@ -164,7 +164,7 @@ def allowed(row: Row) -> bool:
         or (get("ram") == "least" and (get("grads", "nvme") is None or get("resident")))
         or (get("ram") == "least" and (not on_nvme or get("durable") or get("together")))
         or (get("ram") == "least" and get("activations") == "nvme")
-        # Of these nothing spills: one unit holds all, and a class of torch needs more than it has.
+        # These cannot spill: one unit holds all parameters, or a class of torch needs more memory.
         or (get("ram") == "least" and (get("units") == "one" or get("optimizer") == "Adagrad"))
         or (get("sliced") and "model" in row and case.name not in SLICED)
         or (get("sliced") and (get("accumulation") == 1 or get("no_sync") or get("together")))

@@ -376,7 +376,7 @@ def test_files_hold_whole_weights_and_fit_both_kinds_of_model(factory: Any, tmp_
         ):
             inf.restore(*others[3], tmp_path / "save")
     else:
-        # Of whole rows, in the head alone.
+        # Only the head has tiles of whole rows.
         assert "in other tiles" in inf.restore(*others[3], tmp_path / "save").notes[0]
         assert_same(others[3][0].state_dict(), state)
     losses = [step(*each) for each in [(model, opt), *others]]

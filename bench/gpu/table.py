@@ -38,12 +38,12 @@ def file_of(results: Path) -> Path:
 
 
 def lines_of(places: Sequence[Path]) -> list[str]:
-    """The lines of several results, in their order: where two are of one thing, the later holds."""
+    """Return the lines of several results, in their order: later records replace earlier ones."""
     return [line for place in places for line in file_of(place).read_text().splitlines()]
 
 
 def read(lines: Sequence[str]) -> list[Record]:
-    """The records of JSON lines; a line that a killed script broke off is left out."""
+    """The records of JSON lines; an incomplete last line of a killed script is omitted."""
     found = []
     for line in lines:
         try:
@@ -328,7 +328,7 @@ def linears(records: Sequence[Record]) -> list[str]:
 
 
 def heading(records: Sequence[Record]) -> list[str]:
-    """On what, from what."""
+    """Return the heading: device, versions, and measured rates."""
     about = next((one for one in records if "on" in one), None)
     if about is None:
         return ["# On a GPU", ""]
@@ -357,12 +357,12 @@ def heading(records: Sequence[Record]) -> list[str]:
 
 
 def device_of(on: Record) -> str:
-    """The device that a record is of, by name."""
+    """Return the name of the device that a record was measured on."""
     return str(on.get("name", "the CPU: these figures show only that everything runs"))
 
 
 def make(lines: Sequence[str]) -> str:
-    """The whole page, of the lines of a results file."""
+    """Return the whole page for the lines of a results file."""
     records = read(lines)
     parts = (
         heading(records),

@@ -168,7 +168,7 @@ def first(place: Path, meter: Meter) -> Any:
 
 
 def resume(place: Path, meter: Meter) -> Any:
-    """Go on from the first checkpoint."""
+    """Resume from the first checkpoint."""
     with meter.phase("load"):
         model = from_pretrained(
             transformers.AutoModelForCausalLM, place / "weights", policy(place)

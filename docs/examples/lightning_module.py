@@ -60,7 +60,7 @@ def loader() -> DataLoader[Any]:
 
 
 def fit(options: argparse.Namespace, resume: str | None = None) -> Module:
-    """Train, or go on from a checkpoint."""
+    """Train, or resume from a checkpoint."""
     L.seed_everything(0)
     module = Module()
     policy = inf.Policy(params="nvme", optim="nvme", nvme=options.nvme, ram="min")

@@ -47,7 +47,7 @@ def test_sdpa_trains_as_the_plain_loop_does(
     if device == "cuda":
         # With warn_only the fused kernels' backward sums in any order.
         torch.use_deterministic_algorithms(True, warn_only=False)
-    # a factory of its own: references are cached
+    # a new factory for each test: references are cached by factory
     training = Training(functools.partial(sdpa_llama), steps=3, device=device)
     chosen = policy(tmp_path, **(MIN if place == "nvme" else {"params": "cpu", "optim": "cpu"}))
     with sdpa_kernel(getattr(SDPBackend, kernel)):
@@ -177,7 +177,7 @@ def test_compiled_blocks_train_as_compiled_blocks_of_a_plain_loop(
         expected = harness.reference(training)
         plain = counter.frame_count
         harness.assert_same(harness.offloaded(training, policy(tmp_path, **MIN)), expected)
-    assert counter.frame_count > plain > 0  # or one of the two was not compiled
+    assert counter.frame_count > plain > 0  # otherwise one of the two was not compiled
 
 
 @pytest.mark.usefixtures("fresh_compiler")

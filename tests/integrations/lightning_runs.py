@@ -107,7 +107,7 @@ class Module(L.LightningModule):
 
 
 class Rivals(L.LightningModule):
-    """Two nets, each with an optimizer of its own, in a loop of its own. place: of the nets, if
+    """Two nets, each with a separate optimizer, in a hand-written loop. place: of the nets, if
     they are offloaded.
     """
 

@@ -140,7 +140,7 @@ def test_contexts_nest_and_end(tmp_path: Path) -> None:
         outer = nn.Linear(3, 3)
         with zero.Init(dtype=torch.bfloat16):
             inner = nn.Linear(3, 3)
-    # The outermost one takes them all.
+    # The outermost context converts all of them.
     assert (outer.weight.dtype, inner.weight.dtype) == (torch.float16, torch.float16)
     with zero.Init(enabled=False, config_dict_or_path=config(3, tmp_path)):
         plain = nn.Linear(SIDE, SIDE)
@@ -375,7 +375,7 @@ class Routed(nn.Module):
 
 
 class Router(nn.Module):
-    """A module around it."""
+    """A model with a Routed module."""
 
     def __init__(self) -> None:
         super().__init__()

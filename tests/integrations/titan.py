@@ -108,7 +108,7 @@ class Tokens(BaseDataLoader):  # type: ignore[misc]
         return {"taken": self.taken}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there."""
+        """Continue from this place."""
         self.taken = state["taken"]
 
 

@@ -33,8 +33,8 @@ B_w:
 Links to GPUs (`infinity._src.memory.pcie`) and the CPU's memory need time, too: in each of the two
 parts that is one more term of the part's max.
 
-A deferred update is bettered by reading states ahead and writing them late, beside backward, as far
-as memory allows: `movable_bytes`. η is a limit over what was measured.
+A deferred update is faster if states are read ahead and written late, during backward, as far as
+memory allows: `movable_bytes`. η is a limit divided by the measured time.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ UPDATES = ("deferred", "backward", "delayed")
 """Update modes, by the time at which states are updated; `Policy.update` has these names."""
 
 EXAMPLE_TBW = 600
-"""Terabytes written that a consumer drive of 1 TB is commonly rated for. The example gives a rate
-of writing a meaning where no rating is known.
+"""Terabytes written that a consumer drive of 1 TB is commonly rated for. Used as an example
+where the rating of a drive is not known.
 """
 WEAR_LEAST_S = 600.0
 """Time of steps from which on their writes are extrapolated to days and to the life of a drive."""
@@ -241,9 +241,10 @@ def measured_traffic(
 ) -> Traffic:
     """Sort the counted bytes of a step by kind.
 
-    moved: over the drives. params_read: of these, read for gathers alone. grads, activations: of
-    these, moved for spilled gradients and for activations. Other bytes count as states. frozen: of
-    `params_read`, the bytes that one forward reads of parameters that no optimizer holds.
+    moved: all bytes over the drives. params_read, grads, activations: the part of them that gathers
+    read, that spilled gradients move, and that activations move. Other bytes count as states.
+    frozen: of `params_read`, the bytes that one forward reads of parameters that no optimizer
+    holds.
     """
     move_counts(update, micro_batches)  # checks both
     # Reads are counted where they begin and `moved` where they end, so what is in flight may make
@@ -392,10 +393,10 @@ def limits(
     """Return the limits of a step. drives: None where nothing rests on NVMe.
 
     update_s: time of the update, in parallel to the I/O of states. others: further resources that
-    are busy (links between CPU and GPUs, the CPU's memory), each beside everything else of the same
-    part of the step. movable_bytes: bytes of states that memory lets move beside backward instead
-    of beside the first forward. apart: a deferred update is over before the next forward begins
-    (`update_on="device"`).
+    are busy (links between CPU and GPUs, the CPU's memory), each in parallel to all else in the
+    same part of the step. movable_bytes: bytes of states that memory lets move during backward
+    instead of during the first forward. apart: a deferred update is over before the next forward
+    begins (`update_on="device"`).
     """
     others = tuple(others)
     other_s = max([update_s, *(other.total_s for other in others)])

@@ -1,4 +1,4 @@
-"""Go on with DeepSpeed from a universal checkpoint: `go_on.py CASE DIRECTORY FIRST STEPS`.
+"""Continue with DeepSpeed from a universal checkpoint: `go_on.py CASE DIRECTORY FIRST STEPS`.
 
 The engine is that of a case of `make.py`, with `checkpoint.load_universal`. Prints one line of
 JSON: the losses of the steps from FIRST on, the learning rates of the groups, and the count of

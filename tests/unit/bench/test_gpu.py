@@ -151,7 +151,7 @@ def test_a_command_that_is_killed_leaves_what_it_learned(number: int, tmp_path: 
 
 
 class Config:
-    """As much of pytest's as the plugin asks for."""
+    """The part of pytest's interface that the plugin uses."""
 
     def __init__(self, **options: Any) -> None:
         self.options = {"suite": "s", "lines": None, **options}

@@ -57,7 +57,7 @@ def test_drives_twice_as_fast_need_half_the_time_and_a_rating_is_days(
         r"compute as fast as the drives: (\S+) s a step, new drives last (\S+) days",
         "\n".join(computes.lines),
     )
-    # In as many times the drives' time as a step that drives bound.
+    # Scale the drives' time by the step / drives ratio of a step that drives bound.
     at_drives = computes.record["drives_s"] * slow.record["step_s"] / slow.record["drives_s"]
     assert float(step_s) == pytest.approx(at_drives, rel=1e-2)
     all_days = computes.record["drive_days"] * at_drives / computes.record["step_s"]

@@ -122,7 +122,7 @@ def test_training_draws_from_all_of_the_text_however_short_the_run_is(tmp_path: 
     found = build_corpus(options(text=tmp_path / "a.txt", steps=1, seq=8), bytes_of)
     wanted = [list(f"{number:07}\n".encode()) for number in range(4000)]
     assert found.train.tolist() == wanted
-    # Of the held-out part as much as is measured.
+    # Only the measured portion of the held-out part.
     assert bytes(found.held_out.flatten().tolist()) == b"0004000\n0004001\n0004002\n0004003\n"
     assert next(found.batches(2, 0)).dtype == torch.int64
 

@@ -442,7 +442,7 @@ def test_the_header_says_what_ran_how_long_and_what_bounded_it(tmp_path: Path) -
     assert facts["command"] == "infinity train m --batch 2"
     assert facts["date"] == "2026-01-02 03:04:05+00:00"
     assert facts["version"] == "infinity 0.1.0, torch 2.13.0"
-    # Of both processes: 104 and 34 s.
+    # The times of both processes, 104 and 34 s.
     assert facts["total time"] == "2 min, with loading and measurements; 8 s in steps"
     assert facts["tokens/s"] == "256, mean of all steps"
     assert facts["bound by"].startswith("compute 50%, waiting for units and updates 25%")

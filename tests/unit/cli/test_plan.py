@@ -714,7 +714,7 @@ def test_schedules_have_the_documented_forecast(model: str, schedule: str, tmp_p
     )  # fmt: skip
     machine, config = LARGE[model]
     given = " ".join(command[: 1 if schedule == "horizontal" else 2]).replace("\\", "").split()
-    # Of an argument that comes twice the last counts.
+    # If an argument is given twice, the last one counts.
     found = [*given, *machine, "--as-given", "--json", tmp_path / "plan.json"]
     status, shown = plan(write_config(tmp_path, config()), *found)
     assert status == 0, shown

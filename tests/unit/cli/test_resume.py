@@ -856,7 +856,7 @@ def test_a_run_and_a_checkpoint_of_another_one_do_not_replace_each_other(tmp_pat
         ("earlier", "later", False),
         ("one", "one", True),
         ("", "later", False),
-        # Of a release that kept no ids.
+        # A checkpoint of a release that kept no ids.
         ("", "", False),
     ):
         for holder, step, run in ((saved, 1000, earlier), (drive / "infinity-run", 500, later)):

@@ -119,7 +119,7 @@ def test_hooks_and_gradients_of_logits_are_seen() -> None:
 
 
 def test_logits_of_no_grad_have_no_graph_later_either() -> None:
-    """Or a reference model (distillation, DPO) would be trained."""
+    """Otherwise a reference model (distillation, DPO) would be trained."""
     for model in pair():
         with torch.no_grad():
             logits = model(inputs())
@@ -165,7 +165,7 @@ def test_logits_of_hidden_states_that_have_changed_are_refused() -> None:
 
 
 def test_a_reentrant_checkpoint_around_the_head_is_refused() -> None:
-    """Its gradients were lost without a word."""
+    """Its gradients were silently lost."""
     model = pair()[1]
     logits = checkpoint(model, inputs().requires_grad_(), use_reentrant=True)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):

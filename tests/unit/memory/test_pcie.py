@@ -71,7 +71,7 @@ def test_frozen_parameters_are_gathered_and_nothing_else() -> None:
 def test_the_window_of_a_deferred_update_has_one_gather_and_the_states() -> None:
     assert copies(EXACT, "deferred", 4).beside_states == Copied(2, 0)
     assert copies(EXACT, "deferred", 4, update_on="device").beside_states == Copied(12 + 2, 12)
-    # Of four backwards, three are in the rest; so are three of four forwards.
+    # Three of four backwards, and three of four forwards, belong to the rest.
     assert copies(EXACT, "backward", 4).beside_states == Copied(4 + 2, 2)
     assert copies(EXACT, "delayed", 4).rest == Copied()
 

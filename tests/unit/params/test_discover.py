@@ -358,7 +358,7 @@ def test_finding_units_among_many_small_modules_is_linear(monkeypatch: pytest.Mo
 
 
 def test_experts_are_gathered_with_no_other_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the router would gather an expert that nothing is routed to."""
+    """Otherwise the router would gather an expert that no token chose."""
     monkeypatch.setattr(discover, "SMALL_BYTES", 2000)
     for spec in find_units(models.make(models.ListMoe), unit_bytes_max=20000):
         if "experts" in spec.name:

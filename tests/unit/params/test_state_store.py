@@ -217,10 +217,10 @@ def test_fewer_states_than_planned_give_the_room_of_the_others_back(tmp_path: Pa
         blocks = os.fstat(space.files[0].fd).st_blocks - spares
         store.convert([flat], [fewer], [[0b11] * count])
         assert store.nvme_bytes == 4 * sum(numel for numel in padded(flat))
-        # Of 12 bytes per element 8 are free again, also for other flats.
+        # 8 of 12 bytes per element are free again, also for other flats.
         assert os.fstat(space.files[0].fd).st_blocks - spares <= blocks // 2
         assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
-        # And reused, with space behind them.
+        # They are reused, together with the space behind them.
         store.convert([flat], [Format.SPLIT], [[0b1111] * count])
         assert store.nvme_bytes == 12 * sum(numel for numel in padded(flat))
         assert os.fstat(space.files[0].fd).st_blocks * 512 >= store.nvme_bytes

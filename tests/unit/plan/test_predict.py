@@ -197,7 +197,7 @@ def test_where_the_cpu_computes_device_memory_is_a_part_of_the_ram(ranks: int) -
     assert found.fits
     used = ranks * (found.policy_ram + found.gpu.bytes) + found.ram_beside.peak
     assert used == pytest.approx(24 * GIB)
-    # Of two numbers of micro-batches, that which leaves RAM for the states.
+    # The number of micro-batches (of two) that leaves RAM for the states.
     least = predict(shape, dataclasses.replace(machine, ram_bytes=MIB), job).ram.bytes
     tight = dataclasses.replace(machine, ram_bytes=least + ranks * MIB)
     fewest = fewest_micro_batches(shape, tight, job.replace(micro_batches=1))

@@ -180,7 +180,7 @@ def test_one_rank_exchanges_nothing() -> None:
 def test_plain_stage_3_moves_three_times_the_parameters_and_zeropp_a_quarter_of_it() -> None:
     where, flags = machine(ranks=4, nodes=2), 8
     plain = planned(where)
-    # Of eight ranks: three others of the node with two shards each, and one counterpart.
+    # Eight ranks: three others of the node have two shards each, and one counterpart has one.
     assert plain.inside == 3 * (6 / 8 * P) + 3 * flags
     assert plain.across == 3 * (1 / 8 * P) + flags
     assert plain.volume == pytest.approx(3, rel=1e-6)
