@@ -237,10 +237,12 @@ def test_no_source_tree_holds_two_names_for_aio() -> None:
             assert not wrong, f"{name(path)}:{node.lineno} imports {wrong}; write infinity.aio"
 
 
-def test_aio_imports_without_torch() -> None:
+def test_commands_and_aio_import_what_they_need() -> None:
     code = (
-        "import sys, infinity, infinity.aio, infinity._src.base.telemetry\n"
-        "import infinity._src.measure.command, infinity._src.cli.main\n"
+        "import sys, infinity, infinity._src.cli.main as command\n"
+        "command.build_parser().format_help()\n"
+        "assert not {'numpy', 'rich'} & set(sys.modules)\n"
+        "import infinity.aio, infinity._src.base.telemetry, infinity._src.measure.command\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
     )
     done = subprocess.run(

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from infinity._src.base.paths import argument
@@ -15,7 +15,13 @@ SHELLS: Final = ("bash", "zsh", "fish")
 
 
 class PrintCompletion(argparse.Action):
-    """The action of the option: prints the script and exits."""
+    """The action of the option: prints the script and exits. describe: is called before, to add
+    options that only completion needs.
+    """
+
+    def __init__(self, *args: Any, describe: Callable[[], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._describe = describe
 
     def __call__(
         self,
@@ -27,6 +33,7 @@ class PrintCompletion(argparse.Action):
         """Print the completion script for the shell `values`."""
         import shtab
 
+        self._describe()
         for action in _actions(parser):
             if action.type is argument:
                 paths = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE

@@ -1,5 +1,5 @@
-"""The command `infinity`: bench, train, report, plan, checkpoint, doctor. Only commands that need
-torch import it.
+"""The command `infinity`: bench, train, report, plan, checkpoint, doctor. A command imports what it
+needs, such as torch, numpy or rich, when it runs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from infinity._src.base.openmp import wait_passively
 from infinity._src.base.paths import argument
@@ -18,8 +19,10 @@ from infinity._src.cabi import native
 from infinity._src.cli import arguments
 from infinity._src.cli.completion import SHELLS, PrintCompletion
 from infinity._src.cli.stop_signals import StopSignals, status_of
-from infinity._src.measure import command as bench
 from infinity.errors import InfinityError
+
+if TYPE_CHECKING:
+    from infinity._src.measure import command as bench
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,19 +31,19 @@ def build_parser() -> argparse.ArgumentParser:
         prog="infinity", description="Train models whose states rest in CPU memory and on NVMe."
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
-    parser.add_argument(
-        "--print-completion",
-        action=PrintCompletion,
-        choices=SHELLS,
-        help="print a script that completes commands, options, choices and paths in this shell",
-    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # For the list of commands and for completion only: `_run` passes the arguments of bench to the
     # parser of bench.
     benchmarks = commands.add_parser(
         "bench", help="measure drives, update kernels and copies on this machine"
     )
-    bench.describe_bench(benchmarks)
+    parser.add_argument(
+        "--print-completion",
+        action=PrintCompletion,
+        choices=SHELLS,
+        describe=lambda: _describe_bench(benchmarks),
+        help="print a script that completes commands, options, choices and paths in this shell",
+    )
     train = commands.add_parser(
         "train", help="fine-tune a causal language model", description=arguments.TRAIN
     )
@@ -79,6 +82,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     arguments.add_checkpoint(checkpoint)
     return parser
+
+
+def _describe_bench(parser: argparse.ArgumentParser) -> None:
+    from infinity._src.measure import command as bench
+
+    bench.describe_bench(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,6 +138,8 @@ def _read_model(path: Path, tbw: float | None) -> bench.Forecast:
 def _run(given: Sequence[str]) -> int:
     # Before the parser, which does not know the arguments of bench.
     if given[:1] == ["bench"]:
+        from infinity._src.measure import command as bench
+
         # A signal that ended the process would leave fio running, with its files.
         with StopSignals():
             return bench.main(given[1:], _read_model)
