@@ -39,7 +39,7 @@ class Coming:
         torch.manual_seed(5)
         self.model: nn.Module = make.Net().to(DTYPES[self.case.dtype])
         inf.offload(self.model, inf.Policy(**(values or {"params": "cpu", "optim": "cpu"})))
-        # Other betas than the cases have: loading replaces them, except in one case without any.
+        # The betas of the cases: one checkpoint has no hyper-parameters, so these stay.
         self.opt = inf.AdamW(make.groups_of(self.model), lr=1.0, betas=(0.8, 0.95))
         self.expected = json.loads((self.directory / "expected.json").read_text())
 

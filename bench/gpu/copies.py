@@ -87,8 +87,8 @@ class Way:
         return taken, to_bytes, from_bytes
 
     def _check_pinned(self) -> None:
-        """Raise BenchError if a gradient waits in pageable memory: the measured copies would be
-        others."""
+        """Raise BenchError if a gradient waits in pageable memory: copies to it are not those of
+        pinned memory."""
         loose = sum(not self._is_pinned(tensor) for tensor in self._gradients())
         if loose:
             raise harness.BenchError(
