@@ -458,7 +458,7 @@ def test_whole_stacks_are_in_the_memory_of_a_fill_until_their_last_tile() -> Non
         def store(*_: object, held: list[int] = held, source: Any = source) -> None:
             held.append(sum(whole.nbytes for whole in source._wholes.values()))
 
-        for unit in build(net, find_units(net, unit_bytes_max=1 << 29), torch.device("cpu"), 1):
+        for unit in build(find_units(net, unit_bytes_max=1 << 29), torch.device("cpu"), 1):
             fill_flats(unit.flats, source, store)
         assert max(held) == stacks
         assert not source._wholes

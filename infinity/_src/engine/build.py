@@ -322,7 +322,6 @@ def split_model(
     # Raises before anything is opened; `install` finds the aliases again.
     find_aliases(model)
     units = build(
-        model,
         specs,
         device,
         ranks.comm.world,

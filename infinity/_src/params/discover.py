@@ -34,7 +34,7 @@ import inspect
 import itertools
 import logging
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
@@ -183,9 +183,13 @@ def find_parameters(model: nn.Module) -> list[FoundParameter]:
     """
     by_id: dict[int, FoundParameter] = {}
     by_name: dict[str, FoundParameter] = {}
+    declared: dict[int, tuple[str, dict[str, str]]] = {}
     seen_sites: set[tuple[int, str]] = set()
     # Duplicates too: a shared module has a name under each parent.
     for prefix, module in model.named_modules(remove_duplicate=False):
+        ties = getattr(module, "all_tied_weights_keys", None)
+        if isinstance(ties, dict):
+            declared.setdefault(id(module), (f"{prefix}." if prefix else "", ties))
         for attr, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -197,21 +201,19 @@ def find_parameters(model: nn.Module) -> list[FoundParameter]:
             if (id(module), attr) not in seen_sites:
                 seen_sites.add((id(module), attr))
                 entry.sites.append((module, attr))
-    _merge_declared_ties(model, by_name)
+    _merge_declared_ties(declared.values(), by_name)
     kept = dict.fromkeys(by_name.values())
     return list(kept)
 
 
-def _merge_declared_ties(model: nn.Module, by_name: dict[str, FoundParameter]) -> None:
-    """Make entries that `all_tied_weights_keys` (target name -> source name) declares tied one
-    entry.
+def _merge_declared_ties(
+    declared: Iterable[tuple[str, dict[str, str]]], by_name: dict[str, FoundParameter]
+) -> None:
+    """Make entries that a module's `all_tied_weights_keys` (target name -> source name) declares
+    tied one entry. declared: these dicts, each with the prefix of its names.
     """
-    for prefix, module in model.named_modules():
-        declared = getattr(module, "all_tied_weights_keys", None)
-        if not isinstance(declared, dict):
-            continue
-        start = f"{prefix}." if prefix else ""
-        for target, source in declared.items():
+    for start, ties in declared:
+        for target, source in ties.items():
             kept, dropped = by_name.get(f"{start}{source}"), by_name.get(f"{start}{target}")
             if kept is None or dropped is None or kept is dropped or not dropped.parameter.is_meta:
                 # With real values two objects are two parameters, even if declared tied.
@@ -252,6 +254,8 @@ class _Finder:
         self._visit(self._model, self._model, self._unit_bytes_max)
         self._serve_other_sites()
         self._fold_small()
+        # A parameter outside of all units would be neither gathered nor stored.
+        assert sum(len(spec.entries) for spec in self._specs) == len(self._order)
         # Tiles were claimed first; units are numbered in registration order.
         order = self._order
         self._specs.sort(key=lambda spec: order[id(spec.entries[0])])
@@ -466,7 +470,6 @@ class _Finder:
 
 
 def build(
-    model: nn.Module,
     specs: Sequence[UnitSpec],
     device: torch.device,
     world: int,
@@ -480,8 +483,6 @@ def build(
     chunk_numel: elements per chunk of a trainable flat of a dtype. engine: see `Unit`. Does not
     make at-rest or gathered parameters, and leaves the model unchanged.
     """
-    # A parameter outside of all units would be neither gathered nor stored.
-    assert sum(len(spec.entries) for spec in specs) == len(find_parameters(model))
     units: list[Unit] = []
     count = 0
     for spec in specs:
@@ -770,10 +771,10 @@ def find_blocks(
 
 
 def _no_split_blocks(model: nn.Module) -> list[nn.Module]:
-    names: set[str] = set()
-    for module in model.modules():
+    modules, names = list(model.modules()), set[str]()
+    for module in modules:
         names |= set(getattr(module, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return [module for module in modules if type(module).__name__ in names]
 
 
 def _named_blocks(model: nn.Module, named: Named, argument: str) -> list[nn.Module]:

@@ -184,7 +184,7 @@ def test_build_lays_out_flats_by_dtype_and_trainability() -> None:
     for parameter_name, parameter in model.named_parameters():
         if "lora_" in parameter_name:
             parameter.data = parameter.data.float()
-    units = build(model, find_units(model, unit_bytes_max=LARGE), CPU, 2)
+    units = build(find_units(model, unit_bytes_max=LARGE), CPU, 2)
     block = units[1]
     kinds = {(flat.dtype, flat.trainable) for flat in block.flats}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 def filled(model: nn.Module, load: Source | None) -> dict[str, torch.Tensor]:
     """The parameters as the engine would put them to rest, by first name."""
-    units = build(model, find_units(model, unit_bytes_max=1 << 29), CPU, 1)
+    units = build(find_units(model, unit_bytes_max=1 << 29), CPU, 1)
     files = open_weights(model, Path(load)) if isinstance(load, (str, Path)) else load
     source = open_source(model, files)
     values: dict[str, torch.Tensor] = {}
@@ -160,7 +160,7 @@ def test_a_fill_does_not_ask_for_the_files_with_each_parameter(tmp_path: Path) -
     tensors = Asked(tmp_path)
     meta = on_meta(models.llama)
     source = open_source(meta, tensors)
-    for unit in build(meta, find_units(meta, unit_bytes_max=1 << 29), CPU, 1):
+    for unit in build(find_units(meta, unit_bytes_max=1 << 29), CPU, 1):
         fill_flats(unit.flats, source, lambda _flat, _values: None)
     assert tensors.asked == 0
     assert source.files.paths == (tmp_path / "model.safetensors",)
@@ -271,7 +271,7 @@ def test_parts_of_all_ranks_are_the_whole(case: models.Case, tmp_path: Path) -> 
 
 
 def assert_parts_are_whole(model: nn.Module, load: Source, world: int) -> None:
-    units = build(model, find_units(model, unit_bytes_max=1 << 29), CPU, world)
+    units = build(find_units(model, unit_bytes_max=1 << 29), CPU, world)
     files = open_weights(model, Path(load)) if isinstance(load, (str, Path)) else load
     source = open_source(model, files)
     for unit in units:
@@ -349,7 +349,7 @@ def test_a_tile_of_columns_is_read_in_bands_of_rows(
             for param in flat.params
         )
 
-    for unit in build(model, find_units(model, unit_bytes_max=1 << 29), CPU, 1):
+    for unit in build(find_units(model, unit_bytes_max=1 << 29), CPU, 1):
         fill_flats(unit.flats, source, store)
     assert torch.equal(torch.cat(found, 1), weight)
     assert len(tensors.parts) == 2 * 6
