@@ -26,7 +26,7 @@ import numpy.typing as npt
 from infinity._src.base.sizes import format_size
 from infinity._src.cabi import native
 from infinity._src.cabi.records import PIECE_NUMEL, QUANT_GROUP, Master, Moments, piece_count
-from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype
+from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype, Slab
 from infinity.aio._memory_limits import memory_left_bytes
 
 CACHE_NUMEL = 2 * PIECE_NUMEL
@@ -43,6 +43,7 @@ STATES = {
 Progress = Callable[[str, float], None]
 
 _CACHE_S = 0.02
+_PAGE_BYTES = 4096
 _LR, _BETAS, _EPS, _DECAY, _STEP = 1e-4, (0.9, 0.999), 1e-8, 0.1, 10
 
 
@@ -110,6 +111,13 @@ def _codes(noise: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
     return codes
 
 
+def _moved(slab: Slab, offset: int, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a copy in the slab."""
+    place = slab.array(values.dtype, offset=offset, count=values.size)
+    place[:] = values
+    return place
+
+
 class _States:
     """States and a gradient of one format, with plausible values, as the kernels take them."""
 
@@ -117,6 +125,23 @@ class _States:
         self.state = state
         self.numel = numel
         self._kept: list[tuple[npt.NDArray[Any], ...]] = []
+        sections, grad, self.kind = self._values(state, numel)
+        # Where the engine has them: pages of a slab. An array of numpy starts 16 bytes after a
+        # page's start, so half of all vectors would cross a cache line.
+        starts = [0]
+        for array in (*sections, grad):
+            starts.append(-(-(starts[-1] + array.nbytes) // _PAGE_BYTES) * _PAGE_BYTES)
+        slab = Slab(starts[-1])
+        self.sections = [
+            _moved(slab, start, array) for start, array in zip(starts, sections, strict=False)
+        ]
+        self.grad = _moved(slab, starts[-2], grad)
+
+    @staticmethod
+    def _values(
+        state: Format, numel: int
+    ) -> tuple[list[npt.NDArray[Any]], npt.NDArray[Any], GradDtype]:
+        """Return (the sections, the gradient, its dtype)."""
         # Repeat a generated part: one core generates about 1 GB of random numbers a second.
         noise = np.random.default_rng(0).standard_normal(min(numel, 1 << 20)).astype(np.float32)
         master = np.resize(noise, numel)
@@ -124,30 +149,27 @@ class _States:
         # (bench/README.md).
         moments = [master * np.float32(0.01), np.square(master) * np.float32(1e-4)]
         grad = np.resize(noise[::-1], numel).astype(np.float32)
-        self.grad: npt.NDArray[Any]
-        self.sections: list[npt.NDArray[Any]]
         if state is Format.FP32:
-            self.sections = [master, *moments]
-            self.grad, self.kind = grad, GradDtype.FP32
-            return
+            return [master, *moments], grad, GradDtype.FP32
         hi, lo = np.empty(numel, np.uint16), np.empty(numel, np.int16)
         casts = (_at(master, "float *"), _at(hi, "uint16_t *"), _at(lo, "int16_t *"))
         native.lib.inf_split_master(*casts, numel)
-        self.grad, self.kind = _upper(grad), GradDtype.BF16
+        sections: list[npt.NDArray[Any]]
         if state.moments is Moments.FP32:
-            self.sections = [hi, lo, *moments]
+            sections = [hi, lo, *moments]
         elif state.moments is Moments.BF16:
-            self.sections = [hi, lo, *(_upper(moment) for moment in moments)]
+            sections = [hi, lo, *(_upper(moment) for moment in moments)]
         else:
             scales = np.array([0.01, 1e-4], np.float32)
             # The last section: one bf16 for each moment of a group.
-            self.sections = [
+            sections = [
                 hi,
                 (lo >> 8).astype(np.int8),
                 _codes(master),
                 _codes(master),
                 np.resize(_upper(scales), 2 * -(-numel // QUANT_GROUP)),
             ]
+        return sections, _upper(grad), GradDtype.BF16
 
     @property
     def traffic(self) -> float:
