@@ -229,8 +229,9 @@ enum {
     INF_CRC_PORTABLE = 0,
     INF_CRC_STREAMS = 1,
     INF_CRC_CLMUL = 2,
-    INF_CRC_VPCLMUL = 3,
-    INF_CRC_COUNT = 4
+    INF_CRC_VPCLMUL256 = 3,
+    INF_CRC_VPCLMUL = 4,
+    INF_CRC_COUNT = 5
 };
 const char *inf_crc32c_name(int32_t variant); /* NULL past the last; variant -1 = the one in use */
 uint32_t inf_crc32c_with(int32_t variant, uint32_t seed, const void *data, size_t size_bytes,

@@ -13,7 +13,8 @@ enum {
     INF_CPU_CLMUL = 1 << 1,
     INF_CPU_AVX2 = 1 << 2,
     INF_CPU_AVX512 = 1 << 3, /* F, BW, DQ and VL */
-    INF_CPU_VPCLMUL = 1 << 4 /* on registers of 512 bits */
+    INF_CPU_VPCLMUL = 1 << 4, /* on registers of 512 bits */
+    INF_CPU_VPCLMUL256 = 1 << 5 /* on registers of 256 bits: Zen 3, and cores without AVX-512 */
 };
 
 /* Registers that the operating system saves on a context switch; without that, instructions on them
@@ -36,6 +37,7 @@ static inline uint32_t inf_cpu_has(void) {
     const int avx = (c & bit_AVX) && (saved & INF_XCR0_YMM) == INF_XCR0_YMM;
     if (!avx || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return has;
     if (b & bit_AVX2) has |= INF_CPU_AVX2;
+    if ((b & bit_AVX2) && (c & bit_VPCLMULQDQ)) has |= INF_CPU_VPCLMUL256;
     const unsigned wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
     if ((saved & INF_XCR0_ZMM) != INF_XCR0_ZMM || (b & wide) != wide) return has;
     has |= INF_CPU_AVX512;

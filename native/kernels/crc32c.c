@@ -2,12 +2,13 @@
  *
  * A crc instruction has latency 3 and throughput 1, so one stream of it leaves two thirds of the
  * unit idle; a carry-less multiplication folds 16 bytes of a message onto later ones and runs on
- * another port. Four implementations:
+ * another port. Five implementations:
  *
- *   portable  eight tables, 8 bytes a step
- *   streams   three interleaved streams of the crc instruction (SSE4.2, ARMv8 CRC)
- *   clmul     three such streams and, in the same loop, 128-bit folding of a fourth part
- *   vpclmul   512-bit folding alone (AVX-512 with VPCLMULQDQ)
+ *   portable    eight tables, 8 bytes a step
+ *   streams     three interleaved streams of the crc instruction (SSE4.2, ARMv8 CRC)
+ *   clmul       three such streams and, in the same loop, 128-bit folding of a fourth part
+ *   vpclmul256  the same with 256-bit folding (AVX2 with VPCLMULQDQ)
+ *   vpclmul     the same with 512-bit folding (AVX-512 with VPCLMULQDQ)
  *
  * All constants are powers of x modulo the polynomial and are computed at load, not copied from
  * anywhere. chunk_pass.c makes and verifies the checksums of chunks.
@@ -164,22 +165,29 @@ CRC_TARGET static uint32_t crc_streams(uint32_t state, const uint8_t *data, size
 
 #if defined(INF_CRC_X86)
 
-/* ---- three streams beside 128-bit folding ----------------------------------------------------- *
+/* ---- three streams beside folding ------------------------------------------------------------- *
  *
- * A block is [folded: 64 n bytes][stream: 24 n][stream: 24 n][stream: 24 n]: per iteration 8
- * multiplications on port 5 and 9 crc instructions on port 1 move 136 bytes. n = 120 makes a block
- * of 16,320 bytes, one 16 KiB piece less 64.
+ * A block of n iterations is [folded: f n bytes][stream: s n][stream: s n][stream: s n]. An
+ * iteration makes 8 multiplications, of 128, 256 or 512 bits, and 3 s / 8 crc instructions, which
+ * run on another port. Processors make one or half a multiplication a cycle, and one crc
+ * instruction. n: so that a block is nearly a piece of 16 or of 8 KiB.
+ *
+ *                f    s   n                bytes
+ *   clmul        64   24  120, 12          16,320 and 1,632
+ *   vpclmul256  128   40  66, 33           16,368 and 8,184
+ *   vpclmul     256   32  46, 23           16,192 and 8,096
  */
 
-enum { FOLD_BYTES = 64, STREAM_STEP = 24, ITERATION_BYTES = FOLD_BYTES + 3 * STREAM_STEP };
-enum { ITERATIONS_LONG = 120, ITERATIONS_SHORT = 12 };
+enum { FOLD_128 = 64, FOLD_256 = 128, FOLD_512 = 256 };
+enum { STREAM_128 = 24, STREAM_256 = 40, STREAM_512 = 32 };
 
 #define CLMUL_TARGET __attribute__((target(CRC_FEATURES ",pclmul")))
 
 typedef struct {
-    uint32_t past_one, past_two, past_three; /* x^(8 * 24 n * k - 33): past k streams */
-} block_constants;
-static block_constants block_long, block_short;
+    size_t iterations, bytes;
+    uint32_t past_one, past_two, past_three; /* x^(8 s n k - 33): past k streams */
+} block_shape;
+static block_shape blocks_128[2], blocks_256[2], blocks_512[2]; /* the longer one first */
 static uint64_t fold_512[2] __attribute__((aligned(16))); /* past 64 bytes */
 static uint64_t fold_384[2] __attribute__((aligned(16)));
 static uint64_t fold_256[2] __attribute__((aligned(16)));
@@ -190,10 +198,11 @@ static void make_fold(uint64_t fold[2], uint64_t bits) {
     fold[1] = x_to(bits - 33);
 }
 
-static block_constants make_block_constants(uint64_t iterations) {
-    const uint64_t stream_bits = 8 * STREAM_STEP * iterations;
-    return (block_constants){x_to(stream_bits - 33), x_to(2 * stream_bits - 33),
-                             x_to(3 * stream_bits - 33)};
+static block_shape make_block(uint64_t iterations, uint64_t fold_bytes, uint64_t stream_bytes) {
+    const uint64_t stream_bits = 8 * stream_bytes * iterations;
+    return (block_shape){iterations, iterations * (fold_bytes + 3 * stream_bytes),
+                         x_to(stream_bits - 33), x_to(2 * stream_bits - 33),
+                         x_to(3 * stream_bits - 33)};
 }
 
 CLMUL_TARGET static inline __m128i fold(__m128i from, __m128i onto, const uint64_t constants[2]) {
@@ -225,41 +234,46 @@ CLMUL_TARGET static inline uint32_t move_past(uint64_t state, uint32_t past) {
     return (uint32_t)_mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(product));
 }
 
-CLMUL_TARGET static inline uint32_t crc_block(uint32_t state, const uint8_t *data,
-                                              size_t iterations, const block_constants *constants) {
-    const size_t stream = STREAM_STEP * iterations;
-    const uint8_t *folded = data;
-    const uint8_t *words = data + FOLD_BYTES * iterations;
+/* The states of the three streams after one more word each; `at` is its offset. */
+#define STREAM_WORDS(a, b, c, words, stream, at)                     \
+    do {                                                             \
+        a = _mm_crc32_u64(a, load64((words) + (at)));                \
+        b = _mm_crc32_u64(b, load64((words) + (stream) + (at)));     \
+        c = _mm_crc32_u64(c, load64((words) + 2 * (stream) + (at))); \
+    } while (0)
+
+/* The state after a block: the folded part and the streams, each moved past what follows it. */
+CLMUL_TARGET static inline uint32_t join_block(uint32_t folded, uint64_t a, uint64_t b, uint64_t c,
+                                               const block_shape *block) {
+    return move_past(folded, block->past_three) ^ move_past(a, block->past_two) ^
+           move_past(b, block->past_one) ^ (uint32_t)c;
+}
+
+CLMUL_TARGET static inline uint32_t block_128(uint32_t state, const uint8_t *folded,
+                                              const block_shape *block) {
+    const size_t stream = STREAM_128 * block->iterations;
+    const uint8_t *words = folded + FOLD_128 * block->iterations;
     __m128i x0 = _mm_setzero_si128(), x1 = x0, x2 = x0, x3 = x0;
     uint64_t a = 0, b = 0, c = 0;
     __m128i first = _mm_cvtsi32_si128((int)state);
-    for (size_t k = 0; k < iterations; k++, folded += FOLD_BYTES, words += STREAM_STEP) {
+    for (size_t k = 0; k < block->iterations; k++, folded += FOLD_128, words += STREAM_128) {
         x0 = fold(x0, _mm_xor_si128(load128(folded), first), fold_512);
         x1 = fold(x1, load128(folded + 16), fold_512);
-        a = _mm_crc32_u64(a, load64(words));
-        b = _mm_crc32_u64(b, load64(words + stream));
-        c = _mm_crc32_u64(c, load64(words + 2 * stream));
+        STREAM_WORDS(a, b, c, words, stream, 0);
         x2 = fold(x2, load128(folded + 32), fold_512);
-        a = _mm_crc32_u64(a, load64(words + 8));
-        b = _mm_crc32_u64(b, load64(words + stream + 8));
-        c = _mm_crc32_u64(c, load64(words + 2 * stream + 8));
+        STREAM_WORDS(a, b, c, words, stream, 8);
         x3 = fold(x3, load128(folded + 48), fold_512);
-        a = _mm_crc32_u64(a, load64(words + 16));
-        b = _mm_crc32_u64(b, load64(words + stream + 16));
-        c = _mm_crc32_u64(c, load64(words + 2 * stream + 16));
+        STREAM_WORDS(a, b, c, words, stream, 16);
         first = _mm_setzero_si128();
     }
-    return move_past(finish512(x0, x1, x2, x3), constants->past_three) ^
-           move_past(a, constants->past_two) ^ move_past(b, constants->past_one) ^ (uint32_t)c;
+    return join_block(finish512(x0, x1, x2, x3), a, b, c, block);
 }
 
 CLMUL_TARGET static uint32_t crc_clmul(uint32_t state, const uint8_t *data, size_t size) {
-    const size_t block = ITERATION_BYTES * ITERATIONS_LONG,
-                 block_small = ITERATION_BYTES * ITERATIONS_SHORT;
-    for (; size >= block; size -= block, data += block)
-        state = crc_block(state, data, ITERATIONS_LONG, &block_long);
-    for (; size >= block_small; size -= block_small, data += block_small) {
-        state = crc_block(state, data, ITERATIONS_SHORT, &block_short);
+    for (int i = 0; i < 2; i++) {
+        const block_shape *block = &blocks_128[i];
+        for (; size >= block->bytes; size -= block->bytes, data += block->bytes)
+            state = block_128(state, data, block);
     }
     uint64_t wide = state;
     for (; size >= 8; size -= 8, data += 8) wide = _mm_crc32_u64(wide, load64(data));
@@ -268,31 +282,37 @@ CLMUL_TARGET static uint32_t crc_clmul(uint32_t state, const uint8_t *data, size
     return state;
 }
 
-/* ---- 512-bit folding ------------------------------------------------------------------------- */
+/* ---- wider folding --------------------------------------------------------------------------- */
 
-/* tests, on machines without the instruction: four 128-bit products */
+/* tests, on machines without the instruction: 128-bit products */
 #if defined(INF_EMULATE_VPCLMUL)
-#define VPCLMUL_TARGET __attribute__((target(CRC_FEATURES ",pclmul,avx512f,avx512dq,avx512vl")))
-VPCLMUL_TARGET static inline __m512i clmul512(__m512i a, __m512i b, int high) {
-    __m512i out = _mm512_setzero_si512();
-#define LANE(i)                                                                                  \
-    do {                                                                                         \
-        const __m128i x = _mm512_extracti64x2_epi64(a, i), y = _mm512_extracti64x2_epi64(b, i);  \
-        out = _mm512_inserti64x2(                                                                \
-            out, high ? _mm_clmulepi64_si128(x, y, 0x11) : _mm_clmulepi64_si128(x, y, 0x00), i); \
-    } while (0)
-    LANE(0);
-    LANE(1);
-    LANE(2);
-    LANE(3);
-#undef LANE
-    return out;
+#define TARGET_256 __attribute__((target(CRC_FEATURES ",pclmul,avx2")))
+#define TARGET_512 __attribute__((target(CRC_FEATURES ",pclmul,avx512f,avx512dq,avx512vl")))
+#define CLMUL_LANE(high, x, y) \
+    ((high) ? _mm_clmulepi64_si128(x, y, 0x11) : _mm_clmulepi64_si128(x, y, 0x00))
+TARGET_256 static inline __m256i clmul256(__m256i a, __m256i b, int high) {
+    const __m128i low = CLMUL_LANE(high, _mm256_castsi256_si128(a), _mm256_castsi256_si128(b));
+    const __m128i top =
+        CLMUL_LANE(high, _mm256_extracti128_si256(a, 1), _mm256_extracti128_si256(b, 1));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(low), top, 1);
 }
+TARGET_512 static inline __m512i clmul512(__m512i a, __m512i b, int high) {
+    const __m256i low = clmul256(_mm512_extracti64x4_epi64(a, 0), _mm512_extracti64x4_epi64(b, 0),
+                                 high);
+    const __m256i top = clmul256(_mm512_extracti64x4_epi64(a, 1), _mm512_extracti64x4_epi64(b, 1),
+                                 high);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), top, 1);
+}
+#define CLMUL256_LO(a, b) clmul256(a, b, 0)
+#define CLMUL256_HI(a, b) clmul256(a, b, 1)
 #define CLMUL512_LO(a, b) clmul512(a, b, 0)
 #define CLMUL512_HI(a, b) clmul512(a, b, 1)
 #else
-#define VPCLMUL_TARGET \
+#define TARGET_256 __attribute__((target(CRC_FEATURES ",pclmul,avx2,vpclmulqdq")))
+#define TARGET_512 \
     __attribute__((target(CRC_FEATURES ",pclmul,avx512f,avx512dq,avx512vl,vpclmulqdq")))
+#define CLMUL256_LO(a, b) _mm256_clmulepi64_epi128(a, b, 0x00)
+#define CLMUL256_HI(a, b) _mm256_clmulepi64_epi128(a, b, 0x11)
 #define CLMUL512_LO(a, b) _mm512_clmulepi64_epi128(a, b, 0x00)
 #define CLMUL512_HI(a, b) _mm512_clmulepi64_epi128(a, b, 0x11)
 #endif
@@ -300,35 +320,102 @@ VPCLMUL_TARGET static inline __m512i clmul512(__m512i a, __m512i b, int high) {
 static uint64_t fold_2048[2] __attribute__((aligned(16))); /* past 256 bytes */
 static uint64_t fold_1536[2] __attribute__((aligned(16)));
 static uint64_t fold_1024[2] __attribute__((aligned(16)));
+static uint64_t fold_768[2] __attribute__((aligned(16)));
 
-VPCLMUL_TARGET static inline __m512i fold_wide(__m512i from, __m512i onto,
+TARGET_256 static inline __m256i fold_256_bits(__m256i from, __m256i onto,
+                                               const uint64_t constants[2]) {
+    const __m256i by = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)constants));
+    return _mm256_xor_si256(_mm256_xor_si256(CLMUL256_LO(from, by), CLMUL256_HI(from, by)), onto);
+}
+
+TARGET_256 static inline __m256i load256(const uint8_t *data) {
+    return _mm256_loadu_si256((const __m256i *)data);
+}
+
+TARGET_256 static inline uint32_t block_256(uint32_t state, const uint8_t *folded,
+                                            const block_shape *block) {
+    const size_t stream = STREAM_256 * block->iterations;
+    const uint8_t *words = folded + FOLD_256 * block->iterations;
+    __m256i y0 = _mm256_setzero_si256(), y1 = y0, y2 = y0, y3 = y0;
+    uint64_t a = 0, b = 0, c = 0;
+    __m256i first = _mm256_inserti128_si256(y0, _mm_cvtsi32_si128((int)state), 0);
+    for (size_t k = 0; k < block->iterations; k++, folded += FOLD_256, words += STREAM_256) {
+        y0 = fold_256_bits(y0, _mm256_xor_si256(load256(folded), first), fold_1024);
+        STREAM_WORDS(a, b, c, words, stream, 0);
+        y1 = fold_256_bits(y1, load256(folded + 32), fold_1024);
+        STREAM_WORDS(a, b, c, words, stream, 8);
+        y2 = fold_256_bits(y2, load256(folded + 64), fold_1024);
+        STREAM_WORDS(a, b, c, words, stream, 16);
+        y3 = fold_256_bits(y3, load256(folded + 96), fold_1024);
+        STREAM_WORDS(a, b, c, words, stream, 24);
+        STREAM_WORDS(a, b, c, words, stream, 32);
+        first = _mm256_setzero_si256();
+    }
+    y3 = fold_256_bits(y2, y3, fold_256);
+    y3 = fold_256_bits(y1, y3, fold_512);
+    y3 = fold_256_bits(y0, y3, fold_768);
+    const __m128i last =
+        fold(_mm256_castsi256_si128(y3), _mm256_extracti128_si256(y3, 1), fold_128);
+    return join_block(finish128(last), a, b, c, block);
+}
+
+TARGET_256 static uint32_t crc_vpclmul256(uint32_t state, const uint8_t *data, size_t size) {
+    for (int i = 0; i < 2; i++) {
+        const block_shape *block = &blocks_256[i];
+        for (; size >= block->bytes; size -= block->bytes, data += block->bytes)
+            state = block_256(state, data, block);
+    }
+    return crc_clmul(state, data, size);
+}
+
+TARGET_512 static inline __m512i fold_512_bits(__m512i from, __m512i onto,
                                                const uint64_t constants[2]) {
     const __m512i by = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)constants));
     /* three-way xor */
     return _mm512_ternarylogic_epi64(CLMUL512_LO(from, by), CLMUL512_HI(from, by), onto, 0x96);
 }
 
-VPCLMUL_TARGET static uint32_t crc_vpclmul(uint32_t state, const uint8_t *data, size_t size) {
-    if (size < 256) return crc_clmul(state, data, size);
-    __m512i z0 = _mm512_xor_si512(_mm512_loadu_si512(data),
-                                  _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
-    __m512i z1 = _mm512_loadu_si512(data + 64);
-    __m512i z2 = _mm512_loadu_si512(data + 128);
-    __m512i z3 = _mm512_loadu_si512(data + 192);
-    for (size -= 256, data += 256; size >= 256; size -= 256, data += 256) {
-        z0 = fold_wide(z0, _mm512_loadu_si512(data), fold_2048);
-        z1 = fold_wide(z1, _mm512_loadu_si512(data + 64), fold_2048);
-        z2 = fold_wide(z2, _mm512_loadu_si512(data + 128), fold_2048);
-        z3 = fold_wide(z3, _mm512_loadu_si512(data + 192), fold_2048);
+TARGET_512 static inline uint32_t finish2048(__m512i z) {
+    return finish512(_mm512_extracti64x2_epi64(z, 0), _mm512_extracti64x2_epi64(z, 1),
+                     _mm512_extracti64x2_epi64(z, 2), _mm512_extracti64x2_epi64(z, 3));
+}
+
+TARGET_512 static inline uint32_t block_512(uint32_t state, const uint8_t *folded,
+                                            const block_shape *block) {
+    const size_t stream = STREAM_512 * block->iterations;
+    const uint8_t *words = folded + FOLD_512 * block->iterations;
+    __m512i z0 = _mm512_setzero_si512(), z1 = z0, z2 = z0, z3 = z0;
+    uint64_t a = 0, b = 0, c = 0;
+    __m512i first = _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state));
+    for (size_t k = 0; k < block->iterations; k++, folded += FOLD_512, words += STREAM_512) {
+        z0 = fold_512_bits(z0, _mm512_xor_si512(_mm512_loadu_si512(folded), first), fold_2048);
+        STREAM_WORDS(a, b, c, words, stream, 0);
+        z1 = fold_512_bits(z1, _mm512_loadu_si512(folded + 64), fold_2048);
+        STREAM_WORDS(a, b, c, words, stream, 8);
+        z2 = fold_512_bits(z2, _mm512_loadu_si512(folded + 128), fold_2048);
+        STREAM_WORDS(a, b, c, words, stream, 16);
+        z3 = fold_512_bits(z3, _mm512_loadu_si512(folded + 192), fold_2048);
+        STREAM_WORDS(a, b, c, words, stream, 24);
+        first = _mm512_setzero_si512();
     }
-    z3 = fold_wide(z2, z3, fold_512);
-    z3 = fold_wide(z1, z3, fold_1024);
-    z3 = fold_wide(z0, z3, fold_1536);
-    for (; size >= 64; size -= 64, data += 64)
-        z3 = fold_wide(z3, _mm512_loadu_si512(data), fold_512);
-    state = finish512(_mm512_extracti64x2_epi64(z3, 0), _mm512_extracti64x2_epi64(z3, 1),
-                      _mm512_extracti64x2_epi64(z3, 2), _mm512_extracti64x2_epi64(z3, 3));
-    return crc_clmul(state, data, size);
+    z3 = fold_512_bits(z2, z3, fold_512);
+    z3 = fold_512_bits(z1, z3, fold_1024);
+    z3 = fold_512_bits(z0, z3, fold_1536);
+    return join_block(finish2048(z3), a, b, c, block);
+}
+
+TARGET_512 static uint32_t crc_vpclmul(uint32_t state, const uint8_t *data, size_t size) {
+    for (int i = 0; i < 2; i++) {
+        const block_shape *block = &blocks_512[i];
+        for (; size >= block->bytes; size -= block->bytes, data += block->bytes)
+            state = block_512(state, data, block);
+    }
+    if (size < 64) return crc_clmul(state, data, size);
+    __m512i z = _mm512_xor_si512(_mm512_loadu_si512(data),
+                                 _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
+    for (size -= 64, data += 64; size >= 64; size -= 64, data += 64)
+        z = fold_512_bits(z, _mm512_loadu_si512(data), fold_512);
+    return crc_clmul(finish2048(z), data, size);
 }
 #endif
 
@@ -336,7 +423,8 @@ VPCLMUL_TARGET static uint32_t crc_vpclmul(uint32_t state, const uint8_t *data, 
 
 typedef uint32_t crc_fn(uint32_t state, const uint8_t *data, size_t size);
 
-static const char *const CRC_NAME[INF_CRC_COUNT] = {"portable", "streams", "clmul", "vpclmul"};
+static const char *const CRC_NAME[INF_CRC_COUNT] = {"portable", "streams", "clmul",
+                                                    "vpclmul256", "vpclmul"};
 static crc_fn *crc_table[INF_CRC_COUNT]; /* NULL where the machine lacks it */
 static int32_t crc_best;
 
@@ -347,12 +435,17 @@ __attribute__((constructor)) static void crc_choose_best(void) {
     crc_table[INF_CRC_PORTABLE] = crc_portable;
 #if defined(INF_CRC_X86)
     const uint32_t has = inf_cpu_has();
-    block_long = make_block_constants(ITERATIONS_LONG);
-    block_short = make_block_constants(ITERATIONS_SHORT);
+    blocks_128[0] = make_block(120, FOLD_128, STREAM_128);
+    blocks_128[1] = make_block(12, FOLD_128, STREAM_128);
+    blocks_256[0] = make_block(66, FOLD_256, STREAM_256);
+    blocks_256[1] = make_block(33, FOLD_256, STREAM_256);
+    blocks_512[0] = make_block(46, FOLD_512, STREAM_512);
+    blocks_512[1] = make_block(23, FOLD_512, STREAM_512);
     make_fold(fold_128, 128);
     make_fold(fold_256, 256);
     make_fold(fold_384, 384);
     make_fold(fold_512, 512);
+    make_fold(fold_768, 768);
     make_fold(fold_1024, 1024);
     make_fold(fold_1536, 1536);
     make_fold(fold_2048, 2048);
@@ -361,11 +454,12 @@ __attribute__((constructor)) static void crc_choose_best(void) {
         if (has & INF_CPU_CLMUL) {
             crc_table[INF_CRC_CLMUL] = crc_clmul;
 #if defined(INF_EMULATE_VPCLMUL)
-            const uint32_t wide = INF_CPU_AVX512;
+            const uint32_t wide = INF_CPU_AVX2, widest = INF_CPU_AVX512;
 #else
-            const uint32_t wide = INF_CPU_VPCLMUL;
+            const uint32_t wide = INF_CPU_VPCLMUL256, widest = INF_CPU_VPCLMUL;
 #endif
-            if (has & wide) crc_table[INF_CRC_VPCLMUL] = crc_vpclmul;
+            if (has & wide) crc_table[INF_CRC_VPCLMUL256] = crc_vpclmul256;
+            if (has & widest) crc_table[INF_CRC_VPCLMUL] = crc_vpclmul;
         }
     }
 #elif defined(INF_CRC_ARM)
