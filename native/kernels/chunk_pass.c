@@ -18,7 +18,8 @@ static int32_t grad_section(const inf_chunk *chunk) {
     return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE ? -1 : chunk->section_count - 1;
 }
 
-/* Whether a size or an offset is valid, so that sums of a few do not overflow int64_t. */
+/* Whether a size or an offset is valid. The limit is low enough that the sum of several valid ones
+ * does not overflow int64_t. */
 static int within(int64_t bytes) {
     return bytes >= 0 && bytes <= INF_BYTES_MAX;
 }
@@ -214,24 +215,26 @@ static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_S
     return INF_OK;
 }
 
-/* Updates elements [start, start + numel) of the chunk, which are in the segment. */
+/* Updates elements [start, start + numel) of the chunk, which are in the segment; prefetches the
+ * states `ahead` elements further on. */
 static void update_range(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
-                         const inf_seg *seg, int64_t start, int64_t numel, const inf_hyper *hyper) {
+                         const inf_seg *seg, int64_t start, int64_t numel, const inf_hyper *hyper,
+                         int64_t ahead) {
     const int32_t grad_dtype = grad_dtype_of(chunk, seg);
-    const int64_t ahead = start - seg->start;
+    const int64_t done = start - seg->start; /* elements of the segment before it */
     const uint8_t *grad;
     if (seg->grad_dtype == INF_GRAD_SECTION) {
         const int32_t s = grad_section(chunk);
         grad = section[s] + inf_section_span(chunk, s, start);
     } else {
         grad =
-            (const uint8_t *)(uintptr_t)seg->grad + ahead * (grad_dtype == INF_GRAD_FP32 ? 4 : 2);
+            (const uint8_t *)(uintptr_t)seg->grad + done * (grad_dtype == INF_GRAD_FP32 ? 4 : 2);
     }
     uint8_t *at[INF_SECTION_MAX] = {NULL};
     const int32_t written = inf_format_written(chunk->format, chunk->section_count);
     for (int32_t s = 0; s < written; s++) at[s] = section[s] + inf_section_span(chunk, s, start);
-    inf_update(inf_format_states(chunk->format), at, grad, grad_dtype, numel, seg->element + ahead,
-               hyper);
+    inf_update_ahead(inf_format_states(chunk->format), at, grad, grad_dtype, numel,
+                     seg->element + done, hyper, ahead);
 }
 
 typedef struct {
@@ -240,9 +243,11 @@ typedef struct {
     int32_t next; /* the first segment that is not wholly behind the current piece */
 } seg_cursor;
 
-/* Updates the parts of segments in the piece; returns whether there are any. */
+/* Updates the parts of segments in the piece; returns whether there are any. ahead: see
+ * update_range. */
 static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
-                        piece_range piece, seg_cursor *cursor, const inf_hyper *hypers) {
+                        piece_range piece, seg_cursor *cursor, const inf_hyper *hypers,
+                        int64_t ahead) {
     const int64_t piece_end = piece.start + piece.numel;
     int touched = 0;
     for (; cursor->next < cursor->count; cursor->next++) {
@@ -251,7 +256,7 @@ static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTI
         const int64_t start = seg->start > piece.start ? seg->start : piece.start;
         const int64_t end = seg_end < piece_end ? seg_end : piece_end;
         if (start < end) {
-            update_range(chunk, section, seg, start, end - start, &hypers[seg->hyper]);
+            update_range(chunk, section, seg, start, end - start, &hypers[seg->hyper], ahead);
             touched = 1;
         }
         if (seg_end > piece_end) break; /* continues in the next piece */
@@ -282,7 +287,10 @@ static void commit_sums(const inf_chunk *chunk, const uint32_t *sums_new) {
     }
 }
 
-/* ---- undo of a mismatch later in the chunk: resident sections, which no read brings back ----- */
+/* ---- undo ------------------------------------------------------------------------------------
+ *
+ * When a later piece of the chunk does not match its checksum, the resident sections get their
+ * earlier contents back: a repeated read does not restore what is not on a drive. */
 
 static int undone(const inf_chunk *chunk, int32_t s) {
     return inf_section_resident(chunk, s) && s != grad_section(chunk);
@@ -346,11 +354,17 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
             if (bad != INF_OK) return bad;
         }
         if (keeps) undo_copy(chunk, section, piece, undo, 0);
-        const int touched = update_piece(chunk, section, piece, &cursor, hypers);
+        /* The update computes more than it loads, and a verification loads more than it computes:
+         * the next piece's starts in L2. */
+        const int next_verified = fallible && !verify_ahead && k + 1 < piece_count &&
+                                  piece_verified(chunk, k + 1, verify);
+        const int touched = update_piece(chunk, section, piece, &cursor, hypers,
+                                         next_verified ? chunk->piece_numel : 0);
         sum_piece(chunk, to, section, piece, touched, in_memory_mask, sums_scratch);
         if (out0 != NULL && !keeps) copy_out(chunk, section, piece, out0);
     }
-    /* Only now, since out0 may be the given memory, which is needed again after a mismatch. */
+    /* Only now: out0 may be the memory of a given section, which a repeated pass reads after a
+     * mismatch. */
     for (int64_t k = 0; out0 != NULL && keeps && k < piece_count; k++)
         copy_out(chunk, section, piece_at(chunk, k), out0);
     if (chunk->sums_ptr != 0) commit_sums(to, sums_scratch);

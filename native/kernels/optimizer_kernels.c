@@ -11,6 +11,9 @@
 
 #include <math.h>
 #include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 /* fp32 of a block: 1 KiB of stack each, stays in L1 from decoding to encoding */
 #define INF_BLOCK_NUMEL 256
@@ -36,6 +39,23 @@ INF_INLINE void inf_group_bytes(int32_t format, int64_t bytes[INF_SECTION_MAX]) 
     const int32_t count = inf_format_sections(format, itemsize, group_numel);
     for (int32_t s = 0; s < INF_SECTION_MAX; s++)
         bytes[s] = s < count ? INF_QUANT_GROUP / group_numel[s] * itemsize[s] : 0;
+}
+
+/* Prefetches into L2 the block of INF_BLOCK_NUMEL elements that starts at `start`. */
+INF_INLINE void inf_prefetch(uint8_t *const section[INF_SECTION_MAX],
+                             const int64_t group_bytes[INF_SECTION_MAX], const void *grad,
+                             int32_t grad_dtype, int64_t start) {
+    enum { LINE = 64, BLOCK_GROUPS = INF_BLOCK_NUMEL / INF_QUANT_GROUP };
+    const int64_t grad_itemsize = grad_dtype == INF_GRAD_FP32 ? 4 : 2;
+    const uint8_t *from = (const uint8_t *)grad + start * grad_itemsize;
+    for (int64_t at = 0; at < INF_BLOCK_NUMEL * grad_itemsize; at += LINE)
+        __builtin_prefetch(from + at, 0, 2);
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+        if (group_bytes[s] == 0) continue;
+        from = section[s] + start / INF_QUANT_GROUP * group_bytes[s];
+        for (int64_t at = 0; at < group_bytes[s] * BLOCK_GROUPS; at += LINE)
+            __builtin_prefetch(from + at, 0, 2);
+    }
 }
 
 /* Which of an element's 32 random bits round a moment, and how. A 24-bit master takes the upper 8;
@@ -72,13 +92,28 @@ INF_INLINE float inf_fourth_code(uint8_t code, float scale) {
     return ((square * square) * INF_FOURTH_STEP) * scale;
 }
 
+/* The bf16 bits of a group's scale, given the largest bits of its numbers' magnitudes: that number
+ * rounded up; NaN if the group has infinity or NaN. */
+INF_INLINE uint32_t inf_scale_above(uint32_t most) {
+    if (most >= INF_INFINITY_BITS) return INF_NAN_BITS >> 16;
+    if (most == 0) return 0;
+    const uint32_t up = (most + 0xFFFFu) >> 16;
+    return up < INF_SCALE_LEAST ? INF_SCALE_LEAST : up > INF_SCALE_MOST ? INF_SCALE_MOST : up;
+}
+
+/* 127^2 / scale, or 255^4 / scale; 0: nothing to encode, since the group is all zero, or NaN. */
+INF_INLINE float inf_code_factor(int32_t moment, uint32_t scale) {
+    if (scale == 0 || scale > INF_SCALE_MOST) return 0.0f;
+    return (moment == 0 ? 16129.0f : 4228250625.0f) / inf_float_from_bits(scale << 16);
+}
+
 #define INF_BODY "optimizer_kernels.h"
 #include "each_isa.h"
 
 /* ---- dispatch -------------------------------------------------------------------------------- */
 
 typedef void update_fn(int32_t, uint8_t *const *, const void *, int32_t, int64_t, int64_t,
-                       const inf_hyper *);
+                       const inf_hyper *, int64_t);
 
 typedef struct {
     const char *name;
@@ -146,11 +181,17 @@ int32_t inf_update_valid(int32_t format, const inf_hyper *hyper) {
     }
 }
 
+void inf_update_ahead(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
+                      int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper,
+                      int64_t ahead) {
+    const fp_mode mode = fp_mode_enter();
+    isa_chosen->update(format, section, grad, grad_dtype, numel, element, hyper, ahead);
+    fp_mode_leave(mode);
+}
+
 void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
                 int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper) {
-    const fp_mode mode = fp_mode_enter();
-    isa_chosen->update(format, section, grad, grad_dtype, numel, element, hyper);
-    fp_mode_leave(mode);
+    inf_update_ahead(format, section, grad, grad_dtype, numel, element, hyper, 0);
 }
 
 /* Integer work: no instruction-set versions, the baseline vectorises and it runs at load and export

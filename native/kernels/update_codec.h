@@ -147,18 +147,14 @@ static void INF_ISA(load_q8)(float *restrict x, const uint8_t *restrict code,
     }
 }
 
-/* The bf16 bits of the group's scale: its maximum rounded up; NaN if the group has infinity or NaN
- * (or, in moment 1, a negative number). */
+/* The scale of a group; in moment 1 (sign_mask all ones) NaN if it has a negative number. */
 INF_INLINE uint32_t INF_ISA(group_scale)(const float *restrict x, uint32_t sign_mask) {
     uint32_t most = 0;
     for (int32_t i = 0; i < INF_QUANT_GROUP; i++) {
         const uint32_t bits = inf_bits_from_float(x[i]) & sign_mask;
         most = bits > most ? bits : most;
     }
-    if (most >= INF_INFINITY_BITS) return INF_NAN_BITS >> 16;
-    if (most == 0) return 0;
-    const uint32_t up = (most + 0xFFFFu) >> 16;
-    return up < INF_SCALE_LEAST ? INF_SCALE_LEAST : up > INF_SCALE_MOST ? INF_SCALE_MOST : up;
+    return inf_scale_above(most);
 }
 
 /* The codes of a group of finite numbers; factor: 127^2 / scale, or 255^4 / scale. Where rounding
@@ -211,11 +207,8 @@ static void INF_ISA(store_q8)(uint8_t *restrict code, uint16_t *restrict scales,
     for (int32_t k = 0; k < groups; k++) {
         const uint32_t bits =
             INF_ISA(group_scale)(x + k * INF_QUANT_GROUP, moment == 0 ? 0x7FFFFFFFu : 0xFFFFFFFFu);
-        const float scale = inf_float_from_bits(bits << 16);
         scales[k * count + moment] = (uint16_t)bits;
-        factor[k] = (moment == 0 ? 16129.0f : 4228250625.0f) / scale;
-        /* nothing to encode: all zero, or the group is NaN */
-        if (bits == 0 || bits > INF_SCALE_MOST) factor[k] = 0.0f;
+        factor[k] = inf_code_factor(moment, bits);
     }
     for (int32_t k = 0; k < groups; k++) {
         const int64_t at = k * INF_QUANT_GROUP;
