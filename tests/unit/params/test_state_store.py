@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from infinity._src.cabi.records import GradSection, Master, Moments
 from infinity._src.memory.flat_layout import CHUNK_NUMEL, plan_flat
 from infinity._src.memory.swap_space import SwapSpace
+from infinity._src.params import state_store
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity.aio import Fault, Format, PoolSpec, Priority, Seam, open_executor
@@ -127,6 +128,7 @@ def held_by(store: StateStore) -> dict[str, object]:
 def test_a_define_that_fails_leaves_nothing_reserved(
     tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(state_store, "DEFINED_TOGETHER", 1)
     with make_store(tmp_path, backend) as store:
         unit = Unit(0, "u", ())
         flats = [make_flat(unit, 0, torch.bfloat16), make_flat(unit, 1, torch.float32)]
@@ -158,6 +160,28 @@ def test_a_define_that_fails_leaves_nothing_reserved(
             )
         assert held_by(store) == before
         assert torch.equal(fetched(store, flats[0], 0, torch.bfloat16), values)
+
+
+def test_the_executor_gets_the_chunks_of_many_flats_in_one_call(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_store, "DEFINED_TOGETHER", 3)
+    real, calls = store._executor.define, []
+
+    def counted(chunks: Any) -> Any:
+        calls.append(len(chunks))
+        return real(chunks)
+
+    monkeypatch.setattr(store._executor, "define", counted)
+    flats = [make_flat(Unit(0, "u", ()), index, torch.bfloat16) for index in range(4)]
+    count = len(flats[0].layout.chunks)
+    values = [torch.randn(flat.layout.shard_numel).bfloat16() for flat in flats]
+    store.create(flats, [[1] * count for _ in flats])
+    assert calls == [3 * count, count]
+    for flat, value in zip(flats, values, strict=True):
+        store.store(flat, 0, value.data_ptr()).wait()
+    for flat, value in zip(flats, values, strict=True):
+        assert torch.equal(fetched(store, flat, 0, torch.bfloat16), value)
 
 
 def test_a_slab_for_which_there_is_no_memory_leaves_nothing_reserved(
