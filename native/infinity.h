@@ -318,12 +318,6 @@ int32_t inf_update_valid(int32_t format, const inf_hyper *hyper);
 void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
                 int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper);
 
-/* The same; meanwhile prefetches the states and gradients `ahead` elements further on, in blocks;
- * 0 = none. They may end before: a prefetch faults nowhere. */
-void inf_update_ahead(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
-                      int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper,
-                      int64_t ahead);
-
 /* fp32 master <-> (hi, lo), without a second moment. NaN becomes 0x7FC00000. A master half-way to
  * the next bf16, whose hi is rounded to the lower, even one, becomes the preceding fp32. All other
  * values round-trip. */

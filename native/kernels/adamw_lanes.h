@@ -21,6 +21,44 @@ INF_INLINE INF_ISA(adamw_vectors) INF_ISA(adamw_vectors_of)(const inf_hyper *h) 
                                     AS_F(SET_I(INF_NAN_BITS))};
 }
 
+/* The streams of an inf_shadow, in registers while a block is updated. `words` is NULL without
+ * one. */
+typedef struct {
+    const uint8_t *words;
+    size_t stream_bytes;
+    uint64_t a, b, c;
+} INF_ISA(streams);
+
+INF_INLINE INF_ISA(streams) INF_ISA(streams_of)(const inf_shadow *shadow) {
+    if (shadow == NULL) return (INF_ISA(streams)){NULL, 0, 0, 0, 0};
+    return (INF_ISA(streams)){shadow->words, shadow->stream_bytes, shadow->state[0],
+                              shadow->state[1], shadow->state[2]};
+}
+
+INF_INLINE uint64_t INF_ISA(crc_step)(uint64_t state, const uint8_t *from) {
+    uint64_t word;
+    memcpy(&word, from, sizeof word);
+    return _mm_crc32_u64(state, word);
+}
+
+/* What a row of 16 elements takes along: 64 bytes of each stream. */
+INF_INLINE void INF_ISA(step_streams)(INF_ISA(streams) * s) {
+    UNROLL
+    for (int at = 0; at < INF_SHADOW_STREAM / (INF_BLOCK_NUMEL / 16); at += 8) {
+        s->a = INF_ISA(crc_step)(s->a, s->words + at);
+        s->b = INF_ISA(crc_step)(s->b, s->words + s->stream_bytes + at);
+        s->c = INF_ISA(crc_step)(s->c, s->words + 2 * s->stream_bytes + at);
+    }
+    s->words += INF_SHADOW_STREAM / (INF_BLOCK_NUMEL / 16);
+}
+
+INF_INLINE void INF_ISA(end_streams)(inf_shadow *shadow, const INF_ISA(streams) * s) {
+    shadow->state[0] = s->a;
+    shadow->state[1] = s->b;
+    shadow->state[2] = s->c;
+    inf_shadow_advance(shadow);
+}
+
 /* The first half of adamw_rooted, of each lane: the moments, and the root of the second one. */
 INF_INLINE VF INF_ISA(update_moments)(VF g, VF *m, VF *v, const INF_ISA(adamw_vectors) * h) {
     *m = *m * h->beta1 + g * h->one_minus_beta1;
@@ -75,12 +113,11 @@ INF_INLINE void INF_ISA(finish_split)(uint16_t *hi, int16_t *lo, const VF m[ROW_
  * and the rest in one iteration are a chain that is too long for the processor to overlap with the
  * following ones. */
 
-#if INF_LANES == 8
-/* numel: a multiple of 16, above 0. */
-static void INF_ISA(adamw_split_lanes)(uint16_t *restrict hi, int16_t *restrict lo,
-                                       float *restrict m_at, float *restrict v_at,
-                                       const float *restrict g, int64_t numel,
-                                       const inf_hyper *hyper) {
+/* numel: a multiple of 16, above 0. streams: NULL, or those that the rows advance. */
+INF_INLINE void INF_ISA(split_rows)(uint16_t *restrict hi, int16_t *restrict lo,
+                                    float *restrict m_at, float *restrict v_at,
+                                    const float *restrict g, int64_t numel, const inf_hyper *hyper,
+                                    INF_ISA(streams) * streams) {
     const INF_ISA(adamw_vectors) h = INF_ISA(adamw_vectors_of)(hyper);
     VF m[ROW_16] = {{0}}, root[ROW_16] = {{0}};
     for (int64_t i = 0; i < numel; i += 16) {
@@ -94,6 +131,7 @@ static void INF_ISA(adamw_split_lanes)(uint16_t *restrict hi, int16_t *restrict 
             STORE_F(m_at + at, m_next[k]);
             STORE_F(v_at + at, v);
         }
+        if (streams != NULL) INF_ISA(step_streams)(streams);
         if (i > 0) INF_ISA(finish_split)(hi + i - 16, lo + i - 16, m, root, &h);
         UNROLL
         for (int k = 0; k < ROW_16; k++) {
@@ -103,13 +141,26 @@ static void INF_ISA(adamw_split_lanes)(uint16_t *restrict hi, int16_t *restrict 
     }
     INF_ISA(finish_split)(hi + numel - 16, lo + numel - 16, m, root, &h);
 }
-#endif
+
+/* shadow: NULL, or for INF_BLOCK_NUMEL elements. */
+static void INF_ISA(adamw_split_lanes)(uint16_t *restrict hi, int16_t *restrict lo,
+                                       float *restrict m, float *restrict v,
+                                       const float *restrict g, int64_t numel,
+                                       const inf_hyper *hyper, inf_shadow *shadow) {
+    if (shadow == NULL) {
+        INF_ISA(split_rows)(hi, lo, m, v, g, numel, hyper, NULL);
+        return;
+    }
+    INF_ISA(streams) streams = INF_ISA(streams_of)(shadow);
+    INF_ISA(split_rows)(hi, lo, m, v, g, numel, hyper, &streams);
+    INF_ISA(end_streams)(shadow, &streams);
+}
 
 /* numel: a multiple of 16, above 0. */
-static void INF_ISA(adamw_bf16)(uint16_t *restrict hi, int16_t *restrict lo,
-                                uint16_t *restrict m_bits, uint16_t *restrict v_bits,
-                                const float *restrict g, int64_t numel, const inf_hyper *hyper,
-                                inf_keys keys) {
+INF_INLINE void INF_ISA(bf16_rows)(uint16_t *restrict hi, int16_t *restrict lo,
+                                   uint16_t *restrict m_bits, uint16_t *restrict v_bits,
+                                   const float *restrict g, int64_t numel, const inf_hyper *hyper,
+                                   inf_keys keys, INF_ISA(streams) * streams) {
     const INF_ISA(adamw_vectors) h = INF_ISA(adamw_vectors_of)(hyper);
     VF m[ROW_16] = {{0}}, root[ROW_16] = {{0}};
     for (int64_t i = 0; i < numel; i += 16) {
@@ -129,6 +180,7 @@ static void INF_ISA(adamw_bf16)(uint16_t *restrict hi, int16_t *restrict lo,
         }
         STORE_U16(m_bits + i, m_rounded);
         STORE_U16(v_bits + i, v_rounded);
+        if (streams != NULL) INF_ISA(step_streams)(streams);
         if (i > 0) INF_ISA(finish_split)(hi + i - 16, lo + i - 16, m, root, &h);
         UNROLL
         for (int k = 0; k < ROW_16; k++) {
@@ -137,6 +189,18 @@ static void INF_ISA(adamw_bf16)(uint16_t *restrict hi, int16_t *restrict lo,
         }
     }
     INF_ISA(finish_split)(hi + numel - 16, lo + numel - 16, m, root, &h);
+}
+
+static void INF_ISA(adamw_bf16)(uint16_t *restrict hi, int16_t *restrict lo, uint16_t *restrict m,
+                                uint16_t *restrict v, const float *restrict g, int64_t numel,
+                                const inf_hyper *hyper, inf_keys keys, inf_shadow *shadow) {
+    if (shadow == NULL) {
+        INF_ISA(bf16_rows)(hi, lo, m, v, g, numel, hyper, keys, NULL);
+        return;
+    }
+    INF_ISA(streams) streams = INF_ISA(streams_of)(shadow);
+    INF_ISA(bf16_rows)(hi, lo, m, v, g, numel, hyper, keys, &streams);
+    INF_ISA(end_streams)(shadow, &streams);
 }
 
 /* What a block of `compact` keeps in L1 between the update and the encoding of its moments. */
@@ -188,7 +252,8 @@ INF_INLINE void INF_ISA(update_group)(const uint8_t *m_code, const uint8_t *v_co
  * computed while the row before is finished. */
 INF_INLINE void INF_ISA(finish_compact)(uint16_t *hi, int8_t *lo, INF_ISA(compact_block) * kept,
                                         int64_t numel, inf_keys keys,
-                                        const INF_ISA(adamw_vectors) * h) {
+                                        const INF_ISA(adamw_vectors) * h,
+                                        INF_ISA(streams) * streams) {
     VF denominator[ROW_8];
     UNROLL
     for (int k = 0; k < ROW_8; k++)
@@ -196,6 +261,10 @@ INF_INLINE void INF_ISA(finish_compact)(uint16_t *hi, int8_t *lo, INF_ISA(compac
     for (int64_t i = 0; i < numel; i += 32) {
         VI upper[2 * ROW_16], lower[ROW_8];
         const int64_t next = i + 32 < numel ? i + 32 : 0;
+        if (streams != NULL) {
+            INF_ISA(step_streams)(streams);
+            INF_ISA(step_streams)(streams);
+        }
         UNROLL
         for (int k = 0; k < ROW_8; k++) {
             const int64_t at = i + k * INF_LANES;
@@ -302,7 +371,8 @@ INF_INLINE void INF_ISA(encode_fourths)(uint8_t *code, const float *x, const flo
 /* A block of whole groups. All scales come first, since their chains of dependent instructions
  * overlap. */
 static void INF_ISA(adamw_compact_block)(const inf_block *at, const float *restrict g,
-                                         const inf_hyper *hyper, inf_keys keys) {
+                                         const inf_hyper *hyper, inf_keys keys,
+                                         inf_shadow *shadow) {
     const INF_ISA(adamw_vectors) h = INF_ISA(adamw_vectors_of)(hyper);
     INF_ISA(compact_block) kept;
     uint16_t *scales = (uint16_t *)at->section[4];
@@ -313,8 +383,15 @@ static void INF_ISA(adamw_compact_block)(const inf_block *at, const float *restr
         INF_ISA(update_group)(at->section[2] + i, at->section[3] + i, scales + 2 * group, g + i, &h,
                               kept.m + i, kept.v + i, kept.root + i, most[group]);
     }
-    INF_ISA(finish_compact)((uint16_t *)at->section[0], (int8_t *)at->section[1], &kept, at->numel,
-                            keys, &h);
+    uint16_t *const hi = (uint16_t *)at->section[0];
+    int8_t *const lo = (int8_t *)at->section[1];
+    if (shadow == NULL) {
+        INF_ISA(finish_compact)(hi, lo, &kept, at->numel, keys, &h, NULL);
+    } else {
+        INF_ISA(streams) streams = INF_ISA(streams_of)(shadow);
+        INF_ISA(finish_compact)(hi, lo, &kept, at->numel, keys, &h, &streams);
+        INF_ISA(end_streams)(shadow, &streams);
+    }
     float factor[2][INF_BLOCK_NUMEL / INF_QUANT_GROUP];
     for (int64_t k = 0; k < 2 * groups; k++) {
         const uint32_t scale = inf_scale_above(most[k / 2][k % 2]);

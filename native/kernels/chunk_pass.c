@@ -2,6 +2,7 @@
  * piece of all sections (96 KiB at 8192 elements) stays in L2 between verification, update and new
  * checksum. */
 #include "infinity.h"
+#include "shadow.h"
 
 #include <string.h>
 
@@ -78,13 +79,19 @@ static size_t piece_bytes(const inf_chunk *chunk, int32_t section, piece_range p
     return (size_t)inf_section_span(chunk, section, piece.numel);
 }
 
-static uint32_t piece_sum(const inf_chunk *chunk, int32_t section, piece_range piece,
-                          const uint8_t *section_data) {
+static inf_shadow_job sum_job(const inf_chunk *chunk, int32_t section, piece_range piece,
+                              const uint8_t *section_data, uint32_t *sum) {
     /* gradients are not versioned */
     const uint64_t generation = section == grad_section(chunk) ? 0 : chunk->generation;
-    return inf_crc32c(inf_sum_seed(generation, chunk->key, section, piece.index),
-                      section_data + piece_offset(chunk, section, piece),
-                      piece_bytes(chunk, section, piece));
+    return (inf_shadow_job){section_data + piece_offset(chunk, section, piece),
+                            piece_bytes(chunk, section, piece),
+                            inf_sum_seed(generation, chunk->key, section, piece.index), sum};
+}
+
+static uint32_t piece_sum(const inf_chunk *chunk, int32_t section, piece_range piece,
+                          const uint8_t *section_data) {
+    const inf_shadow_job job = sum_job(chunk, section, piece, section_data, NULL);
+    return inf_crc32c(job.seed, job.data, job.size_bytes);
 }
 
 static uint32_t *section_sums(const inf_chunk *chunk, int32_t section) {
@@ -203,23 +210,25 @@ static int update_plan_valid(const inf_chunk *chunk, uint8_t *const section[INF_
     return 1;
 }
 
+/* found: the piece's checksums, of each section, if they have been computed; else NULL. */
 static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
-                            piece_range piece, int32_t verify, uint32_t in_memory_mask) {
+                            piece_range piece, int32_t verify, uint32_t in_memory_mask,
+                            const uint32_t *found) {
     if (!piece_verified(chunk, piece.index, verify)) return INF_OK;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!section_summed(chunk, s) || (in_memory_mask >> s & 1u)) continue;
-        if (piece_sum(chunk, s, piece, section[s]) != section_sums(chunk, s)[piece.index]) {
+        const uint32_t sum = found != NULL ? found[s] : piece_sum(chunk, s, piece, section[s]);
+        if (sum != section_sums(chunk, s)[piece.index])
             return s * inf_piece_count(chunk) + piece.index;
-        }
     }
     return INF_OK;
 }
 
-/* Updates elements [start, start + numel) of the chunk, which are in the segment; prefetches the
- * states `ahead` elements further on. */
+/* Updates elements [start, start + numel) of the chunk, which are in the segment (ahead, shadow:
+ * inf_update_beside). */
 static void update_range(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
                          const inf_seg *seg, int64_t start, int64_t numel, const inf_hyper *hyper,
-                         int64_t ahead) {
+                         int64_t ahead, inf_shadow *shadow) {
     const int32_t grad_dtype = grad_dtype_of(chunk, seg);
     const int64_t done = start - seg->start; /* elements of the segment before it */
     const uint8_t *grad;
@@ -233,8 +242,8 @@ static void update_range(const inf_chunk *chunk, uint8_t *const section[INF_SECT
     uint8_t *at[INF_SECTION_MAX] = {NULL};
     const int32_t written = inf_format_written(chunk->format, chunk->section_count);
     for (int32_t s = 0; s < written; s++) at[s] = section[s] + inf_section_span(chunk, s, start);
-    inf_update_ahead(inf_format_states(chunk->format), at, grad, grad_dtype, numel,
-                     seg->element + done, hyper, ahead);
+    inf_update_beside(inf_format_states(chunk->format), at, grad, grad_dtype, numel,
+                      seg->element + done, hyper, ahead, shadow);
 }
 
 typedef struct {
@@ -243,11 +252,10 @@ typedef struct {
     int32_t next; /* the first segment that is not wholly behind the current piece */
 } seg_cursor;
 
-/* Updates the parts of segments in the piece; returns whether there are any. ahead: see
- * update_range. */
+/* Updates the parts of segments in the piece; returns whether there are any. */
 static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
                         piece_range piece, seg_cursor *cursor, const inf_hyper *hypers,
-                        int64_t ahead) {
+                        int64_t ahead, inf_shadow *shadow) {
     const int64_t piece_end = piece.start + piece.numel;
     int touched = 0;
     for (; cursor->next < cursor->count; cursor->next++) {
@@ -256,7 +264,8 @@ static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTI
         const int64_t start = seg->start > piece.start ? seg->start : piece.start;
         const int64_t end = seg_end < piece_end ? seg_end : piece_end;
         if (start < end) {
-            update_range(chunk, section, seg, start, end - start, &hypers[seg->hyper], ahead);
+            update_range(chunk, section, seg, start, end - start, &hypers[seg->hyper], ahead,
+                         shadow);
             touched = 1;
         }
         if (seg_end > piece_end) break; /* continues in the next piece */
@@ -264,18 +273,46 @@ static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTI
     return touched;
 }
 
-/* Writes a piece's checksums after its update to `sums_new`. */
-static void sum_piece(const inf_chunk *chunk, const inf_chunk *to,
-                      uint8_t *const section[INF_SECTION_MAX], piece_range piece, int touched,
-                      uint32_t in_memory_mask, uint32_t *sums_new) {
+/* Writes a piece's checksums after its update to `sums_new`. Adds jobs of at most `room` blocks to
+ * `late` instead, for the next piece's shadow. Returns their number. */
+static int32_t sum_piece(const inf_chunk *chunk, const inf_chunk *to,
+                         uint8_t *const section[INF_SECTION_MAX], piece_range piece, int touched,
+                         uint32_t in_memory_mask, uint32_t *sums_new, int32_t room,
+                         inf_shadow_job late[INF_SECTION_MAX]) {
     const int64_t piece_count = inf_piece_count(chunk);
+    int32_t late_count = 0;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!section_summed(chunk, s)) continue;
-        const int changed =
-            s != grad_section(chunk) && (to != chunk || touched || (in_memory_mask >> s & 1u));
-        sums_new[s * piece_count + piece.index] =
-            changed ? piece_sum(to, s, piece, section[s]) : section_sums(chunk, s)[piece.index];
+        uint32_t *const sum = &sums_new[s * piece_count + piece.index];
+        if (s == grad_section(chunk) ||
+            !(to != chunk || touched || (in_memory_mask >> s & 1u))) {
+            *sum = section_sums(chunk, s)[piece.index];
+            continue;
+        }
+        const inf_shadow_job job = sum_job(to, s, piece, section[s], sum);
+        const int32_t blocks = inf_shadow_blocks(job.size_bytes);
+        if (blocks > 0 && blocks <= room) {
+            late[late_count++] = job;
+            room -= blocks;
+        } else {
+            *sum = inf_crc32c(job.seed, job.data, job.size_bytes);
+        }
     }
+    return late_count;
+}
+
+/* Adds the checksums that a verification of the piece compares. Returns their blocks. */
+static int32_t shadow_verification(inf_shadow *shadow, const inf_chunk *chunk,
+                                   uint8_t *const section[INF_SECTION_MAX], piece_range piece,
+                                   uint32_t in_memory_mask, uint32_t found[INF_SECTION_MAX]) {
+    int32_t blocks = 0;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (!section_summed(chunk, s) || (in_memory_mask >> s & 1u)) continue;
+        const inf_shadow_job job = sum_job(chunk, s, piece, section[s], &found[s]);
+        blocks += inf_shadow_blocks(job.size_bytes);
+        shadow->jobs[shadow->count++] = job;
+    }
+    return blocks;
 }
 
 static void commit_sums(const inf_chunk *chunk, const uint32_t *sums_new) {
@@ -340,27 +377,43 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
     const int keeps = fallible && unread_count > 0 && undo != NULL;
     for (int64_t k = 0; verify_ahead && k < piece_count; k++) {
         const int64_t bad =
-            verify_piece(chunk, section, piece_at(chunk, k), verify, in_memory_mask);
+            verify_piece(chunk, section, piece_at(chunk, k), verify, in_memory_mask, NULL);
         if (bad != INF_OK) return bad;
     }
+    const int32_t before = fallible && !verify_ahead ? verify : INF_VERIFY_OFF;
+    const int shadowed = chunk->sums_ptr != 0 && inf_shadow_usable();
     seg_cursor cursor = {segs, seg_count, 0};
+    inf_shadow shadow = {.count = 0};
+    inf_shadow_job late[INF_SECTION_MAX];
+    int32_t late_count = 0;
+    uint32_t found[INF_SECTION_MAX];
+    int is_found = 0;
     for (int64_t k = 0; k < piece_count; k++) {
         const piece_range piece = piece_at(chunk, k);
-        if (fallible && !verify_ahead) {
-            const int64_t bad = verify_piece(chunk, section, piece, verify, in_memory_mask);
-            for (int64_t back = 0; bad != INF_OK && keeps && back < k; back++) {
-                undo_copy(chunk, section, piece_at(chunk, back), undo, 1);
-            }
-            if (bad != INF_OK) return bad;
-        }
+        const int64_t bad = verify_piece(chunk, section, piece, before, in_memory_mask,
+                                         is_found ? found : NULL);
+        for (int64_t back = 0; bad != INF_OK && keeps && back < k; back++)
+            undo_copy(chunk, section, piece_at(chunk, back), undo, 1);
+        if (bad != INF_OK) return bad;
         if (keeps) undo_copy(chunk, section, piece, undo, 0);
-        /* The update computes more than it loads, and a verification loads more than it computes:
-         * the next piece's starts in L2. */
-        const int next_verified = fallible && !verify_ahead && k + 1 < piece_count &&
-                                  piece_verified(chunk, k + 1, verify);
+        /* In the shadow of this update: checksums that verify the next piece, then late ones of the
+         * piece before. Meanwhile the update prefetches into L2 the piece that is verified after
+         * that. */
+        int32_t room = (int32_t)(chunk->piece_numel / INF_BLOCK_NUMEL);
+        shadow.count = 0;
+        is_found = shadowed && k + 1 < piece_count && piece_verified(chunk, k + 1, before);
+        if (is_found)
+            room -= shadow_verification(&shadow, chunk, section, piece_at(chunk, k + 1),
+                                        in_memory_mask, found);
+        for (int32_t i = 0; i < late_count; i++) shadow.jobs[shadow.count++] = late[i];
+        inf_shadow_start(&shadow);
+        const int64_t next = k + 1 + shadowed;
+        const int prefetched = next < piece_count && piece_verified(chunk, next, before);
         const int touched = update_piece(chunk, section, piece, &cursor, hypers,
-                                         next_verified ? chunk->piece_numel : 0);
-        sum_piece(chunk, to, section, piece, touched, in_memory_mask, sums_scratch);
+                                         prefetched ? (next - k) * chunk->piece_numel : 0, &shadow);
+        inf_shadow_finish(&shadow);
+        late_count = sum_piece(chunk, to, section, piece, touched, in_memory_mask, sums_scratch,
+                               shadowed && k + 1 < piece_count ? room : 0, late);
         if (out0 != NULL && !keeps) copy_out(chunk, section, piece, out0);
     }
     /* Only now: out0 may be the memory of a given section, which a repeated pass reads after a

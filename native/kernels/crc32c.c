@@ -28,6 +28,7 @@
  */
 #include "cpu.h"
 #include "infinity.h"
+#include "shadow.h"
 
 #include <string.h>
 
@@ -484,4 +485,73 @@ uint32_t inf_crc32c_with(int32_t variant, uint32_t seed, const void *data, size_
                          int32_t *ok) {
     *ok = variant >= 0 && variant < INF_CRC_COUNT && crc_table[variant] != NULL;
     return *ok ? ~crc_table[variant](~seed, data, size_bytes) : 0;
+}
+
+/* ---- in the shadow of an update (shadow.h) --------------------------------------------------- */
+
+enum { SHADOW_BLOCKS_MAX = 10 }; /* of a section of 32 KiB */
+#if defined(INF_CRC_X86)
+static block_shape shadow_blocks[SHADOW_BLOCKS_MAX + 1];
+
+__attribute__((constructor)) static void make_shadow_blocks(void) {
+    for (uint64_t n = 1; n <= SHADOW_BLOCKS_MAX; n++)
+        shadow_blocks[n] = make_block(n, 0, INF_SHADOW_STREAM);
+}
+
+CLMUL_TARGET static uint32_t join_shadow(const inf_shadow *shadow) {
+    return join_block(0, shadow->state[0], shadow->state[1], shadow->state[2],
+                      &shadow_blocks[shadow->stream_bytes / INF_SHADOW_STREAM]);
+}
+#else
+static uint32_t join_shadow(const inf_shadow *shadow) {
+    return (uint32_t)shadow->state[0];
+}
+#endif
+
+int inf_shadow_usable(void) {
+    return crc_table[INF_CRC_CLMUL] != NULL;
+}
+
+int32_t inf_shadow_blocks(size_t size_bytes) {
+    const size_t blocks = size_bytes / INF_SHADOW_BLOCK;
+    return blocks < SHADOW_BLOCKS_MAX ? (int32_t)blocks : SHADOW_BLOCKS_MAX;
+}
+
+/* Starts jobs[next], or a later one: a job that is shorter than a block is computed at once. */
+static void shadow_next(inf_shadow *shadow) {
+    for (; shadow->next < shadow->count; shadow->next++) {
+        const inf_shadow_job *job = &shadow->jobs[shadow->next];
+        shadow->blocks = inf_shadow_blocks(job->size_bytes);
+        if (shadow->blocks > 0) {
+            shadow->words = job->data;
+            shadow->stream_bytes = (size_t)shadow->blocks * INF_SHADOW_STREAM;
+            shadow->state[0] = ~job->seed;
+            shadow->state[1] = shadow->state[2] = 0;
+            return;
+        }
+        *job->sum = inf_crc32c(job->seed, job->data, job->size_bytes);
+    }
+    shadow->blocks = 0;
+}
+
+void inf_shadow_start(inf_shadow *shadow) {
+    shadow->next = 0;
+    shadow_next(shadow);
+}
+
+void inf_shadow_advance(inf_shadow *shadow) {
+    shadow->words += INF_SHADOW_STREAM;
+    if (--shadow->blocks > 0) return;
+    const inf_shadow_job *job = &shadow->jobs[shadow->next++];
+    const size_t done = 3 * shadow->stream_bytes;
+    *job->sum = inf_crc32c(~join_shadow(shadow), job->data + done, job->size_bytes - done);
+    shadow_next(shadow);
+}
+
+void inf_shadow_finish(inf_shadow *shadow) {
+    for (; shadow->next < shadow->count; shadow->next++) {
+        const inf_shadow_job *job = &shadow->jobs[shadow->next];
+        *job->sum = inf_crc32c(job->seed, job->data, job->size_bytes);
+    }
+    shadow->blocks = 0;
 }

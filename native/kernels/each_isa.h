@@ -12,7 +12,7 @@
 #define INF_HAS_X86 1
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,crc32"))), apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2")
@@ -30,7 +30,7 @@
 
 #if defined(__clang__)
 #pragma clang attribute push(                                                             \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), min_vector_width(512))), \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,crc32"), min_vector_width(512))), \
     apply_to = function)
 #else
 #pragma GCC push_options

@@ -8,7 +8,7 @@
 #if defined(__clang__)
 #define UNROLL
 #else
-#define UNROLL _Pragma("GCC unroll 4")
+#define UNROLL _Pragma("GCC unroll 8")
 #endif
 
 #if INF_LANES == 8

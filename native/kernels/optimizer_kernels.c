@@ -8,15 +8,13 @@
 #include "float_bits.h"
 #include "fp_mode.h"
 #include "infinity.h"
+#include "shadow.h"
 
 #include <math.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-
-/* fp32 of a block: 1 KiB of stack each, stays in L1 from decoding to encoding */
-#define INF_BLOCK_NUMEL 256
 
 /* Companding of 8-bit moments (infinity/_src/kernels/state_codec.py): number = sign(c) * c^2 /
  * 127^2 * scale, or c^4 / 255^4 * scale. */
@@ -113,7 +111,7 @@ INF_INLINE float inf_code_factor(int32_t moment, uint32_t scale) {
 /* ---- dispatch -------------------------------------------------------------------------------- */
 
 typedef void update_fn(int32_t, uint8_t *const *, const void *, int32_t, int64_t, int64_t,
-                       const inf_hyper *, int64_t);
+                       const inf_hyper *, int64_t, inf_shadow *);
 
 typedef struct {
     const char *name;
@@ -181,17 +179,17 @@ int32_t inf_update_valid(int32_t format, const inf_hyper *hyper) {
     }
 }
 
-void inf_update_ahead(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
-                      int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper,
-                      int64_t ahead) {
+void inf_update_beside(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
+                       int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper,
+                       int64_t ahead, inf_shadow *shadow) {
     const fp_mode mode = fp_mode_enter();
-    isa_chosen->update(format, section, grad, grad_dtype, numel, element, hyper, ahead);
+    isa_chosen->update(format, section, grad, grad_dtype, numel, element, hyper, ahead, shadow);
     fp_mode_leave(mode);
 }
 
 void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
                 int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper) {
-    inf_update_ahead(format, section, grad, grad_dtype, numel, element, hyper, 0);
+    inf_update_beside(format, section, grad, grad_dtype, numel, element, hyper, 0, NULL);
 }
 
 /* Integer work: no instruction-set versions, the baseline vectorises and it runs at load and export

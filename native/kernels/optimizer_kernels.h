@@ -91,12 +91,15 @@ static void INF_ISA(adamw)(float *restrict p, float *restrict m, float *restrict
 /* Returns whether a master has a `lo` of -32768. */
 static int INF_ISA(adamw_split)(uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
                                 float *restrict v, const float *restrict g, int64_t numel,
-                                const inf_hyper *hyper) {
+                                const inf_hyper *hyper, inf_shadow *shadow) {
     const inf_hyper h = *hyper;
     int64_t i = 0;
-#if INF_LANES == 8 /* gcc's and clang's code for AVX-512 is faster */
-    i = numel / 16 * 16;
-    if (i > 0) INF_ISA(adamw_split_lanes)(hi, lo, m, v, g, i, hyper);
+#if INF_LANES
+    /* gcc's and clang's code for AVX-512 is faster, but has no shadow */
+    if (INF_LANES == 8 || shadow != NULL) i = numel / 16 * 16;
+    if (i > 0) INF_ISA(adamw_split_lanes)(hi, lo, m, v, g, i, hyper, shadow);
+#else
+    (void)shadow;
 #endif
     for (; i < numel; i++) {
         const float p = inf_float_from_bits(inf_join_bits(hi[i], lo[i]));
@@ -114,8 +117,9 @@ static int INF_ISA(adamw_split)(uint16_t *restrict hi, int16_t *restrict lo, flo
 static void INF_ISA(adamw_bf16)(uint16_t *restrict hi, int16_t *restrict lo,
                                 uint16_t *restrict m_bits, uint16_t *restrict v_bits,
                                 const float *restrict g, int64_t numel, const inf_hyper *hyper,
-                                inf_keys keys) {
+                                inf_keys keys, inf_shadow *shadow) {
     const inf_hyper h = *hyper;
+    (void)shadow;
     for (int64_t i = 0; i < numel; i++) {
         const float p = inf_float_from_bits(inf_join_bits(hi[i], lo[i]));
         float m = inf_float_from_bits((uint32_t)m_bits[i] << 16),
@@ -162,12 +166,14 @@ INF_INLINE void INF_ISA(adamw_compact)(uint16_t *restrict hi, int8_t *restrict l
 
 /* A block of whole groups. */
 static void INF_ISA(adamw_compact_block)(const inf_block *at, const float *restrict g,
-                                         const inf_hyper *hyper, inf_keys keys) {
+                                         const inf_hyper *hyper, inf_keys keys,
+                                         inf_shadow *shadow) {
     float m[INF_BLOCK_NUMEL] __attribute__((aligned(64))),
         v[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
     float root[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
     uint32_t random[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
     uint16_t *scales = (uint16_t *)at->section[4];
+    (void)shadow;
     for (int64_t i = 0; i < at->numel; i += INF_QUANT_GROUP) {
         INF_ISA(adamw_compact)((uint16_t *)at->section[0] + i, (int8_t *)at->section[1] + i,
                                at->section[2] + i, at->section[3] + i,
@@ -247,18 +253,19 @@ static void INF_ISA(update_block)(int32_t format, const inf_block *at, float *re
     for (int32_t k = 0; k < count; k++) INF_ISA(store_moment)(format, at, k, m[k], random);
 }
 
-/* Updates a block, by a fused loop if there is one. */
+/* Updates a block, by a fused loop if there is one. shadow: NULL, or one that these loops may
+ * advance, for a block of INF_BLOCK_NUMEL. */
 static void INF_ISA(update_part)(int32_t format, const inf_block *at, float *restrict g,
-                                 const inf_hyper *hyper) {
+                                 const inf_hyper *hyper, inf_shadow *shadow) {
     const int one_key = (uint32_t)at->element <= 0xFFFFFFFFu - INF_BLOCK_NUMEL;
     if (hyper->algorithm == INF_ADAMW && one_key && format == INF_FORMAT_BF16 &&
         at->numel % 16 == 0) {
         INF_ISA(adamw_bf16)((uint16_t *)at->section[0], (int16_t *)at->section[1],
                             (uint16_t *)at->section[2], (uint16_t *)at->section[3], g, at->numel,
-                            hyper, inf_keys_of(hyper->key, at->element));
+                            hyper, inf_keys_of(hyper->key, at->element), shadow);
     } else if (hyper->algorithm == INF_ADAMW && one_key && format == INF_FORMAT_COMPACT &&
                at->numel % INF_QUANT_GROUP == 0) {
-        INF_ISA(adamw_compact_block)(at, g, hyper, inf_keys_of(hyper->key, at->element));
+        INF_ISA(adamw_compact_block)(at, g, hyper, inf_keys_of(hyper->key, at->element), shadow);
     } else {
         INF_ISA(update_block)(format, at, g, hyper);
     }
@@ -266,7 +273,7 @@ static void INF_ISA(update_part)(int32_t format, const inf_block *at, float *res
 
 static void INF_ISA(update)(int32_t format, uint8_t *const section[INF_SECTION_MAX],
                             const void *grad, int32_t grad_dtype, int64_t numel, int64_t element,
-                            const inf_hyper *hyper, int64_t ahead) {
+                            const inf_hyper *hyper, int64_t ahead, inf_shadow *shadow) {
     float g[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
     int64_t group_bytes[INF_SECTION_MAX];
     inf_group_bytes(format, group_bytes);
@@ -282,9 +289,11 @@ static void INF_ISA(update)(int32_t format, uint8_t *const section[INF_SECTION_M
         if (split) INF_ISA(halves_from_even)(hi, lo, v, n);
         if (ahead != 0) inf_prefetch(section, group_bytes, grad, grad_dtype, start + ahead);
         int halves = 0;
+        inf_shadow *const taken =
+            shadow != NULL && shadow->blocks > 0 && n == INF_BLOCK_NUMEL ? shadow : NULL;
         if (fused_split) {
             halves =
-                INF_ISA(adamw_split)(hi, lo, (float *)section[2] + start, v, g, n, hyper);
+                INF_ISA(adamw_split)(hi, lo, (float *)section[2] + start, v, g, n, hyper, taken);
         } else if (fused_fp32) {
             INF_ISA(adamw)((float *)section[0] + start, (float *)section[1] + start,
                            (float *)section[2] + start, g, n, hyper);
@@ -294,7 +303,7 @@ static void INF_ISA(update)(int32_t format, uint8_t *const section[INF_SECTION_M
                 if (group_bytes[s] != 0)
                     at.section[s] = section[s] + start / INF_QUANT_GROUP * group_bytes[s];
             }
-            INF_ISA(update_part)(format, &at, g, hyper);
+            INF_ISA(update_part)(format, &at, g, hyper, taken);
             halves = split && INF_ISA(has_halves)(lo, n);
         }
         if (halves) INF_ISA(halves_to_even)(hi, lo, v, n);

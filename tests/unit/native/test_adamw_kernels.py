@@ -53,9 +53,7 @@ def test_kernels_give_the_bits_of_torch(
     st.integers(1, 100_000),
     st.floats(0.0, 1.0),
     st.lists(
-        st.tuples(
-            st.sampled_from(["mul", "div", "clamp_min", "clamp_max"]), st.floats(1e-6, 1e6)
-        ),
+        st.tuples(st.sampled_from(["mul", "div", "clamp_min", "clamp_max"]), st.floats(1e-6, 1e6)),
         max_size=LOG_MAX,
     ),
 )

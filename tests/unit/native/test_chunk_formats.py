@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.cabi import native
 from infinity._src.cabi.native import ffi, lib
 from infinity._src.cabi.records import (
     CHUNK,
@@ -25,7 +26,7 @@ from infinity._src.cabi.records import (
 )
 from infinity._src.kernels.hyper import hyper_row_adamw
 from tests.oracle import update_sections
-from tests.unit.native.states import Array
+from tests.unit.native.states import Array, native_update
 from tests.unit.native.test_update_kernels import as_bf16, assert_same_sections, states
 
 OK, BAD_PLAN = -1, -2
@@ -37,10 +38,12 @@ PIECE = 128
 class Chunk:
     """A chunk whose sections lie in memory as in a slot, with checksums."""
 
-    def __init__(self, state_format: Format, sections: list[Array]) -> None:
+    def __init__(
+        self, state_format: Format, sections: list[Array], piece_numel: int = PIECE
+    ) -> None:
         self.format, self.sections = state_format, sections
         self.numel = sections[0].size
-        self.pieces = piece_count(self.numel, PIECE)
+        self.pieces = piece_count(self.numel, piece_numel)
         self.sums = np.zeros((len(sections), self.pieces), np.uint32)
         self.record: Any = np.zeros((), CHUNK)
         self.record["key"], self.record["numel"], self.record["format"] = (
@@ -48,7 +51,7 @@ class Chunk:
             self.numel,
             state_format,
         )
-        self.record["section_count"], self.record["piece_numel"] = len(sections), PIECE
+        self.record["section_count"], self.record["piece_numel"] = len(sections), piece_numel
         self.record["sums_ptr"], self.record["section_at"] = self.sums.ctypes.data, -1
         at = 0
         for index, kind in enumerate(state_format.sections):
@@ -79,7 +82,7 @@ class Chunk:
             for index, section in enumerate(self.sections)
         ]
 
-    def update(self, segs: Array, given_mask: int = 0) -> int:
+    def update(self, segs: Array, given_mask: int = 0, verify: int = 1) -> int:
         scratch = np.zeros_like(self.sums)
         hypers = np.array([ROW], HYPER)
         places = [ffi.cast("uint8_t *", section.ctypes.data) for section in self.sections]
@@ -93,7 +96,7 @@ class Chunk:
                 ffi.cast("inf_hyper *", hypers.ctypes.data),
                 1,
                 ffi.NULL,
-                1,
+                verify,
                 given_mask,
                 ffi.cast("uint32_t *", scratch.ctypes.data),
             )
@@ -156,6 +159,49 @@ def test_segments_of_any_format_are_the_reference_on_each_and_gradients_stay(
     np.testing.assert_array_equal(chunk.sections[-1].view(np.uint8), held.view(np.uint8))
     np.testing.assert_array_equal(chunk.sums[-1], before)
     assert chunk.bad() == [OK] * len(chunk.sections)
+
+
+@pytest.mark.parametrize("isa", native.isas())
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_an_update_of_long_pieces_sums_and_verifies_them_in_its_shadow(
+    isa: str, data: st.DataObject
+) -> None:
+    """Pieces are long enough that the update's loops compute checksums of other pieces."""
+    state_format = data.draw(st.sampled_from([COMPACT, Format.SPLIT, FORMATS[2]]))
+    piece_numel = data.draw(st.sampled_from([2048, 4096, 8192, 20_480]))
+    numel = QUANT_GROUP * data.draw(st.integers(1, 4 * piece_numel // QUANT_GROUP))
+    sections, grad = states(state_format, numel, data.draw(st.integers(0, 99)), odd=False)
+    chunk = Chunk(state_format, sections, piece_numel)
+    cut, later = sorted(data.draw(st.integers(0, numel // QUANT_GROUP)) for _ in range(2))
+    ranges = [(0, QUANT_GROUP * cut), (QUANT_GROUP * later, numel)]
+    segs = np.concatenate(
+        [segment(first, end - first, first, grad[first:]) for first, end in ranges]
+    )
+    verify = data.draw(st.sampled_from([0, 1, 2, 3]))  # none, all, one of a stride
+    expected = [section.copy() for section in sections]
+    before = native.isa()
+    native.select_isa(isa)
+    try:
+        if verify == 1 and data.draw(st.booleans()):
+            index = data.draw(st.integers(0, len(sections) - 1))
+            at = data.draw(st.integers(0, sections[index].nbytes - 1))
+            sections[index].view(np.uint8)[at] ^= 16
+            item = state_format.sections[index]
+            piece = at // item.size_bytes(piece_numel)
+            assert chunk.update(segs) == index * chunk.pieces + piece
+            return
+        assert chunk.update(segs, verify=verify) == OK
+        for first, end in ranges:
+            part = [
+                section.view(np.uint8)[item.size_bytes(first) : item.size_bytes(end)]
+                for item, section in zip(state_format.sections, expected, strict=True)
+            ]
+            native_update(state_format, part, grad[first:end], ROW, first)
+    finally:
+        native.select_isa(before)
+    assert chunk.bad() == [OK] * len(sections)
+    assert_same_sections(state_format, sections, expected)
 
 
 @pytest.mark.parametrize("index", range(6))

@@ -39,7 +39,8 @@ ROWS = {
     # Masters do not change, so that those half-way between two bf16 values (SPECIAL_BITS) stay
     # half-way.
     "adamw at rest": (
-        2, hyper_row_adamw(lr=0, betas=(0.9, 0.98), eps=1e-8, weight_decay=0, step=7, key=4)
+        2,
+        hyper_row_adamw(lr=0, betas=(0.9, 0.98), eps=1e-8, weight_decay=0, step=7, key=4),
     ),
     "sgd": (0, hyper_row_sgd(lr=0.1, first=False, weight_decay=0.01, key=11)),
     "sgd at rest": (0, hyper_row_sgd(lr=0, first=False, key=10)),
