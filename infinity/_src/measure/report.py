@@ -32,7 +32,7 @@ record of `infinity plan` says of a job).
 `infinity.bench.copy/1`: device (null without one), reason, rows.
 
 This module also prints tables; draws a picture of a record (bars next to their limit, a sweep as a
-map, kernels as bars, copies as lines), which needs matplotlib; and shows one progress bar for all
+map, kernels and copies as lines), which needs matplotlib; and shows one progress bar for all
 phases, on a terminal only.
 """
 
@@ -564,16 +564,44 @@ def _sweep(figure: Any, axes: Any, sweep: Mapping[str, Any]) -> None:
 
 
 def _adam(axes: Any, record: Mapping[str, Any]) -> None:
-    # barh draws from the bottom up.
-    rows = record["rows"][::-1]
-    names = [
-        " ".join(part for part in (row["name"], row["state"], row["isa"], row["where"]) if part)
-        for row in rows
-    ]
-    axes.barh(range(len(rows)), [row["gparam_per_s"] for row in rows], color="C0", alpha=0.75)
-    axes.set_yticks(range(len(rows)), names, fontsize=7)
-    axes.set_xlabel("Gparam/s")
-    axes.set_title(f"AdamW on the CPU, threads: {record['threads']}", fontsize=9)
+    """Draw a roofline of the rows from memory: parameters a second over bytes per parameter, beside
+    what the memory's bandwidth allows.
+    """
+    marks: dict[str, list[tuple[float, float]]] = {}
+    formats: dict[str, float] = {}
+    for row in record["rows"]:
+        if row["where"] != "memory":
+            continue
+        traffic = formats.setdefault(row["state"], row["gb_per_s"] / row["gparam_per_s"])
+        verified = ", verified" if row["name"].startswith("verify") else ""
+        label = f"{row['isa']}{verified}" if row["isa"] else row["name"]
+        marks.setdefault(label, []).append((traffic, row["gparam_per_s"]))
+    colours = {isa: f"C{number}" for number, isa in enumerate(record["isas"])}
+    for label, points in marks.items():
+        isa, _, verified = label.partition(", ")
+        axes.plot(
+            *zip(*points, strict=True),
+            "o" if isa in colours else "x",
+            color=colours.get(isa, "k"),
+            fillstyle="none" if verified else "full",
+            label=label,
+        )
+    ends = [min(formats.values()) / 1.2, max(formats.values()) * 1.1]
+    limit = record["memory_gb_per_s"]
+    axes.plot(ends, [limit / end for end in ends], color="C7", label=f"memory, {limit:.0f} GB/s")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(top=1.6 * limit / ends[0])
+    # Numbers stand below the ticks, names at the points: two formats move 26 and 28 bytes.
+    axes.set_xticks([round(traffic) for traffic in formats.values()])
+    for name, traffic in formats.items():
+        axes.annotate(
+            name, (traffic, limit / traffic), (0, 6), textcoords="offset points", rotation=45
+        )
+    axes.set_xlabel("bytes read and written per parameter")
+    axes.set_ylabel("Gparam/s")
+    axes.set_title(f"AdamW on the CPU, from memory; threads: {record['threads']}", fontsize=9)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _copy(axes: Any, record: Mapping[str, Any]) -> None:
