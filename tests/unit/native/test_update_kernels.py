@@ -71,6 +71,8 @@ def states(state_format: Format, numel: int, seed: int, *, odd: bool) -> tuple[l
         master, moment, second, grad = (
             odd_bits(rng, numel, spread).view(np.float32) for spread in (60, 60, 90, 60)
         )
+        # half-way between two bf16, also after the last whole row of vectors
+        master.view(np.uint32)[-1] = 0x3F818000
     else:
         scale = np.exp2(rng.uniform(-20, 0, numel)).astype(np.float32)
         master, moment, second, grad = (
@@ -111,9 +113,10 @@ def test_kernels_give_the_bits_of_the_reference(
         theirs = [section.copy() for section in ours]
         with np.errstate(all="ignore"):
             grads = (grad, grad.astype(np.float16), as_bf16(grad))
+        element = 2**32 - 64 * seed  # the longer ones go on beyond 2^32, where the keys change
         for gradient in grads:
-            native_update(state_format, ours, gradient, row, element=64 * seed)
-            update_sections(state_format, theirs, gradient, row, element=64 * seed)
+            native_update(state_format, ours, gradient, row, element)
+            update_sections(state_format, theirs, gradient, row, element)
         assert_same_sections(state_format, ours, theirs)
 
 
@@ -237,3 +240,20 @@ def test_the_rest_of_a_parameters_last_group_is_untouched(isa: str) -> None:
     for kind, section, old in zip(state_format.sections, sections, before, strict=True):
         end = kind.size_bytes(numel)
         np.testing.assert_array_equal(section.view(np.uint8)[end:], old.view(np.uint8)[end:])
+
+
+@pytest.mark.parametrize(
+    ("moment", "grad_bits", "code"), [(0, 0x7F7FFFFF, 127), (1, 0x5F7FFFFF, 255)]
+)
+def test_numbers_above_the_largest_scale_get_the_largest_code(
+    isa: str, moment: int, grad_bits: int, code: int
+) -> None:
+    """The largest fp32 are above the largest bf16, and stochastic rounding would take a quarter of
+    them to the next code."""
+    state_format = Format(Master.SPLIT8, Moments.Q8, 2)
+    zeros = np.zeros(256, np.float32)
+    sections = encode_sections(state_format, zeros, [zeros, zeros])
+    grad = np.full(256, grad_bits, np.uint32).view(np.float32)
+    row = hyper_row_adamw(lr=0, betas=(0, 0), eps=1, weight_decay=0, step=1, key=5)
+    native_update(state_format, sections, grad, row)
+    assert (sections[2 + moment].view(np.uint8) == code).all()
