@@ -1,6 +1,7 @@
 /* AdamW of the three formats of bf16 parameters, by vector instructions. Compilers vectorise the
  * loops of optimizer_kernels.h, but spend as many instructions on narrowing and on scales as on the
- * update. Same bits as these loops. Included once per instruction set that has lanes.h.
+ * update. Same bits as these loops, except for payloads of NaN in fp32 moments. Included once per
+ * instruction set that lanes.h has.
  */
 #include "lanes.h"
 
@@ -368,8 +369,8 @@ INF_INLINE void INF_ISA(encode_fourths)(uint8_t *code, const float *x, const flo
     }
 }
 
-/* A block of whole groups. All scales come first, since their chains of dependent instructions
- * overlap. */
+/* A block of whole groups, at least one. All scales come first, since their chains of dependent
+ * instructions overlap. */
 static void INF_ISA(adamw_compact_block)(const inf_block *at, const float *restrict g,
                                          const inf_hyper *hyper, inf_keys keys,
                                          inf_shadow *shadow) {
@@ -378,11 +379,12 @@ static void INF_ISA(adamw_compact_block)(const inf_block *at, const float *restr
     uint16_t *scales = (uint16_t *)at->section[4];
     uint32_t most[INF_BLOCK_NUMEL / INF_QUANT_GROUP][2];
     const int64_t groups = at->numel / INF_QUANT_GROUP;
-    for (int64_t group = 0; group < groups; group++) {
+    int64_t group = 0;
+    do { /* with `for`, gcc -O1 warns that `kept` may be uninitialized */
         const int64_t i = group * INF_QUANT_GROUP;
         INF_ISA(update_group)(at->section[2] + i, at->section[3] + i, scales + 2 * group, g + i, &h,
                               kept.m + i, kept.v + i, kept.root + i, most[group]);
-    }
+    } while (++group < groups);
     uint16_t *const hi = (uint16_t *)at->section[0];
     int8_t *const lo = (int8_t *)at->section[1];
     if (shadow == NULL) {

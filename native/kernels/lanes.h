@@ -1,9 +1,11 @@
 /* Vector operations of one instruction set, under names that are the same for all: INF_LANES lanes
  * of 32 bits (8: AVX2; 16: AVX-512 F, BW, DQ, VL). Included where INF_LANES is not 0, inside the
- * instruction set's region; lanes_end.h takes the names back.
+ * instruction set's region; lanes_end.h undefines the names.
  *
- * VF is a vector of fp32, VI one of 32-bit integers. LOAD_* widen INF_LANES stored items; STORE_*
- * narrow a row of vectors, and write 16 items of 16 bits, or 32 of 8 bits. */
+ * VF is a vector of fp32, VI one of 32-bit integers. LOAD_U16 and its like widen INF_LANES stored
+ * items. STORE_U16 narrows a row of ROW_16 vectors to 16 items of 16 bits, STORE_U8 and STORE_S8
+ * narrow ROW_8 vectors to 32 items of 8 bits. Lanes must fit: AVX2 saturates the others, AVX-512
+ * drops their upper bits. */
 /* gcc keeps a row in registers only if it unrolls the loop over it early. */
 #if defined(__clang__)
 #define UNROLL
@@ -36,19 +38,17 @@
 #define SHIFT_RIGHT(x, n) _mm256_srli_epi32(x, n)
 #define MAX_U(a, b) _mm256_max_epu32(a, b)
 #define MIN_F(a, b) _mm256_min_ps(a, b)
-#define MAX_F(a, b) _mm256_max_ps(a, b)
 #define SQRT(x) _mm256_sqrt_ps(x)
 #define TRUNCATE(x) _mm256_round_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC)
 #define TO_F(x) _mm256_cvtepi32_ps(x)
 #define TO_I(x) _mm256_cvttps_epi32(x)
-/* one where a < b, else 0 */
+/* `one` where a < b, else 0 */
 #define LESS(a, b, one) _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ), one)
-/* one where x is not 0, else 0 */
+/* `one` where x is not 0, else 0 */
 #define NONZERO_I(x, one) \
     _mm256_andnot_si256(_mm256_cmpeq_epi32(x, _mm256_setzero_si256()), one)
 /* NaN becomes `nan` */
 #define CANONICAL(x, nan) AS_I(_mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q)))
-/* lanes of at most 16 bits */
 #define STORE_U16(to, x)                                                                      \
     _mm256_storeu_si256((__m256i *)(to),                                                      \
                         _mm256_permute4x64_epi64(_mm256_packus_epi32((x)[0], (x)[1]), 0xD8))
@@ -85,7 +85,6 @@
 #define SHIFT_RIGHT(x, n) _mm512_srli_epi32(x, n)
 #define MAX_U(a, b) _mm512_max_epu32(a, b)
 #define MIN_F(a, b) _mm512_min_ps(a, b)
-#define MAX_F(a, b) _mm512_max_ps(a, b)
 #define SQRT(x) _mm512_sqrt_ps(x)
 #define TRUNCATE(x) _mm512_roundscale_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC)
 #define TO_F(x) _mm512_cvtepi32_ps(x)

@@ -1,4 +1,4 @@
-/* Takes back the names of lanes.h. */
+/* Undefines the names of lanes.h. */
 #undef ADD_I
 #undef AND_I
 #undef AS_F
@@ -12,7 +12,6 @@
 #undef LOAD_S8
 #undef LOAD_U16
 #undef LOAD_U8
-#undef MAX_F
 #undef MAX_U
 #undef MIN_F
 #undef MUL_I

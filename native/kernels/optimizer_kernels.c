@@ -90,8 +90,9 @@ INF_INLINE float inf_fourth_code(uint8_t code, float scale) {
     return ((square * square) * INF_FOURTH_STEP) * scale;
 }
 
-/* The bf16 bits of a group's scale, given the largest bits of its numbers' magnitudes: that number
- * rounded up; NaN if the group has infinity or NaN. */
+/* The bf16 bits of a group's scale, given the fp32 bits of its largest magnitude: that rounded up,
+ * within INF_SCALE_LEAST and INF_SCALE_MOST; 0 if the group is all zero, NaN if it has infinity or
+ * NaN. */
 INF_INLINE uint32_t inf_scale_above(uint32_t most) {
     if (most >= INF_INFINITY_BITS) return INF_NAN_BITS >> 16;
     if (most == 0) return 0;
@@ -99,7 +100,7 @@ INF_INLINE uint32_t inf_scale_above(uint32_t most) {
     return up < INF_SCALE_LEAST ? INF_SCALE_LEAST : up > INF_SCALE_MOST ? INF_SCALE_MOST : up;
 }
 
-/* 127^2 / scale, or 255^4 / scale; 0: nothing to encode, since the group is all zero, or NaN. */
+/* 127^2 / scale, or 255^4 / scale; 0 where there is nothing to encode: the scale is 0 or NaN. */
 INF_INLINE float inf_code_factor(int32_t moment, uint32_t scale) {
     if (scale == 0 || scale > INF_SCALE_MOST) return 0.0f;
     return (moment == 0 ? 16129.0f : 4228250625.0f) / inf_float_from_bits(scale << 16);

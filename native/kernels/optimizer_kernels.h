@@ -95,7 +95,7 @@ static int INF_ISA(adamw_split)(uint16_t *restrict hi, int16_t *restrict lo, flo
     const inf_hyper h = *hyper;
     int64_t i = 0;
 #if INF_LANES
-    /* gcc's and clang's code for AVX-512 is faster, but has no shadow */
+    /* on AVX-512 the compilers' code for the loop below is faster, but advances no shadow */
     if (INF_LANES == 8 || shadow != NULL) i = numel / 16 * 16;
     if (i > 0) INF_ISA(adamw_split_lanes)(hi, lo, m, v, g, i, hyper, shadow);
 #else
@@ -112,8 +112,9 @@ static int INF_ISA(adamw_split)(uint16_t *restrict hi, int16_t *restrict lo, flo
 
 #if !INF_LANES
 /* Fused loops for the formats `bf16` and `compact`: division and square root take as long as all
- * other operations, which overlap with them. Same bits as update_block, which handles partial
- * groups. */
+ * other operations, which overlap with them. Same bits as update_block, which takes the blocks that
+ * do not consist of whole rows of 16, or whole groups. adamw_lanes.h has these loops in vector
+ * instructions. */
 static void INF_ISA(adamw_bf16)(uint16_t *restrict hi, int16_t *restrict lo,
                                 uint16_t *restrict m_bits, uint16_t *restrict v_bits,
                                 const float *restrict g, int64_t numel, const inf_hyper *hyper,
@@ -185,7 +186,6 @@ static void INF_ISA(adamw_compact_block)(const inf_block *at, const float *restr
     INF_ISA(store_q8)(at->section[3], scales, v, root, random, inf_draw_of(INF_FORMAT_COMPACT, 1),
                       1, 2, at->numel);
 }
-
 #endif
 
 /* b: the momentum buffer, or NULL. g is overwritten. */

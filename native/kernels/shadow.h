@@ -35,18 +35,18 @@ int inf_shadow_usable(void);
 /* Blocks of an update that a job of this size takes. */
 int32_t inf_shadow_blocks(size_t size_bytes);
 
-/* Sets `jobs` and `count` before. */
+/* The caller has set `jobs` and `count`. */
 void inf_shadow_start(inf_shadow *shadow);
 
-/* After a block that advanced the three states. */
+/* Called after a block of an update has advanced the three states. */
 void inf_shadow_advance(inf_shadow *shadow);
 
-/* Computes what is left. */
+/* Computes the checksums of the jobs that are left; of one that has begun, from its start. */
 void inf_shadow_finish(inf_shadow *shadow);
 
-/* inf_update; meanwhile prefetches the states and gradients `ahead` elements further on, in blocks
- * (0 = none; they may end before: a prefetch faults nowhere), and advances `shadow` (or NULL), as
- * far as its loops can. */
+/* inf_update; meanwhile prefetches the states and gradients that are `ahead` elements further on
+ * (0 = none; the sections may end before these, since a prefetch does not fault), and advances
+ * `shadow` (or NULL), as far as its loops can. */
 void inf_update_beside(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
                        int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper,
                        int64_t ahead, inf_shadow *shadow);

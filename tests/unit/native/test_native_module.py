@@ -13,6 +13,7 @@ import pytest
 
 from infinity._src.cabi import native
 from infinity._src.cabi.installation import install_line
+from native.build_native import COMPILE_FLAGS, compiler_command
 
 MENDED_BY = f"build it by `{install_line('', '--force-reinstall', '--no-deps')}`"
 ROOT = Path(__file__).parents[3]
@@ -38,6 +39,15 @@ def test_the_instruction_sets_are_those_of_the_kernel_s_list() -> None:
         "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
     }
     assert native.isas() == tuple(name for name in native.ISA_NAMES if needs[name] <= flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["-O0", "-O1"])
+def test_the_kernels_compile_without_warnings_at_low_levels(level: str, tmp_path: Path) -> None:
+    """Intrinsics want constants, which -O0 does not propagate; -O1 follows fewer loops."""
+    flags = [*COMPILE_FLAGS, level, "-Werror", "-Inative", "-c", "-o", str(tmp_path / "kernels.o")]
+    source = "native/kernels/optimizer_kernels.c"
+    subprocess.run([*compiler_command(), *flags, source], cwd=ROOT, check=True)
 
 
 def test_without_the_extension_the_module_says_why_and_imports_no_torch() -> None:
