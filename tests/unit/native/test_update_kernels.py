@@ -113,7 +113,7 @@ def test_kernels_give_the_bits_of_the_reference(
         theirs = [section.copy() for section in ours]
         with np.errstate(all="ignore"):
             grads = (grad, grad.astype(np.float16), as_bf16(grad))
-        element = 2**32 - 64 * seed  # the longer ones go on beyond 2^32, where the keys change
+        element = 2**32 - 128 * seed  # the longer ones go on beyond 2^32, where the keys change
         for gradient in grads:
             native_update(state_format, ours, gradient, row, element)
             update_sections(state_format, theirs, gradient, row, element)
@@ -243,10 +243,11 @@ def test_the_rest_of_a_parameters_last_group_is_untouched(isa: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("moment", "grad_bits", "code"), [(0, 0x7F7FFFFF, 127), (1, 0x5F7FFFFF, 255)]
+    ("moment", "grad_bits", "scale", "code"),
+    [(0, 0x7F7FFFFF, 0x7F7F, 127), (1, 0x5F7FFFFF, 0x7F7F, 255), (1, 0x1C800000, 0x1080, 1)],
 )
-def test_numbers_above_the_largest_scale_get_the_largest_code(
-    isa: str, moment: int, grad_bits: int, code: int
+def test_numbers_beyond_the_limits_of_scales_get_the_last_codes(
+    isa: str, moment: int, grad_bits: int, scale: int, code: int
 ) -> None:
     """The largest fp32 are above the largest bf16, and stochastic rounding would take a quarter of
     them to the next code."""
@@ -257,3 +258,4 @@ def test_numbers_above_the_largest_scale_get_the_largest_code(
     row = hyper_row_adamw(lr=0, betas=(0, 0), eps=1, weight_decay=0, step=1, key=5)
     native_update(state_format, sections, grad, row)
     assert (sections[2 + moment].view(np.uint8) == code).all()
+    assert (sections[4].view(np.uint16).reshape(-1, 2)[:, moment] == scale).all()
