@@ -39,8 +39,8 @@ TESTS = {
 """Folders that are changed, with the tests of each."""
 LAST = ["tests/test_matrix.py", "tests/test_generations.py", "tests/test_durable.py",
         "tests/test_accumulate.py", "tests/test_bitwise.py", "tests/test_lost_states.py",
-        "tests/test_bad_blocks.py", "tests/test_device.py", "tests/test_optimizer_state.py",
-        "tests/distributed/test_undo_ranks.py"]  # fmt: skip
+        "tests/test_bad_blocks.py", "tests/test_device.py", "tests/test_identity.py",
+        "tests/test_optimizer_state.py", "tests/distributed/test_undo_ranks.py"]  # fmt: skip
 NAMED = 4
 """Files of tests that name the changed module, at most."""
 SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+",
