@@ -88,26 +88,38 @@ static void INF_ISA(adamw)(float *restrict p, float *restrict m, float *restrict
 #include "adamw_lanes.h"
 #endif
 
-/* Returns whether a master has a `lo` of -32768. */
-static int INF_ISA(adamw_split)(uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
-                                float *restrict v, const float *restrict g, int64_t numel,
-                                const inf_hyper *hyper, inf_shadow *shadow) {
+/* Returns whether a master has a `lo` of -32768. A second loop over `lo` costs more. */
+static int INF_ISA(adamw_split_scalar)(uint16_t *restrict hi, int16_t *restrict lo,
+                                       float *restrict m, float *restrict v,
+                                       const float *restrict g, int64_t numel,
+                                       const inf_hyper *hyper) {
     const inf_hyper h = *hyper;
-    int64_t i = 0;
-#if INF_LANES
-    /* on AVX-512 the compilers' code for the loop below is faster, but advances no shadow */
-    if (INF_LANES == 8 || shadow != NULL) i = numel / 16 * 16;
-    if (i > 0) INF_ISA(adamw_split_lanes)(hi, lo, m, v, g, i, hyper, shadow);
-#else
-    (void)shadow;
-#endif
-    for (; i < numel; i++) {
+    int16_t least = 0;
+    for (int64_t i = 0; i < numel; i++) {
         const float p = inf_float_from_bits(inf_join_bits(hi[i], lo[i]));
         const uint32_t bits = inf_canonical_bits(INF_ISA(adamw_element)(p, g[i], &m[i], &v[i], &h));
         hi[i] = inf_hi_of_bits(bits);
         lo[i] = (int16_t)(uint16_t)bits;
+        least = lo[i] < least ? lo[i] : least;
     }
-    return INF_ISA(has_halves)(lo, numel);
+    return least == INT16_MIN;
+}
+
+/* The same by vector instructions where these are faster, or where there is a shadow. */
+static int INF_ISA(adamw_split)(uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
+                                float *restrict v, const float *restrict g, int64_t numel,
+                                const inf_hyper *hyper, inf_shadow *shadow) {
+#if INF_LANES
+    /* gcc's and clang's code for AVX-512 is faster, but has no shadow */
+    if (numel >= 16 && (INF_LANES == 8 || shadow != NULL)) {
+        const int64_t n = numel / 16 * 16;
+        INF_ISA(adamw_split_lanes)(hi, lo, m, v, g, n, hyper, shadow);
+        return INF_ISA(has_halves)(lo, n) |
+               INF_ISA(adamw_split_scalar)(hi + n, lo + n, m + n, v + n, g + n, numel - n, hyper);
+    }
+#endif
+    (void)shadow;
+    return INF_ISA(adamw_split_scalar)(hi, lo, m, v, g, numel, hyper);
 }
 
 #if !INF_LANES
