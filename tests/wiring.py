@@ -479,6 +479,9 @@ def late_bound(root: Path) -> list[Site]:
             for target, value, node in _bindings(function):
                 if scope.is_own(target):
                     continue
+                # The interpreter's hooks have no other interface.
+                if ast.unparse(target).startswith("sys."):
+                    continue
                 # A method of a service: what it stores is counted there.
                 if isinstance(node, ast.Call) and (
                     isinstance(target, ast.Attribute)

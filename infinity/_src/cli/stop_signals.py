@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,6 +26,8 @@ TWICE_S = 0.2
 """Within this time a repeated signal counts once: `timeout` sends it to the process and to the
 process group.
 """
+AGAIN_S = 0.01
+"""Delay of a repetition, in which a destructor ends."""
 LAUNCHED_TWICE_S = 5.0
 """The same under torchrun, which passes on signals that SLURM has also sent to the ranks."""
 
@@ -52,6 +55,8 @@ class StopSignals:
     """Context manager that receives the signals while it is entered, in the main thread; in any
     other thread it receives none. Ignored signals, as SIGHUP under nohup, stay ignored.
 
+    Python drops what is raised in a destructor, so `Stopped` is raised again after one.
+
     environment: says whether torchrun has started this process.
     """
 
@@ -61,6 +66,9 @@ class StopSignals:
         self._defers = False
         self._first_s: dict[int, float] = {}
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+        self._hook_before = sys.unraisablehook
+        self._again: threading.Timer | None = None
+        self._handler: Any = None
         launched = "TORCHELASTIC_RUN_ID" in environment
         self._launched = launched
         self._twice_s = LAUNCHED_TWICE_S if launched else TWICE_S
@@ -70,6 +78,7 @@ class StopSignals:
             for number in NUMBERS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, self._received)
+            self._hook_before, sys.unraisablehook = sys.unraisablehook, self._unraisable
         return self
 
     def __exit__(
@@ -78,6 +87,11 @@ class StopSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        if sys.unraisablehook == self._unraisable:
+            sys.unraisablehook = self._hook_before
         for number, handler in self._before.items():
             # None: a handler that Python has not set and cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -96,7 +110,23 @@ class StopSignals:
         if self.number:
             raise Stopped(self.number)
 
+    def _unraisable(self, dropped: Any) -> None:
+        if not issubclass(dropped.exc_type, Stopped):
+            self._hook_before(dropped)
+            return
+        # The handler may have been replaced, so that the next signal kills the process.
+        self._handler = signal.signal(self.number, self._received)
+        main = threading.main_thread().ident
+        assert main is not None
+        self._again = threading.Timer(AGAIN_S, signal.pthread_kill, (main, self.number))
+        self._again.daemon = True
+        self._again.start()
+
     def _received(self, number: int, _frame: FrameType | None) -> None:
+        if self._again is not None:
+            self._again = None
+            signal.signal(self.number, self._handler)
+            raise Stopped(self.number)
         now = time.monotonic()
         again = number in self._first_s
         first_s = self._first_s.setdefault(number, now)

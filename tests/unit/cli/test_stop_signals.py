@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+import time
 
 import pytest
 
@@ -89,3 +91,27 @@ def test_a_signal_before_training_ends_it_at_once_or_where_training_begins() -> 
         with pytest.raises(Stopped, match="Ctrl-C"):
             signals.defer()
     assert status_of(KeyboardInterrupt()) == 130
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_signal_in_a_destructor_stops_the_command_all_the_same(deferred: bool) -> None:
+    """Python drops what a destructor raises."""
+
+    class Object:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0)  # the handler runs before this
+
+    before = sys.unraisablehook
+    with pytest.raises(Stopped) as stopped, StopSignals() as signals:
+        if deferred:
+            signals.defer()
+            signal.raise_signal(signal.SIGTERM)
+            signals._first_s[signal.SIGTERM] -= stop_signals.LAUNCHED_TWICE_S
+        one = Object()
+        del one
+        for _ in range(500):
+            time.sleep(0.01)
+    assert stopped.value.number == signals.number == signal.SIGTERM
+    assert sys.unraisablehook is before
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
