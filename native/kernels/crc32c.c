@@ -30,6 +30,7 @@
 #include "infinity.h"
 #include "shadow.h"
 
+#include <assert.h>
 #include <string.h>
 
 #if defined(__x86_64__)
@@ -243,6 +244,13 @@ CLMUL_TARGET static inline uint32_t move_past(uint64_t state, uint32_t past) {
         c = _mm_crc32_u64(c, load64((words) + 2 * (stream) + (at))); \
     } while (0)
 
+/* Moves `state`, `data` and `size` past all blocks of both shapes. */
+#define EACH_BLOCK(shapes, block_of)                                                    \
+    for (const block_shape *each = shapes; each < (shapes) + 2; each++) {               \
+        for (; size >= each->bytes; size -= each->bytes, data += each->bytes)           \
+            state = block_of(state, data, each);                                        \
+    }
+
 /* The state after a block: the folded part and the streams, each moved past what follows it. */
 CLMUL_TARGET static inline uint32_t join_block(uint32_t folded, uint64_t a, uint64_t b, uint64_t c,
                                                const block_shape *block) {
@@ -271,11 +279,7 @@ CLMUL_TARGET static inline uint32_t block_128(uint32_t state, const uint8_t *fol
 }
 
 CLMUL_TARGET static uint32_t crc_clmul(uint32_t state, const uint8_t *data, size_t size) {
-    for (int i = 0; i < 2; i++) {
-        const block_shape *block = &blocks_128[i];
-        for (; size >= block->bytes; size -= block->bytes, data += block->bytes)
-            state = block_128(state, data, block);
-    }
+    EACH_BLOCK(blocks_128, block_128);
     uint64_t wide = state;
     for (; size >= 8; size -= 8, data += 8) wide = _mm_crc32_u64(wide, load64(data));
     state = (uint32_t)wide;
@@ -361,11 +365,7 @@ TARGET_256 static inline uint32_t block_256(uint32_t state, const uint8_t *folde
 }
 
 TARGET_256 static uint32_t crc_vpclmul256(uint32_t state, const uint8_t *data, size_t size) {
-    for (int i = 0; i < 2; i++) {
-        const block_shape *block = &blocks_256[i];
-        for (; size >= block->bytes; size -= block->bytes, data += block->bytes)
-            state = block_256(state, data, block);
-    }
+    EACH_BLOCK(blocks_256, block_256);
     return crc_clmul(state, data, size);
 }
 
@@ -406,11 +406,7 @@ TARGET_512 static inline uint32_t block_512(uint32_t state, const uint8_t *folde
 }
 
 TARGET_512 static uint32_t crc_vpclmul(uint32_t state, const uint8_t *data, size_t size) {
-    for (int i = 0; i < 2; i++) {
-        const block_shape *block = &blocks_512[i];
-        for (; size >= block->bytes; size -= block->bytes, data += block->bytes)
-            state = block_512(state, data, block);
-    }
+    EACH_BLOCK(blocks_512, block_512);
     if (size < 64) return crc_clmul(state, data, size);
     __m512i z = _mm512_xor_si512(_mm512_loadu_si512(data),
                                  _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
@@ -503,8 +499,11 @@ CLMUL_TARGET static uint32_t join_shadow(const inf_shadow *shadow) {
                       &shadow_blocks[shadow->stream_bytes / INF_SHADOW_STREAM]);
 }
 #else
+/* Not reached: no job begins where inf_shadow_usable is 0. */
 static uint32_t join_shadow(const inf_shadow *shadow) {
-    return (uint32_t)shadow->state[0];
+    (void)shadow;
+    assert(0);
+    return 0;
 }
 #endif
 
