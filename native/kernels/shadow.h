@@ -6,7 +6,8 @@
 
 #include "infinity.h"
 
-/* fp32 of a block: 1 KiB of stack each, stays in L1 from decoding to encoding */
+/* Elements of a block of an update: an array of them as fp32 takes 1 KiB of stack, and stays in L1
+ * from decoding to encoding. */
 #define INF_BLOCK_NUMEL 256
 
 /* A block of an update takes this many bytes of each stream along. */
