@@ -136,8 +136,8 @@ def check_tiles(options: argparse.Namespace) -> None:
         count = getattr(options, name)
         if count is not None and count < least:
             raise ValueError(
-                f"--{name.replace('_', '-')} {count} must be at least {least}; leave it out for "
-                "one without tiles"
+                f"--{name.replace('_', '-')} {count} must be at least {least}; leave it out to "
+                "cut nothing"
             )
     for name in ("tile_linears", "tile_experts"):
         count = getattr(options, name)
