@@ -462,7 +462,7 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--pcie-host", "none"], "--pcie-host none: give GB/s"),
         (["--peers", "-1"], "--peers -1: give GB/s"),
         (["--update-on", "device", "--gpus", "0"], "there is no other device than the CPU"),
-        (["--tile-linears", "1"], "--tile-linears 1 must be at least 2; leave it out for one"),
+        (["--tile-linears", "1"], "--tile-linears 1 must be at least 2; leave it out to cut"),
         (["--tile-loss", "1"], "--tile-loss 1 must be at least 2"),
         (["--tile-experts", "0"], "--tile-experts 0 must be at least 1"),
         (["--tile-experts", "2"], "--tile-experts 2: the model has no stack of experts"),
