@@ -578,9 +578,7 @@ class Lifecycle:
         for index in range(len(self._frames) - 1, -1, -1):
             frame = self._frames[index]
             # A module may call itself: the Python frames of the calls distinguish its frames.
-            if frame.module is module and (
-                frame.caller is None or caller is None or frame.caller is caller
-            ):
+            if frame.module is module and frame.caller is caller:
                 for stale in reversed(self._frames[index + 1 :]):
                     self._release_units(stale, check=False)
                 del self._frames[index:]

@@ -143,6 +143,14 @@ def test_recover_that_fails_again_keeps_and_marks_again(make_rig, rng):
         assert same(rig.read(0), values[0])
     rig.executor.wait_all(20)
     assert rig.executor.invalid(rig.ids).tolist() == [0] * 6
+    # A store that was refused is lost; the next one is kept, and so readable.
+    assert outcome(rig.store({1: values[1]})) is not None
+    assert rig.executor.invalid(rig.ids[1:2]) == [15]
+    rig.executor.drop(rig.ids[:1])
+    rig.executor.recover().wait(20)
+    assert outcome(rig.store({1: values[1]})) is not None
+    assert rig.executor.invalid(rig.ids[1:2]) == [0]
+    assert same(rig.read(1), values[1])
 
 
 def test_jobs_submitted_beside_recover_wait_for_the_slots_that_it_frees(make_rig, rng):
