@@ -20,8 +20,9 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
+
+from infinity._src.cli.stop_signals import StopSignals, status_of
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
@@ -91,15 +92,16 @@ class Interval:
         return f"{self.median:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
-def _stop(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
-def clean_up_on_signals() -> None:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that scratch directories and arms are removed as
-    on Ctrl-C."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
+@contextlib.contextmanager
+def stopping() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP remove scratch directories and arms, and then exit
+    with status 128 + number."""
+    try:
+        with StopSignals():
+            yield
+    except KeyboardInterrupt as error:
+        note("interrupted; scratch files and processes are gone")
+        raise SystemExit(status_of(error)) from None
 
 
 @contextlib.contextmanager
@@ -301,15 +303,12 @@ def some_of(choices: Collection[str]) -> Callable[[str], list[str]]:
 def run_main(main: Any) -> int:
     """Run a command's ``main()``. An error that the user can fix prints one line and exits with
     status 1."""
-    clean_up_on_signals()
     try:
-        return int(main())
+        with stopping():
+            return int(main())
     except (BenchError, ValueError) as error:
         note(f"error: {error}")
         return 1
-    except KeyboardInterrupt:
-        note("interrupted; scratch files and processes are gone")
-        return 130
 
 
 def counts(text: str) -> list[int]:

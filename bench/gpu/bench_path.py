@@ -1,4 +1,4 @@
-"""Adds `bench/` to sys.path on import.
+"""Adds `bench/` and the tree to sys.path on import: `infinity` may not be installed.
 
 Its name sorts before `harness` and the other modules of bench/, so it is imported first.
 """
@@ -12,5 +12,6 @@ HERE = Path(__file__).resolve().parent
 BENCH = HERE.parent
 ROOT = BENCH.parent
 
-if str(BENCH) not in sys.path:
-    sys.path.append(str(BENCH))
+for folder in map(str, (BENCH, ROOT)):
+    if folder not in sys.path:
+        sys.path.append(folder)

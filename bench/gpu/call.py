@@ -124,9 +124,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
+@harness.stopping()
 def main() -> int:
     args = parse()
-    harness.clean_up_on_signals()
     args.out.mkdir(parents=True, exist_ok=True)
     why_not = stage.no_gpu() if args.device == "cuda" else ""
     if why_not:

@@ -368,6 +368,7 @@ def parser(about: str, seconds: float) -> argparse.ArgumentParser:
     return made
 
 
+@harness.stopping()
 def main(
     file: str, about: str | None, seconds: float, steps: Callable[[Run], Iterable[Step]],
     options: Callable[[argparse.ArgumentParser], None] = lambda _parser: None,
@@ -376,7 +377,6 @@ def main(
     made = parser(about or "", seconds)
     options(made)
     run = Run(Path(file).stem, made.parse_args())
-    harness.clean_up_on_signals()
     run.out.mkdir(parents=True, exist_ok=True)
     run.swap.mkdir(parents=True, exist_ok=True)
     began = {"script": "command", "name": run.name, "device": run.device, "run": harness.now()}

@@ -8,9 +8,11 @@ import json
 import random
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -414,6 +416,27 @@ def test_the_interval_of_a_median_covers_it_as_often_as_it_says(
         inside += found.low <= 1.0 <= found.high
         assert found.low <= found.median <= found.high
     assert 0.88 <= inside / 200 <= 0.99
+
+
+def test_a_signal_ends_a_command_also_where_it_arrives_in_a_destructor(
+    bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python drops what a destructor raises."""
+
+    class Object:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0)  # the handler runs before this
+
+    def main() -> None:
+        one = Object()
+        del one
+        for _ in range(500):
+            time.sleep(0.01)
+
+    with pytest.raises(SystemExit, match="143"):
+        bench("harness").run_main(main)
+    assert capsys.readouterr().err.startswith("interrupted")
 
 
 def test_fio_figures_count_both_directions_and_refuse_errors(bench: Any) -> None:
