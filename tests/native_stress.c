@@ -332,6 +332,77 @@ static void plan(actor *me, int32_t chunk) {
     }
 }
 
+/* Random numbers of all kinds: some are denormal, infinite or NaN, and bytes of codes are any. */
+static void draw_section(uint8_t *bytes, size_t count, uint64_t *random, int bf16, int fp32) {
+    for (size_t i = 0; i + 4 <= count; i += 4) {
+        *random = *random * 6364136223846793005u + 1442695040888963407u;
+        const uint32_t drawn = (uint32_t)(*random >> 32);
+        const uint32_t exponent = drawn % 61 == 0 ? drawn >> 23 & 0xFF : 100 + (drawn >> 8) % 32;
+        const uint32_t bits = (drawn & 0x807FFFFFu) | exponent << 23;
+        const uint32_t word = bf16 ? (bits >> 16) * 0x10001u : fp32 ? bits : drawn;
+        memcpy(bytes + i, &word, 4);
+    }
+}
+
+/* NaN has one payload in all sections but fp32 ones. */
+static void same_payloads(uint8_t *section, int64_t numel) {
+    for (int64_t i = 0; i < numel; i++) {
+        uint32_t bits;
+        memcpy(&bits, section + 4 * i, 4);
+        if ((bits & 0x7FFFFFFFu) > 0x7F800000u) memset(section + 4 * i, 0xFF, 4);
+    }
+}
+
+#define UPDATES_SUM 0x1268EF35u
+enum { ISA_NUMEL = 1024 };
+typedef uint8_t isa_sections[INF_SECTION_MAX][4 * ISA_NUMEL] __attribute__((aligned(64)));
+
+/* One update of the first elements, by the chosen kernels. */
+static void update_part(int32_t format, isa_sections at, const uint8_t *grad, int32_t grad_dtype,
+                        int64_t numel) {
+    int32_t itemsize[INF_SECTION_MAX], group[INF_SECTION_MAX];
+    const int32_t count = inf_format_sections(format, itemsize, group);
+    const inf_hyper hyper = {.decay = 0.99f, .beta1 = 0.9f, .one_minus_beta1 = 0.1f,
+                             .beta2 = 0.999f, .one_minus_beta2 = 0.001f, .eps = 1e-8f,
+                             .bc2_sqrt = 0.5f, .step_size = 1e-3f, .key = 7};
+    uint8_t *section[INF_SECTION_MAX] = {NULL};
+    for (int32_t s = 0; s < count; s++) section[s] = at[s];
+    inf_update(format, section, grad, grad_dtype, numel, 0, &hyper);
+    for (int32_t s = 0; s < count; s++)
+        if (itemsize[s] == 4 && group[s] <= 1) same_payloads(at[s], ISA_NUMEL);
+}
+
+/* Updates by every instruction set have the same bits, on every machine: those of this checksum. */
+static void check_updates(void) {
+    static const int32_t FORMATS[] = {INF_FORMAT_SPLIT, INF_FORMAT_BF16, INF_FORMAT_COMPACT,
+                                      INF_FORMAT_FP32};
+    static const char *const NAMES[] = {"portable", "avx2", "avx512"};
+    static const int64_t NUMELS[] = {1, 15, 16, 33, 64, 256, 320, 1000};
+    static isa_sections at;
+    static uint8_t grad[4 * ISA_NUMEL] __attribute__((aligned(64)));
+    const char *const chosen = inf_isa();
+    for (size_t i = 0; i < sizeof NAMES / sizeof NAMES[0]; i++) {
+        if (!inf_isa_select(NAMES[i])) continue;
+        uint64_t random = 1;
+        uint32_t sum = 0;
+        for (int32_t k = 0; k < 4 * 3 * 8 * 4; k++) {
+            const int32_t format = FORMATS[k % 4], dtype = INF_GRAD_BF16 + k / 4 % 3;
+            int32_t itemsize[INF_SECTION_MAX], group[INF_SECTION_MAX];
+            const int32_t count = inf_format_sections(format, itemsize, group);
+            for (int32_t s = 0; s < count; s++)
+                draw_section(at[s], sizeof at[s], &random,
+                             itemsize[s] == 2 && (s != 1 || format == INF_FORMAT_COMPACT),
+                             itemsize[s] == 4);
+            draw_section(grad, sizeof grad, &random, dtype != INF_GRAD_FP32,
+                         dtype == INF_GRAD_FP32);
+            update_part(format, at, grad, dtype, NUMELS[k / 12 % 8]);
+            for (int32_t s = 0; s < count; s++) sum = inf_crc32c(sum, at[s], sizeof at[s]);
+        }
+        CHECK(sum == UPDATES_SUM);
+    }
+    CHECK(inf_isa_select(chosen) == 1);
+}
+
 /* What does not depend on the machine must be the same on every one. */
 static void check_kernels(void) {
     CHECK(inf_crc32c(0, "123456789", 9) == 0xE3069283u);
@@ -473,6 +544,7 @@ int main(int argc, char **argv) {
     const char *isa = getenv("STRESS_ISA");
     CHECK(isa == NULL || inf_isa_select(isa) == 1);
     check_kernels();
+    check_updates();
     null_drives(argv[1], 1);
     null_drives(argv[1], 8);
     int32_t threads = argc > 3 ? atoi(argv[3]) : 4;
