@@ -15,9 +15,9 @@
  *
  * A file calls functions only of files in the lines above it (tests/test_wiring.py compares).
  *
- *   kernels/crc32c.c kernels/format.c kernels/gradients.c
+ *   kernels/crc32c.c kernels/format.c
  *   kernels/optimizer_kernels.c
- *   kernels/chunk_pass.c kernels/comm_codec.c
+ *   kernels/chunk_pass.c kernels/comm_codec.c kernels/gradients.c
  *   memory/numa.c
  *   memory/slab.c
  *   executor/executor.c       clocks, threads, queues, spans

@@ -29,6 +29,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from infinity._src.base.torch_compat import NO_TORCH_FUNCTION
+from infinity._src.kernels.bf16_norm import bf16_norm
 from infinity._src.memory.device import GradOffload
 from infinity._src.params.cleanup import cancel_and_wait
 from infinity.aio import Ticket
@@ -116,7 +117,6 @@ def norm_of_norms(norms: Sequence[float], order: float, dtype: torch.dtype) -> f
     return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype), order))
 
 
-_SMALL_NUMEL = 1 << 16  # up to here a norm may allocate its fp32 copy instead of taking the scratch
 LOG_MAX = 8  # entries that the update kernels replay (`hyper.log_kind` of native/infinity.h)
 
 
@@ -233,7 +233,6 @@ class GradAccumulator:
         self.numel, self.dtype = tensor.numel(), tensor.dtype
         self.whole = self.numel == self.shape.numel()  # this rank holds all of the gradient
         self._own_shaped = tensor.view(self.shape) if self.whole else tensor
-        self._small = self.numel <= _SMALL_NUMEL
 
     def guard(self, reader: AccumulatorReader | None) -> None:
         """Call `reader` before each later write to the storage; None: no reader."""
@@ -333,22 +332,27 @@ class GradAccumulator:
         target = self._shaped
         if source.shape != target.shape:
             source = source.reshape(target.shape)
-        if self.state is AccumulatorState.EMPTY:
+        empty = self.state is AccumulatorState.EMPTY
+        self._accumulations = 1 if empty else self._accumulations + 1
+        # The last gradient of this step, if it is like the previous step: the data is hot in the
+        # caches now. A spilled one is read back from NVMe for a later norm.
+        last = self._accumulations >= self._accumulations_before or self.backing is not None
+        self._forget_norms()
+        norm = None
+        if empty:
             # Copied, not added to zeros: clearing a gradient costs no pass over memory.
-            target.copy_(source)
+            if last and self.numel <= NORM_PIECE_NUMEL:
+                norm = bf16_norm(source, target)
+            if norm is None:
+                target.copy_(source)
             self.state = AccumulatorState.HELD
-            self._accumulations = 1
         else:
             # The log's factors apply only to the sum so far.
             if self.log:
                 self._apply_log()
             target.add_(source if source.device == target.device else source.to(target.device))
-            self._accumulations += 1
-        self._forget_norms()
-        # The last gradient of this step, if it is like the previous step: the data is hot in the
-        # caches now. A spilled one is read back from NVMe for a later norm.
-        if self._accumulations >= self._accumulations_before or self.backing is not None:
-            self._part_norm = self._compute_norm(2.0)
+        if last:
+            self._part_norm = self._compute_norm(2.0) if norm is None else norm
 
     def _refuse_consumed(self) -> None:
         if self.state is AccumulatorState.CONSUMED:
@@ -634,9 +638,11 @@ class GradAccumulator:
         # This rank has no elements: the norm of the other parts stays.
         if not self.numel:
             return 0.0 if order >= 0 else math.inf
-        # One operation that also converts to fp32, with the same bits as below.
-        if self._small and not self.log:
-            return float(torch.linalg.vector_norm(self._shaped, order, dtype=torch.float32))
+        # In one pass, with the same bits as below.
+        if order == 2.0 and not self.log and self.numel <= NORM_PIECE_NUMEL:
+            norm = bf16_norm(self.tensor)
+            if norm is not None:
+                return norm
         # The scratch is shared, and autograd has a thread for each device.
         with self.registry.scratch_lock:
             norms = [float(torch.linalg.vector_norm(piece, order)) for piece in self._replayed()]

@@ -461,7 +461,6 @@ def test_a_part_of_no_elements_counts_nothing() -> None:
 
 
 def test_norms_of_large_gradients_use_a_bounded_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_accumulator, "_SMALL_NUMEL", 0)
     monkeypatch.setattr(grad_accumulator, "NORM_PIECE_NUMEL", 1000)
     book = GradRegistry()
     accumulator = book.add(
