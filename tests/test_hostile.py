@@ -15,12 +15,12 @@ from tests import hostile
 
 @pytest.mark.parametrize("name", list(hostile.TARGETS))
 def test_hostile_files_are_refused_or_read(name: str) -> None:
-    counts, findings = hostile.run([name], 120, seed=1, processes=1)
+    counts, findings = hostile.run([name], 60, seed=1, processes=1)
     assert not findings
     found = counts[name]
-    assert found.total() == 120
+    assert found.total() == 60
     # Ineffective changes would test nothing. In swap many files are ignored, or replaced.
-    assert found.total() - found["read"] >= (3 if hostile.TARGETS[name].swap else 20)
+    assert found.total() - found["read"] >= (1 if hostile.TARGETS[name].swap else 10)
 
 
 def test_the_same_number_is_the_same_input(tmp_path: Path) -> None:

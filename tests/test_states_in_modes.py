@@ -26,6 +26,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "cpu": {"params": "cpu", "optim": "cpu"},
     "device": {"params": "device", "optim": "nvme", "ram": "min"},
 }
+WAYS = ("master", "gather", "load_state_dict")
 LLAMA = Training(models.llama, steps=6, accumulation=1, max_norm=None)
 NAME = "model.layers.1.self_attn.q_proj.weight"
 
@@ -197,15 +198,15 @@ def write(handle: Handle, model: nn.Module, value: torch.Tensor, way: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("place", "dtype"),
-    [(place, torch.bfloat16) for place in PLACEMENTS]
+    ("way", "place", "dtype"),
+    alternating(WAYS, PLACEMENTS, [torch.bfloat16])
     + [
-        pytest.param("nvme", dtype, marks=pytest.mark.slow)
+        pytest.param(way, "nvme", dtype, marks=pytest.mark.slow)
+        for way in WAYS
         for dtype in (torch.float16, torch.float32)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", ["master", "gather", "load_state_dict"])
 def test_what_is_written_is_what_the_next_delayed_step_computes_with(
     way: str, place: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ import infinity as inf
 from infinity._src.hooks import graph_calls
 from infinity.errors import ReleasedInBackward
 from tests.harness import assert_same, one_thread, values_of
+from tests.marks import alternating
 from tests.reference import ReferenceAdamW
 from tests.slopes import COSTS
 
@@ -563,8 +564,9 @@ PROGRAMS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["deferred", "speculative", "frozen"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "mode"), alternating(PROGRAMS, ["deferred", "speculative", "frozen"])
+)
 def test_backwards_over_parts_of_a_graph_have_the_bits_of_the_plain_loop(
     program: Callable[[nn.Module, torch.Tensor, int], None], mode: str, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ def find_aliases(model: nn.Module) -> list[Alias]:
     _check_apart(_places(entries, buffers))
     known = {id(tensor): tensor for entry in entries for tensor in _objects(entry)}
     known |= {id(buffer): buffer for _, buffer in buffers}
-    shared = _users_unknown(known.values())
+    shared = _users_unknown(known.values(), entries)
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     reduced = ranks and any(gradient_node(entry.parameter) is not None for entry in entries)
     if not shared and not reduced:
@@ -164,15 +164,20 @@ def _shared_text(one: _Place, other: _Place) -> str:
     )
 
 
-def _users_unknown(known: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the storages that unknown tensors use, and the number of these tensors."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    users: dict[int, int] = {}
-    for tensor in known:
-        storage = storage_of(tensor)
-        if storage is not None:
-            storages[storage._cdata] = storage
-            users[storage._cdata] = users.get(storage._cdata, 0) + 1
+def _users_unknown(
+    known: Iterable[torch.Tensor], entries: Iterable[FoundParameter]
+) -> dict[int, int]:
+    """Return the storages of parameters that unknown tensors use, and the number of these tensors.
+    Of a buffer alone no tensor follows, and many a buffer is a view whose base is never seen again.
+    """
+    storages = {
+        storage._cdata: storage
+        for entry in entries
+        if (storage := storage_of(entry.parameter)) is not None
+    }
+    users = Counter(
+        storage._cdata for tensor in known if (storage := storage_of(tensor)) is not None
+    )
     unknown = {key: storage_uses(storage) - users[key] for key, storage in storages.items()}
     return {key: count for key, count in unknown.items() if count > 0}
 

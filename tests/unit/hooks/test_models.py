@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.marks import alternating
 from tests.unit.hooks import models
 from tests.unit.hooks.rig import Rig
 
 F = torch.nn.functional
 
 
-@pytest.mark.parametrize("eager", [True, False], ids=["evicts_at_once", "never_evicts"])
-@pytest.mark.parametrize("case", models.LM_CASES)
+@pytest.mark.parametrize(("case", "eager"), alternating(models.LM_CASES, [True, False]))
 def test_language_models_train_bit_equal_to_a_plain_loop(case: str, eager: bool) -> None:
     make, groups, loss = models.LM_CASES[case]
     rig = Rig(make(), groups, eager=eager)
