@@ -4,9 +4,12 @@ pair.
 The other tree is a checkout with its extension built (`make native` there); both run in this Python
 environment. The machine must be idle otherwise: the load before each arm is recorded.
 
-The last table has Python's CPU time per unit (arm_unit_time.py), in as many alternating pairs.
+Two more tables have Python's CPU time per unit (arm_unit_time.py), and the time of set-up beside its
+limits (arm_set_up.py), in as many alternating pairs.
 
     python bench/compare_versions.py --dir /mnt/nvme0 --old ../infinity-before --rounds 6
+    python bench/compare_versions.py --dir /mnt/nvme0 --old ../infinity-before --only set-up \
+        --hidden 2048
 
 Where torch multiplies bf16 slowly (0.6 GFLOP/s for a gradient of the input on a CPU without
 AVX-512), `--tokens 2` keeps the engine's share of a step large.
@@ -34,6 +37,9 @@ CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 """By name: ranks, and options of arm_infinity.py."""
 UNIT_TIME = "Python per unit"
+SET_UP = "set-up"
+CASES = {"cached": "page cache", "dropped": "drive", "module": "module in RAM"}
+"""Places of the values at set-up."""
 
 
 def tree_commit(tree: Path) -> str:
@@ -102,6 +108,53 @@ def compare_unit_time(
     )
 
 
+def compare_set_up(args: argparse.Namespace, trees: dict[str, Path], about: dict[str, Any]) -> None:
+    """Print the table of set-up."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with harness.scratch(args.dir) as folder:
+        file = folder / "model.safetensors"
+
+        def run(arm: str, case: str = "cached", tree: Path = harness.ROOT) -> str:
+            # This tree's arm for both: it uses the public interface alone.
+            options = [f"--arm={arm}", f"--case={case}", *r1.from_arguments(args).arguments()]
+            script = str(harness.ROOT / "bench" / "arm_set_up.py")
+            with harness.scratch(args.dir) as place:
+                command = [sys.executable, script, f"--dir={place}", f"--file={file}", *options]
+                env = harness.environment(PYTHONPATH=str(tree))
+                return harness.run_command(command, env, timeout_s=args.limit_s, cwd=tree)
+
+        run("write")
+        limits = [("limit", "cached"), ("load_file", "cached"), ("load_file", "dropped")]
+        for number in range(args.rounds):
+            sides = ("old", "new") if number % 2 == 0 else ("new", "old")
+            for side, case in [*((side, case) for case in CASES for side in sides), *limits]:
+                arm, tree = ("offload", trees[side]) if side in trees else (side, harness.ROOT)
+                load = os.getloadavg()[0]
+                record = harness.last_json_line(run(arm, case, tree))
+                found.setdefault((side, case), []).append(record)
+                harness.note(f"{SET_UP}, round {number + 1}, {side}, {case}: {record['s']:.2f} s")
+                head = {"configuration": SET_UP, "side": side, "case": case, "load": load}
+                harness.append_line(args.results, {**about, **head, **record})
+    rows = []
+    for case, name in CASES.items():
+        old, new = (found[side, case] for side in trees)
+        pairs = [before["s"] / after["s"] for before, after in zip(old, new, strict=True)]
+        both = [f"{statistics.median(record[field] for record in old) / scale:.{digits}f} -> "
+                f"{statistics.median(record[field] for record in new) / scale:.{digits}f}"
+                for field, scale, digits in (("cpu_s", 1, 2), ("faults", 1, 0),
+                                             ("peak_rss_bytes", 1e6, 0))]  # fmt: skip
+        rows.append([name, *(harness.Summary.of([record["s"] for record in side]).text()
+                             for side in (old, new)),
+                     harness.Summary.of(pairs).text(), *both])  # fmt: skip
+    for arm, case in limits:
+        seconds = harness.Summary.of([record["s"] for record in found[arm, case]]).text()
+        rows.append([f"{arm}, {CASES[case]}", "", seconds, "", "", "", ""])
+    size = found["limit", "cached"][0]["written_bytes"] / 1e9
+    columns = ["values from", "old s", "new s", "old/new, pairs", "CPU s", "page faults",
+               "more RSS, MB"]  # fmt: skip
+    harness.print_table(f"set-up, {size:.2f} GB of parameters", columns, rows)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -114,8 +167,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=(*CONFIGURATIONS, UNIT_TIME),
-        default=(*CONFIGURATIONS, UNIT_TIME),
+        choices=(*CONFIGURATIONS, UNIT_TIME, SET_UP),
+        default=(*CONFIGURATIONS, UNIT_TIME, SET_UP),
     )
     parser.add_argument("--limit-s", type=float, default=900.0, help="for one arm (%(default)s)")
     parser.add_argument(
@@ -166,6 +219,8 @@ def main() -> int:
     compare_steps(args, trees, about)
     if UNIT_TIME in args.only:
         compare_unit_time(args, trees, about)
+    if SET_UP in args.only:
+        compare_set_up(args, trees, about)
     return 0
 
 

@@ -19,8 +19,10 @@ from infinity._src.checkpoint.durable.initialization_journal import (
     InitializationJournal,
     InitializedFlat,
 )
+from infinity._src.engine import build
 from infinity._src.engine.handle import offload
-from infinity.aio import Fault, Seam
+from infinity._src.params import chunk_pipeline, materialize, piece_writer
+from infinity.aio import Fault, Priority, Seam
 from infinity.errors import AioError, SwapFullError
 from tests.crashes import Net, digest, step
 from tests.durable_runs import close, die, made, undisturbed
@@ -214,6 +216,57 @@ def test_a_write_that_fails_in_the_fill_names_the_unit_and_the_model_is_as_it_wa
     found = model.state_dict().values()
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     offload(model, policy)
+    close(model)
+
+
+# -- values in pieces ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["module", "files"])
+def test_values_of_any_part_pass_through_a_few_buffers(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(1000, 1100) for _ in range(2))).bfloat16()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    load = None
+    if kind == "files":
+        load = tmp_path / "a.safetensors"
+        save_file({name: value.float() for name, value in values.items()}, load)
+        model = model.to("meta")
+    used: list[int] = []
+
+    def watched(flat: Any, source: Any, rank: int, start: int, out: torch.Tensor) -> None:
+        used.append(out.data_ptr())
+        out.view(torch.int16).fill_(1)  # of an earlier piece
+        materialize.fill_piece(flat, source, rank, start, out)
+
+    monkeypatch.setattr(build, "fill_piece", watched)
+    monkeypatch.setattr(piece_writer, "PIECE_BYTES", 1)  # so that a piece is a chunk
+    offload(model, inf.Policy(params="cpu", optim="cpu", ram="200MB", units=["Linear"]), load=load)
+    assert len(used) == 6
+    assert len(set(used)) <= chunk_pipeline.BUFFERS
+    assert_filled(model, values)
+    # Padding between parameters is zero.
+    handle = inf.handle(model)
+    flat = handle.units[0].flats[0]
+    whole = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
+    handle.parts.tiers.store.fetch(
+        flat, 0, whole.data_ptr(), priority=Priority.DEMAND
+    ).wait()
+    for param in flat.params:
+        whole[param.offset : param.offset + param.numel] = 0
+    assert not whole.any()
+    close(model)
+
+
+def test_strided_values_are_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = torch.nn.Linear(64, 128, bias=False)
+    model.weight = torch.nn.Parameter(torch.randn(64, 128).t())
+    expected = model.weight.detach().clone()
+    monkeypatch.delattr(build, "fill_piece")
+    with pytest.warns(UserWarning, match="dimensions are in another order"):
+        offload(model, inf.Policy(params="cpu", optim="cpu", ram="200MB"))
+    assert torch.equal(model.state_dict()["weight"], expected)
     close(model)
 
 

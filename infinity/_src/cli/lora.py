@@ -115,6 +115,9 @@ class AdaptedTensors(FileTensors):
     def read(self, name: str) -> torch.Tensor:
         return self._base.read(self._of(name)) if self._is_base(name) else self._initial(name)
 
+    def as_stored(self, name: str) -> bool:
+        return self._is_base(name) and self._base.as_stored(self._of(name))
+
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         if self._is_base(name):
             self._base.read_into(self._of(name), start, out)

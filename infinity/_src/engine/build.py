@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,10 +80,12 @@ from infinity._src.params.materialize import (
     OpenSource,
     Source,
     fill_flats,
+    fill_piece,
     fill_shards,
     open_source,
     place_of,
 )
+from infinity._src.params.piece_writer import PieceWriter
 from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
 from infinity._src.params.reduce import GradReducer, ReduceOrder
 from infinity._src.params.sharded_param import Rollback
@@ -93,6 +96,9 @@ from infinity.aio import Executor, Seam, Ticket
 from infinity.errors import AioError, SwapFullError
 
 log = logging.getLogger("infinity")
+
+FLATS_UNDER_WAY = 32
+"""Flats in pieces whose writes may be in flight before one is read."""
 
 
 class EngineHandle(Protocol):
@@ -478,16 +484,24 @@ def initialize_tiers(
     """
     # Ranks that read the same files have the same values.
     synced = split.ranks.syncs_states and not in_parts
-    writer = _InitialWriter(split, tiers, heap, source, way=_way(in_parts=in_parts, synced=synced))
+    sizes = [(flat.layout.size_bytes, flat.layout.shard_bytes) for flat in split.flats]
+    pieces = PieceWriter(
+        tiers.store, split.flats, host_overhead.fill_bytes(sizes, in_parts=in_parts)
+    )
+    way = _way(in_parts=in_parts, synced=synced)
+    writer = _InitialWriter(split, tiers, heap, source, pieces, way=way)
     with contextlib.closing(writer):
         for unit in split.units:
             flats = [flat for flat in unit.flats if not writer.is_written(flat)]
-            if in_parts:
-                fill_shards(flats, source, split.comm.rank, writer.store_shard)
-            elif synced:
+            if synced:
                 _write_from_rank_0(split, unit, flats, source, writer)
-            else:
-                fill_flats(flats, source, writer.store)
+            for flat in () if synced else flats:
+                if writer.store_in_pieces(flat, source):
+                    continue
+                if in_parts:
+                    fill_shards([flat], source, split.comm.rank, writer.store_shard)
+                else:
+                    fill_flats([flat], source, writer.store)
             # An initialization takes long: when one rank has failed, the others stop here.
             split.resources.check_peers()
         writer.end()
@@ -526,16 +540,36 @@ def _write_from_rank_0(
         writer.scatter(flat, None)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Write:
+    """A flat whose writes are in flight. values: a tensor that they read; None: they read buffers
+    of pieces."""
+
+    flat: Flat
+    digest: int
+    values: torch.Tensor | None
+    tickets: list[Ticket]
+
+
 class _InitialWriter:
-    """Writer of initial values: one flat is written while the next one is read from its source.
-    way: as `_way`."""
+    """Writer of initial values: flats are written while the next one is read from its source. way:
+    as `_way`."""
 
     def __init__(
-        self, split: Split, tiers: Tiers, heap: Heap, source: OpenSource, *, way: str
+        self,
+        split: Split,
+        tiers: Tiers,
+        heap: Heap,
+        source: OpenSource,
+        pieces: PieceWriter,
+        *,
+        way: str,
     ) -> None:
-        self._split, self._tiers, self._heap = split, tiers, heap
+        self._split, self._tiers, self._heap, self._pieces = split, tiers, heap, pieces
         storage = tiers.storage
         self._compares = way == "parameters"
+        # A digest, which several ranks compare, is of whole flats.
+        self._in_pieces = way == "parts" or split.comm.world == 1
         # The files of a durable run outlive the process, so its initialization may be resumed.
         self._run = None
         if storage.run is not None:
@@ -547,8 +581,7 @@ class _InitialWriter:
                 shares=storage.shares,
                 way=way,
             )
-        # The write in flight, with the values that it reads.
-        self._under_way: tuple[Flat, int, Ticket, torch.Tensor] | None = None
+        self._under_way: deque[_Write] = deque()  # oldest first
         total = sum(flat.layout.shard_bytes for flat in split.flats)
         self._line = ProgressLine("loading parameters", total, shown=split.comm.rank == 0)
 
@@ -569,7 +602,7 @@ class _InitialWriter:
         start = self._split.comm.rank * flat.layout.shard_numel
         shard = values[start : start + flat.layout.shard_numel]
         # Before the copy: the previous flat's values would be a third tensor in memory.
-        self._wait()
+        self._settle()
         if shard.numel() < values.numel():
             # A copy, so that the whole flat can be freed before the shard is written.
             shard = shard.clone()
@@ -586,44 +619,85 @@ class _InitialWriter:
     def store_shard(self, flat: Flat, shard: torch.Tensor, digest: int = 0) -> None:
         """Start writing this rank's shard of a flat [layout.shard_numel]. Blocks until the flat
         before is written. Raises: AioError."""
-        self._wait()
+        self._settle()
         ticket = self._tiers.store.store(flat, 0, shard.data_ptr())
-        self._under_way = flat, digest, ticket, shard
+        self._under_way.append(_Write(flat, digest, shard, [ticket]))
         self._line.advance(shard.nbytes)
+
+    def store_in_pieces(self, flat: Flat, source: OpenSource) -> bool:
+        """Read this rank's shard of a flat and start writing it, piece by piece. Blocks until it is
+        read. Returns False, and does nothing, where the values come as a whole. Raises: AioError.
+        """
+        if not (self._in_pieces and source.in_pieces(flat)):
+            # Memory has room for whole flats or for pieces.
+            self._pieces.close()
+            return False
+        if any(write.values is not None for write in self._under_way):
+            self._settle()
+        # A journal lists only settled flats.
+        self._settle(FLATS_UNDER_WAY if self._run is None else 1)
+        write = _Write(flat, 0, None, [])
+        fill = functools.partial(fill_piece, flat, source, self._split.comm.rank)
+        try:
+            self._pieces.write(flat, fill, write.tickets)
+        except AioError:
+            # An error of a write names its unit; one of the source stays as it is.
+            self._settle()
+            self._await(write)
+            raise
+        # Now, not before: an interrupted flat is not written.
+        self._under_way.append(write)
+        self._line.advance(flat.layout.shard_bytes)
+        return True
 
     def end(self) -> None:
         """Block until everything is written. Raises: AioError."""
-        self._wait()
+        self._settle()
         if self._run is not None:
             self._run.end()
 
-    def _wait(self) -> None:
-        """Block until the last flat is written. Raises: AioError that names its unit."""
-        if self._under_way is None:
-            return
-        flat, digest, ticket, _ = self._under_way
+    def _settle(self, count: int = 0) -> None:
+        """Block until all flats but the last `count` are written. Raises: AioError that names the
+        unit."""
+        while len(self._under_way) > count:
+            write = self._under_way[0]
+            try:
+                self._await(write)
+            except AioError:
+                self._under_way.popleft()
+                raise
+            # After the wait: an interrupt must not drop values that are being read.
+            self._under_way.popleft()
+            flat, digest, whole = write.flat, write.digest, write.values is not None
+            del write
+            if whole:
+                # Flats and the tensors of their source have many sizes, and fragment the heap.
+                self._heap.freed()
+            if self._run is not None:
+                self._run.wrote(flat, digest)
+
+    @staticmethod
+    def _await(write: _Write) -> None:
+        """Block until a flat is written. Raises: AioError that names its unit."""
         try:
-            ticket.wait()
+            for ticket in write.tickets:
+                ticket.wait()
         except AioError as error:
-            self._under_way = None
             text = (
-                f"parameters of {flat.unit.name} cannot be written: {error}. The model is "
+                f"parameters of {write.flat.unit.name} cannot be written: {error}. The model is "
                 "unchanged: free space there, or name another drive in Policy.nvme, and offload it "
                 "again"
             )
             error.args = (text,)
             raise
-        self._under_way = None
-        # Flats and the tensors of their source have many sizes, and fragment the heap.
-        self._heap.freed()
-        if self._run is not None:
-            self._run.wrote(flat, digest)
 
     def close(self) -> None:
         """Block until no write is in flight, whether it fails or not."""
         self._line.end()
-        with contextlib.suppress(AioError):
-            self._wait()
+        while self._under_way:
+            with contextlib.suppress(AioError):
+                self._settle()
+        self._pieces.close()
         if self._run is not None:
             self._run.close()
 

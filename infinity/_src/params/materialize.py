@@ -20,6 +20,7 @@ its names in the source.
 from __future__ import annotations
 
 import abc
+import bisect
 import contextlib
 import dataclasses
 import math
@@ -160,6 +161,12 @@ class FileTensors(NamedTensors):
         """Return the files that determine all values: ranks with the same files have the same
         values."""
 
+    def as_stored(self, name: str) -> bool:  # noqa: ARG002 - of the interface
+        """Return whether files have this tensor's values as they are, except for their dtype: then
+        small parts of it take no longer to read than the whole.
+        """
+        return False
+
     @abc.abstractmethod
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill `out`, one-dimensional and of any floating dtype if the tensor is floating, with the
@@ -186,6 +193,18 @@ class OpenSource(abc.ABC):
     @abc.abstractmethod
     def fill(self, param: Param, out: torch.Tensor) -> None:
         """Fill `out`, a CPU tensor of the parameter's shape and dtype, with its values."""
+
+    def in_pieces(self, flat: Flat) -> bool:  # noqa: ARG002 - of the interface
+        """Return whether `fill_part` takes small parts of this flat's parameters, at no more cost
+        than whole ones.
+        """
+        return False
+
+    def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, a one-dimensional CPU tensor of the parameter's dtype, with its elements from
+        `start` on, in row-major order.
+        """
+        raise AssertionError(f"{param.name}, {len(out)} elements from {start} on: only whole")
 
     @property
     def files(self) -> SourceFiles:
@@ -296,16 +315,34 @@ def fill_shards(
     """Fill one rank's part of flats, one at a time: `store(flat, shard)` gets a CPU tensor
     [layout.shard_numel], zero between parameters. Blocks. Reads no other rank's part.
     """
-    assert isinstance(source, _FileSource), source # only files are read in parts by several ranks
     for flat in flats:
-        with torch.inference_mode(False), torch.no_grad():
-            # Zeros: padding between parameters is stored and checked like all else.
-            shard = torch.zeros(flat.layout.shard_numel, dtype=flat.dtype)
-            for param in flat.params:
-                at, start, numel = flat.layout.shard_range(param.param_index, rank)
-                if numel:
-                    source.fill_part(param, start, shard[at : at + numel])
+        shard = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
+        fill_piece(flat, source, rank, 0, shard)
         store(flat, shard)
+
+
+def fill_piece(
+    flat: Flat, source: OpenSource, rank: int, start: int, out: torch.Tensor
+) -> None:
+    """Fill `out` with the elements of one rank's shard of a flat from `start` on; zero between
+    parameters. Blocks.
+    """
+    offsets, numels = flat.layout.offsets, flat.layout.numels
+    begin = rank * flat.layout.shard_numel + start
+    end = begin + out.numel()
+    # From the last parameter that begins here or before. Zeros: padding between parameters is
+    # stored and checked like all else.
+    filled, index = begin, max(bisect.bisect_right(offsets, begin) - 1, 0)
+    with torch.inference_mode(False), torch.no_grad():
+        while index < len(offsets) and offsets[index] < end:
+            low, high = max(offsets[index], begin), min(offsets[index] + numels[index], end)
+            if low < high:
+                bytes_of(out[filled - begin : low - begin]).zero_()
+                part = out[low - begin : high - begin]
+                source.fill_part(flat.params[index], low - offsets[index], part)
+                filled = high
+            index += 1
+        bytes_of(out[filled - begin :]).zero_()
 
 
 # -- all kinds -------------------------------------------------------------------------------------
@@ -336,6 +373,17 @@ class _ModuleSource(OpenSource):
         held = module._parameters[attr]
         assert held is not None, param.name
         copy_(out, held.detach())
+
+    def in_pieces(self, flat: Flat) -> bool:
+        values = [param.sites[0][0]._parameters[param.sites[0][1]] for param in flat.params]
+        # A part of a strided tensor would need a contiguous copy of the whole.
+        return all(value is not None and value.is_contiguous() for value in values)
+
+    def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
+        module, attr = param.sites[0]
+        held = module._parameters[attr]
+        assert held is not None, param.name
+        copy_(out, held.detach().view(-1)[start : start + out.numel()])
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         assert not was_meta, (names, out)
@@ -628,10 +676,13 @@ class _FileSource(_NamedSource):
     def fill(self, param: Param, out: torch.Tensor) -> None:
         self.fill_part(param, 0, out.view(-1))
 
+    def in_pieces(self, flat: Flat) -> bool:
+        return all(
+            param.place is None and self._in_files.as_stored(self._name_of(param.keys))
+            for param in flat.params
+        )
+
     def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, one-dimensional and of the parameter's dtype, with its elements from `start`
-        on, in row-major order.
-        """
         name, place = self._name_of(param.keys), param.place
         if place is None:
             self._in_files.read_into(name, start, out)

@@ -460,12 +460,19 @@ class StateStore:
             shard, JobKind.FETCH, section, address, priority, self._device.mask if on_device else 0
         )
 
-    def store(self, flat: Flat, section: int, address: int) -> Ticket:
-        """Start writing one section of the shard from `address` (0: zeros). Does not block."""
+    def store(
+        self, flat: Flat, section: int, address: int, *, chunks: slice = slice(None)
+    ) -> Ticket:
+        """Start writing one section of the shard, or of these chunks, from `address` (0: zeros),
+        which holds their elements. Does not block.
+        """
         # Gradients lie behind the states, and no save reads them.
         if section < self._flats[flat].format.written_count:
             self.will_write((flat,))
-        return self._move(self._flats[flat], JobKind.STORE, section, address, Priority.DEMAND)
+        shard = self._flats[flat]
+        if address and chunks.start:
+            address -= shard.sections[section].size_bytes(chunks.start * flat.layout.chunk_numel)
+        return self._move(shard, JobKind.STORE, section, address, Priority.DEMAND, chunks=chunks)
 
     def overwrite(self, flat: Flat, start: int, values: torch.Tensor) -> None:
         """Replace elements [start, start + len) of the shard's parameter, and of its master.

@@ -24,6 +24,7 @@ from infinity._src.params.materialize import (
     Source,
     SourceFiles,
     fill_flats,
+    fill_piece,
     fill_shards,
     identity_of,
     open_source,
@@ -282,6 +283,11 @@ def assert_parts_are_whole(model: nn.Module, load: Source, world: int) -> None:
             fill_shards(unit.flats, source, rank, lambda _, tensor, into=part: into.append(tensor))
         for index, flat in enumerate(whole):
             assert torch.equal(bits(torch.cat([part[index] for part in parts])), bits(flat))
+            # Pieces of any size, too.
+            again = torch.empty_like(parts[0][index])
+            for start in range(0, len(again), 100):
+                fill_piece(unit.flats[index], source, 0, start, again[start : start + 100])
+            assert torch.equal(bits(again), bits(parts[0][index]))
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:

@@ -331,6 +331,9 @@ class UnpackedGguf(StoredTensors):
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32 if self._targets[name].joined else self._unpacked_to
 
+    def as_stored(self, name: str) -> bool:  # noqa: ARG002 - see FileTensors
+        return False
+
     @property
     def unpacking_bytes(self) -> int:
         """Upper bound of the bytes of memory that a read takes while it dequantizes: blocks, values

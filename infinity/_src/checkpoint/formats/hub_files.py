@@ -180,6 +180,10 @@ class HubTensors(FileTensors):
             for key in entry.keys
         }
 
+    def as_stored(self, name: str) -> bool:
+        renamed = self._group(name).renamed
+        return renamed is not None and self._opened.files.as_stored(renamed)
+
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Read the elements of one tensor of the model from `start` on. Fused experts are converted
         a few experts at a time.

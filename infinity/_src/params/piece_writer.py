@@ -1,0 +1,84 @@
+"""Writer of a flat's values piece by piece, through a few reused buffers.
+
+    fill piece k+1     |  copy piece k to slots, checksums  |  write what is in slots
+    (this thread)      |  (executor's threads)              |  (drives)
+
+Memory for whole flats is fresh for each flat: the kernel clears and maps it page by page, which
+takes longer than to copy the values from the page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from infinity._src.base.sizes import MIB
+from infinity._src.params.chunk_pipeline import BUFFERS, slab_buffers
+from infinity._src.params.state_store import StateStore
+from infinity._src.params.unit import Flat
+from infinity.aio import Ticket
+from infinity.errors import AioError
+
+PIECE_BYTES = 3 * MIB
+"""Bytes that are filled and submitted together: all buffers fit a CPU's cache, and Python's time
+for a piece is small beside the drive's."""
+
+
+def _chunks_together(flat: Flat) -> int:
+    return max(1, PIECE_BYTES // (flat.layout.chunk_numel * flat.layout.itemsize))
+
+
+def _piece_bytes(flat: Flat) -> int:
+    layout = flat.layout
+    numel = min(_chunks_together(flat) * layout.chunk_numel, layout.shard_numel)
+    return numel * layout.itemsize
+
+
+class PieceWriter:
+    """Buffers for pieces of these flats, `room_bytes` in total or one piece. One thread uses it.
+    Memory is allocated when the first flat is written.
+    """
+
+    def __init__(self, store: StateStore, flats: Sequence[Flat], room_bytes: int) -> None:
+        self._store = store
+        self._size = max(map(_piece_bytes, flats), default=1)
+        self._count = max(1, min(BUFFERS, room_bytes // self._size))
+        self._memory = contextlib.ExitStack()
+        # Oldest first, each with the write that may still read it.
+        self._buffers: deque[tuple[torch.Tensor, Ticket | None]] = deque()
+
+    def write(
+        self, flat: Flat, fill: Callable[[int, torch.Tensor], None], tickets: list[Ticket]
+    ) -> None:
+        """Fill and write this rank's shard of a flat: `fill(start, out)` gets a CPU tensor for the
+        elements of the shard from `start` on. Appends a ticket for each piece. Blocks until the
+        last piece is filled. Raises: AioError; errors of `fill`.
+        """
+        if not self._buffers:
+            found = self._memory.enter_context(slab_buffers(self._size, self._count))
+            self._buffers.extend((torch.from_numpy(each), None) for each in found)
+        layout, together = flat.layout, _chunks_together(flat)
+        for first in range(0, len(layout.chunks), together):
+            buffer, busy = self._buffers[0]
+            if busy is not None:
+                # Its bytes are in slots then, on their way to the drive.
+                busy.wait_filled()
+            start = first * layout.chunk_numel
+            numel = min(together * layout.chunk_numel, layout.shard_numel - start)
+            fill(start, buffer[: numel * layout.itemsize].view(flat.dtype))
+            chunks = slice(first, first + together)
+            tickets.append(self._store.store(flat, 0, buffer.data_ptr(), chunks=chunks))
+            self._buffers.popleft()
+            self._buffers.append((buffer, tickets[-1]))
+
+    def close(self) -> None:
+        """Block until no write reads a buffer, and free them."""
+        for _, busy in self._buffers:
+            if busy is not None:
+                with contextlib.suppress(AioError):
+                    busy.wait()
+        self._buffers.clear()
+        self._memory.close()
