@@ -4,8 +4,8 @@ pair.
 The other tree is a checkout with its extension built (`make native` there); both run in this Python
 environment. The machine must be idle otherwise: the load before each arm is recorded.
 
-Two more tables have Python's CPU time per unit (arm_unit_time.py), and the time of set-up beside its
-limits (arm_set_up.py), in as many alternating pairs.
+Two more tables have Python's CPU time per unit (arm_unit_time.py), and the time of set-up beside
+its limits (arm_set_up.py), in as many alternating pairs.
 
     python bench/compare_versions.py --dir /mnt/nvme0 --old ../infinity-before --rounds 6
     python bench/compare_versions.py --dir /mnt/nvme0 --old ../infinity-before --only set-up \
