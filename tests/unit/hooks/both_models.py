@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from tests.marks import mostly_slow
 from tests.unit.hooks import models
 from tests.unit.hooks.rig import Rig
 
-both = pytest.mark.parametrize("eager", [True, False], ids=["evicts_at_once", "never_evicts"])
+# A third of the rows of test_matrix.py, which run each time, evict nothing either.
+both = pytest.mark.parametrize(
+    "eager", mostly_slow([True, False], True), ids=["evicts_at_once", "never_evicts"]
+)
 
 
 def stack_rig(eager: bool = True, **options: Any) -> Rig:
