@@ -361,7 +361,7 @@ class Executor:
         *,
         priority: Priority,
         gate: Gate | None = None,
-    ) -> Ticket:
+    ) -> JobTicket:
         """Queue the jobs (JOB records) of one unit; the arrays are copied. Never blocks on I/O.
 
         Memory behind ptr and grad must live until the ticket is done. Raises ValueError for an
@@ -375,6 +375,8 @@ class Executor:
         # C does not check the gate's address; the lock of its executor guards a gate.
         if gate is not None and (not isinstance(gate, Gate) or gate._core is not core):
             raise ValueError("the gate is of another executor")
+        if gate is not None and not gate._address:
+            raise ValueError("the gate was released")
         # A quick call keeps the GIL: a submission takes microseconds, and regaining the GIL from a
         # busy thread up to 5 ms.
         error = ctypes.c_int64()
@@ -394,10 +396,12 @@ class Executor:
             raise _submit_error(error.value)
         return JobTicket(core, address)
 
-    def gate(self) -> Gate:
-        """Make a closed gate for `submit`."""
+    def gate(self, *, escapes: bool = True) -> Gate:
+        """Make a closed gate for `submit`. escapes=False: it escapes only when it is released, or
+        the executor closes.
+        """
         self._core.check()
-        address = self._core.quick.gate_new(self._core.address)
+        address = self._core.quick.gate_new(self._core.address, int(not escapes))
         if not address:
             raise MemoryError("no memory for a gate")
         return Gate(self._core, address)

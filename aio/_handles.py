@@ -280,6 +280,20 @@ class JobTicket:
     ) -> None:
         self._wait(1, timeout, check)
 
+    @property
+    def follows_update(self) -> bool:
+        """True while a job waits for an update of its chunk that has not begun to compute. If the
+        gate of a fetch is open when the update ends, the fetch reads nothing. Never blocks.
+        """
+        core = self._core
+        return bool(core.quick.ticket_follows_update(core.address, self._address))
+
+    def wait_turn(self) -> None:
+        """Block until done, as `wait`, but let gates and priorities be: the jobs wait their turn
+        behind jobs of their chunks, and at the drives.
+        """
+        self._wait(0, None, None, escape=False)
+
     def cancel(self) -> None:
         core = self._core
         # Done: nothing to cancel, and valid after close, too.
@@ -291,8 +305,15 @@ class JobTicket:
     def _pointer(self) -> Any:
         return self._core.ffi.cast("inf_ticket *", self._address)
 
-    def _wait(self, word: int, timeout: float | None, check: Callable[[], None] | None) -> None:
-        self._block(word, timeout, check)
+    def _wait(
+        self,
+        word: int,
+        timeout: float | None,
+        check: Callable[[], None] | None,
+        *,
+        escape: bool = True,
+    ) -> None:
+        self._block(word, timeout, check, escape)
         # Read after the wait: C sets `failed` before `done`.
         if self._words[2]:
             record = self._core.ffi.new("inf_fault *")
@@ -300,7 +321,9 @@ class JobTicket:
             fault = self._core.fault(record)
             raise fault if self._core.examine is None else self._core.examine(fault)
 
-    def _block(self, word: int, timeout: float | None, check: Callable[[], None] | None) -> None:
+    def _block(
+        self, word: int, timeout: float | None, check: Callable[[], None] | None, escape: bool
+    ) -> None:
         core = self._core
         # Read by C, with acquire order: data copied before the word was set is visible afterwards.
         if core.quick.ticket_set(self._address, word):
@@ -311,7 +334,9 @@ class JobTicket:
             left = (
                 SLICE_S if deadline is None else min(SLICE_S, max(0.0, deadline - time.monotonic()))
             )
-            if core.lib.inf_ticket_wait(core.pointer, self._pointer, word, int(left * 1e9), 1):
+            if core.lib.inf_ticket_wait(
+                core.pointer, self._pointer, word, int(left * 1e9), int(escape)
+            ):
                 return
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(
@@ -329,7 +354,7 @@ class JobTicket:
 
 class Gate:
     """Holds a submission back until the caller opens it with target addresses, or until it
-    escapes.
+    escapes. Other fetches of a chunk pass a fetch at a gate that does not escape (`Executor.gate`).
     """
 
     __slots__ = ("_address", "_core")
@@ -342,11 +367,14 @@ class Gate:
     def escaped(self) -> bool:
         """True once the gate's jobs have run, or will run, without targets."""
         return bool(
-            self._core.forked or self._core.quick.gate_escaped(self._core.address, self._address)
+            self._core.forked
+            or not self._address
+            or self._core.quick.gate_escaped(self._core.address, self._address)
         )
 
     def open(self, bases: Sequence[int]) -> bool:
-        """Release the gate's jobs, with bases[job.base] added to their ptr[0]. Never blocks on I/O.
+        """Release the gate's jobs, with bases[job.base] added to ptr[0] of an update, and to the
+        ptr of each section of a fetch. Never blocks on I/O.
 
         True: the jobs will fill the targets. False: the gate had escaped (updates ran without the
         copy, fetches were skipped), so fetch again without a gate. Raises ValueError if the gate
@@ -354,6 +382,8 @@ class Gate:
         """
         core = self._core
         core.check()
+        if not self._address:
+            return False
         # ctypes, not cffi: this call of every forward keeps the GIL.
         array = (ctypes.c_uint64 * len(bases))(*bases)
         result = core.quick.gate_open(core.address, self._address, array, len(bases))
@@ -370,10 +400,15 @@ class Gate:
             raise ValueError(f"the gate's jobs need more than the {len(bases)} bases given")
         raise MemoryError("no memory to open a gate")
 
-    def __del__(self) -> None:
-        if not self._core.forked:
+    def release(self) -> None:
+        """Let the gate escape, unless it was opened. It cannot be opened later."""
+        address, self._address = self._address, 0
+        if address and not self._core.forked:
             # C lets a closed gate escape on release.
-            self._core.quick.gate_release(self._core.address, self._address)
+            self._core.quick.gate_release(self._core.address, address)
+
+    def __del__(self) -> None:
+        self.release()
 
 
 def load_uring(ffi: Any, lib: Any) -> None:
@@ -413,9 +448,10 @@ _CALLS: dict[str, tuple[Any, list[Any]]] = {
     "executor_prefetch": (_INT, [_POINTER, _POINTER, _INT, _INT]),
     "ticket_words": (_POINTER, [_POINTER]),
     "ticket_set": (_INT, [_POINTER, _INT]),
+    "ticket_follows_update": (_INT, [_POINTER, _POINTER]),
     "ticket_cancel": (None, [_POINTER, _POINTER]),
     "ticket_release": (None, [_POINTER, _POINTER]),
-    "gate_new": (_POINTER, [_POINTER]),
+    "gate_new": (_POINTER, [_POINTER, _INT]),
     "gate_open": (_INT, [_POINTER, _POINTER, _POINTER, _INT]),
     "gate_escaped": (_INT, [_POINTER, _POINTER]),
     "gate_release": (None, [_POINTER, _POINTER]),

@@ -41,8 +41,8 @@ def stall_s(call_s: float, steps: list[float], alone: list[float]) -> float:
     """Return the time that training lost: the call and the steps during the save, minus the same
     number of steps alone.
 
-    The call waits for the pending update, for which otherwise the next step would have waited: this
-    wait is counted once.
+    A call that waits for the pending update, for which otherwise the next step would have waited,
+    is counted once.
     """
     return call_s + sum(steps) - len(steps) * statistics.fmean(alone)
 

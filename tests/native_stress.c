@@ -194,7 +194,7 @@ static void update(actor *me, int32_t chunk) {
     memset(me->out, 0, sizeof me->out);
     bool gated = next(me) & 1;
     bool opened = true;
-    inf_gate *gate = gated ? inf_gate_new(me->ex) : NULL;
+    inf_gate *gate = gated ? inf_gate_new(me->ex, 0) : NULL;
     CHECK(!gated || gate != NULL);
     job.base = gated ? 0 : -1;
     job.ptr[0] = gated ? 0 : (uint64_t)(uintptr_t)me->out;

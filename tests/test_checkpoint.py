@@ -303,6 +303,27 @@ def test_writes_beside_a_save_come_after_it(tmp_path: Path) -> None:
     assert not handle.optimizer_state(first)["exp_avg"].any()
 
 
+def test_a_save_does_not_wait_for_pending_updates(tmp_path: Path) -> None:
+    """A slow drive, so that the updates of the step before the save end after the call."""
+    reference = PLAIN.model()
+    offload(reference, policy(tmp_path))
+    harness.step(reference, inf.AdamW(reference.parameters()), PLAIN.batches[0])
+    expected = dict(reference.state_dict())
+    inf.handle(reference).close()
+    model = PLAIN.model()
+    offload(model, inf.Policy(**TIERS["nvme"], nvme=tmp_path), _seam=Seam(read_bytes_per_s=8e6))
+    handle, optimizer = inf.handle(model), inf.AdamW(model.parameters())
+    harness.step(model, optimizer, PLAIN.batches[0])
+    handle.saving.executor.hold_gates(True)  # as until the next forward
+    save = inf.save(model, optimizer, tmp_path / "ckpt")
+    assert handle.pipeline.updates_pending
+    harness.step(model, optimizer, PLAIN.batches[1])
+    save.wait()
+    inf.restore(model, optimizer, tmp_path / "ckpt")
+    assert_same(dict(model.state_dict()), expected)
+    handle.close()
+
+
 def test_saves_replace_each_other_and_a_closing_handle_waits(tmp_path: Path) -> None:
     place = tmp_path / "ckpt"
     with Run(PLAIN, policy(tmp_path)) as run:

@@ -300,6 +300,8 @@ void inf_executor_alarm(inf_executor *ex, uint32_t *word);
 const uint32_t *inf_ticket_words(const inf_ticket *ticket);
 /* Whether a word is set. If it is, the caller sees all that was copied before it was set. */
 int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word);
+/* Whether a job waits behind an UPDATE of its chunk that has not begun to compute. */
+int32_t inf_ticket_follows_update(inf_executor *ex, const inf_ticket *ticket);
 /* Waits for word 0 or 1: 1 when it is set, 0 after timeout_ns. `escape`: first the gates that the
  * ticket depends on escape, and its jobs become demands. */
 int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns,
@@ -309,7 +311,8 @@ int32_t inf_ticket_fault(inf_executor *ex, const inf_ticket *ticket, inf_fault *
 void inf_ticket_cancel(inf_executor *ex, inf_ticket *ticket);
 void inf_ticket_release(inf_executor *ex, inf_ticket *ticket);
 
-inf_gate *inf_gate_new(inf_executor *ex);
+/* `stays`: the gate escapes when it is released or the executor is shut, and not before. */
+inf_gate *inf_gate_new(inf_executor *ex, int32_t stays);
 /* 1 opened, 0 it had escaped, -EALREADY, -ERANGE (a job's base is past `count`). */
 int32_t inf_gate_open(inf_executor *ex, inf_gate *gate, const uint64_t *bases, int32_t count);
 int32_t inf_gate_escaped(inf_executor *ex, const inf_gate *gate);

@@ -158,8 +158,7 @@ typedef struct {
     int32_t pool;
     int32_t drive;
     uint32_t written;                      /* sections that are written from it */
-    /* a broken ring may still write to it: it is never used again */
-    bool lost;
+    bool lost; /* a broken ring may still write to it: it is never used again */
     int32_t range_count[INF_OP_COUNT];
     int64_t section_at[INF_SECTION_MAX];   /* a section's place in the slot; -1 = not in it */
     inf_range ranges[INF_OP_COUNT][INF_RANGE_MAX];
@@ -219,6 +218,7 @@ struct inf_run {
     bool faulted;
     bool reread;
     bool hinted; /* on the list by hint_next */
+    bool inherits; /* its slot is that of the UPDATE before it, with the states to copy */
     bool copied_in; /* its copy from the device has ended */
     int32_t moved; /* times that its write failed and went to a reserved extent */
     int32_t direction; /* of its copy: INF_TO_DEVICE or INF_FROM_DEVICE */
@@ -277,6 +277,7 @@ struct inf_gate {
     int32_t base_count;
     int32_t base_max; /* highest index that a job uses, -1 = none */
     int32_t state;
+    bool stays; /* only its owner lets it go: it is not on the list of gates */
     int32_t users; /* Python's reference, and the submissions that are not done */
 };
 
@@ -359,8 +360,7 @@ typedef struct {
     uint8_t *base;
     inf_queue *waiting[INF_PRIORITY_COUNT]; /* [drive] */
     int32_t *held;                          /* [drive] */
-    /* [drive]: grants since the drive's last fair turn */
-    int32_t *passed;
+    int32_t *passed;                        /* [drive]: grants since its last fair turn */
     int32_t waiting_count;
     int32_t prefetch_count; /* slots with reads ahead that no job has taken over */
     int32_t asked_count; /* reads ahead that inf_executor_prefetch asked for */
@@ -701,6 +701,7 @@ void inf_gate_drop_user(struct inf_executor *ex, inf_gate *gate);
 void inf_gate_detach(struct inf_executor *ex, inf_submission *submission);
 void inf_gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state);
 void inf_gates_escape(struct inf_executor *ex, uint64_t order_max);
+void inf_gates_escape_all(struct inf_executor *ex); /* also gates that stay */
 void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission);
 bool inf_gate_escape_oldest(struct inf_executor *ex);
 

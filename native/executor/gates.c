@@ -27,6 +27,7 @@ void inf_gate_attach(struct inf_executor *ex, inf_gate *gate, inf_submission *su
     bases_used(gate, submission);
     submission->gate_next = gate->first;
     gate->first = submission;
+    if (gate->stays) return;
     if (gate->order == 0) {
         gate->order = submission->order;
         gate->next = NULL;
@@ -104,6 +105,14 @@ bool inf_gate_escape_oldest(struct inf_executor *ex) {
 
 void inf_gates_escape(struct inf_executor *ex, uint64_t order_max) {
     while (ex->gates != NULL && ex->gates->order <= order_max) inf_gate_escape_oldest(ex);
+}
+
+void inf_gates_escape_all(struct inf_executor *ex) {
+    inf_gates_escape(ex, UINT64_MAX);
+    for (inf_submission *left = ex->live; left != NULL; left = left->next) {
+        if (left->gate != NULL && left->gate->state == INF_GATE_CLOSED)
+            inf_gate_let_go(ex, left->gate, INF_GATE_ESCAPED);
+    }
 }
 
 void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission) {

@@ -82,6 +82,25 @@ static void run_leave(struct inf_executor *ex, inf_run *run) {
     if (inf_idle(ex)) pthread_cond_broadcast(&ex->done);
 }
 
+/* After an UPDATE whose write has ended well, the slot of the chunk's next job, if that is a FETCH:
+ * it copies the new states, and reads nothing. */
+static void hand_down(inf_run *run) {
+    inf_run *next = run->fifo_next;
+    if (run->job.kind != INF_JOB_UPDATE || run->faulted || run->slot.memory == NULL) return;
+    if (next == NULL || next->job.kind != INF_JOB_FETCH) return;
+    const inf_gate *gate = next->submission->gate;
+    if (gate != NULL && gate->state != INF_GATE_OPEN) return;
+    uint32_t unread = INF_MASK_MOVE_ONLY | inf_grad_mask(&run->chunk->plan);
+    if (next->state != INF_WAITING || (next->job.mask & unread) != 0) return;
+    next->slot = run->slot;
+    next->slot.range_count[INF_OP_READ] = next->slot.range_count[INF_OP_WRITE] = 0;
+    next->slot.written = 0;
+    next->inherits = true;
+    /* it holds a slot that jobs of the update's priority may wait for */
+    if (next->priority > run->priority) next->priority = run->priority;
+    run->slot.memory = NULL;
+}
+
 /* Ends a job that has a chunk. The run may be freed afterwards. */
 static void run_finish(struct inf_executor *ex, inf_run *run) {
     if (run->rest != 0) inf_run_give_up_rest(ex, run);
@@ -93,6 +112,7 @@ static void run_finish(struct inf_executor *ex, inf_run *run) {
     if (run->job.kind == INF_JOB_UPDATE && run->state == INF_STARTING)
         inf_prefetch_drop(ex, run->chunk);
     chunk_settle(ex, run);
+    hand_down(run);
     inf_slot_release(ex, &run->slot);
     fifo_remove(ex, run);
     run_leave(ex, run);
@@ -178,7 +198,10 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
         }
         if (run->job.kind == INF_JOB_UPDATE) run->job.ptr[0] = 0;
     } else if (submission->gate != NULL && run->job.base >= 0) {
-        run->job.ptr[0] += submission->gate->bases[run->job.base];
+        uint32_t placed = run->job.kind == INF_JOB_FETCH ? run->job.mask : 1u;
+        for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+            if (placed >> s & 1u) run->job.ptr[s] += submission->gate->bases[run->job.base];
+        }
     }
     run->moves = inf_run_moves(run);
     if (run->moves && run->job.kind == INF_JOB_STORE)
@@ -201,6 +224,10 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     assert(run->job.kind == INF_JOB_FETCH ||
            (run->chunk->failed_write_mask & inf_run_used(run) &
             ~inf_grad_mask(&run->chunk->plan)) == 0);
+    if (run->inherits) {
+        run_compute(ex, run);
+        return;
+    }
     inf_run_plan_slot(run);
     inf_prefetch_state ahead = INF_PREFETCH_WANTED;
     if (run->job.kind == INF_JOB_UPDATE) ahead = inf_prefetch_take(ex, run);

@@ -244,7 +244,7 @@ void inf_executor_shut(inf_executor *ex, int32_t cancel) {
     pthread_mutex_lock(&ex->lock);
     ex->shut = true;
     if (cancel) ex->cancelled = true;
-    inf_gates_escape(ex, UINT64_MAX);
+    inf_gates_escape_all(ex);
     for (int32_t d = 0; d < ex->config.drive_count && cancel; d++) inf_drive_cancel(&ex->drives[d]);
     inf_pump(ex);
     inf_prefetch_drop_all(ex); /* no job will use them */

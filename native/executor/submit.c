@@ -195,14 +195,26 @@ static void *copy_of(const void *source, int32_t count, size_t size) {
     return copy;
 }
 
+/* Whether the run is a FETCH at a closed gate that only its owner opens. */
+static bool lingers(const inf_run *run) {
+    const inf_gate *gate = run->submission->gate;
+    return run->job.kind == INF_JOB_FETCH && run->state == INF_WAITING && gate != NULL &&
+           gate->stays && gate->state == INF_GATE_CLOSED;
+}
+
 /* Appends a job; a REWRITE is inserted before all jobs that have not started, which might write the
- * chunk. */
+ * chunk, and a FETCH before FETCHes that linger. */
 static void fifo_insert(inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     inf_run *after = chunk->fifo_tail;
     if (run->job.kind == INF_JOB_REWRITE) {
         bool started = chunk->fifo_head != NULL && chunk->fifo_head->state != INF_WAITING;
         after = started ? chunk->fifo_head : NULL;
+    }
+    if (run->job.kind == INF_JOB_FETCH && after != NULL && lingers(after)) {
+        after = NULL;
+        for (inf_run *at = chunk->fifo_head; at != NULL; at = at->fifo_next)
+            if (!lingers(at)) after = at;
     }
     inf_run **at = after == NULL ? &chunk->fifo_head : &after->fifo_next;
     run->fifo_next = *at;

@@ -7,11 +7,12 @@
 
 /* ---- gates ----------------------------------------------------------------------------------- */
 
-inf_gate *inf_gate_new(inf_executor *ex) {
+inf_gate *inf_gate_new(inf_executor *ex, int32_t stays) {
     inf_gate *gate = calloc(1, sizeof *gate);
     if (gate == NULL) return NULL;
     gate->base_max = -1;
     gate->users = 1;
+    gate->stays = stays != 0;
     pthread_mutex_lock(&ex->lock);
     ex->holds++;
     if (ex->shut) gate->state = INF_GATE_ESCAPED;
@@ -100,6 +101,19 @@ static bool word_set(const inf_ticket *ticket, int32_t word) {
 }
 
 int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word) { return word_set(ticket, word); }
+
+int32_t inf_ticket_follows_update(inf_executor *ex, const inf_ticket *ticket) {
+    bool follows = false;
+    pthread_mutex_lock(&ex->lock);
+    const inf_submission *submission = ticket->submission;
+    for (int32_t j = 0; submission != NULL && j < submission->job_count; j++) {
+        const inf_run *first = submission->runs[j].chunk->fifo_head;
+        bool waits = submission->runs[j].state == INF_WAITING && first != &submission->runs[j];
+        follows |= waits && first->job.kind == INF_JOB_UPDATE && first->state < INF_COMPUTING;
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return follows;
+}
 
 /* Moves a waiting job to the queue of demands; of a partly issued one the remaining blocks.
  * [locked] */

@@ -386,10 +386,15 @@ def section_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt
     """Compute the size of every section of rows, padded to a multiple of 4096 bytes: int64 [rows,
     SECTION_MAX], 0 for sections that a format lacks.
     """
-    return _in_blocks(_section_bytes, rows, flats)
+    return -(-content_bytes(rows, flats) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _section_bytes(
+def content_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
+    """Compute the size of every section of rows, as `section_bytes` without padding."""
+    return _in_blocks(_content_bytes, rows, flats)
+
+
+def _content_bytes(
     rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]
 ) -> npt.NDArray[np.int64]:
     # Only the flats of these rows: a restore passes one row at a time.
@@ -399,9 +404,8 @@ def _section_bytes(
     for index, number in enumerate(numbers.tolist()):
         for s, section in enumerate(flats[number].sections):
             items[index, s], groups[index, s] = section.itemsize, section.group_numel
-    sizes = -(-rows["numel"][:, None] // groups[of_row]) * items[of_row]
-    padded: npt.NDArray[np.int64] = -(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return padded
+    sizes: npt.NDArray[np.int64] = -(-rows["numel"][:, None] // groups[of_row]) * items[of_row]
+    return sizes
 
 
 def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:

@@ -583,7 +583,9 @@ class DataReader:
         missing = self._missing.get(int(self._file_of[row]))
         if missing is not None:
             raise AioError("a file of a checkpoint is missing", path=str(missing), op="open")
-        return self._chunks.submit(row, JobKind.FETCH, addresses)
+        wanted = np.zeros((1, SECTION_MAX), dtype=np.uint64)
+        wanted[0, list(addresses)] = list(addresses.values())
+        return self._chunks.submit(np.array([row]), JobKind.FETCH, wanted)
 
     def close(self) -> None:
         # Reads write to the caller's memory: after this no read may be pending.
@@ -687,22 +689,26 @@ class RowChunks:
             records["section_ptr"][elsewhere, s] = self._absent.ctypes.data
         return records
 
-    def submit(self, row: int, kind: JobKind, addresses: Mapping[int, int]) -> Ticket:
-        how = int(self._rows[row]["padded"])
-        padded = how == PADDED
-        ids = self._block(row // BLOCK_ROWS)[row % BLOCK_ROWS]
-        # Padded: every section is a separate chunk, so a job for each.
-        jobs = np.zeros(len(addresses) if padded else 1, dtype=JOB)
+    def submit(
+        self, rows: npt.NDArray[np.int64], kind: JobKind, addresses: npt.NDArray[np.uint64]
+    ) -> Ticket:
+        """Submit jobs on rows of one block, all padded or none. addresses: [rows, SECTION_MAX], 0
+        for sections that are left out. Does not block.
+        """
+        how = int(self._rows["padded"][rows[0]])
+        ids = self._block(int(rows[0]) // BLOCK_ROWS)[rows % BLOCK_ROWS]
+        wanted = addresses != 0
+        assert (ids[wanted] >= 0).all(), f"a row of {rows} lacks a section"
+        if how == PADDED:
+            # Every section is a separate chunk, so a job for each.
+            jobs = np.zeros(np.count_nonzero(wanted), dtype=JOB)
+            jobs["chunk"], jobs["mask"], jobs["ptr"][:, 0] = ids[wanted], 1, addresses[wanted]
+        else:
+            jobs = np.zeros(len(rows), dtype=JOB)
+            jobs["chunk"], jobs["ptr"][:] = ids.max(axis=1), addresses
+            jobs["mask"] = wanted @ (1 << np.arange(SECTION_MAX))
+            jobs["mask"] |= MASK_FOLDED if how == FOLDED else 0
         jobs["kind"], jobs["base"] = kind, -1
-        jobs["mask"] = MASK_FOLDED if how == FOLDED else 0
-        for index, (section, address) in enumerate(addresses.items()):
-            chunk = int(ids[section])
-            assert chunk >= 0, f"row {row} has no section {section}"
-            job = jobs[index if padded else 0]
-            job["chunk"] = chunk
-            position = 0 if padded else section
-            job["mask"] |= np.uint32(1 << position)
-            job["ptr"][position] = address
         return self._executor.submit(jobs, priority=Priority.DEMAND)
 
 

@@ -396,7 +396,7 @@ class _RankShards:
                     look_ahead=lambda coming: reader.start(refs_of([t.parts for t in coming])),
                     transform=lambda turn, buffer: self._compose(reader, buffer, turn),
                     write=lambda turn, buffer: writer.store(
-                        turn.row, self._addresses(turn.row, buffer)
+                        np.array([turn.row]), self._addresses(turn.row, buffer)
                     ),
                     finish=finish,
                     # `wait_filled` is enough: the executor then has a copy of the buffer.
@@ -407,9 +407,9 @@ class _RankShards:
         finally:
             reader.close()
 
-    def _addresses(self, row: int, buffer: Bytes) -> dict[int, int]:
-        count = len(self._of.flats[self._rows[row]["flat"]].sections)
-        return {s: buffer.ctypes.data + int(self._at[row, s]) for s in range(count)}
+    def _addresses(self, row: int, buffer: Bytes) -> npt.NDArray[np.uint64]:
+        at = np.where(self._sizes[row] > 0, buffer.ctypes.data + self._at[row], 0)
+        return at[None].astype(np.uint64)
 
     def _turns(self) -> Iterator[_NewRow]:
         row = 0

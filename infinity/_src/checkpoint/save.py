@@ -1,15 +1,15 @@
 """Saving a model's states while training continues: small state is captured at once, chunks are
 copied by a thread.
 
-    inf.save    waits for updates; captures scalars, groups, buffers, extra; starts a thread
-    training    continues; a write to states waits until the save has read them
+    inf.save    captures scalars, groups, buffers, extra; starts a thread
+    training    continues; a job that writes states runs after the save's read of them
     thread      data file, small files  ->  all ranks done: manifests  ->  all done: remove older
 
 The ranks agree in a separate process group, so that collectives of a save and of training do not
-mix. The thread copies a few chunks at a time, two for each drive that is read and two more:
+mix. The thread copies a few groups of chunks at a time:
 
     executor of the run                        this thread          executor of the data file
-    FETCH all sections of a chunk -> buffer -> pads with zeros  ->  STORE, checksum, write
+    FETCH all sections of chunks  -> buffer -> opens the gate   ->  STORE, checksum, write
 
 Manifests commit it.
 """
@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,11 +32,19 @@ import torch
 
 from infinity._src.base.alarm import Alarm
 from infinity._src.base.progress import ProgressLine
+from infinity._src.cabi.records import SECTION_MAX
 from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.directory import DirectoryLock, make_directory, next_generation
 from infinity._src.checkpoint.durable.files import check_no_run
 from infinity._src.checkpoint.formats.safe_pickle import extra_bytes
-from infinity._src.checkpoint.manifest import FlatEntry, Layout, OptimizerEntry, section_bytes
+from infinity._src.checkpoint.manifest import (
+    FlatEntry,
+    Layout,
+    OptimizerEntry,
+    content_bytes,
+    section_bytes,
+)
+from infinity._src.checkpoint.reader import BLOCK_ROWS
 from infinity._src.checkpoint.writer import (
     DataWriter,
     StoredStates,
@@ -61,10 +69,18 @@ from infinity._src.params.chunk_pipeline import (
 )
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity.aio import JOB, Executor, JobKind, Priority, Ticket
-from infinity.errors import AioError, SwapFullError
+from infinity.aio import JOB, Executor, Gate, JobKind, Priority, Ticket
+from infinity.aio._handles import JobTicket
+from infinity.errors import AioClosedError, AioError, SwapFullError
 
 log = logging.getLogger("infinity")
+
+GROUP_BYTES = 4 << 20
+"""Small chunks are copied in groups of about so many bytes."""
+GROUPS_AHEAD = 4
+"""Groups that are read at once for each drive."""
+PATIENCE_S = 1.0
+"""Time that `Save.wait` leaves to a forward that takes over what pending updates compute."""
 
 
 def rows_of(shards: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
@@ -74,13 +90,32 @@ def rows_of(shards: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
     return new_rows([(np.asarray(shard.starts), shard.records["numel"]) for shard in shards], key)
 
 
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """Rows that are copied together. at: offsets of their sections in a buffer, -1 for sections
+    that a format lacks: [rows, SECTION_MAX]. pads: ranges of the buffer that are padding.
+    """
+
+    rows: npt.NDArray[np.int64]
+    at: npt.NDArray[np.int64]
+    pads: list[list[int]]
+    size_bytes: int
+    gate: Gate
+    ticket: JobTicket
+
+
 class Snapshot:
-    """Copies all flats of a rank as they are at construction, when no update may be pending.
-    `copy_to` runs in one thread, `before_write` in others.
+    """Copies all flats of a rank as the updates that are pending at construction leave them.
+
+    The constructor submits all reads, so that no later job of a chunk that writes states overtakes
+    the chunk's read. A group of rows is read when `copy_to` opens its gate with a buffer; other
+    reads of its chunks pass the gate. If an update has just ended in a staging buffer, the executor
+    copies the states from there.
 
     shards, flats: the flats as records, and as entries of the manifest. order: order of reading,
-    except that flats for which a writer waits are read first. drives: number of drives that are
-    read. progress: called with the bytes of each chunk that was read.
+    except that flats which a writer waits for are read first. drives: number of drives that are
+    read. progress: called with the bytes of each group that was read. `copy_to` runs in one thread,
+    `before_write` and `wait_read` in others.
     """
 
     def __init__(
@@ -95,116 +130,157 @@ class Snapshot:
         progress: Callable[[int], object],
     ) -> None:
         self._executor = executor
-        self._ahead = READ_AHEAD * max(drives, 1)
+        self._ahead = GROUPS_AHEAD * max(drives, 1)
         self._progress = progress
-        self._ids = (
-            np.concatenate([shard.ids for shard in shards]) if shards else np.zeros(0, np.int32)
-        )
-        self._rows = rows
-        self._flats = [shard.flat for shard in shards]
-        self._entries = flats
-        # Padded to 4096, as in the data file; `_exact` has the sizes that the run's executor reads.
-        self._sizes = section_bytes(rows, flats)
-        # Guards the queue: training waits in `before_write` while the save's thread copies.
+        # Guards the groups: other threads call `before_write` while the save's thread copies.
         self._changed = threading.Condition()
-        # Rows to be read, flat by flat in the order given. Those of a flat lie together.
-        ends = np.searchsorted(rows["flat"], np.arange(len(shards)), side="right").tolist()
-        of_flat = {
-            flat: range(start, end)
-            for flat, start, end in zip(self._flats, [0, *ends], ends, strict=False)
-        }
-        assert of_flat.keys() == set(order), "every flat is copied"
-        self._queue: OrderedDict[Flat, range] = OrderedDict((each, of_flat[each]) for each in order)
-        # Rows leave the queue when their read begins, and `_unread` when it has ended.
-        self._unread = {flat: len(rows_left) for flat, rows_left in self._queue.items()}
-        self._ended = False
+        # Groups to be read, in order: first those that a writer waits for.
+        self._urgent: dict[_Group, None] = {}
+        self._queue: dict[_Group, None] = {}
+        self._flats = [shard.flat for shard in shards]
+        assert set(self._flats) == set(order), "every flat is copied"
+        # Groups of each flat whose read has not ended.
+        self._unread: dict[Flat, dict[_Group, None]] = {flat: {} for flat in self._flats}
+        self._of_row = rows["flat"]
+        ids = np.concatenate([shard.ids for shard in shards]) if shards else np.zeros(0, np.int32)
+        place = {flat: index for index, flat in enumerate(order)}
+        places = np.array([place[flat] for flat in self._flats], dtype=np.int64)
+        try:
+            self._submit(rows, ids, flats, np.argsort(places[self._of_row], kind="stable"))
+        except BaseException:
+            self.end()
+            raise
+
+    def _submit(
+        self,
+        rows: npt.NDArray[np.void],
+        ids: npt.NDArray[np.int32],
+        flats: Sequence[FlatEntry],
+        order: npt.NDArray[np.int64],
+    ) -> None:
+        """Submit the reads of all rows in this order, in groups of about GROUP_BYTES."""
+        # Padded to 4096, as in the data file; the run's executor reads only the contents.
+        exact, sizes = content_bytes(rows[order], flats), section_bytes(rows[order], flats)
+        total = sizes.sum(axis=1)
+        before = np.cumsum(total) - total
+        at = before[:, None] + np.cumsum(sizes, axis=1) - sizes
+        # One call writes a group, and takes rows of one block.
+        new = (np.diff(before // GROUP_BYTES) != 0) | (np.diff(order // BLOCK_ROWS) != 0)
+        jobs = np.zeros(len(order), dtype=JOB)
+        jobs["chunk"], jobs["kind"] = ids[order], JobKind.FETCH
+        jobs["mask"] = (sizes > 0) @ (1 << np.arange(SECTION_MAX))
+        cuts = [0, *(np.flatnonzero(new) + 1).tolist(), len(order)] if len(order) else []
+        for part in itertools.starmap(slice, itertools.pairwise(cuts)):
+            start = at[part] - before[part][0]
+            jobs["ptr"][part] = start
+            ends = np.stack([start + exact[part], start + sizes[part]], axis=-1)
+            gate = self._executor.gate(escapes=False)
+            # The least urgent priority: transfers of training go first.
+            ticket = self._executor.submit(jobs[part], priority=Priority.WRITEBACK, gate=gate)
+            group = _Group(
+                order[part],
+                np.where(sizes[part] > 0, start, -1),
+                ends[exact[part] < sizes[part]].tolist(),
+                int(total[part].sum()),
+                gate,
+                ticket,
+            )
+            self._queue[group] = None
+            for flat in self._flats_of(group):
+                self._unread[flat][group] = None
+        # Passed through once: pending updates end in this order.
+        self._coming = iter(tuple(self._queue))
+        self._size = max((group.size_bytes for group in self._queue), default=4096)
+
+    def _flats_of(self, group: _Group) -> list[Flat]:
+        return [self._flats[index] for index in np.unique(self._of_row[group.rows]).tolist()]
 
     def before_write(self, flats: Sequence[Flat]) -> None:
-        """Block until these flats were read, or the copying has ended or failed."""
+        """Read these flats next: a job that writes their states waits for that."""
         with self._changed:
-            # The common case: the flats were read long ago.
-            if self._ended or not any(self._unread.get(flat) for flat in flats):
-                return
-            # Read these flats next.
-            for flat in reversed(flats):
-                if flat in self._queue:
-                    self._queue.move_to_end(flat, last=False)
-            while not self._ended and any(self._unread.get(flat) for flat in flats):
+            for flat in flats:
+                for group in self._unread.get(flat, ()):
+                    if group in self._queue:
+                        del self._queue[group]
+                        self._urgent[group] = None
+
+    def wait_read(self, flats: Sequence[Flat]) -> None:
+        """Block until these flats were read, or the copying has ended or failed."""
+        # A read waits for the update before it, which may wait for a gather.
+        self._executor.release_gates()
+        self.before_write(flats)
+        with self._changed:
+            while any(self._unread.get(flat) for flat in flats):
                 self._changed.wait(0.5)
 
     def end(self) -> None:
-        """End the copying, and let waiting writers continue. No chunk may be read afterwards."""
+        """End the copying, and let waiting jobs continue. No group may be read afterwards."""
         with self._changed:
-            # Also after a fault: training must not wait for a copy that is never made.
-            self._ended = True
+            # Also after a fault: training must not wait for a copy that is never made. Reads whose
+            # gates are released end without a copy.
+            for group in (*self._urgent, *self._queue):
+                group.gate.release()
+            for groups in (self._urgent, self._queue, self._unread):
+                groups.clear()
             self._changed.notify_all()
 
     def copy_to(self, writer: DataWriter) -> None:
         """Copy all flats. Blocks. Raises the fault of a read or a write; then the file is useless.
         """
         try:
-            size = int(self._sizes.sum(axis=1).max(initial=4096))
             # One buffer for each read in flight, and those that `BUFFERS` has for writes.
-            with slab_buffers(size, self._ahead + BUFFERS - READ_AHEAD) as buffers:
+            with slab_buffers(self._size, self._ahead + BUFFERS - READ_AHEAD) as buffers:
                 # `reusable` waits until filled, not done: then the data file's executor has a copy.
                 pipeline = ChunkPipeline(
                     buffers,
                     ahead=self._ahead,
-                    read=self._fetch,
-                    transform=lambda row, _buffer: self._was_read(row),
-                    write=lambda row, buffer: writer.store(row, self._addresses(row, buffer)),
+                    read=self._open,
+                    transform=lambda group, _buffer: self._was_read(group),
+                    write=lambda group, buffer: writer.store(
+                        group.rows,
+                        np.where(group.at >= 0, group.at + buffer.ctypes.data, 0).astype(np.uint64),
+                    ),
                     # A full or failing drive ends the save now, not after the last chunk.
-                    finish=lambda _row, _buffer: writer.check(),
+                    finish=lambda _group, _buffer: writer.check(),
                     reusable=lambda ticket: ticket.wait_filled(),
+                    # A pending update still passes its parameters on to the next forward.
+                    wait_read=lambda group, _ticket: group.ticket.wait_turn(),
                 )
-                pipeline.run(self._upcoming())
+                pipeline.run(iter(self._take, None))
         finally:
-            # Also after an error: writers that wait in `before_write` continue.
+            # Also after an error: jobs behind reads that were not made continue.
             self.end()
 
-    def _upcoming(self) -> Iterator[int]:
-        while (row := self._take()) is not None:
-            yield row
-
-    def _take(self) -> int | None:
+    def _take(self) -> _Group | None:
         with self._changed:
-            while self._queue:
-                flat, rows = next(iter(self._queue.items()))
-                if rows:
-                    self._queue[flat] = rows[1:]
-                    return rows[0]
-                del self._queue[flat]
-        return None
+            groups = self._urgent or self._queue
+            group = next(iter(groups), None)
+            if not self._urgent:
+                # States that an update leaves in a staging buffer, before those that are read.
+                upcoming = (
+                    each
+                    for each in self._coming
+                    if each in self._queue and each.ticket.follows_update
+                )
+                group = next(upcoming, group)
+            if group is not None:
+                del groups[group]
+            return group
 
-    def _was_read(self, row: int) -> None:
-        with self._changed:
-            # Counted when the read has ended: only now may training overwrite the chunk.
-            self._unread[self._flats[self._rows[row]["flat"]]] -= 1
-            self._changed.notify_all()
-        self._progress(int(self._sizes[row].sum()))
-
-    def _exact(self, row: int) -> list[int]:
-        numel = int(self._rows[row]["numel"])
-        sections = self._entries[self._rows[row]["flat"]].sections
-        return [section.size_bytes(numel) for section in sections]
-
-    def _addresses(self, row: int, buffer: Bytes) -> dict[int, int]:
-        at = np.cumsum(self._sizes[row]) - self._sizes[row] + buffer.ctypes.data
-        return {s: int(at[s]) for s in range(len(self._exact(row)))}
-
-    def _fetch(self, row: int, buffer: Bytes) -> Ticket:
-        start = 0
+    def _open(self, group: _Group, buffer: Bytes) -> Ticket:
         # The data file's checksums cover the padding of sections, which must be zero.
-        for exact, padded in zip(self._exact(row), self._sizes[row], strict=False):
-            buffer[start + exact : start + padded] = 0
-            start += int(padded)
-        addresses = self._addresses(row, buffer)
-        job = np.zeros(1, dtype=JOB)
-        job["chunk"], job["kind"], job["base"] = self._ids[row], JobKind.FETCH, -1
-        job["mask"] = (1 << len(addresses)) - 1
-        job["ptr"][0, : len(addresses)] = list(addresses.values())
-        # The least urgent priority: transfers of training go first.
-        return self._executor.submit(job, priority=Priority.WRITEBACK)
+        for start, end in group.pads:
+            buffer[start:end] = 0
+        if not group.gate.open([buffer.ctypes.data]):
+            raise AioClosedError("the engine was closed during the save", op="read")
+        return group.ticket
+
+    def _was_read(self, group: _Group) -> None:
+        with self._changed:
+            for flat in self._flats_of(group):
+                del self._unread[flat][group]
+            self._changed.notify_all()
+        self._progress(group.size_bytes)
 
 
 class Linkable(Protocol):
@@ -232,16 +308,25 @@ class _Captured:
 
 class Save:
     """A save into `directory`, running or ended. step: optimizer steps completed when it began.
-    generation: the checkpoint's number in the directory.
+    generation: the checkpoint's number in the directory. hurry: lets pending updates end without a
+    forward.
 
     size_bytes: bytes of this rank's states. copied_bytes: bytes of them that are copied; 0 if the
     files of a durable run are hard-linked instead.
     """
 
     def __init__(
-        self, directory: Path, *, step: int, generation: int, size_bytes: int, copied_bytes: int
+        self,
+        directory: Path,
+        *,
+        step: int,
+        generation: int,
+        size_bytes: int,
+        copied_bytes: int,
+        hurry: Callable[[], None],
     ) -> None:
         self.directory = directory
+        self._hurry = hurry
         self.step = step
         self.generation = generation
         self.size_bytes = size_bytes
@@ -266,6 +351,9 @@ class Save:
         ChecksumError of stored states, AioError if another rank failed); then the directory is as
         before the save. TimeoutError after `timeout` seconds.
         """
+        # Pending updates wait for a forward, which this thread may be to run.
+        if not self._ended.wait(PATIENCE_S if timeout is None else min(timeout, PATIENCE_S)):
+            self._hurry()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save into {self.directory} is not done after {timeout} s")
         if self._error is not None:
@@ -359,8 +447,7 @@ class Saver:
         frozen: bool = True,
     ) -> Save:
         """Capture small state and start copying to `target`, an absolute path, since the current
-        directory may change while the thread runs. No update may be pending. Blocks for the save
-        before. Collective.
+        directory may change while the thread runs. Blocks for the save before. Collective.
 
         run: the durable run whose files may be linked instead. frozen: also save flats without
         trainable parameters.
@@ -438,16 +525,6 @@ class Saver:
         flats = captured.layout.flats
         size = int(section_bytes(captured.rows, flats).sum())
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
-        shards = [self.states.store[flat] for flat in captured.flats]
-        snapshot = Snapshot(
-            self.executor,
-            shards,
-            flats,
-            captured.rows,
-            order=self._order(captured.flats),
-            drives=len(self.policy.directories),
-            progress=line.advance,
-        )
         # An error is passed to the thread, where the ranks agree: no rank may return before that.
         # A save without frozen parameters is a copy: the run's files contain them.
         linked, refused = _try_link(
@@ -460,10 +537,22 @@ class Saver:
             generation=int(agreed[0]),
             size_bytes=size,
             copied_bytes=size if copies else 0,
+            hurry=self.executor.release_gates,
         )
         self._last = save
+        snapshot: Snapshot | None = None
         if copies:
-            # From here on a write to states waits until the snapshot has read them.
+            snapshot = Snapshot(
+                self.executor,
+                [self.states.store[flat] for flat in captured.flats],
+                flats,
+                captured.rows,
+                order=self._order(captured.flats),
+                drives=len(self.policy.directories),
+                progress=line.advance,
+            )
+            undo.callback(snapshot.end)
+            # From here on the snapshot reads first what jobs that write states wait for.
             self.states.store.guard(snapshot)
         job = _SaveJob(
             save,
@@ -535,9 +624,8 @@ class Saver:
         except BaseException as met:  # noqa: BLE001 - raised by `Save.wait`, or by a later call
             error = met
         finally:
-            job.snapshot.end()
             line.end()
-            # In this order: directory and states are released before `Save.done` is true.
+            # In this order: states and directory are released before `Save.done` is true.
             undo.close()
             self.states.store.guard(None)
             if error is None:
@@ -591,7 +679,7 @@ class _SaveJob:
 
     handle: Save
     captured: _Captured
-    snapshot: Snapshot
+    snapshot: Snapshot | None
     linked: StoredStates | None
     refused: Exception | None
     comm: Comm
@@ -658,7 +746,7 @@ class _SaveJob:
             write_part(
                 self.handle.directory,
                 part,
-                self.snapshot.copy_to,
+                self.snapshot.copy_to if self.snapshot is not None else None,
                 buffers=captured.buffers,
                 extra=captured.extra,
                 backend=self.backend,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,11 @@ class DataWriter:
             self._chunks = RowChunks(self._executor, rows, flats, self.sums)
             self._undo = undo.pop_all()
 
-    def store(self, row: int, addresses: Mapping[int, int]) -> Ticket:
-        """Start writing sections of a row from these addresses, each padded with zeros to a
-        multiple of 4096. Does not block.
+    def store(self, rows: npt.NDArray[np.int64], addresses: npt.NDArray[np.uint64]) -> Ticket:
+        """Start writing rows of one block (`RowChunks`) from these addresses, [rows, SECTION_MAX],
+        each section padded with zeros to a multiple of 4096. Does not block.
         """
-        return self._chunks.submit(row, JobKind.STORE, addresses)
+        return self._chunks.submit(rows, JobKind.STORE, addresses)
 
     def check(self) -> None:
         """Raise the error of a failed write."""
@@ -159,7 +159,7 @@ def new_part(
 def write_part(
     directory: Path,
     part: Manifest,
-    fill: Callable[[DataWriter], None],
+    fill: Callable[[DataWriter], None] | None,
     *,
     buffers: bytes | None,
     extra: bytes | None,
@@ -174,7 +174,9 @@ def write_part(
     """
     names = {kind: file_name(kind, part.generation, part.rank) for kind in _KINDS}
     # Data first, manifest last: a crash in between leaves files that no manifest names.
-    stored = stored or _written(directory / names["data"], part, fill, backend)
+    if stored is None:
+        assert fill is not None, "states are stored already, or filled in"
+        stored = _written(directory / names["data"], part, fill, backend)
     attached: dict[str, Any] = {
         kind: write_attachment(directory, names[kind], data) if data is not None else None
         for kind, data in (("buffers", buffers), ("extra", extra))

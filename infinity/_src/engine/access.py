@@ -121,6 +121,10 @@ class EngineAccess:
 
     def before_write(self) -> None:
         """Check the engine before values are written. Blocks until no update is pending."""
+        self.before_copy()
+        self._background.pipeline.wait()
+
+    def before_copy(self) -> None:
+        """Check the engine before a copy of values begins, which waits for each pending update."""
         self.check_open()
         self.before_pass()
-        self._background.pipeline.wait()

@@ -487,6 +487,16 @@ class Handle:
         self.parts.access.before_write()
         self.pipeline.commit()
 
+    def flush_versions(self) -> None:
+        """Flush if states have two or more generations; otherwise raise the faults of background
+        work without waiting. Collective as `flush`.
+        """
+        # A fault may still undo the last step, whose states must then not be copied.
+        if self.pipeline.transaction is not None:
+            self.flush()
+        else:
+            self.parts.access.before_copy()
+
     def close(self) -> None:
         """Flush and free everything. Afterwards reading a parameter raises. Blocks. Idempotent.
 

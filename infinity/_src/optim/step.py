@@ -606,8 +606,7 @@ class StepPipeline:
         gate: Gate | None = None,
         targets: Sequence[int] = (),
     ) -> Ticket:
-        """Submit the update of one unit. Blocks only while a save has not yet read the unit's
-        states.
+        """Submit the update of one unit. Does not block.
 
         gate: delays the update until forward gathers the unit, and supplies the addresses of the
         unit's flats.
@@ -616,7 +615,6 @@ class StepPipeline:
 
         Raises: the sticky fault of an earlier update; then nothing is submitted.
         """
-        # Blocks until a running save has read these chunks.
         self._store.will_write(unit.flats)
         plan = jobs_of_unit(unit, self._jobs, work, gradients)
         jobs = plan.jobs

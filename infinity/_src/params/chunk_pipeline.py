@@ -49,10 +49,11 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         write(item, buffer)       starts writing; without `write` the buffer is free at once
         finish(item, buffer)      progress, checks; the write is waited for if this raises
 
-    Instead of `read`, `look_ahead` may get the next `ahead` items, the coming one first, and start
-    separate reads; then a buffer is taken only when its item is transformed. `reusable` waits
-    until a buffer's write has taken its bytes. `read_failed` gets an item whose read failed; the
-    item is neither transformed nor written. Without it `run` raises.
+    Instead of `read`, `look_ahead` may get the next `ahead` items, the coming one first, and
+    start separate reads; then a buffer is taken only when its item is transformed. `reusable`
+    waits until a buffer's write has taken its bytes, `wait_read` until its read is done.
+    `read_failed` gets an item whose read failed; the item is neither transformed nor written.
+    Without it `run` raises.
 
     Items are taken from their iterator as late as reads allow, so the iterator can decide late
     which one comes next.
@@ -69,6 +70,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         write: Callable[[ItemT, BufferT], Ticket] | None = None,
         finish: Callable[[ItemT, BufferT], object] = lambda _item, _buffer: None,
         reusable: Callable[[Ticket], None] = lambda ticket: ticket.wait(),
+        wait_read: Callable[[ItemT, Ticket], None] = lambda _item, ticket: ticket.wait(),
         read_failed: Callable[[ItemT, AioError], object] | None = None,
     ) -> None:
         # With nothing ahead `run` would end before its first item.
@@ -80,6 +82,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         self._write = write
         self._finish = finish
         self._reusable = reusable
+        self._wait_read = wait_read
         self._read_failed = read_failed
         self._free = deque(buffers)
         assert self._free, "a pipeline has a buffer"
@@ -140,7 +143,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         item, buffer, ticket = self._reading[0]
         well = True
         try:
-            ticket.wait()
+            self._wait_read(item, ticket)
         except AioError as error:
             # A verification reports all damage and continues; other uses stop at the first fault.
             if self._read_failed is None:

@@ -275,7 +275,10 @@ class StateReader(Protocol):
     """A running save, which copies states while training continues."""
 
     def before_write(self, flats: Sequence[Flat]) -> None:
-        """Block until states of these flats have been read, and may be written."""
+        """Note that jobs which write states of these flats come next. They run after the reads."""
+
+    def wait_read(self, flats: Sequence[Flat]) -> None:
+        """Block until states of these flats have been read."""
 
 
 class StateStore:
@@ -373,6 +376,7 @@ class StateStore:
             or self._masks_of(flat) != list(masks[index])
         ]
         self.will_write([flats[index] for index in changed])
+        self.wait_for_reader([flats[index] for index in changed])
         self.settle_moves()
         # Slots of failed writes hold the only copy, and are freed with the old chunks: write them
         # now, or raise the drive's error before any change.
@@ -410,20 +414,23 @@ class StateStore:
             self._drop(old[now.flat], stays=now)
 
     def will_write(self, flats: Sequence[Flat]) -> None:
-        """Announce writes to states of these flats. Blocks until a save has read them."""
+        """Announce jobs that write states of these flats. They run after a save has read them."""
         self._before_write()
         # A durable run compares it to detect changes to commit.
         self.writes += 1
-        self.wait_for_reader(flats)
+        # Read once: another thread may call `guard` meanwhile.
+        reader = self._reader
+        if reader is not None:
+            reader.before_write(flats)
 
     def wait_for_reader(self, flats: Sequence[Flat]) -> None:
         """Block until a running save has read the states of these flats, whose live places will
         change.
         """
-        # Read once: another thread may call `guard` meanwhile.
+        # Read once: as in `will_write`.
         reader = self._reader
         if reader is not None:
-            reader.before_write(flats)
+            reader.wait_read(flats)
 
     def guard(self, reader: StateReader | None) -> None:
         """Call `reader` before each later write of states; None: no reader. Any thread may call it.
@@ -626,7 +633,7 @@ class StateStore:
 
     def exchange(self, at: ChunkAt) -> None:
         """Exchange a chunk's committed states with those before its last update, in its second
-        place; or back. Blocks until a save has read them. Raises: ValueError if the second place
+        place; or back. Blocks until no job is pending. Raises: ValueError if the second place
         has none.
         """
         self.will_write((at.flat,))

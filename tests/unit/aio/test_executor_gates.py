@@ -10,7 +10,16 @@ import pytest
 
 from infinity import aio
 from infinity._src.cabi import records
-from tests.unit.aio.rig import NUMEL, adamw, hyper_record, random_chunk, same, until
+from tests.unit.aio.rig import (
+    DTYPES,
+    NUMEL,
+    RUN_BYTES,
+    adamw,
+    hyper_record,
+    random_chunk,
+    same,
+    until,
+)
 
 LONG_S = 30.0
 
@@ -241,3 +250,70 @@ def test_faults_behind_gates_reach_their_tickets(make_rig, rng):
     rig.executor.release_gates()
     with pytest.raises(OSError, match="drive failed"):
         ticket.wait(20)
+
+
+def late(rig, index: int) -> tuple[aio.Gate, aio.Ticket, np.ndarray]:
+    """A FETCH of a whole chunk at a gate that stays; the memory to open it with."""
+    gate, memory = rig.executor.gate(escapes=False), np.zeros(RUN_BYTES, dtype=np.uint8)
+    job = np.zeros(1, dtype=records.JOB)
+    job["chunk"], job["kind"], job["mask"] = rig.ids[index], records.JobKind.FETCH, 15
+    job["ptr"][0, :4] = [0, 2 * NUMEL, 4 * NUMEL, 8 * NUMEL]
+    ticket = rig.executor.submit(job, priority=aio.Priority.WRITEBACK, gate=gate)
+    return gate, ticket, memory
+
+
+def held_in(memory: np.ndarray) -> list[np.ndarray]:
+    parts = np.split(memory, [2 * NUMEL, 4 * NUMEL, 8 * NUMEL])
+    return [part.view(dtype) for part, dtype in zip(parts, DTYPES, strict=True)]
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+def test_a_fetch_after_an_update_copies_from_its_slot(make_rig, rng, versioned):
+    rig, values = prepared(make_rig, rng, versioned=versioned)
+    grad = rng.standard_normal(NUMEL).astype(np.float32)
+    update = rig.executor.gate()
+    before = rig.executor.stats().drives[0].bytes_read
+    rig.update({0: grad}, gate=update)
+    gate, ticket, memory = late(rig, 0)
+    assert gate.open([memory.ctypes.data])
+    assert not ticket.done
+    update.open([0])
+    ticket.wait_turn()
+    adamw(records.Format.SPLIT, values[0], grad, hyper_record()[0])
+    assert same(held_in(memory), values[0])
+    assert rig.executor.stats().drives[0].bytes_read - before == RUN_BYTES  # the update's
+
+
+def test_a_gate_that_stays_holds_later_updates_but_no_fetches(make_rig, rng):
+    rig, values = prepared(make_rig, rng, hold_s=0.001)
+    gate, ticket, memory = late(rig, 0)
+    rig.executor.release_gates()
+    assert same(rig.read(0), values[0])  # it passes
+    grad = rng.standard_normal(NUMEL).astype(np.float32)
+    update = rig.update({0: grad})
+    with pytest.raises(TimeoutError):
+        update.wait(0.02)
+    assert not gate.escaped
+    assert gate.open([memory.ctypes.data])
+    update.wait()
+    assert ticket.done
+    assert same(held_in(memory), values[0])
+    adamw(records.Format.SPLIT, values[0], grad, hyper_record()[0])
+    assert same(rig.read(0), values[0])
+
+
+def test_a_gate_that_stays_escapes_when_it_is_released_or_the_executor_closes(make_rig, rng):
+    rig, values = prepared(make_rig, rng)
+    gate, ticket, memory = late(rig, 0)
+    other, other_ticket, _ = late(rig, 1)
+    gate.release()
+    ticket.wait()
+    assert gate.escaped
+    assert not gate.open([memory.ctypes.data])
+    with pytest.raises(ValueError, match="released"):
+        rig.update({0: np.zeros(NUMEL, dtype=np.float32)}, gate=gate)
+    assert not memory.any()
+    assert same(rig.read(0), values[0])
+    rig.executor.close()
+    assert other.escaped
+    assert other_ticket.done

@@ -114,6 +114,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.gates: list = []
         self.step = 0
         self.cancelled = 0
+        self.late: list = []  # fetches that no wait lets go, each with its gate
 
     @property
     def everything(self) -> int:
@@ -207,24 +208,43 @@ class ExecutorMachine(RuleBasedStateMachine):
         if gate.open([target.ctypes.data]):
             self.pending.append((ticket, [target], [wanted]))
         else:
+            self.open_late()
             self.ended(ticket)
             assert not target.any()
 
+    @rule(index=INDEX)
+    def fetch_late(self, index: int) -> None:
+        gate = self.rig.executor.gate(escapes=False)
+        ticket, targets = self.rig.fetch([index], mask=self.everything, gate=gate)
+        self.late.append((gate, (ticket, targets[0], self.model[index])))
+
+    @rule()
+    def open_late(self) -> None:
+        for gate, entry in self.late:
+            assert gate.open([])
+            self.pending.append(entry)
+        self.late.clear()
+
+    def wait_idle(self) -> None:
+        self.open_late()
+        self.rig.executor.wait_all(20)
+
     @rule()
     def wait_for_one(self) -> None:
+        self.open_late()
         if self.pending:
             self.check(*self.pending.pop(len(self.pending) // 2))
 
     @rule()
     def wait_all(self) -> None:
-        self.rig.executor.wait_all(20)
+        self.wait_idle()
         assert all(
             entry[0].done for entry in [*self.pending, *((ticket,) for _, ticket, *_ in self.gates)]
         )
 
     def all_ended(self) -> None:
         """Wait for all jobs, and check all results."""
-        self.rig.executor.wait_all(20)
+        self.wait_idle()
         for gate, ticket, _, _ in self.gates:
             self.ended(ticket)
             assert gate.escaped
@@ -261,7 +281,7 @@ class ExecutorMachine(RuleBasedStateMachine):
     @rule(index=INDEX, mask=st.integers(1, 15), settled=st.booleans())
     def recover_behind_a_gate(self, index: int, mask: int, settled: bool) -> None:
         if settled:
-            self.rig.executor.wait_all(20)
+            self.wait_idle()
         gate = self.rig.executor.gate()
         ticket, targets = self.rig.fetch([index], mask=self.everything, gate=gate)
         wanted = self.model[index]
@@ -270,12 +290,13 @@ class ExecutorMachine(RuleBasedStateMachine):
         if gate.open([]):
             self.pending.append((ticket, targets[0], wanted))
         else:
+            self.open_late()
             self.ended(ticket)
             assert not any(array.any() for array in targets[0])
 
     @rule(index=INDEX)
     def define_again(self, index: int) -> None:
-        self.rig.executor.wait_all(20)
+        self.wait_idle()
         chunk = self.rig.executor.look(self.rig.ids[index : index + 1])
         self.rig.executor.drop(self.rig.ids[index : index + 1])
         self.rig.ids[index] = self.rig.executor.define(chunk)[0]
@@ -307,6 +328,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         if self.rig is None:
             return
         try:
+            self.open_late()
             for gate, ticket, _, _ in self.gates:
                 self.ended(ticket)
                 assert gate.escaped
@@ -320,7 +342,7 @@ class ExecutorMachine(RuleBasedStateMachine):
                 ticket, targets = self.rig.fetch([index], mask=self.everything)
                 ticket.wait(20)
                 assert same(targets[0], self.model[index])
-            self.rig.executor.wait_all(20)
+            self.wait_idle()
             stats = self.rig.executor.stats()
             assert stats.jobs_done == stats.jobs_submitted
             assert stats.kept_chunks == 0

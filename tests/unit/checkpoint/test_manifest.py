@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.cabi.records import PIECE_NUMEL
+from infinity._src.cabi.records import PIECE_NUMEL, SECTION_MAX
 from infinity._src.checkpoint.directory import (
     generations,
     newest_generation,
@@ -309,6 +309,12 @@ def test_every_element_is_found_once_whatever_the_worlds(
         assert np.array_equal(found, 100_000 * (index + 1) + np.arange(numel))
 
 
+def store(writer: DataWriter, row: int, addresses: dict[int, int]) -> None:
+    at = np.zeros((1, SECTION_MAX), dtype=np.uint64)
+    at[0, list(addresses)] = list(addresses.values())
+    writer.store(np.array([row]), at).wait()
+
+
 def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_found(
     tmp_path: Path,
 ) -> None:
@@ -319,7 +325,7 @@ def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_f
     writer = DataWriter(tmp_path / "data", rows, [flat], backend="auto")
     held = [np.full(20480, 7 + row, dtype=np.uint8) for row in range(2)]
     for row, memory in enumerate(held):
-        writer.store(row, {s: memory.ctypes.data + 4096 * s for s in range(5)}).wait()
+        store(writer, row, {s: memory.ctypes.data + 4096 * s for s in range(5)})
     writer.finish()
     writer.close()
     path, settings_ = tmp_path / "data", {"algorithm": "crc32c"}
@@ -398,9 +404,9 @@ def test_a_rank_s_files_are_opened_once_whatever_the_chunks(
         writer = DataWriter(tmp_path / f"drive{drive}" / "data", rows, [flat], backend="auto")
         held = [np.full(4096, drive + drives * row, dtype=np.uint8) for row in range(each)]
         for row, memory in enumerate(held):
-            writer.store(row, {0: memory.ctypes.data}).wait()
+            store(writer, row, {0: memory.ctypes.data})
             zeros = np.zeros(8192, dtype=np.uint8)
-            writer.store(row, dict.fromkeys((1, 2, 3), zeros.ctypes.data)).wait()
+            store(writer, row, dict.fromkeys((1, 2, 3), zeros.ctypes.data))
         writer.finish()
         writer.close()
         rows["file"] = drive
