@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 from pathlib import Path
 from typing import Any, final
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.checkpoint import writer
 from infinity._src.checkpoint.directory import DirectoryLock, read_generation
 from infinity._src.engine.handle import offload
-from infinity.aio import Seam
+from infinity.aio import Executor, Fault, Seam
 from infinity.errors import AioError
 from tests import harness, models
 from tests.harness import Training, assert_same, one_thread
@@ -322,6 +325,45 @@ def test_a_save_does_not_wait_for_pending_updates(tmp_path: Path) -> None:
     inf.restore(model, optimizer, tmp_path / "ckpt")
     assert_same(dict(model.state_dict()), expected)
     handle.close()
+
+
+def test_training_goes_on_when_the_drive_of_a_running_save_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups are read already, and others wait for buffers, when the first write fails."""
+    fault = Fault("write", 1, "errno", errno=errno.EIO, persistent=True)
+    seam = Seam(write_bytes_per_s=1e8, fault=fault)
+    monkeypatch.setattr(writer, "open_executor", functools.partial(writer.open_executor, seam=seam))
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(12)])
+    offload(model, inf.Policy())
+    optimizer = inf.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    save = inf.save(model, optimizer, tmp_path / "ckpt")
+    with pytest.raises(OSError, match="failed"):
+        save.wait(30)
+    for _ in range(2):
+        step()
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_save_that_is_interrupted_in_its_call_leaves_no_save_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    with Run(PLAIN, policy(tmp_path)) as run:
+        run.train(0, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Executor, "submit", Mock(side_effect=error))
+            with pytest.raises(error):
+                run.save(tmp_path / "ckpt")
+        run.train(1, 2)
+        run.save(tmp_path / "ckpt")
 
 
 def test_saves_replace_each_other_and_a_closing_handle_waits(tmp_path: Path) -> None:

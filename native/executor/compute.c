@@ -158,8 +158,7 @@ static int64_t compute_bytes(const inf_run *run) {
 
 void inf_run_queue_compute(struct inf_executor *ex, inf_run *run) {
     run->state = INF_COMPUTING;
-    /* what it inherits was in memory all along */
-    run->verify = run->inherits ? INF_VERIFY_OFF : ex->config.verify;
+    run->verify = ex->config.verify;
     if (run->verify >= INF_VERIFY_SAMPLE && run->reread) {
         run->verify = INF_VERIFY_FULL;
     } else if (run->verify >= INF_VERIFY_SAMPLE && run->job.kind != INF_JOB_STORE) {

@@ -40,6 +40,7 @@ from infinity._src.checkpoint.formats.safe_pickle import extra_bytes
 from infinity._src.checkpoint.manifest import (
     FlatEntry,
     Layout,
+    Manifest,
     OptimizerEntry,
     content_bytes,
     section_bytes,
@@ -137,6 +138,7 @@ class Snapshot:
         # Groups to be read, in order: first those that a writer waits for.
         self._urgent: dict[_Group, None] = {}
         self._queue: dict[_Group, None] = {}
+        self._gates: list[Gate] = []  # of all groups
         self._flats = [shard.flat for shard in shards]
         assert set(self._flats) == set(order), "every flat is copied"
         # Groups of each flat whose read has not ended.
@@ -175,6 +177,8 @@ class Snapshot:
             jobs["ptr"][part] = start
             ends = np.stack([start + exact[part], start + sizes[part]], axis=-1)
             gate = self._executor.gate(escapes=False)
+            # First: an interrupt after the submission must not lose it.
+            self._gates.append(gate)
             # The least urgent priority: transfers of training go first.
             ticket = self._executor.submit(jobs[part], priority=Priority.WRITEBACK, gate=gate)
             group = _Group(
@@ -217,9 +221,11 @@ class Snapshot:
         """End the copying, and let waiting jobs continue. No group may be read afterwards."""
         with self._changed:
             # Also after a fault: training must not wait for a copy that is never made. Reads whose
-            # gates are released end without a copy.
-            for group in (*self._urgent, *self._queue):
-                group.gate.release()
+            # gates are released end without a copy. All gates: a group may have been taken from
+            # the queue, and its buffer not have become free.
+            for gate in self._gates:
+                gate.release()
+            self._gates.clear()
             for groups in (self._urgent, self._queue, self._unread):
                 groups.clear()
             self._changed.notify_all()
@@ -351,10 +357,12 @@ class Save:
         ChecksumError of stored states, AioError if another rank failed); then the directory is as
         before the save. TimeoutError after `timeout` seconds.
         """
-        # Pending updates wait for a forward, which this thread may be to run.
-        if not self._ended.wait(PATIENCE_S if timeout is None else min(timeout, PATIENCE_S)):
+        ended = self._ended.wait(PATIENCE_S if timeout is None else min(timeout, PATIENCE_S))
+        if not ended and (timeout is None or timeout > PATIENCE_S):
+            # Pending updates wait for a forward, which this thread may be to run.
             self._hurry()
-        if not self._ended.wait(timeout):
+            ended = self._ended.wait(None if timeout is None else timeout - PATIENCE_S)
+        if not ended:
             raise TimeoutError(f"the save into {self.directory} is not done after {timeout} s")
         if self._error is not None:
             self.reported, self.left = True, False
@@ -495,7 +503,7 @@ class Saver:
                 )
             try:
                 return self._start(captured, target, agreed, step, undo, run)
-            except Exception as error:
+            except BaseException as error:
                 # The other ranks have begun, and would wait for this rank's part.
                 self.comm.report_failure(error)
                 raise
@@ -539,7 +547,6 @@ class Saver:
             copied_bytes=size if copies else 0,
             hurry=self.executor.release_gates,
         )
-        self._last = save
         snapshot: Snapshot | None = None
         if copies:
             snapshot = Snapshot(
@@ -551,6 +558,7 @@ class Saver:
                 drives=len(self.policy.directories),
                 progress=line.advance,
             )
+            undo.callback(self.states.store.guard, None)
             undo.callback(snapshot.end)
             # From here on the snapshot reads first what jobs that write states wait for.
             self.states.store.guard(snapshot)
@@ -568,6 +576,8 @@ class Saver:
         kept = undo.pop_all()
         # Not a daemon: at exit the interpreter waits for the thread, so a save is not cut off.
         thread = threading.Thread(target=self._run, args=(job, line, kept), name="infinity-save")
+        # Not earlier: later calls wait until it has ended.
+        self._last = save
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:
@@ -627,7 +637,6 @@ class Saver:
             line.end()
             # In this order: states and directory are released before `Save.done` is true.
             undo.close()
-            self.states.store.guard(None)
             if error is None:
                 self.drives.saved(job.handle.step, job.handle.directory)
             job.handle.end(error)
@@ -739,6 +748,14 @@ class _SaveJob:
             world=self.comm.world,
             step=self.handle.step,
         )
+        with contextlib.ExitStack() as undo:
+            if self.snapshot is not None:
+                # Also if no copy began: training does not wait until the other ranks have written.
+                undo.callback(self.snapshot.end)
+            self._write_part(part)
+
+    def _write_part(self, part: Manifest) -> None:
+        captured = self.captured
         try:
             if self.refused is not None:
                 # Raised here, so that other ranks learn of it as of any other error.

@@ -394,8 +394,8 @@ def save(
     Call it between steps. It blocks for the save before, and with two or more generations for
     pending updates; otherwise each chunk is copied when its pending update has ended. Later updates
     wait until the states that they replace are copied. While a save runs it takes about 40 MiB in
-    addition to the policy's `ram`, 18 MiB for each drive but the first, and 2 KiB for each chunk of
-    states.
+    addition to the policy's `ram`, 18 MiB for each drive but the first, and 1.5 KiB for each chunk
+    of states.
 
     The checkpoint appears as a whole, on the drive and with checksums, or not at all. An earlier
     checkpoint in `directory` stays valid until then, and is removed afterwards, so the drive needs

@@ -26,14 +26,15 @@ STEP_CHUNK_BYTES = 840
 submits all updates, these are all chunks of the rank; if backward consumes the gradients, only
 those of a few units."""
 
-SAVE_BYTES = 30 << 20
+SAVE_BYTES = 40 << 20
 """Any save: chunks that are written, slots of the data file's executor, its records."""
 
-SAVE_DRIVE_BYTES = 9 << 20
-"""A drive that a save reads: two chunks ahead."""
+SAVE_DRIVE_BYTES = 18 << 20
+"""A drive that a save reads: four groups of chunks ahead."""
 
-SAVE_CHUNK_BYTES = 440
-"""A chunk while `inf.save` copies: its row in the manifest, the sizes of its sections, its turn."""
+SAVE_CHUNK_BYTES = 1_440
+"""A chunk while `inf.save` copies: a job of the executor (800), its row in the manifest, the sizes
+and addresses of its sections."""
 
 COMMIT_CHUNK_BYTES = 65
 """A chunk while a durable step is committed: its marks."""

@@ -126,7 +126,7 @@ class DeviceUpdate(UpdateMode):
         self._make_windows([flat for unit in by_unit for flat in unit.flats])
         for unit in self._parts.pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
-            # Blocks while a save reads these chunks.
+            # A running save reads these chunks first.
             self._store.will_write(unit.flats)
             in_place = self._parts.unsharder.can_update_in_place(unit)
             submission = self._parts.pipeline.jobs_of(unit, work, accumulated_gradients(work))

@@ -10,6 +10,7 @@ import pytest
 
 from infinity import aio
 from infinity._src.cabi import records
+from infinity.errors import ChecksumError
 from tests.unit.aio.rig import (
     DTYPES,
     NUMEL,
@@ -282,6 +283,19 @@ def test_a_fetch_after_an_update_copies_from_its_slot(make_rig, rng, versioned):
     adamw(records.Format.SPLIT, values[0], grad, hyper_record()[0])
     assert same(held_in(memory), values[0])
     assert rig.executor.stats().drives[0].bytes_read - before == RUN_BYTES  # the update's
+
+
+def test_what_a_fetch_copies_from_an_updates_slot_is_verified(make_rig, rng):
+    """The seam flips a bit in the slot itself, after the update has made its checksums."""
+    seam = aio.Seam(fault=aio.Fault("write", 6, "bitflip"))  # after a write for each chunk
+    rig, _ = prepared(make_rig, rng, block_bytes=RUN_BYTES, seam=seam)
+    update = rig.executor.gate()
+    rig.update({0: rng.standard_normal(NUMEL).astype(np.float32)}, gate=update)
+    gate, ticket, memory = late(rig, 0)
+    assert gate.open([memory.ctypes.data])
+    update.open([0])
+    with pytest.raises(ChecksumError):
+        ticket.wait(20)
 
 
 def test_a_gate_that_stays_holds_later_updates_but_no_fetches(make_rig, rng):
