@@ -82,14 +82,14 @@ static void run_leave(struct inf_executor *ex, inf_run *run) {
     if (inf_idle(ex)) pthread_cond_broadcast(&ex->done);
 }
 
-/* After an UPDATE whose write has ended well, the slot of the chunk's next job, if that is a FETCH:
- * it copies the new states, and reads nothing. */
+/* After an UPDATE whose write has ended well, the slot of the chunk's next job, if that is a FETCH
+ * at an open gate that stays (a save's): it copies the new states, and reads nothing. */
 static void hand_down(inf_run *run) {
     inf_run *next = run->fifo_next;
     if (run->job.kind != INF_JOB_UPDATE || run->faulted || run->slot.memory == NULL) return;
     if (next == NULL || next->job.kind != INF_JOB_FETCH) return;
     const inf_gate *gate = next->submission->gate;
-    if (gate != NULL && gate->state != INF_GATE_OPEN) return;
+    if (gate == NULL || !gate->stays || gate->state != INF_GATE_OPEN) return;
     uint32_t unread = INF_MASK_MOVE_ONLY | inf_grad_mask(&run->chunk->plan);
     if (next->state != INF_WAITING || (next->job.mask & unread) != 0) return;
     next->slot = run->slot;

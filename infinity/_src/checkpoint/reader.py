@@ -695,6 +695,7 @@ class RowChunks:
         """Submit jobs on rows of one block, all padded or none. addresses: [rows, SECTION_MAX], 0
         for sections that are left out. Does not block.
         """
+        assert len(set((rows // BLOCK_ROWS).tolist())) == 1, f"rows of several blocks: {rows}"
         how = int(self._rows["padded"][rows[0]])
         ids = self._block(int(rows[0]) // BLOCK_ROWS)[rows % BLOCK_ROWS]
         wanted = addresses != 0

@@ -33,7 +33,7 @@ import torch
 from infinity._src.base.alarm import Alarm
 from infinity._src.base.progress import ProgressLine
 from infinity._src.cabi.records import SECTION_MAX
-from infinity._src.checkpoint import metadata
+from infinity._src.checkpoint import metadata, reader
 from infinity._src.checkpoint.directory import DirectoryLock, make_directory, next_generation
 from infinity._src.checkpoint.durable.files import check_no_run
 from infinity._src.checkpoint.formats.safe_pickle import extra_bytes
@@ -45,7 +45,6 @@ from infinity._src.checkpoint.manifest import (
     content_bytes,
     section_bytes,
 )
-from infinity._src.checkpoint.reader import BLOCK_ROWS
 from infinity._src.checkpoint.writer import (
     DataWriter,
     StoredStates,
@@ -167,7 +166,7 @@ class Snapshot:
         before = np.cumsum(total) - total
         at = before[:, None] + np.cumsum(sizes, axis=1) - sizes
         # One call writes a group, and takes rows of one block.
-        new = (np.diff(before // GROUP_BYTES) != 0) | (np.diff(order // BLOCK_ROWS) != 0)
+        new = (np.diff(before // GROUP_BYTES) != 0) | (np.diff(order // reader.BLOCK_ROWS) != 0)
         jobs = np.zeros(len(order), dtype=JOB)
         jobs["chunk"], jobs["kind"] = ids[order], JobKind.FETCH
         jobs["mask"] = (sizes > 0) @ (1 << np.arange(SECTION_MAX))

@@ -403,7 +403,7 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         json.dumps({"schema": "infinity.bench.swap/1", "settings": settings_})
     )
     target = tmp_path / "plan.json"
-    rest = ["--ram", "256MiB", "--tokens-per-step", "4096", "--as-given", "--json", target]
+    rest = ["--ram", "300MiB", "--tokens-per-step", "4096", "--as-given", "--json", target]
     assert plan(small, "--bench", tmp_path / "bench.json", *rest)[0] == 0
     machine = json.loads(target.read_text())["machine"]
     assert (machine["drives"], machine["read_bytes_per_s"], machine["write_bytes_per_s"]) == (

@@ -91,7 +91,7 @@ def test_given_bandwidths_are_taken_and_logged(space, tmp_path, caplog):
         shares = choose_shares(
             space.files, bandwidths={str(tmp_path / "a"): (6e9, 3e9)}, seam=throttled(FAST, SLOW)
         )
-    assert 0.6 < shares[0] < 0.85
+    assert 0.5 < shares[0] < 0.85  # a host that is slow for a while narrows it
     assert "measured (the settings lack some" in caplog.text
 
 
