@@ -57,7 +57,6 @@ R = TypeVar("R")
 # Attribute of the model: a table of handles here would keep closed models alive.
 _HANDLE = "_infinity_handle"
 _OPEN: set[Handle] = set()
-SPANS_MAX = 200_000
 # Parts of engines that ended while the device was stuck, which may still write to their memory.
 _KEPT: list[object] = []
 
@@ -261,7 +260,7 @@ class Handle:
         transport: type[Transport] | None,
         rollback: Rollback,
     ) -> None:
-        self.timeline = Timeline(spans_max=SPANS_MAX)
+        self.timeline = Timeline(spans_max=200_000)
         self.extra: Any = None  # the user's state, for durable runs and saves
         self.on_nonfinite = policy.on_nonfinite
         with contextlib.ExitStack() as undo:
