@@ -327,6 +327,23 @@ def test_a_save_does_not_wait_for_pending_updates(tmp_path: Path) -> None:
     handle.close()
 
 
+def test_waiting_for_a_save_needs_no_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The updates of the step before the save wait at gates, which the next forward would open."""
+    monkeypatch.setattr("infinity._src.checkpoint.save.PATIENCE_S", 0.01)
+    model = PLAIN.model()
+    offload(model, policy(tmp_path, **TIERS["nvme"]))
+    handle, optimizer = inf.handle(model), inf.AdamW(model.parameters())
+    harness.step(model, optimizer, PLAIN.batches[0])
+    handle.saving.executor.hold_gates(True)
+    save = inf.save(model, optimizer, tmp_path / "ckpt")
+    with pytest.raises(TimeoutError):
+        save.wait(0.005)
+    save.wait(30)
+    handle.close()
+
+
 def test_training_goes_on_when_the_drive_of_a_running_save_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
