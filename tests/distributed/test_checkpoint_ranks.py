@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,47 @@ def test_every_world_restores_what_others_saved_and_faults_reach_every_rank(tmp_
     assert "rank 1 failed at restoring" in first[1]
     assert "buffers-00000001.rank1" in second[1]
     assert first[2] == second[2] == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Releasing:
+    """Rank 1 cannot write. Rank 0 begins to write when rank 1 has updated. Returns the error."""
+
+    top: Path
+
+    def __call__(self, rank: int, place: Path) -> str:
+        model, opt = _train(_policy(2), place)
+        _step(model, opt, 1)
+        updated, write = place / "updated", saving.write_part
+
+        def write_part(*args: Any, **values: Any) -> None:
+            if rank == 1:
+                raise AioError("no such luck", path="here", op="write")
+            deadline = time.monotonic() + 60
+            while not updated.exists():
+                assert time.monotonic() < deadline, "rank 1 waits for what rank 0 writes"
+                time.sleep(0.01)
+            write(*args, **values)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(saving, "write_part", write_part)
+            save = inf.save(model, opt, self.top)
+            _step(model, opt, 2)
+            if rank == 1:
+                inf.handle(model).flush()
+                updated.touch()
+            with pytest.raises(AioError) as caught:
+                save.wait()
+        inf.handle(model).close()
+        return str(caught.value)
+
+
+def test_a_rank_that_cannot_write_updates_before_the_other_ranks_have_written(
+    tmp_path: Path,
+) -> None:
+    first, second = on_ranks(Releasing(tmp_path / "ckpt"), tmp_path / "run", 2)
+    assert "another rank failed to write its part" in first
+    assert "no such luck" in second
 
 
 @dataclasses.dataclass(frozen=True)
