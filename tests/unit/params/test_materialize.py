@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
+import infinity as inf
 from infinity import tile_linears
 from infinity._src.checkpoint.formats import safetensors_reader
 from infinity._src.checkpoint.formats.hub_files import open_weights
@@ -256,6 +257,14 @@ def test_a_meta_buffer_that_cannot_be_computed_is_named() -> None:
     assert model.table.is_meta
     model.table = torch.arange(4.0)
     filled(model, state)
+    assert torch.equal(model.count, torch.zeros(2))
+
+
+def test_a_buffer_that_was_loaded_has_its_values_again_after_a_set_up_that_failed() -> None:
+    model = Lost()
+    model.table = model.table.to("meta")  # loaded after `count`
+    with pytest.raises(ValueError, match="table is on the meta device"):
+        inf.offload(model, inf.Policy(), load={**model.state_dict(), "count": torch.ones(2)})
     assert torch.equal(model.count, torch.zeros(2))
 
 
