@@ -132,6 +132,9 @@ def test_what_goes_over_all_weights_has_progress(
     inf.offload(model, inf.Policy(params="cpu", optim="cpu", ram="64MiB"), init=build)
     inf.export_safetensors(model, tmp_path)
     inf.load_safetensors(model, tmp_path)
+    optimizer = inf.Elementwise(torch.optim.Adagrad, model.parameters())
+    model(torch.ones(1, 32)).sum().backward()
+    optimizer.step()
     inf.handle(model).close()
     shown = capsys.readouterr().err.splitlines()
     for title in (
@@ -139,6 +142,7 @@ def test_what_goes_over_all_weights_has_progress(
         "loading parameters",
         "writing weights",
         "loading weights",
+        optimizer.title,
     ):
         lines = [line for line in shown if line.startswith(f"infinity: {title}: ")]
         assert lines, title

@@ -11,8 +11,6 @@ results are those of fp32 masters in memory, bit for bit.
 from __future__ import annotations
 
 import dataclasses
-import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -20,6 +18,7 @@ from typing import Any, NoReturn
 import numpy.typing as npt
 import torch
 
+from infinity._src.base.progress import ProgressLine
 from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.base import LogEntry, Optimizer, StepEngine
 from infinity._src.optim.state_access import decode_values, encode_values, span_sections
@@ -37,8 +36,6 @@ from infinity._src.params.unit import Flat, Param
 from infinity.aio import Format
 from infinity.errors import AioError
 
-PROGRESS_S = 1.0
-
 
 @dataclass
 class _ChunkUpdate:
@@ -52,6 +49,11 @@ class _ChunkUpdate:
     def sections(self) -> range:
         """Sections that are read and written: all except spilled gradients."""
         return range(self.records.format.written_count)
+
+    @property
+    def size_bytes(self) -> int:
+        numel = self.records.flat.layout.chunks[self.chunk].numel
+        return sum(self.records.sections[index].size_bytes(numel) for index in self.sections)
 
 
 @dataclass
@@ -245,24 +247,22 @@ class Elementwise(Optimizer):
         """Update all chunks, with reads ahead and writes behind."""
         if not turns:
             return
-        progress = _Progress(self.title, len(turns))
 
         def update(turn: _ChunkUpdate, buffer: ChunkBuffer) -> None:
             for span in turn.spans:
                 self._update_span(engine, buffer, span, numbers[span.param])
 
-        pipeline = ChunkPipeline(
-            engine.states.chunk_buffers(min(BUFFERS, len(turns))),
-            ahead=READ_AHEAD,
-            read=lambda turn, buffer: buffer.fetch(turn.records, turn.chunk, turn.sections),
-            transform=update,
-            write=lambda turn, buffer: buffer.store(turn.sections),
-            finish=lambda _turn, _buffer: progress.advance(),
-        )
-        try:
+        total = sum(turn.size_bytes for turn in turns)
+        with ProgressLine(self.title, total, shown=engine.states.rank == 0) as line:
+            pipeline = ChunkPipeline(
+                engine.states.chunk_buffers(min(BUFFERS, len(turns))),
+                ahead=READ_AHEAD,
+                read=lambda turn, buffer: buffer.fetch(turn.records, turn.chunk, turn.sections),
+                transform=update,
+                write=lambda turn, buffer: buffer.store(turn.sections),
+                finish=lambda turn, _buffer: line.advance(turn.size_bytes),
+            )
             pipeline.run(turns)
-        finally:
-            progress.end()
 
     def _update_span(
         self, engine: StepEngine, buffer: ChunkBuffer, span: ParamSpan, number: _Numbers
@@ -325,33 +325,6 @@ def _copy(value: Any) -> Any:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-class _Progress:
-    """Progress line on a terminal for a step that takes longer than PROGRESS_S."""
-
-    def __init__(self, title: str, total: int) -> None:
-        self._title = title
-        self._total = total
-        self._done = 0
-        self._next_s = time.monotonic() + PROGRESS_S
-        self._shown = False
-
-    def advance(self) -> None:
-        self._done += 1
-        if time.monotonic() >= self._next_s and sys.stderr.isatty():
-            self._next_s = time.monotonic() + 0.2
-            self._shown = True
-            print(
-                f"\r{self._title}: {self._done} of {self._total} chunks",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def end(self) -> None:
-        if self._shown:
-            print("\r" + " " * (len(self._title) + 40) + "\r", end="", file=sys.stderr, flush=True)
 
 
 # -- the probe of a class --------------------------------------------------------------------------
