@@ -12,9 +12,9 @@ gets a `Ticket`. Only `Ticket.wait`, `wait_all`, `resize_pools`, `attach_device`
         UPDATE  read --> verify, update, checksum (one pass) --> copy section 0 to ptr[0] --> write
         COPY    copy ptr[2] bytes from ptr[1] to ptr[0]; one address is on the device; no chunk
 
-An UPDATE reads all sections, except section 0 when the caller has it in memory
-(MASK_PARAM_IN_MEMORY), and spilled gradients (`grad`) only when a segment uses them. It writes all
-sections except `grad`.
+An UPDATE reads all sections, except those that its algorithm does not need (LEAVES_SHIFT), section
+0 when the caller has it in memory (MASK_PARAM_IN_MEMORY), and spilled gradients (`grad`) unless a
+segment uses them. It writes the sections that its algorithm needs, except `grad`.
 
 Terms: a *slot* is a buffer of the slab that holds one chunk. A *gate* holds a submission back until
 the caller has allocated its targets; a gate *escapes* when its UPDATEs run without targets and its
@@ -448,12 +448,14 @@ class Executor:
         self._core.check()
         self._core.lib.inf_executor_release_gates(self._core.pointer)
 
-    def prefetch(self, ids: npt.NDArray[np.int32], *, param_in_memory: bool = False) -> int:
+    def prefetch(
+        self, ids: npt.NDArray[np.int32], masks: npt.NDArray[np.uint32] | int = 0
+    ) -> int:
         """Read chunks into idle slots before their UPDATEs are submitted. Returns the number of
         accepted chunks, the first ones of `ids`.
 
-        param_in_memory: these UPDATEs will have MASK_PARAM_IN_MEMORY, so section 0 is not read.
-        Spilled gradients are never prefetched. An accepted chunk is read as soon as slots are idle,
+        masks: of these UPDATEs, one for all or one for each. Only what they read is read. Spilled
+        gradients are never prefetched. An accepted chunk is read as soon as slots are idle,
         and again if a job took its slot; a STORE of its sections cancels the prefetch. A failed
         prefetch has no effect: the UPDATE reads the chunk. Never blocks. Raises ValueError for an
         unknown id.
@@ -461,9 +463,10 @@ class Executor:
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
+        given = np.broadcast_to(np.asarray(masks, dtype=np.uint32), len(wanted)).copy()
         # A quick call: it only queues reads.
         accepted = core.quick.executor_prefetch(
-            core.address, wanted.ctypes.data, len(wanted), param_in_memory
+            core.address, wanted.ctypes.data, len(wanted), given.ctypes.data
         )
         if accepted < 0:
             raise ValueError("a chunk is not defined")

@@ -445,7 +445,7 @@ _CALLS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "executor_hold_gates": (None, [_POINTER, _INT]),
     "executor_compute_stream": (None, [_POINTER, ctypes.c_uint64]),
-    "executor_prefetch": (_INT, [_POINTER, _POINTER, _INT, _INT]),
+    "executor_prefetch": (_INT, [_POINTER, _POINTER, _INT, _POINTER]),
     "ticket_words": (_POINTER, [_POINTER]),
     "ticket_set": (_INT, [_POINTER, _INT]),
     "ticket_follows_update": (_INT, [_POINTER, _POINTER]),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from infinity._src.microbatch.microbatched import microbatched, slices_of
     from infinity._src.optim.elementwise import Elementwise
     from infinity._src.optim.kernel_optimizers import SGD, AdamW, Lion
+    from infinity._src.optim.muon import Matrixwise, Muon
     from infinity._src.params.materialize import TensorSource
 
 _HOMES = {
@@ -55,6 +56,8 @@ _HOMES = {
     "SGD": "infinity._src.optim.kernel_optimizers",
     "Lion": "infinity._src.optim.kernel_optimizers",
     "Elementwise": "infinity._src.optim.elementwise",
+    "Matrixwise": "infinity._src.optim.muon",
+    "Muon": "infinity._src.optim.muon",
     "export_dcp": "infinity._src.engine.interchange",
     "export_safetensors": "infinity._src.engine.interchange",
     "load_dcp": "infinity._src.engine.interchange",
@@ -80,6 +83,8 @@ __all__ = [
     "Elementwise",
     "Handle",
     "Lion",
+    "Matrixwise",
+    "Muon",
     "Policy",
     "Restored",
     "Save",

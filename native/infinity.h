@@ -53,8 +53,8 @@ enum {
     INF_JOB_COPY = 6
 };
 enum { INF_GRAD_BF16 = 0, INF_GRAD_FP32 = 1, INF_GRAD_FP16 = 2, INF_GRAD_SECTION = 3 };
-enum { INF_ADAMW = 0, INF_SGD = 1, INF_LION = 2 };
-enum { INF_FLAG_NESTEROV = 1, INF_FLAG_FIRST = 2 }; /* of SGD */
+enum { INF_ADAMW = 0, INF_SGD = 1, INF_LION = 2, INF_MUON_MOMENTUM = 3, INF_MUON = 4 };
+enum { INF_FLAG_NESTEROV = 1, INF_FLAG_FIRST = 2 }; /* of SGD; NESTEROV also of MUON_MOMENTUM */
 enum { INF_LOG_MUL = 0, INF_LOG_DIV = 1, INF_LOG_CLAMP_MIN = 2, INF_LOG_CLAMP_MAX = 3 };
 
 /* Results of the passes over a chunk that name no (section, piece). */
@@ -103,12 +103,22 @@ typedef struct {
 typedef struct {
     int32_t chunk;
     int32_t kind;  /* INF_JOB_* */
-    uint32_t mask; /* bit s = section s */
+    /* bit s = section s; of an UPDATE, bit INF_LEAVES_SHIFT + s = it leaves section s out: neither
+     * reads nor writes it */
+    uint32_t mask;
     int32_t base;  /* index into the gate's bases, -1 = ptr[0] is absolute */
     int32_t seg_first;
     int32_t seg_count;
     uint64_t ptr[INF_SECTION_MAX];
 } inf_job;
+
+#define INF_LEAVES_SHIFT 8
+#define INF_MASK_LEAVES (((1u << INF_SECTION_MAX) - 1u) << INF_LEAVES_SHIFT)
+
+/* The sections that an UPDATE leaves out. */
+static inline uint32_t inf_job_leaves(const inf_job *job) {
+    return job->kind == INF_JOB_UPDATE ? (job->mask & INF_MASK_LEAVES) >> INF_LEAVES_SHIFT : 0;
+}
 
 /* A range of a chunk that belongs to one parameter. The segments of a chunk ascend and do not
  * overlap. With quantised moments, `start` and `element` are multiples of INF_QUANT_GROUP, and the
@@ -140,6 +150,9 @@ typedef struct {
  * weight_decay -                            -                     weight_decay
  *
  * SGD's weight_decay is added to the gradient; 0 = none.
+ *
+ * A step of Muon takes two updates: MUON_MOMENTUM has beta1 (momentum), one_minus_1 and NESTEROV;
+ * MUON, whose gradient is the orthogonalized matrix, has decay and step_size.
  */
 typedef struct {
     uint64_t key; /* for stochastic rounding */
@@ -269,7 +282,8 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
 /* UPDATE: one fused pass: verify a piece of every section -> kernel on segments that meet it -> new
  * checksum.
  *
- * section[s]: address of section s (in the slot, or section_ptr when resident), updated in place.
+ * section[s]: address of section s (in the slot, or section_ptr when resident), updated in place;
+ * NULL: no segment's algorithm needs it (inf_update_sections), and it keeps contents and checksums.
  * out0: target of a copy of section 0 after the update, or NULL. in_memory_mask: bit s = section s
  * was not read from the drive but copied from the caller's memory (it is not verified; its
  * checksums are set, since it will be written). sums_scratch: uint32_t[section_count *
@@ -308,12 +322,18 @@ int32_t inf_isa_index(void);
 int32_t inf_isa_select(const char *name);
 
 /* Whether `inf_update` supports the format with the algorithm (RAW has no states; AdamW has two
- * moments, Lion one, SGD one, or none when its momentum is 0), and the hyper's log is in range. */
+ * moments, Lion one, SGD one, or none when its momentum is 0; Muon's is the first of one or two),
+ * and the hyper's log is in range. */
 int32_t inf_update_valid(int32_t format, const inf_hyper *hyper);
+
+/* The sections that the algorithm reads and writes, as a mask: all, but for Muon's two updates.
+ * inf_update_valid must hold. */
+uint32_t inf_update_sections(int32_t format, const inf_hyper *hyper);
 
 /* The update of `hyper->algorithm` in place on [numel] elements of the sections of `format`, which
  * has no `grad`. element: the parameter's, at the first (see inf_seg). grad_dtype: an INF_GRAD_*
- * other than SECTION. Pointers are aligned to their items. Denormals are kept in every
+ * other than SECTION. MUON_MOMENTUM writes its result over the gradient: as fp32, or in the two
+ * bytes of bf16 and fp16 as bf16. Pointers are aligned to their items. Denormals are kept in every
  * floating-point mode of the thread. inf_update_valid must hold. */
 void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
                 int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper);

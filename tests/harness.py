@@ -29,6 +29,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.distributed.transport import Transport
 from infinity._src.engine.handle import offload
+from infinity._src.kernels.newton_schulz import product_dtype
 from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity.aio import Seam
 from infinity.errors import BudgetError
@@ -37,6 +38,7 @@ from tests.reference import (
     Delayed,
     ReferenceAdamW,
     ReferenceLion,
+    ReferenceMuon,
     ReferenceScaler,
     ReferenceSGD,
     ReferenceTorch,
@@ -104,10 +106,16 @@ class Training:
 
     def make_reference(self, model: nn.Module) -> ReferenceAdamW:
         """The optimizer of the plain loop."""
-        made: Any = {"AdamW": ReferenceAdamW, "SGD": ReferenceSGD, "Lion": ReferenceLion}.get(
-            self.optimizer
-        )
+        made: Any = {
+            "AdamW": ReferenceAdamW,
+            "SGD": ReferenceSGD,
+            "Lion": ReferenceLion,
+            "Muon": ReferenceMuon,
+        }.get(self.optimizer)
         options = dict(self.options)
+        if self.optimizer == "Muon":
+            device = torch.device(self.device)
+            options.update(matrices=hidden_matrices(model), product_dtype=product_dtype(device))
         if made is None:
             settings = {"lr": self.lr, "weight_decay": self.weight_decay, **options}
             options = {"torch_class": getattr(torch.optim, self.optimizer), "settings": settings}
@@ -125,7 +133,7 @@ class Training:
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of the offloaded model."""
         values = {"lr": self.lr, "weight_decay": self.weight_decay, **dict(self.options)}
-        if self.optimizer in ("AdamW", "SGD", "Lion"):
+        if self.optimizer in ("AdamW", "SGD", "Lion", "Muon"):
             made: torch.optim.Optimizer = getattr(inf, self.optimizer)(
                 self.param_groups(model), **values
             )
@@ -154,6 +162,17 @@ class Training:
                 "weight_decay": 0.0,
             },
         ]
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of the tests' models that Muon updates."""
+    others = {
+        id(param)
+        for name, module in model.named_modules()
+        for param in module.parameters(recurse=False)
+        if isinstance(module, nn.Embedding) or name.rpartition(".")[2] in ("head", "lm_head")
+    }
+    return [p for p in model.parameters() if p.ndim in (2, 3) and id(p) not in others]
 
 
 States = dict[str, dict[str, Any]]

@@ -168,7 +168,10 @@ static void store(actor *me, int32_t chunk, uint32_t mask) {
 
 static void prefetch(actor *me) {
     int32_t count = (int32_t)(next(me) % (CHUNKS_EACH + 1));
-    int32_t accepted = inf_executor_prefetch(me->ex, me->ids, count, (int32_t)(next(me) & 1));
+    uint32_t masks[CHUNKS_EACH];
+    const uint32_t mask = next(me) & 1 ? INF_MASK_PARAM_IN_MEMORY : 0;
+    for (int32_t i = 0; i < CHUNKS_EACH; i++) masks[i] = mask;
+    int32_t accepted = inf_executor_prefetch(me->ex, me->ids, count, masks);
     CHECK(accepted >= 0 && accepted <= count);
 }
 
@@ -320,7 +323,8 @@ static void *look(void *argument) {
         inf_executor_hold_gates(ex, 0);
         inf_executor_release_gates(ex);
         int32_t id = stats.reads_ahead % THREADS_MAX;
-        CHECK(inf_executor_prefetch(ex, &id, 1, 0) >= -EINVAL);
+        const uint32_t mask = 0;
+        CHECK(inf_executor_prefetch(ex, &id, 1, &mask) >= -EINVAL);
         int64_t error = 0;
         inf_ticket *ticket = inf_executor_recover(ex, &error);
         CHECK(ticket != NULL);

@@ -336,18 +336,77 @@ def update_sections(
     ValueError for what the kernels do not know.
     """
     kind = Format.of(state_format)
+    algorithm = Algorithm(int(hyper["algorithm"]))
+    if algorithm in (Algorithm.MUON_MOMENTUM, Algorithm.MUON):
+        muon_sections(kind, sections, grad, hyper, element)
+        return
     check_update(kind, hyper)
     if kind.moments is Moments.Q8 and element % QUANT_GROUP:
         raise ValueError(f"element {element} does not start a group of {QUANT_GROUP}")
     master, moments = decode_sections(kind, sections)
-    algorithm = {Algorithm.ADAMW: adamw_, Algorithm.SGD: sgd_, Algorithm.LION: lion_}[
-        Algorithm(int(hyper["algorithm"]))
-    ]
+    update = {Algorithm.ADAMW: adamw_, Algorithm.SGD: sgd_, Algorithm.LION: lion_}[algorithm]
     with np.errstate(all="ignore"):
-        algorithm(master, moments, replay_log(grad, hyper), hyper)
+        update(master, moments, replay_log(grad, hyper), hyper)
     encoded = encode_sections(kind, master, moments, key=int(hyper["key"]), element=element)
     for target, source in zip(sections, encoded, strict=True):
         target.view(np.uint8)[:] = source.view(np.uint8)
+
+
+def fma(a: Array, b: Any, c: Array) -> Array:
+    """a * b + c on fp32, rounded once: the sum in fp64 is rounded to odd first."""
+    product = a.astype(np.float64) * np.float64(b)
+    wide = c.astype(np.float64)
+    total = product + wide
+    back = total - product
+    error = (product - (total - back)) + (wide - back)
+    even = (total.view(np.int64) & 1) == 0
+    towards = np.where(error > 0, np.inf, -np.inf)
+    odd = np.where((error != 0) & np.isfinite(error) & even, np.nextafter(total, towards), total)
+    return odd.astype(np.float32)
+
+
+def lerp(start: Array, end: Array, weight: np.float32) -> Array:
+    """torch.lerp on fp32 arrays."""
+    near = abs(weight) < 0.5
+    return fma(end - start, weight if near else weight - np.float32(1), start if near else end)
+
+
+def muon_sections(
+    kind: Format, sections: Sequence[Array], grad: Array, row: Any, element: int
+) -> None:
+    """One of Muon's two updates, in place: of the momentum, whose matrix replaces `grad`, or of the
+    masters. Other sections keep their bytes, but for the signs that masters have in them."""
+    master, moments = decode_sections(kind, sections)
+    with np.errstate(all="ignore"):
+        g = replay_log(grad, row)
+        if Algorithm(int(row["algorithm"])) is Algorithm.MUON:
+            master = fma(g, -row["step_size"], master * row["decay"])
+            written = range(kind.master_count)
+        else:
+            moments[0][:] = lerp(moments[0], g, row["one_minus_beta1"])
+            nesterov = int(row["flags"]) & HyperFlag.NESTEROV
+            u = lerp(g, moments[0], row["beta1"]) if nesterov else moments[0]
+            grad[:] = u if grad.dtype == np.float32 else _bf16_bits(u).view(grad.dtype)
+            written = range(kind.master_count, kind.master_count + 1)
+    # As without a second moment: then a master's ties need no sign.
+    bare = Format(kind.master, kind.moments, 1)
+    encoded = encode_sections(bare, master, moments[:1], key=int(row["key"]), element=element)
+    for index in written:
+        sections[index].view(np.uint8)[:] = encoded[index].view(np.uint8)
+    if Algorithm(int(row["algorithm"])) is Algorithm.MUON:
+        if _has_ties(kind):
+            sections[3].view(np.uint8)[:] = moments[1].view(np.uint8)
+    elif kind.moments is Moments.Q8:
+        scales = sections[kind.master_count + kind.count].view(np.uint16).reshape(-1, kind.count)
+        scales[:, 0] = encoded[kind.master_count + 1].view(np.uint16)
+
+
+def _bf16_bits(values: Array) -> Array:
+    """Rounded to nearest even, every NaN as 0x7FC0."""
+    bits = _canonical(values)
+    return ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> 16).astype(
+        np.uint16
+    )
 
 
 def adamw_(param: Array, moments: Sequence[Array], grad: Array, row: Any) -> None:

@@ -16,10 +16,14 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
+
+NEWTON_SCHULZ = "_zeropower_via_newtonschulz"
+newton_schulz_of_torch = getattr(torch.optim._muon, NEWTON_SCHULZ)
 
 
 def f32(value: float) -> float:
@@ -268,6 +272,64 @@ class ReferenceTorch(ReferenceAdamW):
         kept = state.inner.state[state.master].values()
         moments = [each for each in kept if getattr(each, "shape", None) == state.master.shape]
         return moments[1] if len(moments) > 1 else None
+
+
+class ReferenceMuon(ReferenceAdamW):
+    """torch.optim.Muon on the fp32 masters of `matrices`, stacks of experts as one matrix each;
+    AdamW on the others. product_dtype: of Newton-Schulz, bf16 in torch."""
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        *,
+        matrices: Iterable[nn.Parameter],
+        product_dtype: torch.dtype,
+        betas: tuple[float, float] = (0.9, 0.95),
+        **others: Any,
+    ) -> None:
+        super().__init__(groups, betas=betas, **others)
+        self._matrices = {id(param) for param in matrices}
+        self._dtype = product_dtype
+        loops = ("lr", "order", "grad_dtype")
+        self._options = {name: value for name, value in others.items() if name not in loops}
+
+    def _update(self, param: nn.Parameter, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if id(param) in self._matrices and param not in self.states:
+            master = param.detach().to("cpu", torch.float32, copy=True)
+            self.states[param] = state = State(master, master[:0], master[:0])
+            shape = master.shape[-2:]
+            state.inner = torch.optim.Muon(list(master.view(-1, *shape)), **self._options)
+        super()._update(param, grad, group)
+
+    def _second(self, state: State) -> torch.Tensor | None:
+        return state.exp_avg_sq if state.inner is None else None
+
+    def _apply(self, state: State, grad: torch.Tensor, group: dict[str, Any]) -> None:
+        if state.inner is None:
+            super()._apply(state, grad, group)
+            return
+        inner = state.inner.param_groups[0]
+        inner["lr"], inner["weight_decay"] = group["lr"], group["weight_decay"]
+        for matrix, part in zip(inner["params"], grad.view(-1, *grad.shape[-2:]), strict=True):
+            matrix.grad = part
+        with mock.patch.object(torch.optim._muon, NEWTON_SCHULZ, self._newton_schulz):
+            state.inner.step()  # type: ignore[call-arg]
+        for matrix in inner["params"]:
+            matrix.grad = None
+
+    def _newton_schulz(
+        self, u: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+    ) -> torch.Tensor:
+        if self._dtype is torch.bfloat16:
+            return newton_schulz_of_torch(u, coefficients, steps, eps)
+        a, b, c = coefficients
+        x = u.bfloat16().float()
+        x = x.T if u.size(0) > u.size(1) else x
+        x = x / x.norm().clamp(min=eps)
+        for _ in range(steps):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return (x.T if u.size(0) > u.size(1) else x).bfloat16()
 
 
 class Delayed:

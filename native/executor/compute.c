@@ -97,9 +97,11 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     uint8_t *sections[INF_SECTION_MAX] = {NULL};
     bring(run);
     const inf_chunk to = run->moves ? inf_chunk_other(chunk) : *chunk;
-    for (int32_t s = 0; s < chunk->section_count; s++) sections[s] = inf_section_address(run, s);
+    const uint32_t used = inf_run_used(run);
+    for (int32_t s = 0; s < chunk->section_count; s++)
+        sections[s] = used >> s & 1u ? inf_section_address(run, s) : NULL;
     fill_zeros(run);
-    uint32_t unread = inf_sections_all(chunk) & ~run->reads;
+    uint32_t unread = used & ~run->reads;
     /* Given by the caller; copied again in a repeated pass, which finds the slot changed. */
     if ((unread & ~run->zeros & 1u) && !run->copied_in) {
         memcpy(sections[0], pointer(run->job.ptr[1]), (size_t)inf_section_bytes(chunk, 0));
@@ -150,7 +152,7 @@ static int64_t compute(inf_worker *worker, const inf_run *run) {
 static int64_t compute_bytes(const inf_run *run) {
     int64_t bytes = 0;
     for (int32_t s = 0; s < run->chunk->plan.section_count; s++) {
-        if (run->job.kind == INF_JOB_UPDATE || (run->job.mask >> s & 1u))
+        if (inf_run_used(run) >> s & 1u)
             bytes += inf_section_bytes(&run->chunk->plan, s);
     }
     return bytes;

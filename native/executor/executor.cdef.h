@@ -256,10 +256,10 @@ inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_
                                 const void *segs, int32_t seg_count, const void *hypers,
                                 int32_t hyper_count, int32_t priority, inf_gate *gate,
                                 int64_t *error);
-/* Reads chunks ahead of their next UPDATE where slots are idle; `param_in_memory`: section 0 is not
- * read. How many were accepted. */
+/* Reads chunks ahead of their next UPDATE where slots are idle; `masks`: those of the UPDATEs. How
+ * many were accepted. */
 int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count,
-                              int32_t param_in_memory);
+                              const uint32_t *masks);
 /* Removes the drives' marks and writes again the data of failed writes; returns as submit. */
 inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error);
 /* Attaches the device for jobs with INF_MASK_DEVICE, once, before the first of them, and pins the

@@ -242,7 +242,7 @@ struct inf_prefetch {
     inf_run *taker;          /* the UPDATE that waits for the read */
     inf_prefetch *next;         /* free, or of one state, oldest first */
     inf_prefetch *previous;
-    uint32_t have;           /* sections that it reads or has read */
+    uint32_t used, have;     /* sections in its slot, and those that it reads or has read */
     bool asked;              /* inf_executor_prefetch asked for it, not a job at a gate */
     inf_prefetch_state state;
 };
@@ -674,7 +674,7 @@ int32_t inf_prefetch_make(struct inf_executor *ex, int32_t slot_count);
 void inf_prefetch_begin(struct inf_executor *ex);
 /* false: the list is full */
 bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
-                       bool param_in_memory);
+                       const inf_job *update);
 /* frees the slot of a read ahead for a job; false: there is none */
 bool inf_prefetch_yield(struct inf_executor *ex, int32_t pool);
 /* An UPDATE begins. HELD: it owns the slot of its read ahead; READING: it waits for that read;

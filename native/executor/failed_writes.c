@@ -297,11 +297,11 @@ void inf_chunk_drop_failed_write(struct inf_executor *ex, inf_chunk_record *chun
 bool inf_run_refused(const struct inf_executor *ex, inf_run *run) {
     bool update = run->job.kind == INF_JOB_UPDATE;
     if (!update && run->job.kind != INF_JOB_STORE) return false;
+    const uint32_t sections = update ? inf_run_written(run) : run->job.mask;
     const inf_chunk *chunk = &run->chunk->plan;
     bool writes = false; /* to the drive, even if the section is in a kept slot now */
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        bool written = update ? !(inf_grad_mask(chunk) >> s & 1u) : run->job.mask >> s & 1u;
-        writes = writes || (written && !inf_section_resident(chunk, s));
+        writes = writes || ((sections >> s & 1u) && !inf_section_resident(chunk, s));
     }
     if (!writes) return false;
     /* A kept slot is written first, even if the next version is on another drive. */

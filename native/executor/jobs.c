@@ -87,6 +87,7 @@ static void run_leave(struct inf_executor *ex, inf_run *run) {
 static void hand_down(inf_run *run) {
     inf_run *next = run->fifo_next;
     if (run->job.kind != INF_JOB_UPDATE || run->faulted || run->slot.memory == NULL) return;
+    if (inf_job_leaves(&run->job) != 0) return; /* its slot has only some sections */
     if (next == NULL || next->job.kind != INF_JOB_FETCH) return;
     const inf_gate *gate = next->submission->gate;
     if (gate == NULL || !gate->stays || gate->state != INF_GATE_OPEN) return;
@@ -206,6 +207,10 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     run->moves = inf_run_moves(run);
     if (run->moves && run->job.kind == INF_JOB_STORE)
         run->reads = inf_run_written(run) & ~run->job.mask;
+    if (run->moves && inf_job_leaves(&run->job) != 0) {
+        run->job.mask &= ~INF_MASK_LEAVES; /* a new version is whole */
+        run->reads |= inf_run_written(run);
+    }
     /* Before zeros: a section whose first write failed is invalid, not zero. */
     if ((run->chunk->invalid & run->reads) != 0) {
         run->fault = run->chunk->fault;

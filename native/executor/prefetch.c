@@ -62,11 +62,11 @@ static inf_pool *pool_of(struct inf_executor *ex, const inf_prefetch *prefetch) 
 
 /* NULL: all are in use. */
 static inf_prefetch *prefetch_new(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
-                                  uint32_t have, bool asked) {
+                                  uint32_t used, uint32_t have, bool asked) {
     inf_prefetch *prefetch = ex->prefetches_free;
     if (prefetch == NULL) return NULL;
     ex->prefetches_free = prefetch->next;
-    *prefetch = (inf_prefetch){.chunk = chunk, .have = have, .asked = asked};
+    *prefetch = (inf_prefetch){.chunk = chunk, .used = used, .have = have, .asked = asked};
     prefetch->record.plan = chunk->plan;
     prefetch->record.id = chunk->id;
     prefetch->run.chunk = &prefetch->record;
@@ -141,17 +141,17 @@ void inf_prefetch_hint(struct inf_executor *ex, inf_run *run) {
 }
 
 bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
-                       bool param_in_memory) {
+                       const inf_job *update) {
     const inf_run *head = chunk->fifo_head;
     bool gated = head != NULL && head->job.kind == INF_JOB_UPDATE && head->state == INF_WAITING;
-    uint32_t have =
-        inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan) & ~(uint32_t)param_in_memory;
-    have = on_drive(&chunk->plan, have);
+    uint32_t used = inf_sections_all(&chunk->plan) & ~inf_job_leaves(update);
+    uint32_t given = update->mask & INF_MASK_PARAM_IN_MEMORY ? 1u : 0;
+    uint32_t have = on_drive(&chunk->plan, used & ~inf_grad_mask(&chunk->plan) & ~given);
     if (chunk->prefetch != NULL || gated || have == 0) return true;
     if (pool < 0 || ex->pools[pool].asked_count >=
                         ex->pools[pool].count - spared(&ex->pools[pool]))
         return false;
-    inf_prefetch *prefetch = prefetch_new(ex, chunk, pool, have, true);
+    inf_prefetch *prefetch = prefetch_new(ex, chunk, pool, used, have, true);
     if (prefetch == NULL) return false;
     list_push(&ex->wanted, prefetch, false);
     return true;
@@ -170,7 +170,7 @@ static void begin(struct inf_executor *ex, inf_prefetch *prefetch) {
     const inf_chunk *plan = &prefetch->record.plan;
     prefetch->record.plan = prefetch->chunk->plan; /* its place may have changed */
     run->slot.drive = plan->drive;
-    inf_slot_plan(&run->slot, plan, inf_sections_all(plan), prefetch->have, 0, false);
+    inf_slot_plan(&run->slot, plan, prefetch->used, prefetch->have, 0, false);
     bool taken = inf_slot_take(ex, &run->slot);
     assert(taken);
     (void)taken;
@@ -195,7 +195,8 @@ static bool begin_hinted(struct inf_executor *ex, inf_run *run) {
     }
     if (!may_begin(ex, &ex->pools[run->slot.pool], drive)) return false;
     inf_prefetch_unhint(ex, run);
-    begin(ex, prefetch_new(ex, chunk, run->slot.pool, on_drive(&chunk->plan, run->reads), false));
+    begin(ex, prefetch_new(ex, chunk, run->slot.pool, inf_run_used(run),
+                           on_drive(&chunk->plan, run->reads), false));
     return true;
 }
 
@@ -295,9 +296,8 @@ bool inf_prefetch_yield(struct inf_executor *ex, int32_t index) {
 static void give_over(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *run) {
     inf_slot *slot = &prefetch->run.slot;
     uint32_t missing = run->reads & ~prefetch->have;
-    uint32_t all = inf_sections_all(&run->chunk->plan);
-    inf_slot_plan(&run->slot, &run->chunk->plan, all, missing,
-                  all & ~inf_grad_mask(&run->chunk->plan), run->moves);
+    inf_slot_plan(&run->slot, &run->chunk->plan, prefetch->used, missing, inf_run_written(run),
+                  run->moves);
     assert(run->slot.pool == slot->pool && run->slot.bytes == slot->bytes);
     run->slot.memory = slot->memory;
     run->slot.index = slot->index;
@@ -311,6 +311,10 @@ static void give_over(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *
 inf_prefetch_state inf_prefetch_take(struct inf_executor *ex, inf_run *run) {
     inf_prefetch *prefetch = run->chunk->prefetch;
     if (prefetch == NULL) return INF_PREFETCH_WANTED;
+    if (prefetch->used != inf_run_used(run)) {
+        inf_prefetch_drop(ex, run->chunk); /* its slot has other sections */
+        return INF_PREFETCH_WANTED;
+    }
     if (prefetch->state == INF_PREFETCH_WANTED) {
         prefetch_free(ex, prefetch);
         return INF_PREFETCH_WANTED;

@@ -7,14 +7,14 @@ static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address
 /* Sections that the job has in its slot, unless they are resident. */
 uint32_t inf_run_used(const inf_run *run) {
     uint32_t all = inf_sections_all(&run->chunk->plan);
-    if (run->job.kind == INF_JOB_UPDATE) return all;
+    if (run->job.kind == INF_JOB_UPDATE) return all & ~inf_job_leaves(&run->job);
     return (run->job.mask & all) | inf_run_written(run); /* none of a REWRITE */
 }
 
 uint32_t inf_run_written(const inf_run *run) {
     uint32_t all = inf_sections_all(&run->chunk->plan);
     uint32_t states = all & ~inf_grad_mask(&run->chunk->plan);
-    if (run->job.kind == INF_JOB_UPDATE) return states;
+    if (run->job.kind == INF_JOB_UPDATE) return states & ~inf_job_leaves(&run->job);
     if (run->job.kind != INF_JOB_STORE) return 0;
     return (run->job.mask & all) | (run->moves ? states : 0); /* a new version is whole */
 }

@@ -114,13 +114,26 @@ int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count
 
 /* ---- jobs ------------------------------------------------------------------------------------ */
 
+/* The mask of a job as it runs. The signs of a second moment may say how masters are rounded
+ * (halves_to_even in update_codec.h): an UPDATE of masters does not leave such a moment out, unless
+ * it is all zero. */
+static uint32_t mask_of(const inf_chunk *chunk, const inf_job *job) {
+    const int32_t signs = inf_format_master_count(chunk->format) + 1;
+    bool has_signs = inf_format_states(chunk->format) == INF_FORMAT_SPLIT;
+    bool masters = (inf_job_leaves(job) & 1u) == 0;
+    if (job->kind != INF_JOB_UPDATE || !has_signs || !masters || (chunk->zeros >> signs & 1u))
+        return job->mask;
+    return job->mask & ~(1u << (INF_LEAVES_SHIFT + signs));
+}
+
 static int64_t slot_bytes(const inf_chunk *chunk, const inf_job *job) {
     int64_t bytes = 0;
-    bool whole =
-        job->kind == INF_JOB_UPDATE || (job->kind == INF_JOB_STORE && inf_chunk_versioned(chunk));
+    bool update = job->kind == INF_JOB_UPDATE, versioned = inf_chunk_versioned(chunk);
+    const inf_job runs = {.kind = job->kind, .mask = mask_of(chunk, job)};
+    uint32_t used = update ? ~inf_job_leaves(&runs) : job->mask;
+    if (versioned && (update || job->kind == INF_JOB_STORE)) used = ~0u;
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        bool used = whole || (job->mask >> s & 1u);
-        if (used && !inf_section_resident(chunk, s))
+        if ((used >> s & 1u) && !inf_section_resident(chunk, s))
             bytes += inf_align_up(inf_section_bytes(chunk, s));
     }
     return bytes;
@@ -160,6 +173,9 @@ static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int3
     if (job->base < -1 || (job->base >= 0 && !gated)) return BAD_BASE;
     if (job->kind == INF_JOB_STORE && job->base >= 0) return BAD_STORE_GATE;
     if (update && chunk->format == INF_FORMAT_RAW) return BAD_FORMAT;
+    uint32_t leaves = inf_job_leaves(job);
+    bool gives = job->base >= 0 || job->ptr[0] != 0 || (job->mask & INF_MASK_PARAM_IN_MEMORY);
+    if ((leaves & ~inf_sections_all(chunk)) != 0 || ((leaves & 1u) && gives)) return BAD_MASK;
     if (update) {
         int64_t end = (int64_t)job->seg_first + job->seg_count;
         if (job->seg_first < 0 || job->seg_count < 0 || end > seg_count) return BAD_SEGS;
@@ -169,7 +185,7 @@ static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int3
 }
 
 int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count,
-                              int32_t param_in_memory) {
+                              const uint32_t *masks) {
     int32_t accepted = 0;
     pthread_mutex_lock(&ex->lock);
     for (int32_t i = 0; i < count && accepted >= 0; i++) {
@@ -177,10 +193,10 @@ int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t coun
     }
     while (accepted >= 0 && accepted < count && !ex->shut) {
         inf_chunk_record *chunk = inf_chunk_of(ex, ids[accepted]);
-        const inf_job update = {.kind = INF_JOB_UPDATE};
-        if (!inf_prefetch_want(ex, chunk, pool_for(ex, slot_bytes(&chunk->plan, &update)),
-                               param_in_memory != 0))
-            break;
+        inf_job update = {.kind = INF_JOB_UPDATE, .mask = masks[accepted]};
+        update.mask = mask_of(&chunk->plan, &update);
+        int32_t pool = pool_for(ex, slot_bytes(&chunk->plan, &update));
+        if (!inf_prefetch_want(ex, chunk, pool, &update)) break;
         accepted++;
     }
     inf_pump(ex);
@@ -222,10 +238,11 @@ static void fifo_insert(inf_run *run) {
     if (run->fifo_next == NULL) chunk->fifo_tail = run;
 }
 
-/* Sections that an UPDATE reads from the chunk: not a given section 0 (unless it is resident), and
+/* Sections that an UPDATE reads from the chunk: not those that it leaves out, not a given section 0
+ * (unless it is resident), and
  * spilled gradients only if a segment uses them. */
 static uint32_t update_reads(const inf_chunk *chunk, const inf_job *job, const inf_seg *segs) {
-    uint32_t reads = inf_sections_all(chunk) & ~inf_grad_mask(chunk);
+    uint32_t reads = inf_sections_all(chunk) & ~inf_grad_mask(chunk) & ~inf_job_leaves(job);
     if ((job->mask & INF_MASK_PARAM_IN_MEMORY) && !inf_section_resident(chunk, 0)) reads &= ~1u;
     for (int32_t i = 0; i < job->seg_count; i++) {
         if (segs[job->seg_first + i].grad_dtype == INF_GRAD_SECTION) reads |= inf_grad_mask(chunk);
@@ -249,8 +266,10 @@ static void run_init(struct inf_executor *ex, inf_submission *submission, int32_
                      .state = INF_WAITING,
                      .priority = priority};
     if (job->kind == INF_JOB_FETCH) run->reads = job->mask & inf_sections_all(&run->chunk->plan);
-    if (job->kind == INF_JOB_UPDATE)
-        run->reads = update_reads(&run->chunk->plan, job, submission->segs);
+    if (job->kind == INF_JOB_UPDATE) {
+        run->job.mask = mask_of(&run->chunk->plan, job);
+        run->reads = update_reads(&run->chunk->plan, &run->job, submission->segs);
+    }
     run->slot.pool = pool_for(ex, slot_bytes(&run->chunk->plan, job));
     fifo_insert(run);
 }

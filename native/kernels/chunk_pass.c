@@ -189,13 +189,17 @@ static int32_t grad_dtype_of(const inf_chunk *chunk, const inf_seg *seg) {
     }
 }
 
+/* Whether the update puts its result into the memory of the gradient. */
+static int overwrites(const inf_seg *seg, const inf_hyper *hypers) {
+    return hypers[seg->hyper].algorithm == INF_MUON_MOMENTUM;
+}
+
 static int update_plan_valid(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
                              const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers,
                              int32_t hyper_count, const uint32_t *sums_scratch) {
     if (!inf_chunk_valid(chunk) || (chunk->sums_ptr != 0 && sums_scratch == NULL)) return 0;
-    for (int32_t s = 0; s < chunk->section_count; s++) {
-        if (section[s] == NULL) return 0;
-    }
+    uint32_t given = 0;
+    for (int32_t s = 0; s < chunk->section_count; s++) given |= (uint32_t)(section[s] != NULL) << s;
     const int64_t align = inf_format_moments(chunk->format) == INF_MOMENTS_Q8 ? INF_QUANT_GROUP : 1;
     int64_t end = 0;
     for (int32_t i = 0; i < seg_count; i++) {
@@ -204,10 +208,19 @@ static int update_plan_valid(const inf_chunk *chunk, uint8_t *const section[INF_
         if (seg->element < 0 || seg->start % align != 0 || seg->element % align != 0) return 0;
         if (grad_dtype_of(chunk, seg) < 0) return 0;
         if (seg->hyper < 0 || seg->hyper >= hyper_count) return 0;
-        if (!inf_update_valid(inf_format_states(chunk->format), &hypers[seg->hyper])) return 0;
+        const int32_t states = inf_format_states(chunk->format);
+        if (!inf_update_valid(states, &hypers[seg->hyper])) return 0;
+        uint32_t needed = inf_update_sections(states, &hypers[seg->hyper]);
+        if (seg->grad_dtype == INF_GRAD_SECTION) needed |= 1u << grad_section(chunk);
+        if ((needed & ~given) != 0 || (overwrites(seg, hypers) && seg->grad == 0)) return 0;
         end = seg->start + seg->numel;
     }
     return 1;
+}
+
+static int section_verified(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
+                            int32_t s, uint32_t in_memory_mask) {
+    return section_summed(chunk, s) && section[s] != NULL && !(in_memory_mask >> s & 1u);
 }
 
 /* found: the piece's checksums, of each section, if they have been computed; else NULL. */
@@ -216,7 +229,7 @@ static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_S
                             const uint32_t *found) {
     if (!piece_verified(chunk, piece.index, verify)) return INF_OK;
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        if (!section_summed(chunk, s) || (in_memory_mask >> s & 1u)) continue;
+        if (!section_verified(chunk, section, s, in_memory_mask)) continue;
         const uint32_t sum = found != NULL ? found[s] : piece_sum(chunk, s, piece, section[s]);
         if (sum != section_sums(chunk, s)[piece.index])
             return s * inf_piece_count(chunk) + piece.index;
@@ -241,7 +254,8 @@ static void update_range(const inf_chunk *chunk, uint8_t *const section[INF_SECT
     }
     uint8_t *at[INF_SECTION_MAX] = {NULL};
     const int32_t written = inf_format_written(chunk->format, chunk->section_count);
-    for (int32_t s = 0; s < written; s++) at[s] = section[s] + inf_section_span(chunk, s, start);
+    for (int32_t s = 0; s < written; s++)
+        if (section[s] != NULL) at[s] = section[s] + inf_section_span(chunk, s, start);
     inf_update_beside(inf_format_states(chunk->format), at, grad, grad_dtype, numel,
                       seg->element + done, hyper, ahead, shadow);
 }
@@ -284,7 +298,7 @@ static int32_t sum_piece(const inf_chunk *chunk, const inf_chunk *to,
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!section_summed(chunk, s)) continue;
         uint32_t *const sum = &sums_new[s * piece_count + piece.index];
-        if (s == grad_section(chunk) ||
+        if (s == grad_section(chunk) || section[s] == NULL ||
             !(to != chunk || touched || (in_memory_mask >> s & 1u))) {
             *sum = section_sums(chunk, s)[piece.index];
             continue;
@@ -307,7 +321,7 @@ static int32_t shadow_verification(inf_shadow *shadow, const inf_chunk *chunk,
                                    uint32_t in_memory_mask, uint32_t found[INF_SECTION_MAX]) {
     int32_t blocks = 0;
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        if (!section_summed(chunk, s) || (in_memory_mask >> s & 1u)) continue;
+        if (!section_verified(chunk, section, s, in_memory_mask)) continue;
         const inf_shadow_job job = sum_job(chunk, s, piece, section[s], &found[s]);
         blocks += inf_shadow_blocks(job.size_bytes);
         shadow->jobs[shadow->count++] = job;
@@ -344,7 +358,7 @@ size_t inf_undo_bytes(const inf_chunk *chunk) {
 static void undo_copy(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
                       piece_range piece, uint8_t *undo, int restore) {
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        if (!undone(chunk, s)) continue;
+        if (!undone(chunk, s) || section[s] == NULL) continue;
         const int64_t at = piece_offset(chunk, s, piece);
         uint8_t *mine = section[s] + at;
         memcpy(restore ? mine : undo + at, restore ? undo + at : mine,
@@ -368,13 +382,17 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
         return INF_BAD_PLAN;
     const int64_t piece_count = inf_piece_count(chunk);
     int32_t unread_count = 0; /* sections that cannot be read again */
+    int32_t verified_count = 0;
     for (int32_t s = 0; s < chunk->section_count; s++) {
-        unread_count += inf_section_resident(chunk, s) || (in_memory_mask >> s & 1u);
+        verified_count += section_verified(chunk, section, s, in_memory_mask);
+        unread_count += section[s] != NULL &&
+                        (inf_section_resident(chunk, s) || (in_memory_mask >> s & 1u));
     }
-    const int fallible =
-        verify != INF_VERIFY_OFF && chunk->sums_ptr != 0 && unread_count < chunk->section_count;
-    const int verify_ahead = fallible && unread_count > 0 && undo == NULL;
-    const int keeps = fallible && unread_count > 0 && undo != NULL;
+    int lasting = 0; /* gradients that a repeated pass would not find */
+    for (int32_t i = 0; i < seg_count; i++) lasting |= overwrites(&segs[i], hypers);
+    const int fallible = verify != INF_VERIFY_OFF && verified_count > 0;
+    const int verify_ahead = fallible && (lasting || (unread_count > 0 && undo == NULL));
+    const int keeps = fallible && !verify_ahead && unread_count > 0;
     for (int64_t k = 0; verify_ahead && k < piece_count; k++) {
         const int64_t bad =
             verify_piece(chunk, section, piece_at(chunk, k), verify, in_memory_mask, NULL);

@@ -11,7 +11,7 @@
 enum {
     INF_CPU_CRC32 = 1 << 0, /* SSE 4.2 */
     INF_CPU_CLMUL = 1 << 1,
-    INF_CPU_AVX2 = 1 << 2,
+    INF_CPU_AVX2 = 1 << 2, /* and FMA */
     INF_CPU_AVX512 = 1 << 3, /* F, BW, DQ and VL */
     INF_CPU_VPCLMUL = 1 << 4, /* on registers of 512 bits */
     INF_CPU_VPCLMUL256 = 1 << 5 /* on registers of 256 bits: Zen 3, and cores without AVX-512 */
@@ -35,8 +35,9 @@ static inline uint32_t inf_cpu_has(void) {
     if (c & bit_PCLMUL) has |= INF_CPU_CLMUL;
     const uint32_t saved = (c & bit_OSXSAVE) ? inf_xcr0() : 0;
     const int avx = (c & bit_AVX) && (saved & INF_XCR0_YMM) == INF_XCR0_YMM;
+    const int fma = (c & bit_FMA) != 0;
     if (!avx || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return has;
-    if (b & bit_AVX2) has |= INF_CPU_AVX2;
+    if ((b & bit_AVX2) && fma) has |= INF_CPU_AVX2;
     if ((b & bit_AVX2) && (c & bit_VPCLMULQDQ)) has |= INF_CPU_VPCLMUL256;
     const unsigned wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
     if ((saved & INF_XCR0_ZMM) != INF_XCR0_ZMM || (b & wide) != wide) return has;

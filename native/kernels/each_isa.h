@@ -12,10 +12,10 @@
 #define INF_HAS_X86 1
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,crc32"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,crc32"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2")
+#pragma GCC target("avx2,fma")
 #endif
 #define INF_ISA(name) name##_avx2
 #define INF_LANES 8
@@ -29,12 +29,13 @@
 #endif
 
 #if defined(__clang__)
-#pragma clang attribute push(                                                             \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,crc32"), min_vector_width(512))), \
+#pragma clang attribute push(                                           \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma,crc32"), \
+                   min_vector_width(512))),                              \
     apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,fma,prefer-vector-width=512")
 #endif
 #define INF_ISA(name) name##_avx512
 #define INF_LANES 16

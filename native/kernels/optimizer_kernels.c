@@ -176,8 +176,21 @@ int32_t inf_update_valid(int32_t format, const inf_hyper *hyper) {
     case INF_ADAMW: return count == 2;
     case INF_SGD: return count == 1 || (count == 0 && hyper->beta1 == 0.0f);
     case INF_LION: return count == 1;
+    case INF_MUON_MOMENTUM:
+    case INF_MUON: return count == 1 || count == 2;
     default: return 0;
     }
+}
+
+uint32_t inf_update_sections(int32_t format, const inf_hyper *hyper) {
+    int32_t itemsize[INF_SECTION_MAX], group_numel[INF_SECTION_MAX];
+    const uint32_t all = (1u << inf_format_sections(format, itemsize, group_numel)) - 1u;
+    const int32_t first = inf_format_master_count(format);
+    const uint32_t masters = (1u << first) - 1u;
+    if (hyper->algorithm == INF_MUON) return masters;
+    if (hyper->algorithm != INF_MUON_MOMENTUM) return all;
+    if (inf_format_moments(format) != INF_MOMENTS_Q8) return 1u << first;
+    return 1u << first | 1u << (first + inf_format_count(format));
 }
 
 void inf_update_beside(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,

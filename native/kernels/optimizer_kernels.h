@@ -18,6 +18,13 @@
  *   Lion   p = p * decay
  *          p = p - sign(m * beta1 + g * one_minus_beta1) * step_size
  *          m = m * beta2 + g * one_minus_beta2
+ *   Muon   MUON_MOMENTUM, with the gradient g:
+ *          m = lerp(m, g, one_minus_beta1)
+ *          u = lerp(g, m, beta1) with nesterov, else m, as bf16 or fp32
+ *          MUON, with the orthogonalized u as g:
+ *          p = fma(g, -step_size, p * decay)
+ *
+ * lerp and fma as torch computes them, the former by one fma (muon_lerp).
  *
  * Block by block, in L1: states are decoded to fp32, updated by the algorithm's loop, and encoded
  * again, so every algorithm works with every encoding. AdamW on fp32 moments and a split or fp32
@@ -236,6 +243,92 @@ static void INF_ISA(lion)(float *restrict p, float *restrict m, const float *res
     }
 }
 
+/* ---- Muon ------------------------------------------------------------------------------------ */
+
+/* a + (b - a) * weight, from the end that is nearer. */
+INF_INLINE float INF_ISA(muon_lerp)(float a, float b, float weight) {
+    const int near_a = fabsf(weight) < 0.5f;
+    return fmaf(near_a ? weight : weight - 1.0f, b - a, near_a ? a : b);
+}
+
+/* The fp32 numbers x over the gradient from element `start` on; in two bytes as bf16, rounded to
+ * nearest even. */
+static void INF_ISA(store_matrix)(void *grad, int32_t grad_dtype, int64_t start,
+                                  const float *restrict x, int64_t numel) {
+    if (grad_dtype == INF_GRAD_FP32) {
+        memcpy((float *)grad + start, x, (size_t)numel * sizeof(float));
+        return;
+    }
+    uint16_t *restrict to = (uint16_t *)grad + start;
+    for (int64_t i = 0; i < numel; i++) {
+        const uint32_t bits = inf_canonical_bits(x[i]);
+        to[i] = (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+    }
+}
+
+static void INF_ISA(muon_momentum)(int32_t format, const inf_block *at, const float *restrict g,
+                                   float *restrict u, const inf_hyper *hyper) {
+    float memory[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
+    uint32_t random[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
+    const float momentum = hyper->beta1, rest = hyper->one_minus_beta1;
+    float *restrict m = INF_ISA(load_moment)(format, at, 0, memory);
+    for (int64_t i = 0; i < at->numel; i++) m[i] = INF_ISA(muon_lerp)(m[i], g[i], rest);
+    if (hyper->flags & INF_FLAG_NESTEROV) {
+        for (int64_t i = 0; i < at->numel; i++) u[i] = INF_ISA(muon_lerp)(g[i], m[i], momentum);
+    } else {
+        memcpy(u, m, (size_t)at->numel * sizeof(float));
+    }
+    if (inf_format_moments(format) == INF_MOMENTS_FP32) return;
+    const int64_t whole = (at->numel + INF_QUANT_GROUP - 1) / INF_QUANT_GROUP * INF_QUANT_GROUP;
+    for (int64_t i = at->numel; i < whole; i++) m[i] = 0.0f; /* must not affect the scale */
+    INF_ISA(fill_random)(random, hyper->key, at->element, whole);
+    INF_ISA(store_moment)(format, at, 0, m, random);
+}
+
+/* The step of a master, whose signs in a second moment (halves_from_even) are cleared. */
+static void INF_ISA(muon)(int32_t format, const inf_block *at, const float *restrict g,
+                          const inf_hyper *hyper) {
+    float memory[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
+    uint32_t random[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
+    const int32_t master = inf_format_master(format);
+    const float decay = hyper->decay, step_size = hyper->step_size;
+    uint16_t *const hi = (uint16_t *)at->section[0];
+    int16_t *const lo = (int16_t *)at->section[1];
+    if (format == INF_FORMAT_SPLIT)
+        INF_ISA(halves_from_even)(hi, lo, (float *)at->section[3], at->numel);
+    float *restrict p = INF_ISA(load_master)(master, at, memory);
+    for (int64_t i = 0; i < at->numel; i++) p[i] = fmaf(g[i], -step_size, p[i] * decay);
+    if (master == INF_MASTER_SPLIT8)
+        INF_ISA(fill_random)(random, hyper->key, at->element, at->numel);
+    INF_ISA(store_master)(master, at, p, random);
+    if (master == INF_MASTER_SPLIT && INF_ISA(has_halves)(lo, at->numel))
+        INF_ISA(halves_to_even)(hi, lo, NULL, at->numel);
+}
+
+static void INF_ISA(update_muon)(int32_t format, uint8_t *const section[INF_SECTION_MAX],
+                                 void *grad, int32_t grad_dtype, int64_t numel, int64_t element,
+                                 const inf_hyper *hyper) {
+    float g[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
+    float u[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
+    int64_t group_bytes[INF_SECTION_MAX];
+    inf_group_bytes(format, group_bytes);
+    for (int64_t start = 0; start < numel; start += INF_BLOCK_NUMEL) {
+        const int64_t n = numel - start < INF_BLOCK_NUMEL ? numel - start : INF_BLOCK_NUMEL;
+        inf_block at = {.numel = n, .element = element + start};
+        for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
+            if (section[s] != NULL)
+                at.section[s] = section[s] + start / INF_QUANT_GROUP * group_bytes[s];
+        }
+        INF_ISA(load_gradient)(g, grad, grad_dtype, start, n, hyper);
+        if (hyper->algorithm == INF_MUON) {
+            INF_ISA(muon)(format, &at, g, hyper);
+        } else {
+            INF_ISA(muon_momentum)(format, &at, g, u, hyper);
+            INF_ISA(store_matrix)(grad, grad_dtype, start, u, n);
+        }
+    }
+}
+
 /* ---- the update ------------------------------------------------------------------------------ */
 
 static void INF_ISA(update_block)(int32_t format, const inf_block *at, float *restrict g,
@@ -288,6 +381,12 @@ static void INF_ISA(update)(int32_t format, uint8_t *const section[INF_SECTION_M
                             const inf_hyper *hyper, int64_t ahead, inf_shadow *shadow) {
     float g[INF_BLOCK_NUMEL] __attribute__((aligned(64)));
     int64_t group_bytes[INF_SECTION_MAX];
+    if (hyper->algorithm == INF_MUON || hyper->algorithm == INF_MUON_MOMENTUM) {
+        /* the gradient's memory is the caller's, to be overwritten */
+        INF_ISA(update_muon)(format, section, (void *)(uintptr_t)grad, grad_dtype, numel, element,
+                             hyper);
+        return;
+    }
     inf_group_bytes(format, group_bytes);
     const int fused_split = format == INF_FORMAT_SPLIT && hyper->algorithm == INF_ADAMW;
     const int fused_fp32 = format == INF_FORMAT_FP32 && hyper->algorithm == INF_ADAMW;

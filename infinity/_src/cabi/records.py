@@ -284,10 +284,16 @@ class Algorithm(IntEnum):
     ADAMW = 0
     SGD = 1
     LION = 2
+    MUON_MOMENTUM = 3
+    """First of Muon's two updates: the momentum changes, and the combination of momentum and
+    gradient replaces the gradient.
+    """
+    MUON = 4
+    """The second one: the master changes by the orthogonalized matrix, its gradient."""
 
 
 class HyperFlag(IntEnum):
-    """Bits of HYPER["flags"]; only SGD has any."""
+    """Bits of HYPER["flags"], of SGD; MUON_MOMENTUM has the first one."""
 
     NESTEROV = 1
     FIRST = 2
@@ -447,6 +453,9 @@ MASK_MOVE_ONLY = 0x8000_0000
 #: section is not verified, and written like the others. ptr[0] may be the same memory. No effect if
 #: section 0 is resident, which has the same values.
 MASK_PARAM_IN_MEMORY = 0x4000_0000
+#: In an UPDATE's mask, shifted left by this: the sections that it neither reads nor writes, because
+#: no segment's algorithm needs them.
+LEAVES_SHIFT = 8
 #: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
 MASK_DEVICE = 0x2000_0000
 #: In a FETCH's mask: the chunk has one checksum per section, computed from its pieces' checksums

@@ -93,13 +93,13 @@ class Collectives:
         # Across nodes first, so that each byte crosses once.
         if across and t.nodes > 1:
             others = [rank for rank in t.counterparts if rank != t.rank]
-            self._send_receive(
+            self.exchange(
                 [(rank, parts[t.rank]) for rank in others for parts in wholes],
                 [(rank, parts[rank]) for rank in others for parts in wholes],
             )
         others = [rank for rank in t.node_ranks if rank != t.rank]
         # Inside the node each rank sends the parts of all its counterparts, which only it has.
-        self._send_receive(
+        self.exchange(
             [(rank, parts[mine]) for rank in others for parts in wholes for mine in t.counterparts],
             [
                 (rank, parts[theirs])
@@ -137,7 +137,7 @@ class Collectives:
             # Separate buffers: `flags` is being sent, and changes only after all messages have
             # arrived.
             found = [torch.empty_like(flags) for _ in others]
-            self._send_receive(
+            self.exchange(
                 [(rank, flags) for rank in others], list(zip(others, found, strict=True))
             )
             for each in found:
@@ -265,7 +265,7 @@ class Collectives:
             sends += [(rank, parts[rank]) for rank in others]
             receives += [(rank, theirs[rank]) for rank in others]
             found.append([here if rank == me else theirs[rank] for rank in ranks])
-        self._send_receive(sends, receives)
+        self.exchange(sends, receives)
         # All pieces have arrived, so they are added in the order of ranks, not of arrival.
         for pieces, out in zip(found, sums, strict=True):
             wire.sum_in_order(pieces, out, divisor=divisor)
@@ -302,7 +302,7 @@ class Collectives:
             f"came {level} {index}", len(others) * len(mine) * size_bytes, torch.uint8
         )
         theirs = dict(zip(others, space.view(len(others), len(mine), size_bytes), strict=True))
-        self._send_receive(
+        self.exchange(
             [(rank, wires[places[part]]) for rank in others for part in columns[ranks.index(rank)]],
             [(rank, one) for rank in others for one in theirs[rank]],
         )
@@ -314,8 +314,9 @@ class Collectives:
                 pieces, outs[at], bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, divisor=divisor
             )
 
-    def _send_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Exchange messages, and count the sent bytes. Blocks."""
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Send each tensor to its rank, and receive each from its rank, as `Transport.exchange`.
+        Counts the sent bytes. Blocks."""
         self._count(sends)
         self._transport.exchange(sends, receives)
 

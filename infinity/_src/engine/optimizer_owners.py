@@ -245,11 +245,18 @@ class OptimizerRegistry:
         # A dict instead of a set: every rank goes through flats in the same order.
         for flat in {param.flat: None for param in params}:
             kept: dict[int, Param] = {}
+            found: dict[int, Param] = {}
             for param in flat.params:
                 holder = optimizer if param in wanted else self.optimizer_of(param)
-                if holder is not None:
-                    kept[len(holder.moments_of(param))] = param
-            if len(kept) > 1:
+                if holder is None:
+                    continue
+                count = len(holder.moments_of(param))
+                found[count] = param
+                if not holder.shares_format:
+                    kept[count] = param
+            most = max(found)
+            if kept and set(kept) != {most}:
+                kept[most] = found[most]
                 shown = " and ".join(
                     f"{count} for {param.name}" for count, param in sorted(kept.items())
                 )
@@ -259,7 +266,7 @@ class OptimizerRegistry:
                     "(or groups of SGD) with equally many moments, or separate them with "
                     "Policy(units=...)"
                 )
-            formats[flat] = self._planner.state_format(flat, next(iter(kept)))
+            formats[flat] = self._planner.state_format(flat, most)
         return formats
 
     @property

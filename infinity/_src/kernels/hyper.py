@@ -1,4 +1,4 @@
-"""HYPER records: the scalars of one parameter's update, for AdamW, SGD and Lion.
+"""HYPER records: the scalars of one parameter's update, for AdamW, SGD, Lion and Muon.
 
     AdamW   p = p * (1 - lr * weight_decay)
             m = m * beta1 + g * (1 - beta1);  v = v * beta2 + g * g * (1 - beta2)
@@ -8,11 +8,14 @@
             p = p - lr * b, with nesterov p - lr * (g + b * momentum), without momentum p - lr * g
     Lion    p = p * (1 - lr * weight_decay);  p = p - lr * sign(m * beta1 + g * (1 - beta1))
             m = m * beta2 + g * (1 - beta2)
+    Muon    m = lerp(m, g, 1 - momentum);  u = lerp(g, m, momentum) with nesterov, else m
+            p = p * (1 - lr * weight_decay);  p = p - step_size * o, o from u as a bf16 matrix
 
 SGD: torch.optim.SGD. Lion: Chen et al. 2023 ("Symbolic Discovery of Optimization Algorithms") with
-decoupled weight decay; sign(0) is 0, sign(NaN) is NaN. Scalars are computed in fp64 and rounded
-once to fp32, as torch rounds a Python float. Each operation of an update rounds once to fp32, in
-the order above, with the same bits as native/kernels/optimizer_kernels.h.
+decoupled weight decay; sign(0) is 0, sign(NaN) is NaN. Muon: torch.optim.Muon. Scalars are
+computed in fp64 and rounded once to fp32, as torch rounds a Python float. Each operation of an
+update rounds once to fp32, in the order above, with the same bits as
+native/kernels/optimizer_kernels.h.
 """
 
 from __future__ import annotations
@@ -107,6 +110,29 @@ def hyper_row_lion(
     row["decay"], row["step_size"] = 1.0 - lr * weight_decay, lr
     row["beta1"], row["one_minus_beta1"] = betas[0], 1.0 - betas[0]
     row["beta2"], row["one_minus_beta2"] = betas[1], 1.0 - betas[1]
+    return row
+
+
+def hyper_row_muon_momentum(
+    *, momentum: float, nesterov: bool, log: Log = (), key: int = 0
+) -> npt.NDArray[np.void]:
+    """Return the HYPER record of the first update of a Muon step, shape (). log: of the gradient.
+
+    Raises: ValueError for a log that is too long.
+    """
+    row = _blank_row(Algorithm.MUON_MOMENTUM, log, key)
+    row["beta1"], row["one_minus_beta1"] = momentum, 1.0 - momentum
+    row["flags"] = HyperFlag.NESTEROV * nesterov
+    return row
+
+
+def hyper_row_muon(*, step_size: float, decay: float, key: int = 0) -> npt.NDArray[np.void]:
+    """Return the HYPER record of the second update of a Muon step, shape (). decay: the factor of
+    the master, 1 - lr * weight_decay.
+    """
+    row = _blank_row(Algorithm.MUON, (), key)
+    with np.errstate(over="ignore"):
+        row["step_size"], row["decay"] = step_size, decay
     return row
 
 

@@ -86,7 +86,7 @@ def check_update(state_format: Format, row: Any) -> None:
         raise ValueError(f"{state_format} has no optimizer states to update")
     # SGD with momentum needs a section for the momentum.
     bare_momentum = algorithm is Algorithm.SGD and state_format.count == 0 and row["beta1"] != 0
-    if state_format.count not in _MOMENT_COUNTS[algorithm] or bare_momentum:
+    if state_format.count not in _MOMENT_COUNTS.get(algorithm, ()) or bare_momentum:
         raise ValueError(
             f"{algorithm.name} does not update {state_format}: it has another number of moments"
         )

@@ -77,6 +77,8 @@ class Optimizer(OptimizerBase, abc.ABC):
     """
 
     _step_supports_amp_scaling = False
+    shares_format = False
+    """True if its parameters may rest in a format with more moments than it has for them."""
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:  # noqa: ARG002
         """Return the bytes that a step needs in addition to the executor's, for flats in these
@@ -102,8 +104,8 @@ class Optimizer(OptimizerBase, abc.ABC):
     # -- declarations of a subclass ----------------------------------------------------------------
 
     @abc.abstractmethod
-    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of the moments of the group's parameters, in the order of their
+    def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:
+        """Return the names of the moments of one of the group's parameters, in the order of their
         sections.
         """
 
@@ -166,8 +168,9 @@ class Optimizer(OptimizerBase, abc.ABC):
                 "parameters to an optimizer of torch"
             )
         record = at_rest.infinity_link.param
+        moments = self.moment_names(group, record)
         self._records[id(at_rest)] = record
-        self._groups[record], self._moments[record] = group, self.moment_names(group)
+        self._groups[record], self._moments[record] = group, moments
         self.stateless[record] = None
         return record
 
@@ -189,7 +192,7 @@ class Optimizer(OptimizerBase, abc.ABC):
         for engine, held in by_engine.items():
             for param in held:
                 # The group may have changed since the parameter was added.
-                self._moments[param] = self.moment_names(self._groups[param])
+                self._moments[param] = self.moment_names(self._groups[param], param)
             engine.register(self, held)
             self._engines.setdefault(engine, []).extend(held)
             for param in held:

@@ -99,7 +99,7 @@ class Elementwise(Optimizer):
     def check_group(self, group: dict[str, Any]) -> None:
         self._probe(group)
 
-    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:  # noqa: ARG002
         """Return the class's names of its states with one value per element."""
         return self._probe(group).moments
 

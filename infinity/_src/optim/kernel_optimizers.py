@@ -47,7 +47,7 @@ class AdamW(Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
 
-    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG002
+    def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:  # noqa: ARG002
         return ("exp_avg", "exp_avg_sq")
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -106,7 +106,7 @@ class SGD(Optimizer):
         }
         super().__init__(params, defaults)
 
-    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:  # noqa: ARG002
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def check_group(self, group: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class Lion(Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG002
+    def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:  # noqa: ARG002
         return ("exp_avg",)
 
     def check_group(self, group: dict[str, Any]) -> None:

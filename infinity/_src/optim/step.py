@@ -60,13 +60,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from infinity._src.base.alarm import Alarm
 from infinity._src.base.torch_compat import profiled
 from infinity._src.base.wording import listed
-from infinity._src.cabi.records import MASK_PARAM_IN_MEMORY
+from infinity._src.cabi.records import MASK_PARAM_IN_MEMORY, Algorithm
+from infinity._src.distributed.comm_streams import PendingCollective
 from infinity._src.distributed.communicator import Comm
+from infinity._src.distributed.transport import Message
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.optim.step_consensus import (
@@ -175,6 +178,8 @@ class StepPipeline:
         self._heap = heap
         self._watch = watch
         self._jobs: dict[Flat, FlatJobs] = {}
+        # Masks of a step's first updates of these flats, if a step has two.
+        self._first_masks: dict[Flat, npt.NDArray[np.uint32]] = {}
         self._pending: list[Ticket] = []
         self._pending_max = PENDING_MIN
         self._fault: Exception | None = None
@@ -192,6 +197,7 @@ class StepPipeline:
     def prepare_jobs(self, flats: Sequence[Flat]) -> None:
         """Prepare the jobs of these flats. Call it again when formats or places have changed."""
         self._jobs = {flat: jobs_of_flat(self._store, flat, self._comm.rank) for flat in flats}
+        self._first_masks.clear()
 
     # -- faults and waiting ------------------------------------------------------------------------
 
@@ -555,6 +561,28 @@ class StepPipeline:
     def gate(self) -> Gate:
         return self._executor.gate()
 
+    @property
+    def rank(self) -> int:
+        return self._comm.rank
+
+    @property
+    def world(self) -> int:
+        return self._comm.world
+
+    def exchange(
+        self,
+        what: str,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        needs: Sequence[Ticket] = (),
+    ) -> PendingCollective:
+        """Start an exchange of tensors with the other ranks, after the tickets in `needs`. Never
+        blocks. Collective. what: its name, the same on all ranks.
+        """
+        return self._comm.submit_all_gather(
+            what, lambda collectives: collectives.exchange(sends, receives), needs
+        )
+
     def prefetch_states(self, phase: Phase, *, in_memory: bool) -> None:
         """Prefetch the states of the first units of `phase` into idle staging buffers of the
         executor. Never blocks.
@@ -565,15 +593,22 @@ class StepPipeline:
         # Only into idle buffers: a byte of the budget that keeps a section resident saves its read
         # and its write in every step, while a byte of prefetch only hides a read.
         ids: list[int] = []
+        masks: list[int] = []
+        flags = MASK_PARAM_IN_MEMORY if in_memory else 0
         for index in self._schedule.order(phase):
             for flat in self._units[index].flats:
                 plan = self._jobs[flat]
-                ids.extend(plan.jobs["chunk"][np.unique(plan.chunk)].tolist())
+                chunks = np.unique(plan.chunk)
+                ids.extend(plan.jobs["chunk"][chunks].tolist())
+                first = self._first_masks.get(flat)
+                of_chunks = first[chunks] if first is not None else np.zeros_like(chunks)
+                masks.extend((of_chunks | flags).tolist())
             if len(ids) >= PREFETCH_CHUNKS_MAX:
                 break
         if ids:
             self._executor.prefetch(
-                np.array(ids[:PREFETCH_CHUNKS_MAX], dtype=np.int32), param_in_memory=in_memory
+                np.array(ids[:PREFETCH_CHUNKS_MAX], dtype=np.int32),
+                np.array(masks[:PREFETCH_CHUNKS_MAX], dtype=np.uint32),
             )
 
     def jobs_of(self, unit: Unit, work: Mapping[Param, Work], gradients: Gradients) -> Submission:
@@ -605,6 +640,7 @@ class StepPipeline:
         *,
         gate: Gate | None = None,
         targets: Sequence[int] = (),
+        first: bool = False,
     ) -> Ticket:
         """Submit the update of one unit. Does not block.
 
@@ -612,12 +648,17 @@ class StepPipeline:
         unit's flats.
         targets: without a gate, addresses of flats with the gathered parameters, which the update
         reads and replaces there.
+        first: the step has a second update of the unit.
 
         Raises: the sticky fault of an earlier update; then nothing is submitted.
         """
         self._store.will_write(unit.flats)
         plan = jobs_of_unit(unit, self._jobs, work, gradients)
         jobs = plan.jobs
+        if first:
+            for base, flat in enumerate(unit.flats):
+                leaves = jobs["mask"][jobs["base"] == base] & ~np.uint32(1)
+                self._first_masks[flat] = leaves
         # With a gate the whole unit is handed over, so chunks without work are fetched, too. The
         # gate gets the addresses once the unit has memory.
         if gate is not None:
@@ -649,10 +690,13 @@ class StepPipeline:
 def accumulated_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
     """Return the gradients of these parameters that lie in RAM; spilled ones are left out."""
     gradients = {}
-    for param in work:
+    for param, item in work.items():
         assert param.grad is not None
         if param.grad.backing is None:
-            gradients[param] = param.grad.tensor
+            gradients[param] = tensor = param.grad.tensor
+            if tensor.dtype is torch.float16 and item.algorithm is Algorithm.MUON:
+                # A matrix in the gradient's memory, which is bf16 in two bytes.
+                gradients[param] = tensor.view(torch.bfloat16)
     return gradients
 
 

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.cabi.records import Algorithm, Moments
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity.aio import HYPER, JOB, SEG, Format, GradDtype, JobKind
+from infinity.aio import HYPER, JOB, LEAVES_SHIFT, SEG, Format, GradDtype, JobKind
 
 _GRAD_DTYPES = {
     torch.bfloat16: GradDtype.BF16,
@@ -33,6 +34,10 @@ class Work:
 
     param: Param
     hyper: npt.NDArray[Any]  # a HYPER record, shape ()
+
+    @property
+    def algorithm(self) -> Algorithm:
+        return Algorithm(int(self.hyper["algorithm"]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +60,7 @@ class FlatJobs:
     """
 
     flat: Flat
+    format: Format
     jobs: npt.NDArray[Any]
     segs: npt.NDArray[Any]
     owner: npt.NDArray[np.int64]
@@ -79,7 +85,15 @@ def jobs_of_flat(store: StateStore, flat: Flat, rank: int) -> FlatJobs:
         found = found.nothing()
     segs = np.zeros(len(found.owner), dtype=SEG)
     segs["start"], segs["numel"], segs["element"] = found.start, found.numel, found.element
-    return FlatJobs(flat, jobs, segs, owner=found.owner, chunk=found.chunk, within=found.within)
+    return FlatJobs(
+        flat,
+        at_rest.format,
+        jobs,
+        segs,
+        owner=found.owner,
+        chunk=found.chunk,
+        within=found.within,
+    )
 
 
 def jobs_of_unit(
@@ -121,7 +135,40 @@ def jobs_of_unit(
         segs.append(seg)
         seg_count += len(seg)
     stacked = np.stack(hypers) if hypers else np.zeros(0, HYPER)
+    # Only Muon leaves sections out; the usual step spends no time on it.
+    if (stacked["algorithm"] >= Algorithm.MUON_MOMENTUM).any():
+        for job, flat in zip(jobs, unit.flats, strict=True):
+            job["mask"] |= _left_out(flat_jobs[flat], work)
     return Submission(np.concatenate(jobs), np.concatenate(segs), stacked)
+
+
+def sections_updated(form: Format, algorithm: Algorithm) -> int:
+    """Return the sections that an update reads and writes, as a mask; `inf_update_sections` of
+    native/kernels/optimizer_kernels.c."""
+    states = (1 << form.written_count) - 1
+    masters = (1 << form.master_count) - 1
+    if algorithm is Algorithm.MUON:
+        return masters
+    if algorithm is not Algorithm.MUON_MOMENTUM:
+        return states
+    scales = 1 << form.master_count + form.count if form.moments is Moments.Q8 else 0
+    return 1 << form.master_count | scales
+
+
+def _left_out(plan: FlatJobs, work: Mapping[Param, Work]) -> npt.NDArray[np.uint32]:
+    """Return for each chunk the mask of sections that no parameter's update needs."""
+    form = plan.format
+    states = (1 << form.written_count) - 1
+    needed = np.zeros(len(plan.flat.params), dtype=np.uint32)
+    for param in plan.flat.params:
+        if param in work:
+            needed[param.param_index] = sections_updated(form, work[param].algorithm)
+    used = np.zeros(len(plan.jobs), dtype=np.uint32)
+    np.bitwise_or.at(used, plan.chunk, needed[plan.owner])
+    # A chunk without work is fetched, and no bit of that job's mask is an update's.
+    left: npt.NDArray[np.uint32] = np.where(used == 0, 0, states & ~used).astype(np.uint32)
+    left <<= np.uint32(LEAVES_SHIFT)
+    return left
 
 
 def _grad_of(gradient: torch.Tensor | None) -> tuple[int, int, int]:

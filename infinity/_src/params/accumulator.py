@@ -125,7 +125,7 @@ class AccumulatorState(enum.Enum):
 
     EMPTY = "empty"  # what torch calls `p.grad is None`
     HELD = "held"
-    CONSUMED = "consumed"  # an update during backward took it; its values are gone
+    CONSUMED = "consumed"  # an update took it, and its values are gone
 
 
 class GradBacking(Protocol):
@@ -357,9 +357,9 @@ class GradAccumulator:
     def _refuse_consumed(self) -> None:
         if self.state is AccumulatorState.CONSUMED:
             raise RuntimeError(
-                f"a new gradient of {self.name} while the one before, which was applied in "
-                "backward, is still in p.grad: call zero_grad() after opt.step(); with "
-                "update='backward' gradients cannot add up over steps"
+                f"a new gradient of {self.name} while the one before, which an update took, is "
+                "still in p.grad: call zero_grad() after opt.step(); with update='backward' and "
+                "with inf.Muon gradients cannot add up over steps"
             )
 
     def expect_reduction(self, current: torch.Tensor | None) -> bool:
@@ -587,9 +587,10 @@ class GradAccumulator:
     def _require_held(self, operation: str) -> None:
         if self.state is AccumulatorState.CONSUMED:
             raise RuntimeError(
-                f"{operation} on the gradient of {self.name}: with Policy(update='backward') the "
-                "update took it during backward. Clipping by norm or value, GradScaler and "
-                "changing gradients need update='deferred'; transformers' Trainer takes no norm "
+                f"{operation} on the gradient of {self.name}: the update took it during backward, "
+                "as Policy(update='backward') says, or inf.Muon in opt.step(). Clipping by norm or "
+                "value, GradScaler and changing gradients need update='deferred', before "
+                "opt.step(); transformers' Trainer takes no norm "
                 "after infinity.integrations.transformers.embed(trainer); clear gradients with "
                 "zero_grad(set_to_none=True)"
             )

@@ -154,7 +154,8 @@ class ExecutorMachine(RuleBasedStateMachine):
     @rule(indexes=st.lists(INDEX, unique=True), given=st.booleans())
     def prefetch(self, indexes: list[int], given: bool) -> None:
         ids = self.rig.ids[indexes]
-        assert 0 <= self.rig.executor.prefetch(ids, param_in_memory=given) <= len(ids)
+        mask = records.MASK_PARAM_IN_MEMORY * given
+        assert 0 <= self.rig.executor.prefetch(ids, mask) <= len(ids)
 
     @rule(
         indexes=st.sets(INDEX, min_size=1),

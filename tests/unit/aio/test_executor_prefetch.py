@@ -269,7 +269,7 @@ def test_gradients_that_spill_after_the_chunk_was_read_are_all_that_is_read_then
 )
 def test_a_section_that_will_be_given_is_not_read_ahead(make_rig, rng, asked, comes, total):
     rig, values, grads = prepared(make_rig, rng)
-    rig.executor.prefetch(rig.ids[:1], param_in_memory=asked)
+    rig.executor.prefetch(rig.ids[:1], records.MASK_PARAM_IN_MEMORY * asked)
     eventually(lambda: rig.executor.stats().bytes_read == (10 if asked else 12) * NUMEL)
     rig.update({0: grads[0]}, given={0: values[0][0]} if comes else None).wait(20)
     assert rig.executor.stats().bytes_read == total * NUMEL

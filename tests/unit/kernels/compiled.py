@@ -316,7 +316,7 @@ def update_forms() -> Iterator[Form]:
     yield Form("exact at an odd address", functools.partial(run, *exact, 68))
     masters = (Master.SPLIT, Master.SPLIT8, Master.FP32, Master.FP16)
     grads = (GradDtype.BF16, GradDtype.FP16, GradDtype.FP32, GradDtype.BF16, GradDtype.FP32)
-    for grad, moments, master, algorithm in turning(grads, Moments, masters, Algorithm):
+    for grad, moments, master, algorithm in turning(grads, Moments, masters, _MOMENT_COUNTS):
         for count in _MOMENT_COUNTS[algorithm]:
             # Without moments their encoding is none.
             if count or moments == Moments.FP32:

@@ -1,0 +1,451 @@
+"""Muon, and other optimizers whose update needs whole matrices.
+
+    opt.step()      units 0, 1, 2 ...   momentum of each chunk read, changed, written (native
+                                        threads); momentum and gradient give the matrix, which
+                                        replaces the gradient in RAM
+                    unit 0              matrix -> device -> orthogonalized -> RAM
+                    unit 0              update submitted, as of any optimizer: its gradient is the
+                                        orthogonalized matrix
+    next forward    units 0, 1, 2 ...   masters read, changed, handed over, written
+
+Both updates leave out the sections that they do not need: in `exact` the first one reads and writes
+the momentum (4 B per parameter), the second one the master (4 B). So a step reads and writes 8 B
+per parameter, where AdamW has 12. Nothing needs memory in addition to the gradients' but the
+scratch of one matrix.
+
+The first update overwrites the gradient, so `p.grad` is consumed by the step, as it is with
+update="backward".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from infinity._src.distributed.comm_streams import PendingCollective
+from infinity._src.distributed.transport import Message
+from infinity._src.kernels.hyper import (
+    hyper_row_adamw,
+    hyper_row_muon,
+    hyper_row_muon_momentum,
+)
+from infinity._src.kernels.newton_schulz import (
+    COEFFICIENTS,
+    STEPS,
+    STEPS_MAX,
+    orthogonalize,
+    scratch_numel,
+)
+from infinity._src.kernels.rounding import rounding_key
+from infinity._src.optim.base import (
+    LogEntry,
+    Optimizer,
+    StepEngine,
+    check_range,
+    not_negative,
+    two_betas,
+)
+from infinity._src.optim.step import StepPipeline, half_done
+from infinity._src.optim.update_jobs import Work
+from infinity._src.optim.whole_matrices import Matrix, UnitMatrices, matrices_of
+from infinity._src.params.accumulator import is_exact
+from infinity._src.params.unit import Flat, Param, Unit
+from infinity.aio import Format, Ticket
+from infinity.errors import AioError, StateInvalid
+
+HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
+"""Names of modules whose weight maps hidden states to outputs."""
+
+ADJUST_LR: Mapping[str | None, Callable[[int, int], float]] = {
+    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+"""Factor of the learning rate by the name of the rule, for a matrix of rows and columns."""
+
+
+class Matrixwise(Optimizer):
+    """An optimizer whose update is a function of whole matrices.
+
+        m = m * momentum + g * (1 - momentum)
+        u = g * (1 - momentum) + m * momentum with nesterov, else m
+        o = transform(u as bf16)
+        p = p * (1 - lr * weight_decay) - lr * o
+
+    inf.Matrixwise(transform, params, lr=...) takes any function of a bf16 matrix [m, n] on the
+    compute device that returns a bf16 matrix of that shape and depends on nothing else. Fused
+    experts [experts, m, n] are one matrix each.
+
+    Parameters that are no hidden matrices get AdamW in the same step, with `betas` and `adam_eps`:
+    vectors and numbers, embeddings (`nn.Embedding`, and weights tied to one), heads (modules whose
+    name is in `HEADS`), and convolutions. A group's `matrixwise` True or False decides for its
+    parameters instead.
+
+    `step()` blocks until the matrices are computed; the update of the masters overlaps with the
+    next forward. The step consumes the gradients of matrices: clear them by zero_grad() before the
+    next backward.
+
+    Raises: as `AdamW`; ValueError also for matrixwise=True and a parameter that is no matrix or a
+    tile of one, for generations=2, for update modes other than "deferred", for update_on other than
+    "cpu", and for grads="nvme".
+    """
+
+    shares_format = True
+
+    def __init__(
+        self,
+        transform: Callable[[torch.Tensor], torch.Tensor],
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        **more: Any,
+    ) -> None:
+        self._transform = transform
+        self._owners: dict[StepEngine, dict[Param, list[Matrix]]] = {}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "betas": betas,
+            "adam_eps": adam_eps,
+            "matrixwise": None,
+            **more,
+        }
+        super().__init__(params, defaults)
+
+    # -- what a subclass may change ----------------------------------------------------------------
+
+    def transform(
+        self,
+        matrix: torch.Tensor,
+        group: dict[str, Any],  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Return the update's direction: bf16 [m, n], as `matrix`. group: of the parameter."""
+        return self._transform(matrix)
+
+    def step_size(
+        self,
+        group: dict[str, Any],
+        rows: int,  # noqa: ARG002
+        columns: int,  # noqa: ARG002
+    ) -> float:
+        """Return the factor of the direction."""
+        return float(group["lr"])
+
+    # -- declarations ------------------------------------------------------------------------------
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        rules = {
+            "lr": not_negative,
+            "weight_decay": not_negative,
+            "momentum": lambda value: 0 <= float(value) < 1,
+            "betas": two_betas,
+            "adam_eps": not_negative,
+            "matrixwise": lambda value: value in (None, True, False),
+        }
+        check_range(
+            group,
+            rules,
+            "lr, weight_decay and adam_eps must be >= 0, momentum and betas in [0, 1), matrixwise "
+            "True, False or None",
+        )
+
+    def check_engine(self, engine: StepEngine) -> None:
+        policy = engine.policy
+        wrong = {
+            f"update={policy.update!r}": not policy.updates_in_step,
+            f"update_on={policy.update_on!r}": policy.update_on != "cpu",
+            f"generations={policy.generations}": policy.generations > 1,
+            f"grads={policy.grads!r}": policy.grads == "nvme",
+        }
+        refused = [name for name, is_wrong in wrong.items() if is_wrong]
+        if refused:
+            raise ValueError(
+                f"{self.title} does not work with {' and '.join(refused)} yet: use "
+                "update='deferred', update_on='cpu', grads='cpu' and generations=1, or inf.AdamW"
+            )
+
+    def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:
+        if is_matrix(param, group["matrixwise"]):
+            return ("momentum_buffer",)
+        return ("exp_avg", "exp_avg_sq")
+
+    def updates_matrix(self, param: Param) -> bool:
+        """Return whether the parameter is updated as matrices, and not by AdamW."""
+        return len(self.moments_of(param)) == 1
+
+    def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
+        """Return the bytes of the scratch of one matrix on a CPU, in fp32."""
+        most = 0
+        for flat in formats:
+            if flat.tensor.device.type != "cpu":
+                continue
+            shapes = [param.shape[-2:] for param in flat.params if len(param.shape) in (2, 3)]
+            most = max((4 * scratch_numel(*shape) for shape in shapes), default=0)
+        return most
+
+    def hyper(
+        self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]
+    ) -> npt.NDArray[Any]:
+        group = self.group_of(param)
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+        if not self.updates_matrix(param):
+            return hyper_row_adamw(
+                lr=lr,
+                betas=group["betas"],
+                eps=group["adam_eps"],
+                weight_decay=weight_decay,
+                step=state["step"],
+                log=log,
+            )
+        rows, columns = param.shape[-2:]
+        return hyper_row_muon(
+            step_size=self.step_size(group, rows, columns), decay=1.0 - lr * weight_decay
+        )
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
+        for engine, params in live.items():
+            self._make_matrices(engine, [each for each in params if self.updates_matrix(each)])
+        super()._update_all(live)
+
+    def _make_matrices(self, engine: StepEngine, params: Sequence[Param]) -> None:
+        """Update the momenta, and put the transformed matrices into the gradients' memory. Blocks.
+        """
+        by_unit: dict[Unit, dict[Param, Work]] = {}
+        for param in params:
+            by_unit.setdefault(param.unit, {})[param] = self._momentum_work(engine, param)
+        parts = {param: _part_of(param) for param in params}
+        for param in params:
+            # Its gradient is lost from here on, also for a step that fails.
+            assert param.grad is not None
+            param.grad.consume()
+        pipeline = engine.pipeline
+        fault = None
+        try:
+            # All are submitted first, so that the drives never wait for a matrix.
+            started = [
+                (unit, pipeline.start(unit, by_unit[unit], parts, first=True))
+                for unit in pipeline.next_order(list(by_unit))
+            ]
+            self._transform_units(engine, started, parts)
+        except AioError as error:
+            fault = error
+        except BaseException as error:
+            pipeline.set_fault(half_done(error))
+            raise
+        pipeline.end_updates(fault)
+
+    def _transform_units(
+        self,
+        engine: StepEngine,
+        started: Sequence[tuple[Unit, Ticket]],
+        parts: Mapping[Param, torch.Tensor],
+    ) -> None:
+        """Transform the matrices of units whose momenta are being updated. While a unit is
+        transformed, the next one's parts and the last one's results are exchanged."""
+        pipeline = engine.pipeline
+        owners = self._matrices(engine)
+        arriving: list[tuple[Unit, UnitMatrices, PendingCollective | None]] = []
+        leaving: list[tuple[UnitMatrices, PendingCollective | None]] = []
+
+        def transform() -> None:
+            unit, held, arrival = arriving.pop(0)
+            if arrival is not None:
+                arrival.wait()
+            for matrix, whole in held.owned.items():
+                self._transform_matrix(matrix, whole)
+            sends, receives = held.messages()
+            leaving.append((held, _exchange(pipeline, f"results of {unit.name}", receives, sends)))
+
+        def store() -> None:
+            held, departure = leaving.pop(0)
+            if departure is not None:
+                departure.wait()
+            held.store()
+
+        for unit, ticket in started:
+            ticket.wait()
+            held = UnitMatrices(
+                [each for param in unit.params if param in parts for each in owners[param]],
+                parts,
+                rank=pipeline.rank,
+                world=pipeline.world,
+                device=unit.flats[0].tensor.device,
+            )
+            arrival = _exchange(pipeline, f"matrices of {unit.name}", *held.messages())
+            arriving.append((unit, held, arrival))
+            if len(arriving) > 1:
+                transform()
+            if len(leaving) > 1:
+                store()
+        while arriving:
+            transform()
+        while leaving:
+            store()
+
+    def _matrices(self, engine: StepEngine) -> dict[Param, list[Matrix]]:
+        """The matrices of all parameters of an engine: owners do not depend on which of them have
+        a gradient."""
+        found = self._owners.get(engine)
+        if found is None:
+            held = [param for param in self._engines[engine] if self.updates_matrix(param)]
+            ordered = sorted(held, key=lambda param: param.index)
+            found = self._owners[engine] = matrices_of(ordered, engine.pipeline.world)
+        return found
+
+    def make_states(self, params: Iterable[Param]) -> None:
+        """Make states; see `Optimizer.make_states`."""
+        super().make_states(params)
+        self._owners.clear()
+
+    def _momentum_work(self, engine: StepEngine, param: Param) -> Work:
+        group = self.group_of(param)
+        assert param.grad is not None
+        row = hyper_row_muon_momentum(
+            momentum=float(group["momentum"]),
+            nesterov=bool(group["nesterov"]),
+            log=[entry for entry in param.grad.log if not is_exact(entry)],
+        )
+        step = self.state[param.at_rest].get("step", 0) + 1
+        row["key"] = rounding_key(engine.policy.seed, step, param.name)
+        return Work(param, row)
+
+    def _transform_matrix(self, matrix: Matrix, whole: torch.Tensor) -> None:
+        """Transform a matrix in place: 1-D, bf16 or fp32."""
+        values = whole.view(matrix.shape)
+        there = values.to(torch.bfloat16)
+        # An overflow of the momentum, or a number that the user wrote; gradients were checked.
+        if not bool(there.norm().isfinite()):
+            raise StateInvalid(
+                f"the momentum of {matrix.param.name} is not finite, and its matrix cannot be "
+                "transformed; close this engine and start again from the last export"
+            )
+        values.copy_(self.transform(there, self.group_of(matrix.param)))
+
+
+class Muon(Matrixwise):
+    """Muon for hidden matrices, and AdamW for all other parameters, of offloaded models.
+
+        m = m * momentum + g * (1 - momentum)
+        u = g * (1 - momentum) + m * momentum with nesterov, else m
+        o = newton_schulz(u as bf16)
+        p = p * (1 - lr * weight_decay) - lr * factor * o
+
+    Arguments as in `torch.optim.Muon`: adjust_lr_fn "original" (also None) has the factor
+    sqrt(max(1, rows / columns)), "match_rms_adamw" 0.2 * sqrt(max(rows, columns)), with which lr
+    and weight_decay of AdamW fit. Products of Newton-Schulz are in bf16, on CPUs without
+    instructions for that in fp32.
+
+    `Matrixwise` says which parameters are hidden matrices, and describes `betas`, `adam_eps` and
+    the errors.
+    Sources: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024);
+    Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = STEPS,
+        adjust_lr_fn: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+    ) -> None:
+        super().__init__(
+            lambda matrix: matrix,
+            params,
+            lr,
+            weight_decay,
+            momentum,
+            nesterov,
+            betas,
+            adam_eps,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+        )
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        super().check_group(group)
+        rules = {
+            "ns_coefficients": lambda value: len([float(each) for each in value]) == 3,
+            "eps": not_negative,
+            "ns_steps": lambda value: type(value) is int and 0 <= value <= STEPS_MAX,
+            "adjust_lr_fn": lambda value: value in ADJUST_LR,
+        }
+        check_range(
+            group,
+            rules,
+            f"ns_coefficients are three numbers, eps is >= 0, ns_steps 0 to {STEPS_MAX}, "
+            "adjust_lr_fn 'original', 'match_rms_adamw' or None",
+        )
+
+    def transform(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return orthogonalize(
+            matrix,
+            coefficients=group["ns_coefficients"],
+            steps=group["ns_steps"],
+            eps=group["eps"],
+        )
+
+    def step_size(self, group: dict[str, Any], rows: int, columns: int) -> float:
+        return float(group["lr"]) * ADJUST_LR[group["adjust_lr_fn"]](rows, columns)
+
+
+def is_matrix(param: Param, chosen: bool | None) -> bool:
+    """Return whether a parameter is updated as matrices. chosen: its group's `matrixwise`.
+
+    Raises: ValueError for chosen=True and a parameter that is no matrix, or a tile of one.
+    """
+    shaped = len(param.shape) in (2, 3) and min(param.shape[-2:]) > 0
+    # A tile of experts is whole experts only if it is cut along the first dimension.
+    place = param.place
+    cut = place is not None and (
+        len(param.shape) == 2 or tuple(param.shape[1:]) != tuple(place.whole_shape[1:])
+    )
+    if chosen is not None:
+        if chosen and (not shaped or cut):
+            raise ValueError(
+                f"matrixwise=True for {param.name} of shape {tuple(param.shape)}: "
+                + ("a tile has only a part of its matrix; offload the model without tiling it"
+                   if cut else "only matrices [m, n] and stacks [experts, m, n] are updated so")
+            )
+        return chosen
+    hidden = all(
+        not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd) for module, _ in param.sites
+    )
+    names = {part for name in param.names for part in name.split(".")[:-1][-1:]}
+    return shaped and not cut and hidden and not names & set(HEADS)
+
+
+def _part_of(param: Param) -> torch.Tensor:
+    """Return the memory of this rank's gradient as the memory of its part of the matrices, 1-D:
+    bf16 in two bytes, else fp32."""
+    assert param.grad is not None
+    assert param.grad.backing is None
+    stored = param.grad.tensor
+    return stored.view(torch.bfloat16) if stored.dtype is torch.float16 else stored
+
+
+def _exchange(
+    pipeline: StepPipeline, what: str, sends: Sequence[Message], receives: Sequence[Message]
+) -> PendingCollective | None:
+    return pipeline.exchange(what, sends, receives) if pipeline.world > 1 else None

@@ -1,0 +1,128 @@
+"""Whole matrices out of the parts that ranks have, one owner each, and their results back.
+
+    every rank     part of each matrix     -->   owner: whole matrix
+                                                 owner: transforms it
+    every rank     part of each result     <--   owner: whole result
+
+The owners are a pure function of shapes: matrix after matrix goes to the rank with the fewest flops
+so far. So a matrix crosses the links once in each direction, 2 B per parameter in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from infinity._src.distributed.transport import Message
+from infinity._src.kernels.newton_schulz import flops
+from infinity._src.params.unit import Param
+
+
+class Matrix(NamedTuple):
+    """One matrix: a parameter, or one of a stack [experts, m, n]. start: its first element in the
+    parameter."""
+
+    param: Param
+    start: int
+    shape: tuple[int, int]
+    owner: int
+
+    @property
+    def numel(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def part_of(self, rank: int) -> tuple[int, int]:
+        """Return the part that a rank has: its first element in the matrix, and its elements."""
+        param = self.param
+        _, element, numel = param.flat.layout.shard_range(param.param_index, rank)
+        low = max(element, self.start)
+        high = min(element + numel, self.start + self.numel)
+        return (low - self.start, high - low) if high > low else (0, 0)
+
+
+def matrices_of(params: Sequence[Param], world: int) -> dict[Param, list[Matrix]]:
+    """Return the matrices of each parameter, with their owners among `world` ranks."""
+    found: dict[Param, list[Matrix]] = {}
+    loads = [0] * world
+    for param in params:
+        rows, columns = param.shape[-2:]
+        found[param] = []
+        for start in range(0, param.numel, rows * columns):
+            owner = loads.index(min(loads))
+            loads[owner] += flops(rows, columns)
+            found[param].append(Matrix(param, start, (rows, columns), owner))
+    return found
+
+
+class UnitMatrices:
+    """The matrices of one unit, on one of the ranks.
+
+    parts: this rank's part of each parameter, 1-D, in RAM, with values: the matrices' parts are
+    sent from there, and the results' parts received there. device: where matrices are transformed.
+
+    An exchange of `messages`, then the transformation of `owned`, then an exchange of the reversed
+    messages, then `store`.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Matrix],
+        parts: Mapping[Param, torch.Tensor],
+        *,
+        rank: int,
+        world: int,
+        device: torch.device,
+    ) -> None:
+        self._rank, self._world, self._parts = rank, world, parts
+        # A copy on a device; in RAM the same memory.
+        there = {matrix: self._mine(matrix).to(device) for matrix in matrices}
+        self.owned: dict[Matrix, torch.Tensor] = {}
+        for matrix in matrices:
+            if matrix.owner != rank:
+                continue
+            self.owned[matrix] = whole = there.pop(matrix)
+            if whole.numel() < matrix.numel:
+                start, numel = matrix.part_of(rank)
+                self.owned[matrix] = torch.empty(matrix.numel, dtype=whole.dtype, device=device)
+                self.owned[matrix][start : start + numel] = whole
+        self._sent = there
+
+    def _mine(self, matrix: Matrix) -> torch.Tensor:
+        """Return this rank's part of a matrix, in the memory of the parameter's part."""
+        part, param = self._parts[matrix.param], matrix.param
+        start, numel = matrix.part_of(self._rank)
+        _, element, _ = param.flat.layout.shard_range(param.param_index, self._rank)
+        at = matrix.start + start - element
+        return part[at : at + numel] if numel else part[:0]
+
+    def messages(self) -> tuple[list[Message], list[Message]]:
+        """Return the messages that bring parts to their owners: to send, and to receive."""
+        sends = [
+            (matrix.owner, part.view(torch.uint8))
+            for matrix, part in self._sent.items()
+            if part.numel()
+        ]
+        receives = [
+            (rank, whole[start : start + numel].view(torch.uint8))
+            for matrix, whole in self.owned.items()
+            for rank in range(self._world)
+            for start, numel in [matrix.part_of(rank)]
+            if rank != self._rank and numel
+        ]
+        return sends, receives
+
+    def store(self) -> None:
+        """Put this rank's parts of the results into the parameters' parts."""
+        for matrix, part in self._sent.items():
+            _copy(self._mine(matrix), part)
+        for matrix, whole in self.owned.items():
+            start, numel = matrix.part_of(self._rank)
+            _copy(self._mine(matrix), whole[start : start + numel])
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    # In RAM they may be the same memory.
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)

@@ -1,0 +1,59 @@
+"""Muon on several ranks: every matrix is whole on one of them, and the bits are those of one rank
+where gradients are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity as inf
+from infinity._src.optim.whole_matrices import matrices_of
+from tests import harness, models
+from tests.distributed.ranks import on_ranks
+from tests.harness import assert_same
+
+POLICIES: list[dict[str, Any]] = [
+    {"params": "nvme", "optim": "nvme", "ram": "min"},
+    {"params": "device", "optim": "cpu", "zero": 2, "find_unused_parameters": True},
+    {"params": "cpu", "optim": "cpu", "state": "compact"},
+]
+
+
+def trained(rank: int, place: Path) -> list[Any]:
+    """Losses, parameters and states under each policy. All ranks have the same batches, so the mean
+    of their gradients is each one's."""
+    torch.set_num_threads(1)
+    found = []
+    for index, values in enumerate(POLICIES):
+        nvme = place / f"nvme {index} {rank}"
+        nvme.mkdir(parents=True)
+        more = {"nvme": nvme} if "nvme" in values.values() else {}
+        # 17 rows, so that ranks have parts of rows; and stacks of experts.
+        model = inf.offload(models.make(models.qwen3_moe), inf.Policy(**values, **more))
+        optimizer = inf.Muon(model.parameters(), lr=0.02)
+        losses = []
+        for batch in models.token_batches(3):
+            loss = models.loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        (engine,) = optimizer._engines
+        held = [p for p in optimizer.params_with_states if optimizer.updates_matrix(p)]
+        by_param = matrices_of(held, engine.pipeline.world).values()
+        owners = {matrix.owner for each in by_param for matrix in each}
+        assert owners == set(range(engine.pipeline.world))
+        found.append((losses, harness.values_of(model), harness.states_of(model)))
+        inf.handle(model).close()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.ranks)])
+def test_the_bits_are_those_of_one_rank(world: int, tmp_path: Path) -> None:
+    with harness.one_thread():
+        wanted = trained(0, tmp_path / "one")
+    for results in on_ranks(trained, tmp_path / "several", world):
+        assert_same(results, wanted)

@@ -1,0 +1,243 @@
+"""Muon over states at rest: the bits of torch.optim.Muon on fp32 masters, at every placement, and
+the same bits at every placement in the other formats."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import infinity as inf
+from infinity._src.engine.handle import offload
+from infinity._src.kernels.newton_schulz import flops, orthogonalize, product_dtype
+from infinity.aio import Fault, Seam
+from infinity.errors import StateInvalid
+from tests import harness, models
+from tests.harness import Training, assert_same
+from tests.reference import newton_schulz_of_torch
+from tests.test_bitwise import policy, wide_llama
+
+MIN = {"params": "nvme", "optim": "nvme", "ram": "min"}
+SMALL = Training(models.Small, steps=4, lr=0.02, optimizer="Muon")
+CASES = {
+    "clipped, accumulated": SMALL,
+    "units of several chunks": Training(wide_llama, lr=0.02, optimizer="Muon"),
+    "experts": Training(models.qwen3_moe, lr=0.02, optimizer="Muon", max_norm=None),
+    "fp32": dataclasses.replace(SMALL, dtype=torch.float32),
+    "gradients in fp32": dataclasses.replace(SMALL, grad_dtype=torch.float32),
+    "groups, checkpointed": dataclasses.replace(SMALL, groups=True, checkpointing=False),
+    "the rates of AdamW": dataclasses.replace(
+        SMALL,
+        options=(("adjust_lr_fn", "match_rms_adamw"), ("nesterov", False), ("momentum", 0.4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_of_torch_on_masters_in_memory(name: str, tmp_path: Path) -> None:
+    chosen = CASES[name]
+    run = harness.offloaded(chosen, policy(tmp_path, **MIN, grad_dtype=chosen.grad_dtype))
+    assert_same(run, harness.reference(chosen))
+    assert run.losses[-1] != run.losses[1]
+
+
+@pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
+def test_every_placement_gives_the_same_bits(state: str, tmp_path: Path) -> None:
+    chosen = CASES["units of several chunks"]
+    runs = [
+        harness.offloaded(chosen, policy(tmp_path, state=state, **values))
+        for values in (
+            {"params": "cpu", "optim": "cpu"},
+            MIN,
+            {**MIN, "ram": "40MB"},
+            {**MIN, "params": "cpu", "verify": "sample"},
+        )
+    ]
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 80), st.integers(1, 80), st.integers(0, 6), st.integers(0, 2**31))
+def test_newton_schulz_is_that_of_torch(rows: int, columns: int, steps: int, seed: int) -> None:
+    made = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(rows, columns, generator=made).bfloat16()
+    ours = orthogonalize(matrix, steps=steps)
+    assert ours.shape == matrix.shape
+    if product_dtype(matrix.device) is torch.bfloat16:
+        wanted = newton_schulz_of_torch(matrix.clone(), (3.4445, -4.7750, 2.0315), steps, 1e-7)
+        assert torch.equal(ours, wanted)
+    assert flops(rows, columns, steps) == flops(columns, rows, steps)
+    if steps > 3:
+        # Its constants bring a singular value that is not too small to 0.68 ... 1.13.
+        assert torch.linalg.matrix_norm(ours.float(), 2) < 1.3
+
+
+def test_a_step_reads_and_writes_eight_bytes_of_a_matrix(tmp_path: Path) -> None:
+    """In `exact`: the momentum (4), hi and lo; and a backward gathers hi again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)]).bfloat16()
+    inf.offload(model, policy(tmp_path, **MIN))
+    handle = inf.handle(model)
+    optimizer = inf.Muon(model.parameters(), lr=0.02)
+    moved = []
+    for _ in range(4):
+        drives = handle.parts.tiers.executor.stats().drives
+        moved.append([sum(d.bytes_read for d in drives), sum(d.bytes_written for d in drives)])
+        model(torch.randn(2, 512).bfloat16()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        handle.flush()
+    handle.close()
+    read, written = (after - before for before, after in zip(*moved[-2:], strict=True))
+    numel = 4 * 512 * 512
+    assert written == 8 * numel
+    assert 8 * numel <= read <= 12 * numel
+
+
+def test_torchs_two_optimizers_are_two_here(tmp_path: Path) -> None:
+    """Matrices in one optimizer, the rest of their units in another, as torch.optim.Muon needs."""
+    runs = []
+    for together in (True, False):
+        model = inf.offload(models.make(models.Small), policy(tmp_path, **MIN))
+        matrices = harness.hidden_matrices(model)
+        others = [p for p in model.parameters() if all(p is not each for each in matrices)]
+        options = {"lr": 0.02, "weight_decay": 0.1}
+        made: list[torch.optim.Optimizer] = [
+            inf.Muon([*matrices, *others] if together else matrices, **options)
+        ]
+        if not together:
+            made.append(inf.AdamW(others, betas=(0.9, 0.95), **options))
+        losses = []
+        for batch in models.token_batches(3):
+            loss = models.loss_of(model, batch)
+            loss.backward()
+            for optimizer in made:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        runs.append((losses, harness.values_of(model)))
+        inf.handle(model).close()
+    assert_same(runs[1], runs[0])
+
+
+def test_the_step_consumes_the_gradients_of_matrices() -> None:
+    model = inf.offload(models.make(models.Small), inf.Policy())
+    optimizer = inf.Muon(model.parameters())
+    batch = models.token_batches(1)[0]
+    models.loss_of(model, batch).backward()
+    optimizer.step()
+    up, norm = model.blocks[0].up.weight, model.blocks[0].norm.weight  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="the update took it"):
+        up.grad.norm()
+    assert norm.grad.norm() > 0
+    with pytest.raises(RuntimeError, match=r"call zero_grad\(\)"):
+        models.loss_of(model, batch).backward()
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "match"),
+    [
+        ({"update": "backward"}, {}, "update='backward'"),
+        ({"generations": 2}, {}, "generations=2"),
+        ({}, {"momentum": 1.0}, r"momentum=1\.0"),
+        ({}, {"ns_steps": 100}, "ns_steps=100"),
+        ({}, {"adjust_lr_fn": "none"}, "adjust_lr_fn='none'"),
+        ({}, {"ns_coefficients": (1, 2)}, "ns_coefficients"),
+        ({}, {"matrixwise": True}, r"norm.* of shape \(32,\)"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(
+    values: dict[str, Any], options: dict[str, Any], match: str
+) -> None:
+    model = inf.offload(models.make(models.Small), inf.Policy(**values))
+    group = {"params": list(model.parameters()), **options}
+    with pytest.raises(ValueError, match=match):
+        inf.Muon([group])
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize(("op", "more"), [("read", 1), ("write", 1), ("write", 20)])
+def test_a_fault_in_either_update_stays(op: str, more: int, tmp_path: Path) -> None:
+    def begun(seam: Seam | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = offload(models.make(wide_llama), policy(tmp_path, **MIN), _seam=seam)
+        optimizer = inf.Muon(model.parameters())
+        models.loss_of(model, models.token_batches(1)[0]).backward()
+        return model, optimizer
+
+    model, _ = begun(None)
+    drives = inf.handle(model).parts.tiers.executor.stats().drives
+    inf.handle(model).close()
+    nth = sum(d.reads if op == "read" else d.writes for d in drives) + more
+    model, optimizer = begun(Seam(fault=Fault(op=op, nth=nth, persistent=True)))
+    with pytest.raises(StateInvalid, match="errno 5"):
+        optimizer.step()
+        inf.handle(model).flush()
+    with pytest.raises(StateInvalid):
+        models.loss_of(model, models.token_batches(1)[0])
+    with pytest.raises(StateInvalid):
+        inf.handle(model).close()
+
+
+def test_a_momentum_that_is_not_finite_is_an_error() -> None:
+    model = inf.offload(models.make(models.Small), inf.Policy())
+    optimizer = inf.Muon(model.parameters())
+    weight = model.blocks[1].up.weight  # type: ignore[union-attr]
+    state = inf.handle(model).optimizer_state(weight)
+    state["momentum_buffer"] = torch.full_like(state["momentum_buffer"], torch.inf)
+    models.loss_of(model, models.token_batches(1)[0]).backward()
+    with pytest.raises(StateInvalid, match=r"blocks\.1\.up\.weight is not finite"):
+        optimizer.step()
+    with pytest.raises(StateInvalid):
+        inf.handle(model).close()
+
+
+def test_a_function_of_ones_own(tmp_path: Path) -> None:
+    """The sign of a matrix is Lion's direction without its second factor, elementwise."""
+    values = []
+    for where in ({"params": "cpu", "optim": "cpu"}, MIN):
+        model = inf.offload(models.make(models.Small), policy(tmp_path, **where))
+        optimizer = inf.Matrixwise(torch.sign, model.parameters(), lr=0.01, weight_decay=0.0)
+        before = harness.values_of(model)
+        models.loss_of(model, models.token_batches(1)[0]).backward()
+        optimizer.step()
+        values.append(harness.values_of(model))
+        moved = values[-1]["blocks.0.up.weight"].float() - before["blocks.0.up.weight"].float()
+        assert (moved.abs() < 0.0125).all()
+        assert (moved.abs() > 0.0075).float().mean() > 0.9
+        inf.handle(model).close()
+    assert_same(values[1], values[0])
+
+
+def test_saved_and_restored_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    def begun(place: str) -> tuple[nn.Module, Any]:
+        model = inf.offload(models.make(wide_llama), policy(tmp_path / place, **MIN))
+        return model, inf.Muon(model.parameters(), lr=0.02)
+
+    def train(model: nn.Module, optimizer: Any, batches: list[Any]) -> None:
+        for batch in batches:
+            models.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for place in ("first", "second"):
+        (tmp_path / place).mkdir()
+    batches = models.token_batches(4)
+    model, optimizer = begun("first")
+    train(model, optimizer, batches[:2])
+    inf.save(model, optimizer, tmp_path / "saved").wait()
+    train(model, optimizer, batches[2:])
+    wanted = harness.values_of(model), harness.states_of(model)
+    inf.handle(model).close()
+    model, optimizer = begun("second")
+    inf.restore(model, optimizer, tmp_path / "saved")
+    train(model, optimizer, batches[2:])
+    assert_same((harness.values_of(model), harness.states_of(model)), wanted)
+    inf.handle(model).close()
