@@ -63,6 +63,31 @@ def test_every_placement_gives_the_same_bits(state: str, tmp_path: Path) -> None
         assert_same(run, runs[0])
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"generations": 2},
+        {"durable": True},
+        {"update": "backward"},
+        {"update": "backward", "params": "cpu", "grad_dtype": torch.float32},
+        {"update": "delayed", "delayed_warmup": 1},
+    ],
+    ids=str,
+)
+def test_update_modes_give_the_bits_of_the_plain_loop(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    chosen = dataclasses.replace(
+        CASES["units of several chunks"],
+        max_norm=None,
+        no_sync=True,
+        delayed=values.get("delayed_warmup"),
+        grad_dtype=values.get("grad_dtype"),
+    )
+    run = harness.offloaded(chosen, policy(tmp_path, **{**MIN, **values}))
+    assert_same(run, harness.reference(chosen))
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 80), st.integers(1, 80), st.integers(0, 6), st.integers(0, 2**31))
 def test_newton_schulz_is_that_of_torch(rows: int, columns: int, steps: int, seed: int) -> None:
@@ -145,8 +170,8 @@ def test_the_step_consumes_the_gradients_of_matrices() -> None:
 @pytest.mark.parametrize(
     ("values", "options", "match"),
     [
-        ({"update": "backward"}, {}, "update='backward'"),
-        ({"generations": 2}, {}, "generations=2"),
+        ({"update": "backward", "generations": 2}, {}, "update='backward'"),
+        ({"grads": "nvme", "ram": "min"}, {}, "grads='nvme'"),
         ({}, {"momentum": 1.0}, r"momentum=1\.0"),
         ({}, {"ns_steps": 100}, "ns_steps=100"),
         ({}, {"adjust_lr_fn": "none"}, "adjust_lr_fn='none'"),
@@ -155,9 +180,9 @@ def test_the_step_consumes_the_gradients_of_matrices() -> None:
     ],
 )
 def test_what_it_does_not_do_is_refused(
-    values: dict[str, Any], options: dict[str, Any], match: str
+    values: dict[str, Any], options: dict[str, Any], match: str, tmp_path: Path
 ) -> None:
-    model = inf.offload(models.make(models.Small), inf.Policy(**values))
+    model = inf.offload(models.make(models.Small), policy(tmp_path, **values))
     group = {"params": list(model.parameters()), **options}
     with pytest.raises(ValueError, match=match):
         inf.Muon([group])

@@ -67,12 +67,13 @@ void inf_chunk_swap_places(inf_chunk_record *chunk, uint64_t generation) {
     chunk->other_updated = updated;
 }
 
-void inf_chunk_flip(inf_chunk_record *chunk) {
+void inf_chunk_flip(inf_chunk_record *chunk, const inf_run *run) {
     inf_chunk_swap_places(chunk, inf_chunk_other(&chunk->plan).generation);
     chunk->exchanged = false;
     chunk->place = INF_PLACE_MOVED;
-    /* A new version is written whole, so it has no zero sections except gradients. */
+    /* A new version is written whole, except gradients and zeros that the run left out. */
     chunk->plan.zeros &= (uint16_t)inf_grad_mask(&chunk->plan);
+    chunk->plan.zeros |= (uint16_t)inf_job_leaves(&run->job);
 }
 
 void inf_chunk_note_write(inf_chunk_record *chunk, const inf_run *run) {

@@ -561,14 +561,13 @@ void inf_meter_moved(inf_drive *drive, int32_t op, int64_t bytes);
 void inf_meter_tick(inf_drive *drive, int64_t now_ns);
 
 /* chunk_state.c, all [locked] */
-/* whether the run will write the other place of its chunk */
-bool inf_run_moves(const inf_run *run);
+bool inf_run_moves(const inf_run *run); /* whether it will write its chunk's other place */
 /* the plan of the chunk at its other place, which is written next */
 inf_chunk inf_chunk_other(const inf_chunk *chunk);
 /* swaps the two places, with all records of them */
 void inf_chunk_swap_places(inf_chunk_record *chunk, uint64_t generation);
-/* makes the other place the live one */
-void inf_chunk_flip(inf_chunk_record *chunk);
+/* makes the other place, which the run has written, the live one */
+void inf_chunk_flip(inf_chunk_record *chunk, const inf_run *run);
 /* these sections were written, so they are read from now on */
 void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written);
 /* Records whether the run's write came from an UPDATE or a STORE. */
@@ -580,6 +579,7 @@ bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk);
 /* slot_plan.c, all [locked] */
 uint32_t inf_run_used(const inf_run *run);    /* sections that it has in its slot, or resident */
 uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
+void inf_run_make_whole(inf_run *run); /* so that it writes a whole new version */
 void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
                    uint32_t written, bool moves);
 /* Plans again which ranges of the slot are written, and where to. */

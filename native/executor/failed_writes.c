@@ -140,7 +140,8 @@ static place_kind place_written(const inf_run *run, uint32_t written, uint32_t *
     if (versioned && grad != 0 && written == grad) return PLACE_GRADIENTS;
     if (versioned && (written & grad) != 0) return PLACE_NONE; /* two places at once */
     *rest = there & ~written & ~(versioned ? grad : 0u);
-    if (run->moves) return *rest == 0 ? PLACE_OTHER : PLACE_NONE;
+    /* all but zeros that it leaves out are written to a new version */
+    if (run->moves) return (*rest & ~inf_job_leaves(&run->job)) == 0 ? PLACE_OTHER : PLACE_NONE;
     /* without zeros, which are not read, and invalid sections */
     *rest &= ~((uint32_t)chunk->zeros | run->chunk->invalid);
     return PLACE_LIVE;
@@ -263,7 +264,7 @@ bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run) {
     inf_drive *drive = &ex->drives[inf_run_drive(run, INF_OP_WRITE)]; /* before the places flip */
     chunk->failed_write = run->slot;
     chunk->failed_write_mask = run->slot.written;
-    if (run->moves) inf_chunk_flip(chunk);
+    if (run->moves) inf_chunk_flip(chunk, run);
     inf_chunk_note_write(chunk, run);
     inf_chunk_nonzero(chunk, run->slot.written);
     /* A store's values exist, in the slot or in resident sections; an update has no invalid

@@ -17,7 +17,7 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     if (!run->faulted) {
         chunk->invalid &= ~inf_run_written(run); /* of an UPDATE only the given section */
-        if (run->moves) inf_chunk_flip(chunk);
+        if (run->moves) inf_chunk_flip(chunk, run);
         inf_chunk_note_write(chunk, run);
         inf_chunk_nonzero(chunk, inf_run_written(run));
         return;
@@ -207,10 +207,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     run->moves = inf_run_moves(run);
     if (run->moves && run->job.kind == INF_JOB_STORE)
         run->reads = inf_run_written(run) & ~run->job.mask;
-    if (run->moves && inf_job_leaves(&run->job) != 0) {
-        run->job.mask &= ~INF_MASK_LEAVES; /* a new version is whole */
-        run->reads |= inf_run_written(run);
-    }
+    if (run->moves) inf_run_make_whole(run);
     /* Before zeros: a section whose first write failed is invalid, not zero. */
     if ((run->chunk->invalid & run->reads) != 0) {
         run->fault = run->chunk->fault;

@@ -19,6 +19,14 @@ uint32_t inf_run_written(const inf_run *run) {
     return (run->job.mask & all) | (run->moves ? states : 0); /* a new version is whole */
 }
 
+/* Zeros that an UPDATE leaves out are zeros in the new version, too. */
+void inf_run_make_whole(inf_run *run) {
+    const uint32_t zeros = (uint32_t)run->chunk->plan.zeros << INF_LEAVES_SHIFT;
+    if (inf_job_leaves(&run->job) == 0) return;
+    run->job.mask &= ~(INF_MASK_LEAVES & ~zeros);
+    run->reads |= inf_run_written(run);
+}
+
 static void range_add(inf_slot *slot, int32_t op, inf_range range) {
     inf_range *last =
         slot->range_count[op] > 0 ? &slot->ranges[op][slot->range_count[op] - 1] : NULL;

@@ -269,6 +269,8 @@ static void run_init(struct inf_executor *ex, inf_submission *submission, int32_
     if (job->kind == INF_JOB_UPDATE) {
         run->job.mask = mask_of(&run->chunk->plan, job);
         run->reads = update_reads(&run->chunk->plan, &run->job, submission->segs);
+        /* already now, so that a read ahead has the right sections */
+        if (inf_run_moves(run)) inf_run_make_whole(run);
     }
     run->slot.pool = pool_for(ex, slot_bytes(&run->chunk->plan, job));
     fifo_insert(run);

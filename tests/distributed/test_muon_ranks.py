@@ -19,6 +19,8 @@ POLICIES: list[dict[str, Any]] = [
     {"params": "nvme", "optim": "nvme", "ram": "min"},
     {"params": "device", "optim": "cpu", "zero": 2, "find_unused_parameters": True},
     {"params": "cpu", "optim": "cpu", "state": "compact"},
+    {"params": "nvme", "optim": "nvme", "ram": "min", "update": "backward"},
+    {"params": "nvme", "optim": "nvme", "ram": "min", "generations": 2},
 ]
 
 

@@ -252,6 +252,7 @@ class BackwardUpdate(UpdateMode):
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
         # From here on an interrupted step is half done.
         self._updated.update(ready)
+        gradients = self._prepared(gradients)
         work = {item.param: item for item in self._work(list(ready))}
         fresh = [
             grad
@@ -290,14 +291,26 @@ class BackwardUpdate(UpdateMode):
                 self._parts.pipeline.check_ranks_agree(holder, holder.params_with_states)
                 self._captured[holder] = values_of(holder)
 
-    def _work(self, params: list[Param]) -> list[Work]:
+    def _by_holder(self, params: Iterable[Param]) -> dict[UpdatingOptimizer, list[Param]]:
         by_holder: dict[UpdatingOptimizer, list[Param]] = {}
         for param in params:
             holder = self._parts.optimizer_of(param)
             assert holder is not None
             by_holder.setdefault(holder, []).append(param)
+        return by_holder
+
+    def _prepared(self, gradients: dict[Param, torch.Tensor]) -> dict[Param, torch.Tensor]:
+        """Return the gradients that the updates read; see `UpdatingOptimizer.prepare`."""
+        # Without windows a fresh gradient is autograd's tensor, which other code may hold, too.
+        found: dict[Param, torch.Tensor] = {}
+        for holder, params in self._by_holder(gradients).items():
+            given = {param: gradients[param] for param in params}
+            found.update(holder.prepare(given, owned=self._windows is not None))
+        return found
+
+    def _work(self, params: list[Param]) -> list[Work]:
         work: list[Work] = []
-        for holder, held in by_holder.items():
+        for holder, held in self._by_holder(params).items():
             work.extend(holder.work_of(held))
         return work
 

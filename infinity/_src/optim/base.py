@@ -265,6 +265,15 @@ class Optimizer(OptimizerBase, abc.ABC):
                 engine.pipeline.begin()
         return proceeds
 
+    def prepare(
+        self,
+        gradients: Mapping[Param, torch.Tensor],
+        *,
+        owned: bool,  # noqa: ARG002
+    ) -> Mapping[Param, torch.Tensor]:
+        """See `UpdatingOptimizer.prepare`."""
+        return gradients
+
     def work_of(self, params: Sequence[Param]) -> list[Work]:
         """Return the updates of these parameters with their present gradients, and advance their
         step counts.

@@ -47,13 +47,14 @@ from infinity._src.optim.base import (
     Optimizer,
     StepEngine,
     check_range,
+    engine_of,
     not_negative,
     two_betas,
 )
 from infinity._src.optim.step import StepPipeline, half_done
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.whole_matrices import Matrix, UnitMatrices, matrices_of
-from infinity._src.params.accumulator import is_exact
+from infinity._src.params.accumulator import AccumulatorState, is_exact
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Format, Ticket
 from infinity.errors import AioError, StateInvalid
@@ -91,8 +92,8 @@ class Matrixwise(Optimizer):
     next backward.
 
     Raises: as `AdamW`; ValueError also for matrixwise=True and a parameter that is no matrix or a
-    tile of one, for generations=2, for update modes other than "deferred", for update_on other than
-    "cpu", and for grads="nvme".
+    tile of one, for update="backward" with generations=2, for update_on other than "cpu", and for
+    grads="nvme".
     """
 
     shares_format = True
@@ -163,16 +164,15 @@ class Matrixwise(Optimizer):
     def check_engine(self, engine: StepEngine) -> None:
         policy = engine.policy
         wrong = {
-            f"update={policy.update!r}": not policy.updates_in_step,
+            f"update={policy.update!r} and generations={policy.generations}": policy.speculates,
             f"update_on={policy.update_on!r}": policy.update_on != "cpu",
-            f"generations={policy.generations}": policy.generations > 1,
             f"grads={policy.grads!r}": policy.grads == "nvme",
         }
         refused = [name for name, is_wrong in wrong.items() if is_wrong]
         if refused:
             raise ValueError(
-                f"{self.title} does not work with {' and '.join(refused)} yet: use "
-                "update='deferred', update_on='cpu', grads='cpu' and generations=1, or inf.AdamW"
+                f"{self.title} does not work with {', '.join(refused)}: use update='deferred', "
+                "update_on='cpu' and grads='cpu', or inf.AdamW"
             )
 
     def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:
@@ -217,20 +217,44 @@ class Matrixwise(Optimizer):
 
     def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
         for engine, params in live.items():
-            self._make_matrices(engine, [each for each in params if self.updates_matrix(each)])
+            matrices = [param for param in params if self.updates_matrix(param)]
+            work = [self._momentum_work(param) for param in matrices]
+            parts = {param: _part_of(param) for param in matrices}
+            for param in matrices:
+                # Its gradient is lost from here on, also for a step that fails.
+                assert param.grad is not None
+                param.grad.consume()
+            self._make_matrices(engine, work, parts)
         super()._update_all(live)
 
-    def _make_matrices(self, engine: StepEngine, params: Sequence[Param]) -> None:
-        """Update the momenta, and put the transformed matrices into the gradients' memory. Blocks.
+    def prepare(
+        self, gradients: Mapping[Param, torch.Tensor], *, owned: bool
+    ) -> Mapping[Param, torch.Tensor]:
+        """Update the momenta and transform the matrices of one unit."""
+        matrices = [param for param in gradients if self.updates_matrix(param)]
+        if not matrices:
+            return gradients
+        work = [self._momentum_work(param) for param in matrices]
+        parts = {}
+        for param in matrices:
+            given = gradients[param]
+            assert param.grad is not None
+            # A sum of micro-batches lies in the accumulator.
+            held = owned or param.grad.state is AccumulatorState.HELD
+            parts[param] = _as_matrix(given if held else given.clone())
+            param.grad.log.clear()
+        self._make_matrices(engine_of(matrices[0]), work, parts)
+        return {**gradients, **parts}
+
+    def _make_matrices(
+        self, engine: StepEngine, work: Sequence[Work], parts: Mapping[Param, torch.Tensor]
+    ) -> None:
+        """Do the updates of momenta, and put the transformed matrices into the memory of the
+        gradients. Blocks. parts: this rank's part of each gradient, 1-D.
         """
         by_unit: dict[Unit, dict[Param, Work]] = {}
-        for param in params:
-            by_unit.setdefault(param.unit, {})[param] = self._momentum_work(engine, param)
-        parts = {param: _part_of(param) for param in params}
-        for param in params:
-            # Its gradient is lost from here on, also for a step that fails.
-            assert param.grad is not None
-            param.grad.consume()
+        for item in work:
+            by_unit.setdefault(item.param.unit, {})[item.param] = item
         pipeline = engine.pipeline
         fault = None
         try:
@@ -275,8 +299,13 @@ class Matrixwise(Optimizer):
                 departure.wait()
             held.store()
 
+        fault = None
         for unit, ticket in started:
-            ticket.wait()
+            try:
+                ticket.wait()
+            except AioError as error:
+                # The other ranks wait for this one's parts; all learn of the fault afterwards.
+                fault = fault or error
             held = UnitMatrices(
                 [each for param in unit.params if param in parts for each in owners[param]],
                 parts,
@@ -294,6 +323,8 @@ class Matrixwise(Optimizer):
             transform()
         while leaving:
             store()
+        if fault is not None:
+            raise fault
 
     def _matrices(self, engine: StepEngine) -> dict[Param, list[Matrix]]:
         """The matrices of all parameters of an engine: owners do not depend on which of them have
@@ -310,7 +341,7 @@ class Matrixwise(Optimizer):
         super().make_states(params)
         self._owners.clear()
 
-    def _momentum_work(self, engine: StepEngine, param: Param) -> Work:
+    def _momentum_work(self, param: Param) -> Work:
         group = self.group_of(param)
         assert param.grad is not None
         row = hyper_row_muon_momentum(
@@ -319,7 +350,7 @@ class Matrixwise(Optimizer):
             log=[entry for entry in param.grad.log if not is_exact(entry)],
         )
         step = self.state[param.at_rest].get("step", 0) + 1
-        row["key"] = rounding_key(engine.policy.seed, step, param.name)
+        row["key"] = rounding_key(engine_of(param).policy.seed, step, param.name)
         return Work(param, row)
 
     def _transform_matrix(self, matrix: Matrix, whole: torch.Tensor) -> None:
@@ -437,12 +468,15 @@ def is_matrix(param: Param, chosen: bool | None) -> bool:
 
 
 def _part_of(param: Param) -> torch.Tensor:
-    """Return the memory of this rank's gradient as the memory of its part of the matrices, 1-D:
-    bf16 in two bytes, else fp32."""
+    """Return the memory of this rank's accumulated gradient as memory of its part of matrices."""
     assert param.grad is not None
     assert param.grad.backing is None
-    stored = param.grad.tensor
-    return stored.view(torch.bfloat16) if stored.dtype is torch.float16 else stored
+    return _as_matrix(param.grad.tensor)
+
+
+def _as_matrix(part: torch.Tensor) -> torch.Tensor:
+    """Return a gradient's memory as a matrix's: bf16 in two bytes, else fp32."""
+    return part.view(torch.bfloat16) if part.dtype is torch.float16 else part
 
 
 def _exchange(

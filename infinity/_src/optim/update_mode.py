@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,6 +60,15 @@ class UpdatingOptimizer(Grouped, Protocol):
 
     def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
         """Return the work of a step if it were taken now, and the states after it. Changes nothing.
+        """
+
+    def prepare(
+        self, gradients: Mapping[Param, torch.Tensor], *, owned: bool
+    ) -> Mapping[Param, torch.Tensor]:
+        """Do what must precede these parameters' updates in backward, and return the gradients
+        that the updates read. May block. Collective.
+
+        gradients: this rank's parts, 1-D. owned: their memory may be overwritten.
         """
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
