@@ -158,6 +158,42 @@ def test_models_and_optimizers(training: Training, tmp_path: Path) -> None:
     )
 
 
+def test_many_small_chunks_are_read_and_written_in_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore into the same units, and into other ones: far fewer submissions than chunks."""
+    submit, count = Executor.submit, 40
+    submitted = 0
+
+    def counted(self: Executor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal submitted
+        submitted += 1
+        return submit(self, *args, **kwargs)
+
+    def made(units: list[str]) -> tuple[nn.Module, inf.AdamW]:
+        model = nn.Sequential(*(nn.Linear(24, 24).bfloat16() for _ in range(count)))
+        offload(model, policy(tmp_path, params="nvme", optim="nvme", ram="min", units=units))
+        return model, inf.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = made(["Linear"])
+    model(torch.ones(2, 24).bfloat16()).sum().backward()
+    optimizer.step()
+    inf.save(model, optimizer, tmp_path / "ckpt").wait()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    states = optimizer.state_dict()
+    inf.handle(model).close()
+    for units in (["Linear"], []):
+        model, optimizer = made(units)
+        with monkeypatch.context() as patched:
+            patched.setattr(Executor, "submit", counted)
+            submitted = 0
+            inf.restore(model, optimizer, tmp_path / "ckpt")
+            assert submitted < count // 4
+        assert_same(model.state_dict(), values)
+        assert_same(optimizer.state_dict(), states)
+        inf.handle(model).close()
+
+
 def test_updates_in_backward(tmp_path: Path) -> None:
     training = Training(models.Small, steps=STEPS, accumulation=1, max_norm=None)
     chosen = policy(tmp_path, update="backward", **TIERS["nvme"])

@@ -11,9 +11,11 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.checkpoint import reader as reader_module
 from infinity._src.checkpoint.directory import read_generation
-from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, DataReader, _RankRows
+from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, DataReader
 from infinity._src.checkpoint.verify import Damage, VerifyJob
 from infinity._src.engine.handle import offload
 from infinity.aio import Fault, Seam, Ticket
@@ -110,13 +112,11 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def first_two(checkpoint: Checkpoint) -> list[ChunkRef]:
-    """The chunks of the first two rows."""
-    rows = checkpoint.manifests[0].rows[:2]
-    refs = [ChunkRef(0, int(row["flat"]), 0) for row in rows]
-    assert [int(row["start"]) for row in rows] == [0, 0]
-    assert refs[0] != refs[1]
-    return refs
+def first_two(checkpoint: Checkpoint) -> list[int]:
+    """The chunks of the first two rows, which are of two flats."""
+    _, _, rows = checkpoint.chunks.rows(np.arange(2))
+    assert rows.tolist() == [0, 1]
+    return [0, 1]
 
 
 def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(
@@ -132,11 +132,40 @@ def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(
         file.write_bytes(
             whole[:section_at] + bytes([whole[section_at] ^ 4]) + whole[section_at + 1 :]
         )
-        reader = ChunkReader(checkpoint, 1)
-        reader.start([first])
+        reader = ChunkReader(checkpoint, capacity=1)
+        reader.start([[first]])
         reader.get(second)  # replaces the damaged checkpoint
         with pytest.raises(ChecksumError):
             reader.get(first)
+        reader.close()
+
+
+def test_of_chunks_that_are_read_together_the_damaged_one_is_named(
+    several: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "ckpt"
+    shutil.copytree(several, place)
+    (file,) = place.glob("data-*")
+    with Checkpoint.open(place) as checkpoint:
+        first, second = first_two(checkpoint)
+        row = checkpoint.manifests[0].rows[1]
+        at = int(row["file_offset"] + row["section_at"][1])
+        with file.open("r+b") as data:
+            data.seek(at)
+            byte = data.read(1)[0]
+            data.seek(at)
+            data.write(bytes([byte ^ 4]))
+        reader = ChunkReader(checkpoint)
+        reader.start([[first, second]])
+        with Checkpoint.open(several) as whole:
+            alone = ChunkReader(whole)
+            for mine, other in zip(reader.get(first), alone.get(first), strict=True):
+                assert mine.tobytes() == other.tobytes()
+            alone.close()
+        for _ in range(2):
+            with pytest.raises(ChecksumError) as caught:
+                reader.get(second)
+            assert (caught.value.path, caught.value.offset) == (str(file), at)
         reader.close()
 
 
@@ -148,12 +177,12 @@ def test_an_interrupt_while_a_chunk_makes_room_leaves_its_memory_held(
 
     with Checkpoint.open(several) as checkpoint:
         first, second = first_two(checkpoint)
-        reader = ChunkReader(checkpoint, 1)
-        reader.start([first])
+        reader = ChunkReader(checkpoint, capacity=1)
+        reader.start([[first]])
         with monkeypatch.context() as patched:
             patched.setattr(reader_module, "_wait_out", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                reader.start([second])
+                reader.start([[second]])
         assert list(reader._held) == [first]  # a read may still be filling it: `close` waits
         reader.close()
 
@@ -166,24 +195,22 @@ def test_a_fetch_that_fails_half_way_waits_for_what_it_began(
     fetch, wait = DataReader.fetch, JobTicket.wait
     waited: list[Ticket] = []
 
-    def second_file_is_gone(self: DataReader, row: int, addresses: Any) -> Ticket:
-        if begun:
-            raise AioError("no such file", path="data-gone", op="read")
-        begun.append(fetch(self, row, addresses))
-        return begun[0]
+    def second_file_is_gone(self: DataReader, rows: Any, addresses: Any) -> Iterator[Ticket]:
+        begun.extend(fetch(self, rows, addresses))
+        yield from begun
+        raise AioError("no such file", path="data-gone", op="read")
 
     def note(self: Ticket, *args: Any) -> None:
         waited.append(self)
         wait(self, *args)
 
     monkeypatch.setattr(DataReader, "fetch", second_file_is_gone)
-    monkeypatch.setattr(_RankRows, "rows", lambda self, flat, chunk: [0, 0])
     with Checkpoint.open(several) as checkpoint:
-        reader = ChunkReader(checkpoint, 1)
+        reader = ChunkReader(checkpoint, capacity=1)
         with monkeypatch.context() as patched:
             patched.setattr(JobTicket, "wait", note)
             with pytest.raises(AioError, match="no such file"):
-                reader.start(first_two(checkpoint)[:1])
+                reader.start([first_two(checkpoint)[:1]])
         assert waited == begun
         reader.close()
 
@@ -299,6 +326,7 @@ import torch, infinity as inf
 from infinity.aio import Seam
 from infinity._src.checkpoint import save as saving
 from infinity._src.engine.handle import offload
+from collections.abc import Iterator
 from pathlib import Path
 place, swap, when = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 model = torch.nn.Linear(64, 64)

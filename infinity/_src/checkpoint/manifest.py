@@ -109,13 +109,36 @@ class FlatEntry:
     shard_numel: int
     params: tuple[ParamEntry, ...]
 
-    @functools.cached_property
+    @property
     def state_format(self) -> Format:
-        return Format.of(self.format)
+        return _format_of(self.format)
 
-    @functools.cached_property
+    @property
     def sections(self) -> tuple[Section, ...]:
-        return sections_of(self.state_format, dtype_of(self.dtype).itemsize)
+        return _sections_of(self.format, self.dtype)
+
+    @property
+    def widths(self) -> tuple[list[int], list[int]]:
+        """itemsize and group_numel of SECTION_MAX sections, those that the format lacks included.
+        """
+        return _widths_of(self.format, self.dtype)
+
+
+# Cached for all flats: a model has few formats, and thousands of flats.
+_format_of = functools.lru_cache(Format.of)
+
+
+@functools.lru_cache
+def _sections_of(code: int, dtype: str) -> tuple[Section, ...]:
+    return sections_of(_format_of(code), dtype_of(dtype).itemsize)
+
+
+@functools.lru_cache
+def _widths_of(code: int, dtype: str) -> tuple[list[int], list[int]]:
+    sections = _sections_of(code, dtype)
+    lacks = SECTION_MAX - len(sections)
+    items, groups = zip(*((each.itemsize, each.group_numel) for each in sections), strict=True)
+    return [*items, *[0] * lacks], [*groups, *[1] * lacks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +163,8 @@ class Layout:
     @functools.cached_property
     def encoded(self) -> bytes:
         raw: dict[str, Any] = {
-            "flats": [dataclasses.asdict(flat) for flat in self.flats],
+            # Not by `asdict`, which copies every number of every shape.
+            "flats": [{**vars(flat), "params": [*map(vars, flat.params)]} for flat in self.flats],
             "numerics": self.numerics,
         }
         # Earlier releases do not know the key: they refuse to restore, and name these parameters
@@ -399,13 +423,26 @@ def _content_bytes(
 ) -> npt.NDArray[np.int64]:
     # Only the flats of these rows: a restore passes one row at a time.
     numbers, of_row = np.unique(rows["flat"], return_inverse=True)
-    items: npt.NDArray[np.int64] = np.zeros((len(numbers), SECTION_MAX), dtype=np.int64)
-    groups: npt.NDArray[np.int64] = np.ones((len(numbers), SECTION_MAX), dtype=np.int64)
-    for index, number in enumerate(numbers.tolist()):
-        for s, section in enumerate(flats[number].sections):
-            items[index, s], groups[index, s] = section.itemsize, section.group_numel
-    sizes: npt.NDArray[np.int64] = -(-rows["numel"][:, None] // groups[of_row]) * items[of_row]
-    return sizes
+    widths = section_widths([flats[number] for number in numbers.tolist()])[of_row]
+    return extent_bytes(rows["numel"], widths)
+
+
+def section_widths(flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
+    """Return itemsize and group_numel of the sections of flats: int64 [flats, 2, SECTION_MAX]. A
+    section that a format lacks has no bytes.
+    """
+    found = np.array([flat.widths for flat in flats], dtype=np.int64)
+    return found.reshape(-1, 2, SECTION_MAX)
+
+
+def extent_bytes(
+    numels: npt.NDArray[np.int64], widths: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Compute the bytes of so many elements in each section: [numels, SECTION_MAX]. widths: of the
+    flat of each number (`section_widths`).
+    """
+    found: npt.NDArray[np.int64] = -(-numels[:, None] // widths[:, 1]) * widths[:, 0]
+    return found
 
 
 def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
@@ -575,19 +612,23 @@ def _gaps(manifest: Manifest) -> Iterator[str]:
     """Find shards whose chunks do not cover them without gaps, from the start of the shard to the
     end of its parameters.
     """
-    rows = manifest.rows[np.argsort(manifest.rows["flat"], kind="stable")]
-    bounds = np.searchsorted(rows["flat"], np.arange(len(manifest.layout.flats) + 1))
-    for index, flat in enumerate(manifest.layout.flats):
-        mine = rows[bounds[index] : bounds[index + 1]]
-        starts, first = np.unique(mine["start"], return_index=True)
-        ends = starts + mine["numel"][first]
+    flats, table = manifest.layout.flats, manifest.rows
+    order = np.lexsort((table["start"], table["flat"]))
+    flat_of, starts, numels = (table[name][order] for name in ("flat", "start", "numel"))
+    # Several rows may share a chunk, each with some of its sections.
+    new = (np.diff(flat_of, prepend=-1) != 0) | (np.diff(starts, prepend=-1) != 0)
+    flat_of, starts, ends = flat_of[new], starts[new], (starts + numels)[new]
+    begins = np.diff(flat_of, prepend=-1) != 0
+    joined = starts == np.where(begins, 0, np.roll(ends, 1))
+    stops: npt.NDArray[np.int64] = np.zeros(len(flats), dtype=np.int64)
+    np.maximum.at(stops, flat_of, ends)
+    apart = set(flat_of[~joined].tolist())
+    for index, (flat, end) in enumerate(zip(flats, stops.tolist(), strict=True)):
         used = (
             max((param.offset + param.numel for param in flat.params), default=0)
             - manifest.rank * flat.shard_numel
         )
-        joined = np.array_equal(starts[1:], ends[:-1]) and (not len(starts) or starts[0] == 0)
-        end = int(ends[-1]) if len(ends) else 0
-        if not joined or not min(used, flat.shard_numel) <= end <= flat.shard_numel:
+        if index in apart or not min(used, flat.shard_numel) <= end <= flat.shard_numel:
             yield f"the chunks of unit {flat.unit!r} do not cover its shard"
 
 

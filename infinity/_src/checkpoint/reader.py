@@ -2,7 +2,7 @@
 
     with Checkpoint.open(directory) as checkpoint:
         checkpoint.step, checkpoint.params["model.norm.weight"]        no data is read for these
-        ChunkReader(checkpoint, 4).get(ChunkRef(rank, flat, chunk))    all sections of a chunk
+        ChunkReader(checkpoint).get(number)                            all sections of a chunk
 
 The data files of a rank are read by one executor. Every section of a padded row is a chunk of that
 executor, plain bytes, so that the padding up to 4096 has checksums as well, and one section (the
@@ -25,11 +25,12 @@ import bisect
 import contextlib
 import dataclasses
 import errno
+import functools
 import itertools
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -92,14 +93,6 @@ ALGORITHM = "crc32c"
 """The name, in manifests, of the checksums that executors compute."""
 
 
-class ChunkRef(NamedTuple):
-    """One chunk of one rank's shard of a flat."""
-
-    rank: int
-    flat: int
-    chunk: int
-
-
 @dataclasses.dataclass(frozen=True)
 class SavedParam:
     """A parameter of a checkpoint and the flat that it lies in."""
@@ -133,7 +126,6 @@ class Checkpoint:
         self.manifests = list(manifests)
         self._backend, self._partial = backend, partial
         self._readers: OrderedDict[int, DataReader] = OrderedDict()  # by rank
-        self._rows: dict[int, _RankRows] = {}
         first = manifests[0]
         for other in manifests[1:]:
             # Places of elements are computed from one layout for all ranks.
@@ -209,15 +201,18 @@ class Checkpoint:
                 SwapFile.existing(self.directory / file.name).close()
         check_algorithm(self.manifests[0].algorithm)
 
+    @functools.cached_property
+    def chunks(self) -> SavedChunks:
+        """All chunks of all ranks."""
+        return SavedChunks(self.manifests, self.flats)
+
     def pieces(self, param: SavedParam, element: int, numel: int) -> Iterator[Piece]:
         """Yield the chunks that hold elements [element, element + numel) of a parameter."""
-        low = param.entry.offset + element
-        return pieces(
-            low,
-            numel,
-            param.flat.shard_numel,
-            lambda rank: self._of_rank(rank).chunks(param.flat_index),
-        )
+        low = int(self.chunks.flat_at[param.flat_index]) + param.entry.offset + element
+        found = self.chunks.cut(np.array([low]), np.array([numel]))
+        starts = found.first - self.chunks.positions[found.chunk]
+        columns = (found.chunk, starts, found.numel, found.first - low)
+        yield from map(Piece, *(column.tolist() for column in columns))
 
     def file_of(self, param: SavedParam) -> str:
         """Return the name of the file that has the first element of a parameter; empty for a
@@ -226,9 +221,10 @@ class Checkpoint:
         if not param.entry.numel:
             return ""
         piece = next(self.pieces(param, 0, 1))
-        manifest = self.manifests[piece.rank]
-        row = self._of_rank(piece.rank).rows(param.flat_index, piece.chunk)[0]
-        return manifest.files[int(manifest.rows["file"][row])].name
+        _, ranks, rows = self.chunks.rows(np.array([piece.chunk]))
+        manifest = self.manifests[int(ranks[0])]
+        file: FileEntry = manifest.files[int(manifest.rows["file"][rows[0]])]
+        return file.name
 
     def attachment(self, kind: str, rank: int) -> bytes | None:
         """Read the "buffers" or the "extra" of a rank, or of rank 0 where there is no such rank;
@@ -252,41 +248,31 @@ class Checkpoint:
                     return data
             raise
 
-    def fetch(self, ref: ChunkRef, addresses: dict[int, int]) -> list[Ticket]:
-        """Start reading sections of a chunk to addresses. Each address has memory for the bytes of
-        its section, rounded up to a multiple of 4096. Does not block.
+    def fetch(
+        self, chunks: npt.NDArray[np.int64], addresses: npt.NDArray[np.uint64]
+    ) -> list[Ticket]:
+        """Start reading sections of chunks to addresses, [chunks, SECTION_MAX], 0 for sections that
+        are left out. Each address has memory for the bytes of its section, rounded up to a multiple
+        of 4096. Does not block.
 
         Raises: AioError for a file that is missing or was cut short. The tickets raise
         ChecksumError and DeviceFailedError.
         """
-        manifest, rows = self.manifests[ref.rank], self._of_rank(ref.rank)
+        of_row, ranks, rows = self.chunks.rows(chunks)
         tickets: list[Ticket] = []
         try:
-            # In a linked checkpoint the sections of one chunk may lie in several files.
-            for row in rows.rows(ref.flat, ref.chunk):
-                here = {
-                    s: at for s, at in addresses.items() if manifest.rows[row]["section_at"][s] >= 0
-                }
-                if here:
-                    tickets.append(self._reader(ref.rank).fetch(row, here))
+            for rank in np.unique(ranks).tolist():
+                mine = ranks == rank
+                # In a linked checkpoint the sections of one chunk may lie in several files.
+                here = self.manifests[rank].rows["section_at"][rows[mine]] >= 0
+                wanted = np.where(here, addresses[of_row[mine]], np.uint64(0))
+                some = wanted.any(axis=1)
+                tickets.extend(self._reader(rank).fetch(rows[mine][some], wanted[some]))
         except BaseException:
             # The caller gets no ticket, and releases the memory: wait for the reads that began.
             _wait_out(tickets)
             raise
         return tickets
-
-    def chunk_bytes(self, ref: ChunkRef) -> npt.NDArray[np.int64]:
-        """Return the bytes of each section of a chunk, padded to 4096."""
-        row = self._of_rank(ref.rank).rows(ref.flat, ref.chunk)[0]
-        sizes: npt.NDArray[np.int64] = section_bytes(
-            self.manifests[ref.rank].rows[[row]], self.flats
-        )[0]
-        return sizes
-
-    def _of_rank(self, rank: int) -> _RankRows:
-        if rank not in self._rows:
-            self._rows[rank] = _RankRows(self.manifests[rank], len(self.flats))
-        return self._rows[rank]
 
     def _reader(self, rank: int) -> DataReader:
         if rank not in self._readers:
@@ -348,77 +334,181 @@ def _read(directory: Path, generation: int | None) -> list[Manifest]:
     return read_generation(directory, generation)
 
 
-class _RankRows:
-    """The rows of one manifest by flat and chunk."""
+class Cuts(NamedTuple):
+    """Parts of ranges in chunks, int64 [parts] each, in the order of the ranges. owner: the range.
+    first: position of the first element.
+    """
 
-    def __init__(self, manifest: Manifest, flat_count: int) -> None:
-        rows = manifest.rows
-        # Sorted once; a binary search then finds a flat's rows.
-        self._order = np.lexsort((rows["start"], rows["flat"]))
-        self._first = np.searchsorted(rows["flat"][self._order], np.arange(flat_count + 1))
-        self._table = rows
-        self._of_flat: dict[int, tuple[Chunks, list[list[int]]]] = {}
+    owner: npt.NDArray[np.int64]
+    chunk: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+    numel: npt.NDArray[np.int64]
 
-    def _flat(self, flat: int) -> tuple[Chunks, list[list[int]]]:
-        if flat not in self._of_flat:
-            mine = self._order[self._first[flat] : self._first[flat + 1]]
-            # Several rows may share a chunk, each with some of its sections.
-            starts, index = np.unique(self._table["start"][mine], return_index=True)
-            numels = self._table["numel"][mine][index]
-            groups = [each.tolist() for each in np.split(mine, index[1:])]
-            self._of_flat[flat] = ((starts, numels), groups)
-        return self._of_flat[flat]
 
-    def chunks(self, flat: int) -> Chunks:
-        return self._flat(flat)[0]
+def cut_at_chunks(
+    low: npt.NDArray[np.int64],
+    numel: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    numels: npt.NDArray[np.int64],
+) -> Cuts:
+    """Cut ranges [low, low + numel) of positions where chunks begin. starts, numels: of the chunks,
+    in order, which cover the ranges.
+    """
+    begin = np.searchsorted(starts, low, side="right") - 1
+    counts = np.where(numel > 0, np.searchsorted(starts, low + numel) - begin, 0)
+    owner = np.repeat(np.arange(len(low)), counts)
+    chunk = _numbers(begin, counts)
+    first = np.maximum(starts[chunk], low[owner])
+    found = np.minimum(starts[chunk] + numels[chunk], (low + numel)[owner]) - first
+    assert found.sum() == numel.sum(), "chunks have no gaps"
+    return Cuts(owner, chunk, first, found)
 
-    def rows(self, flat: int, chunk: int) -> list[int]:
-        return self._flat(flat)[1][chunk]
+
+def _numbers(
+    first: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Return the numbers [first, first + count) of all pairs."""
+    found: npt.NDArray[np.int64] = np.repeat(first - np.cumsum(counts) + counts, counts)
+    return found + np.arange(len(found))
+
+
+@final
+class SavedChunks:
+    """The chunks of all ranks, numbered in the order of their elements.
+
+    positions: of each chunk's first element, where the elements of all flats are counted one flat
+    after the other. flat_at: positions of the flats' first elements.
+    """
+
+    def __init__(self, manifests: Sequence[Manifest], flats: Sequence[FlatEntry]) -> None:
+        shards = np.array([flat.shard_numel for flat in flats], dtype=np.int64)
+        whole = shards * len(manifests)
+        self.flat_at: npt.NDArray[np.int64] = np.cumsum(whole) - whole
+        self._flats = flats
+        tables = [manifest.rows for manifest in manifests]
+        flat_of = [rows["flat"] for rows in tables]
+        at = np.concatenate(
+            [
+                self.flat_at[flat] + rank * shards[flat] + rows["start"]
+                for rank, (rows, flat) in enumerate(zip(tables, flat_of, strict=True))
+            ]
+        )
+        order = np.argsort(at, kind="stable")
+        # Several rows may share a chunk, each with some of its sections.
+        first = np.flatnonzero(np.diff(at[order], prepend=-1))
+        self.positions: npt.NDArray[np.int64] = at[order][first]
+        self._numels = np.concatenate([rows["numel"] for rows in tables])[order][first]
+        self._first = np.append(first, len(at))
+        counts = np.array([len(rows) for rows in tables])
+        self._ranks = np.repeat(np.arange(len(tables), dtype=np.int32), counts)[order]
+        self._rows = order - (np.cumsum(counts) - counts)[self._ranks]
+
+    def cut(self, low: npt.NDArray[np.int64], numel: npt.NDArray[np.int64]) -> Cuts:
+        """Cut ranges of positions where chunks begin."""
+        return cut_at_chunks(low, numel, self.positions, self._numels)
+
+    def rows(
+        self, chunks: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Return the rows of these chunks: index of the chunk in `chunks`, rank, row there."""
+        counts = self._first[chunks + 1] - self._first[chunks]
+        at = _numbers(self._first[chunks], counts)
+        return np.repeat(np.arange(len(chunks)), counts), self._ranks[at], self._rows[at]
+
+    def section_bytes(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the bytes of each section of chunks, padded to 4096: [chunks, SECTION_MAX]."""
+        rows = np.zeros(len(chunks), dtype=[("flat", "<i8"), ("numel", "<i8")])
+        rows["numel"] = self._numels[chunks]
+        # Flats without elements begin where the next flat does, and have no chunks.
+        rows["flat"] = np.searchsorted(self.flat_at, self.positions[chunks], side="right") - 1
+        return section_bytes(rows, self._flats)
+
+
+CACHE_BYTES = 24 << 20
+"""Saved chunks in memory: chunks read ahead, and chunks that are needed again, since boundaries of
+saved chunks and of others differ."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Read:
+    """One submission. alone: it reads one chunk."""
+
+    tickets: list[Ticket]
+    alone: bool
+    ended: bool = False
+
+    def wait(self) -> None:
+        if not self.ended:
+            for ticket in self.tickets:
+                ticket.wait()
+            self.ended = True
 
 
 class ChunkReader:
-    """Chunks of a checkpoint in memory, read ahead; the last `capacity` are cached. sections: the
+    """Chunks of a checkpoint in memory, by their numbers (`SavedChunks`), read ahead; the last ones
+    are cached. capacity: their bytes, unless chunks that are read together need more. sections: the
     indices to read (None: all).
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, capacity: int, sections: Sequence[int] | None = None
+        self,
+        checkpoint: Checkpoint,
+        sections: Sequence[int] | None = None,
+        *,
+        capacity: int = CACHE_BYTES,
     ) -> None:
         self._checkpoint = checkpoint
         self._capacity = capacity
-        self._sections = sections
-        self._held: OrderedDict[ChunkRef, tuple[list[Bytes], list[Ticket]]] = OrderedDict()
+        every = np.arange(SECTION_MAX)
+        self._wanted = np.isin(every, every if sections is None else sections)
+        self._held: OrderedDict[int, tuple[list[Bytes], _Read, int]] = OrderedDict()
+        self._held_bytes = 0
 
-    def start(self, refs: Iterable[ChunkRef]) -> None:
-        """Start reading these chunks: the first `capacity` different ones."""
-        # Each once, and no more than fit: otherwise chunks would be evicted unread.
-        wanted = list(dict.fromkeys(refs))[: self._capacity]
-        for ref in wanted:
-            # First make all wanted chunks the youngest, so that none of them is evicted below.
-            if ref in self._held:
-                self._held.move_to_end(ref)
-        for ref in wanted:
-            if ref not in self._held:
-                # Evict the oldest chunk. A read may still be writing to its memory.
-                while len(self._held) >= self._capacity:
-                    oldest = next(iter(self._held))
-                    # Deleted after the wait: Ctrl-C in the wait must leave the memory held. An
-                    # error is not raised here: a call that asks for the chunk reads it again.
-                    _wait_out(self._held[oldest][1])
-                    del self._held[oldest]
-                self._held[ref] = self._fetch(ref)
+    def start(self, batches: Iterable[Sequence[int]]) -> None:
+        """Start reading these chunks, each batch by one submission: the first ones that fit."""
+        kept: dict[int, None] = {}
+        missing: list[tuple[list[int], npt.NDArray[np.int64]]] = []
+        total = 0
+        for batch in batches:
+            new = [chunk for chunk in batch if chunk not in kept]
+            fresh = [chunk for chunk in new if chunk not in self._held]
+            if fresh:
+                sizes = self._checkpoint.chunks.section_bytes(np.array(fresh, dtype=np.int64))
+                total += int(sizes.sum())
+            total += sum([self._held[chunk][2] for chunk in new if chunk in self._held])
+            # No more than fit: otherwise chunks would be evicted unread.
+            if kept and total > self._capacity:
+                break
+            kept.update(dict.fromkeys(new))
+            if fresh:
+                missing.append((fresh, sizes))
+        for chunk in kept:
+            if chunk in self._held:
+                self._held.move_to_end(chunk)
+        for fresh, sizes in missing:
+            self._make_room(int(sizes.sum()), kept)
+            self._fetch(fresh, sizes)
 
-    def get(self, ref: ChunkRef) -> list[Bytes]:
+    def get(self, chunk: int) -> list[Bytes]:
         """Return the sections of a chunk, uint8 each, padded, valid until the next `start` or
         `get`. Blocks.
 
         Raises: ChecksumError naming file, offset and length; DeviceFailedError; AioError.
         """
-        self.start([ref])
+        if chunk not in self._held:
+            self.start([[chunk]])
         # The chunk stays cached: the next composed chunk often needs its other elements.
-        arrays, tickets = self._held[ref]
-        for ticket in tickets:
-            ticket.wait()
+        arrays, read, _ = self._held[chunk]
+        try:
+            read.wait()
+        except AioError:
+            if read.alone:
+                raise
+            # The fault may be that of another chunk, which was read together with this one.
+            self._evict(chunk)
+            self.start([[chunk]])
+            arrays, read, _ = self._held[chunk]
+            read.wait()
         return arrays
 
     def read(
@@ -427,33 +517,52 @@ class ChunkReader:
         """Yield each piece with the sections of its chunk, in order, while the chunks of up to
         `ahead` pieces are read. The arrays are valid as long as those of `get`. Raises: as `get`.
         """
-        pairs = ((ChunkRef(p.rank, saved.flat_index, p.chunk), p) for saved, p in wanted)
-        upcoming = list(itertools.islice(pairs, ahead))
+        pieces = (piece for _, piece in wanted)
+        upcoming = list(itertools.islice(pieces, ahead))
         while upcoming:
-            self.start(ref for ref, _ in upcoming)
-            ref, piece = upcoming.pop(0)
-            arrays = self.get(ref)
-            upcoming += itertools.islice(pairs, 1)
+            self.start([piece.chunk] for piece in upcoming)
+            piece = upcoming.pop(0)
+            arrays = self.get(piece.chunk)
+            upcoming += itertools.islice(pieces, 1)
             yield piece, arrays
 
     def close(self) -> None:
         """Wait for all pending reads, also for those that fail, and release all memory."""
-        for _, tickets in self._held.values():
+        for _, read, _ in self._held.values():
             # No call asks for these chunks any more, so errors are not raised.
-            _wait_out(tickets)
+            _wait_out(read.tickets)
         self._held.clear()
 
-    def _fetch(self, ref: ChunkRef) -> tuple[list[Bytes], list[Ticket]]:
-        sizes = self._checkpoint.chunk_bytes(ref)
-        count = len(self._checkpoint.flats[ref.flat].sections)
-        wanted = (
-            range(count) if self._sections is None else [s for s in self._sections if s < count]
-        )
+    def _make_room(self, size_bytes: int, kept: Container[int]) -> None:
+        """Evict the oldest chunks, except `kept`."""
+        while self._held_bytes + size_bytes > self._capacity:
+            oldest = next(iter(self._held), None)
+            if oldest is None or oldest in kept:
+                break
+            self._evict(oldest)
+
+    def _evict(self, chunk: int) -> None:
+        # Deleted after the wait: a read may still be writing to the memory, and Ctrl-C in the wait
+        # must leave it held. An error is not raised here: a call that asks for the chunk reads it
+        # again.
+        read = self._held[chunk][1]
+        if not read.ended:
+            _wait_out(read.tickets)
+        self._held_bytes -= self._held.pop(chunk)[2]
+
+    def _fetch(self, chunks: list[int], sizes: npt.NDArray[np.int64]) -> None:
         # One piece for all sections; pages of sections that are not wanted stay untouched.
         memory = np.zeros(int(sizes.sum()), dtype=np.uint8)
-        at = np.cumsum(sizes) - sizes
-        arrays = [memory[at[s] : at[s] + sizes[s]] for s in range(count)]
-        return arrays, self._checkpoint.fetch(ref, {s: arrays[s].ctypes.data for s in wanted})
+        ends = np.cumsum(sizes).reshape(sizes.shape)
+        wanted = self._wanted & (sizes > 0)
+        addresses = np.where(wanted, ends - sizes + memory.ctypes.data, 0).astype(np.uint64)
+        tickets = self._checkpoint.fetch(np.array(chunks, dtype=np.int64), addresses)
+        read = _Read(tickets, alone=len(chunks) == 1)
+        bounds = np.stack([ends - sizes, ends], axis=-1).tolist()
+        for chunk, sections in zip(chunks, bounds, strict=True):
+            arrays = [memory[begin:stop] for begin, stop in sections if begin < stop]
+            self._held[chunk] = (arrays, read, sections[-1][1] - sections[0][0])
+        self._held_bytes += memory.nbytes
 
 
 def _wait_out(tickets: Iterable[Ticket]) -> None:
@@ -466,37 +575,15 @@ def _wait_out(tickets: Iterable[Ticket]) -> None:
 # -- places of elements ----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Elements [start, start + numel) of one chunk of a rank's shard. at: their index in the range
-    that was asked for.
+class Piece(NamedTuple):
+    """Elements [start, start + numel) of a saved chunk. at: their index in the range that was asked
+    for.
     """
 
-    rank: int
     chunk: int
     start: int
     numel: int
     at: int
-
-
-def pieces(
-    low: int, numel: int, shard_numel: int, chunks_of: Callable[[int], Chunks]
-) -> Iterator[Piece]:
-    """Yield the chunks that hold elements [low, low + numel) of a flat, in order. chunks_of: the
-    chunks of a rank.
-    """
-    at, end = low, low + numel
-    while at < end:
-        rank = at // shard_numel
-        starts, numels = chunks_of(rank)
-        local = at - rank * shard_numel
-        # The last chunk that begins at or before `local`; chunks of a shard have no gaps.
-        chunk = int(np.searchsorted(starts, local, side="right")) - 1
-        start = local - int(starts[chunk])
-        count = min(int(numels[chunk]) - start, end - at)
-        assert count > 0, (at, rank, chunk)
-        yield Piece(rank, chunk, start, count, at - low)
-        at += count
 
 
 # -- data files ------------------------------------------------------------------------------------
@@ -573,19 +660,21 @@ class DataReader:
             self._chunks = RowChunks(self._executor, rows, flats, sums)
             self._undo = undo.pop_all()
 
-    def fetch(self, row: int, addresses: Mapping[int, int]) -> Ticket:
-        """Start reading sections of a row to these addresses (of a padded row: up to a multiple of
-        4096). Does not block.
+    def fetch(
+        self, rows: npt.NDArray[np.int64], addresses: npt.NDArray[np.uint64]
+    ) -> Iterator[Ticket]:
+        """Start reading sections of rows to these addresses, [rows, SECTION_MAX], 0 for sections
+        that are left out (of a padded row: up to a multiple of 4096). Does not block. Yields each
+        ticket when its submission has begun.
 
-        The ticket raises ChecksumError naming file, offset and length of the damage. Raises:
-        AioError for a row of a file that is missing.
+        A ticket raises ChecksumError naming file, offset and length of the damage. Raises: AioError
+        for a row of a file that is missing.
         """
-        missing = self._missing.get(int(self._file_of[row]))
-        if missing is not None:
-            raise AioError("a file of a checkpoint is missing", path=str(missing), op="open")
-        wanted = np.zeros((1, SECTION_MAX), dtype=np.uint64)
-        wanted[0, list(addresses)] = list(addresses.values())
-        return self._chunks.submit(np.array([row]), JobKind.FETCH, wanted)
+        for file in np.unique(self._file_of[rows]).tolist() if self._missing else ():
+            if file in self._missing:
+                path = str(self._missing[file])
+                raise AioError("a file of a checkpoint is missing", path=path, op="open")
+        yield from self._chunks.submit(rows, JobKind.FETCH, addresses)
 
     def close(self) -> None:
         # Reads write to the caller's memory: after this no read may be pending.
@@ -691,13 +780,27 @@ class RowChunks:
 
     def submit(
         self, rows: npt.NDArray[np.int64], kind: JobKind, addresses: npt.NDArray[np.uint64]
-    ) -> Ticket:
-        """Submit jobs on rows of one block, all padded or none. addresses: [rows, SECTION_MAX], 0
-        for sections that are left out. Does not block.
+    ) -> Iterator[Ticket]:
+        """Submit jobs on rows; those of one block that are alike in `padded` are one submission.
+        addresses: [rows, SECTION_MAX], 0 for sections that are left out. Does not block. Yields
+        each ticket when its submission has begun.
         """
-        assert len(set((rows // BLOCK_ROWS).tolist())) == 1, f"rows of several blocks: {rows}"
-        how = int(self._rows["padded"][rows[0]])
-        ids = self._block(int(rows[0]) // BLOCK_ROWS)[rows % BLOCK_ROWS]
+        kinds = rows // BLOCK_ROWS * (FOLDED + 1) + self._rows["padded"][rows]
+        for kind_of in np.unique(kinds).tolist():
+            mine = kinds == kind_of
+            number, how = divmod(kind_of, FOLDED + 1)
+            jobs = self._jobs(number, how, rows[mine] % BLOCK_ROWS, addresses[mine])
+            jobs["kind"], jobs["base"] = kind, -1
+            yield self._executor.submit(jobs, priority=Priority.DEMAND)
+
+    def _jobs(
+        self,
+        number: int,
+        how: int,
+        rows: npt.NDArray[np.int64],
+        addresses: npt.NDArray[np.uint64],
+    ) -> npt.NDArray[np.void]:
+        ids = self._block(number)[rows]
         wanted = addresses != 0
         assert (ids[wanted] >= 0).all(), f"a row of {rows} lacks a section"
         if how == PADDED:
@@ -709,8 +812,7 @@ class RowChunks:
             jobs["chunk"], jobs["ptr"][:] = ids.max(axis=1), addresses
             jobs["mask"] = wanted @ (1 << np.arange(SECTION_MAX))
             jobs["mask"] |= MASK_FOLDED if how == FOLDED else 0
-        jobs["kind"], jobs["base"] = kind, -1
-        return self._executor.submit(jobs, priority=Priority.DEMAND)
+        return jobs
 
 
 def _section_records(

@@ -1,8 +1,12 @@
 """Resharding: composes chunks from a checkpoint's chunks, for any number of ranks, chunk size and
 state format.
 
-    compose       one chunk, from the saved chunks that hold its parameters; a restore uses it too
+    Composer      chunks of a rank's shards, in groups, from the saved chunks that hold their
+                  parameters; a restore uses it too
     ReshardJob    a whole checkpoint, written anew for another number of ranks
+
+Places are computed as arrays for thousands of chunks at once. A group is read by one submission and
+stored by another.
 
 States that keep their format are copied byte for byte: in every layout parameters start, and shards
 and chunks end, at the boundary of a quantization group, so a part of a parameter is whole groups.
@@ -13,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
+import itertools
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -32,14 +38,21 @@ from infinity._src.checkpoint.directory import (
     next_generation,
 )
 from infinity._src.checkpoint.durable.files import check_no_run
-from infinity._src.checkpoint.manifest import FlatEntry, Layout, section_bytes
+from infinity._src.checkpoint.manifest import (
+    FlatEntry,
+    Layout,
+    extent_bytes,
+    section_bytes,
+    section_widths,
+)
 from infinity._src.checkpoint.reader import (
+    BLOCK_ROWS,
     Checkpoint,
     ChunkReader,
-    ChunkRef,
     Chunks,
-    Piece,
+    Cuts,
     SavedParam,
+    cut_at_chunks,
 )
 from infinity._src.checkpoint.writer import (
     DataWriter,
@@ -52,88 +65,286 @@ from infinity._src.checkpoint.writer import (
 )
 from infinity._src.kernels.state_codec import clear_signs, decode_sections, encode_sections
 from infinity._src.memory.flat_layout import FlatLayout, chunk_numel_of, plan_flat, state_format
-from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
+from infinity._src.params.chunk_pipeline import (
+    GROUP_BYTES,
+    Bytes,
+    ChunkPipeline,
+    slab_buffers,
+)
 from infinity.aio import Format
 from infinity.errors import AioError, SwapFullError
 
-# Neighbours share saved chunks, since boundaries of old and new chunks differ.
-CHUNKS_CACHED = 8
-"""Saved chunks in memory: chunks read ahead, and chunks that the next composed chunk needs, too."""
 LOOK_AHEAD = 4
-"""Number of composed chunks whose saved chunks are read ahead."""
+"""Number of groups whose saved chunks are read ahead."""
+_ROWS_AT_ONCE = 2 * BLOCK_ROWS
+"""Rows whose places are computed at once."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A chunk to compose. section: gives the memory of (section, first element, elements). states:
-    also compose optimizer states, as in `convert`. If False, the moments stay as they are, and
-    `section` must give `format.master_sections` with their present values.
+class Range(NamedTuple):
+    """Elements [element, element + numel) of a saved parameter, which become elements of a flat,
+    from `low` on. flat: index of the flat.
     """
 
-    format: Format
-    dtype: torch.dtype
-    section: Callable[[int, int, int], Bytes]
-    states: bool
+    flat: int
+    low: int
+    saved: SavedParam
+    element: int
+    numel: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a parameter. start: its first element in the composed chunk. saved, pieces: its
-    place in the checkpoint. element: its first element in the saved parameter.
+class Fill(NamedTuple):
+    """A part of a saved chunk that becomes elements [start, start + numel) of a row. row: index of
+    the row in its group. saved, element: the saved parameter, and the first element in it. chunk,
+    source: the saved chunk, and the first element in it. copied: number of sections that are copied
+    byte for byte; 0 for a conversion. spans: begin and end of each section in the saved chunk, and
+    begin and end in the buffer.
     """
 
+    row: int
     start: int
     saved: SavedParam
-    pieces: tuple[Piece, ...]
     element: int
-
-    @property
-    def refs(self) -> Iterator[ChunkRef]:
-        for piece in self.pieces:
-            yield ChunkRef(piece.rank, self.saved.flat_index, piece.chunk)
-
-
-def refs_of(chunks: Sequence[Sequence[Part]]) -> Iterator[ChunkRef]:
-    """Yield the saved chunks that these chunks need."""
-    return (ref for parts in chunks for part in parts for ref in part.refs)
+    chunk: int
+    source: int
+    numel: int
+    copied: int
+    spans: tuple[list[int], list[int], list[int], list[int]]
 
 
-def compose(
-    reader: ChunkReader,
-    part: Part,
-    target: Target,
-    missed: Callable[[Piece, AioError], None] | None = None,
-) -> None:
-    """Read a part and put it into a chunk. Blocks. Raises: as `ChunkReader.get`; the error names
-    the parameter, too.
-
-    missed: gets a piece that cannot be read, and the error, which is then not raised. The piece's
-    elements in the chunk stay as they are.
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows that are composed together. at: offsets of their sections in a buffer, -1 for sections
+    that a format lacks: [rows, SECTION_MAX]. chunks: the saved chunks of `fills`.
     """
-    source, form, section = part.saved.flat.state_format, target.format, target.section
-    for piece, ref in zip(part.pieces, part.refs, strict=True):
-        try:
-            arrays = reader.get(ref)
-        except AioError as error:
-            if missed is None:
-                first = part.element + piece.at
-                where = f"elements {first} to {first + piece.numel} of {part.saved.entry.name}"
-                error.args = (f"{where}: {error}",)
-                raise
-            missed(piece, error)
-            continue
-        given = [
-            slice_of(each, array, piece.start, piece.numel)
-            for each, array in zip(part.saved.flat.sections, arrays, strict=True)
+
+    rows: npt.NDArray[np.int64]
+    at: npt.NDArray[np.int64]
+    size_bytes: int
+    fills: list[Fill]
+    chunks: list[int]
+
+
+class Composer:
+    """Composes chunks of a rank's shards from saved chunks, in groups of about GROUP_BYTES.
+
+    flats, rows: these shards, and their chunks in order. ranges: what the flats' elements are.
+    states: whether the optimizer states of each flat are composed, too, [flats]. If not, the
+    moments in a buffer stay as they are, and it must have the present values of
+    `Format.master_sections`. whole: also compose rows without parameters, and join only rows of one
+    block (`RowChunks`).
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        flats: Sequence[FlatEntry],
+        rows: npt.NDArray[np.void],
+        ranges: Sequence[Range],
+        rank: int,
+        *,
+        states: npt.NDArray[np.bool_],
+        sections: Sequence[int] | None = None,
+        whole: bool = False,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self.reader = ChunkReader(checkpoint, sections)
+        self._flats = flats
+        self._rows = rows
+        self._rank = rank
+        self._states = states
+        self._whole = whole
+        self._saved = [each.saved for each in ranges]
+        self.rounded: dict[str, None] = {}  # as an ordered set
+        """Kinds of rounding that conversions have made."""
+        shards = np.array([flat.shard_numel for flat in flats], dtype=np.int64)
+        # Positions: elements of the rank's shards, counted one shard after the other.
+        self._shards, self._flat_at = shards, np.cumsum(shards) - shards
+        self._at = self._flat_at[rows["flat"]] + rows["start"]
+        columns = [
+            (flat, low, numel, saved.flat_index, saved.entry.offset, element)
+            for flat, low, saved, element, numel in ranges
         ]
-        made = convert(source, given, form, target.dtype, states=target.states)
-        at, numel = part.start + piece.at, piece.numel
-        if not target.states and form.sign_section is not None:
-            lo, moment = (section(index, at, numel) for index in form.master_sections[1:])
+        table = np.array(columns, dtype=np.int64).reshape(-1, 6).T
+        flat, low, numel, self._saved_flat, offset, element = table
+        # Positions of the saved parameters, and those of the ranges' elements.
+        self._saved_at = checkpoint.chunks.flat_at[self._saved_flat] + offset
+        self._parts = self.cut(flat, low, numel)
+        self._shift = self._saved_at + element - self._position(flat, low)
+        self._copied = self._sections_copied(flat)
+        self._widths, self._saved_widths = section_widths(flats), section_widths(checkpoint.flats)
+        every = np.arange(len(rows))
+        self.used: npt.NDArray[np.int64] = every if whole else np.unique(self._parts.chunk)
+        """Rows that are composed."""
+        self.size_bytes, self.buffer_bytes = 0, 4096
+        """Bytes of these rows, and of a buffer for the largest group."""
+        for part in self._batches():
+            sizes, firsts = self._cut_groups(part)
+            self.size_bytes += int(sizes.sum())
+            groups = np.add.reduceat(sizes.sum(axis=1), firsts)
+            self.buffer_bytes = max(self.buffer_bytes, int(groups.max()))
+
+    def _position(
+        self, flat: npt.NDArray[np.int64], low: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        begin = self._flat_at[flat] - self._rank * self._shards[flat]
+        position: npt.NDArray[np.int64] = begin + low
+        return position
+
+    def cut(
+        self,
+        flat: npt.NDArray[np.int64],
+        low: npt.NDArray[np.int64],
+        numel: npt.NDArray[np.int64],
+    ) -> Cuts:
+        """Find the parts of ranges of flats in the rows (`chunk`), in the order of the rows."""
+        begin = self._position(flat, low)
+        first = np.maximum(begin, self._flat_at[flat])
+        end = np.minimum(begin + numel, self._flat_at[flat] + self._shards[flat])
+        found = cut_at_chunks(first, np.maximum(end - first, 0), self._at, self._rows["numel"])
+        order = np.argsort(found.chunk, kind="stable")
+        return Cuts(*(column[order] for column in found))
+
+    def _sections_copied(self, flat: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Count the sections of each range that are copied byte for byte."""
+        mine, theirs = (
+            np.array([each.format for each in flats], dtype=np.int64)
+            for flats in (self._flats, self._checkpoint.flats)
+        )
+        counts = np.array([len(each.sections) for each in self._flats], dtype=np.int64)
+        raw = np.array([each.state_format is Format.RAW for each in self._flats], dtype=np.bool_)
+        same = self._states[flat] & (theirs[self._saved_flat] == mine[flat])
+        # Whatever else was saved: of a target without states the parameter alone is wanted.
+        found: npt.NDArray[np.int64] = np.where(raw[flat] | same, counts[flat], 0)
+        return found
+
+    def groups(self) -> Iterator[Group]:
+        for part in self._batches():
+            yield from self._groups_of(part)
+
+    def _batches(self) -> Iterator[npt.NDArray[np.int64]]:
+        for begin in range(0, len(self.used), _ROWS_AT_ONCE):
+            yield self.used[begin : begin + _ROWS_AT_ONCE]
+
+    def _cut_groups(
+        self, used: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+        """Return the bytes of the sections of these rows, and the rows with which groups begin."""
+        sizes = section_bytes(self._rows[used], self._flats)
+        total = sizes.sum(axis=1)
+        new = np.diff((np.cumsum(total) - total) // GROUP_BYTES, prepend=-1) != 0
+        if self._whole:
+            new |= used % BLOCK_ROWS == 0
+        return sizes, np.flatnonzero(new)
+
+    def _groups_of(self, used: npt.NDArray[np.int64]) -> Iterator[Group]:
+        rows = self._rows[used]
+        sizes, firsts = self._cut_groups(used)
+        before = np.cumsum(sizes).reshape(sizes.shape) - sizes
+        counts = np.diff(firsts, append=len(used))
+        at = before - np.repeat(before[firsts, 0], counts)[:, None]
+        fills, of_row = self._fills(used, rows, at, np.repeat(firsts, counts))
+        bounds = [*firsts.tolist(), len(used)]
+        parts = np.searchsorted(of_row, bounds).tolist()
+        pairs = zip(itertools.pairwise(bounds), itertools.pairwise(parts), strict=True)
+        for (begin, end), (low, high) in pairs:
+            part, mine = slice(begin, end), fills[low:high]
+            yield Group(
+                used[part],
+                np.where(sizes[part] > 0, at[part], -1),
+                int(sizes[part].sum()),
+                mine,
+                list(dict.fromkeys([fill.chunk for fill in mine])),
+            )
+
+    def _fills(
+        self,
+        used: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.void],
+        at: npt.NDArray[np.int64],
+        firsts: npt.NDArray[np.intp],
+    ) -> tuple[list[Fill], npt.NDArray[np.int64]]:
+        """Return the parts of saved chunks in these rows, and for each the index of the row.
+        firsts: index of the first row of each row's group.
+        """
+        part = slice(*np.searchsorted(self._parts.chunk, (used[0], used[-1] + 1)))
+        owner, row, first, numel = (column[part] for column in self._parts)
+        source = first + self._shift[owner]
+        found = self._checkpoint.chunks.cut(source, numel)
+        owner, row = owner[found.owner], np.searchsorted(used, row)[found.owner]
+        start = found.first + (first - source)[found.owner] - self._at[used[row]]
+        begin = found.first - self._checkpoint.chunks.positions[found.chunk]
+        mine, theirs = self._widths[rows["flat"][row]], self._saved_widths[self._saved_flat[owner]]
+        spans = (
+            extent_bytes(begin, theirs),
+            extent_bytes(begin + found.numel, theirs),
+            at[row] + extent_bytes(start, mine),
+            at[row] + extent_bytes(start + found.numel, mine),
+        )
+        columns = (
+            (row - firsts[row]).tolist(),
+            start.tolist(),
+            [self._saved[index] for index in owner.tolist()],
+            (found.first - self._saved_at[owner]).tolist(),
+            found.chunk.tolist(),
+            begin.tolist(),
+            found.numel.tolist(),
+            self._copied[owner].tolist(),
+            zip(*(span.tolist() for span in spans), strict=True),
+        )
+        return list(map(Fill, *columns)), row
+
+    def compose(
+        self,
+        group: Group,
+        buffer: Bytes,
+        missed: Callable[[Fill, AioError], None] | None = None,
+    ) -> None:
+        """Read the parts of a group, and put them into a buffer. Blocks. Raises: as
+        `ChunkReader.get`; the error names the parameter, too.
+
+        missed: gets a part that cannot be read, and the error, which is then not raised. The part's
+        elements in the buffer stay as they are.
+        """
+        for fill in group.fills:
+            try:
+                arrays = self.reader.get(fill.chunk)
+            except AioError as error:
+                if missed is None:
+                    where = f"elements {fill.element} to {fill.element + fill.numel}"
+                    error.args = (f"{where} of {fill.saved.entry.name}: {error}",)
+                    raise
+                missed(fill, error)
+                continue
+            if not fill.copied:
+                self.put(group, fill, buffer, arrays)
+                continue
+            lows, ends, begins, stops = fill.spans
+            for s in range(fill.copied):
+                buffer[begins[s] : stops[s]] = arrays[s][lows[s] : ends[s]]
+
+    def put(self, group: Group, fill: Fill, buffer: Bytes, arrays: Sequence[Bytes]) -> None:
+        """Convert a part, whose saved chunk has these sections, and put it into a buffer."""
+        index = int(self._rows["flat"][group.rows[fill.row]])
+        flat, states = self._flats[index], bool(self._states[index])
+        form, source = flat.state_format, fill.saved.flat
+        if states and (text := rounding(source.state_format, form)):
+            self.rounded[text] = None
+        given = [
+            slice_of(each, array, fill.source, fill.numel)
+            for each, array in zip(source.sections, arrays, strict=True)
+        ]
+        made = convert(source.state_format, given, form, dtype_of(flat.dtype), states=states)
+        at = group.at[fill.row].tolist()
+        targets = [
+            slice_of(section, buffer[base:], fill.start, fill.numel)
+            for section, base in zip(flat.sections, at, strict=False)
+        ]
+        if not states and form.sign_section is not None:
+            lo, moment = (targets[s] for s in form.master_sections[1:])
             every = torch.ones((), dtype=torch.bool)
             clear_signs(torch.from_numpy(lo), torch.from_numpy(moment), every)
-        for index in range(len(made) if target.states else form.master_count):
-            section(index, at, numel)[:] = made[index]
+        for s in range(len(made) if states else form.master_count):
+            targets[s][:] = made[s]
 
 
 def convert(
@@ -347,21 +558,14 @@ class ReshardJob:
         ranks = ", ".join(map(str, lost))
         return (f"the extra state of ranks {ranks} is omitted: there are {self._world} now",)
 
-    def parts(self, flat_index: int, rank: int) -> dict[int, list[Part]]:
-        """Find the parts that make up the chunks of a rank's shard of a flat, by chunk."""
-        found: dict[int, list[Part]] = {}
-        old = self.checkpoint.flats[flat_index]
-        for slot, entry in enumerate(old.params):
-            saved = SavedParam(entry, flat_index, old)
-            for chunk, start, element, numel in self._layouts[flat_index].spans(slot, rank):
-                pieces = tuple(self.checkpoint.pieces(saved, element, numel))
-                found.setdefault(chunk, []).append(Part(start, saved, pieces, element))
-        return found
-
-
-class _NewRow(NamedTuple):
-    row: int
-    parts: list[Part]
+    @functools.cached_property
+    def ranges(self) -> list[Range]:
+        """Places of the new flats' elements in the checkpoint."""
+        return [
+            Range(index, entry.offset, SavedParam(entry, index, flat), 0, entry.numel)
+            for index, flat in enumerate(self.checkpoint.flats)
+            for entry in flat.params
+        ]
 
 
 class _RankShards:
@@ -376,65 +580,45 @@ class _RankShards:
         self._progress = progress
         self._rank = rank
         self._rows = rows
-        self._sizes = section_bytes(rows, of.flats)
-        self._at = np.cumsum(self._sizes, axis=1) - self._sizes
 
     def store_all(self, writer: DataWriter) -> None:
         """Compose and write all chunks. Blocks. Raises the error of a read or a write."""
-        reader = ChunkReader(self._of.checkpoint, CHUNKS_CACHED)
+        flats = self._of.flats
+        composer = Composer(
+            self._of.checkpoint, flats, self._rows, self._of.ranges, self._rank,
+            states=np.ones(len(flats), dtype=np.bool_), whole=True,
+        )  # fmt: skip
 
-        def finish(turn: _NewRow, _buffer: Bytes) -> None:
+        def compose(group: Group, buffer: Bytes) -> None:
+            # Padding between parameters, and of sections up to 4096: checksums cover it, so it is
+            # zero.
+            buffer[: group.size_bytes] = 0
+            composer.compose(group, buffer)
+
+        def finish(group: Group, _buffer: Bytes) -> None:
             # A failed write ends the job now, not after the last chunk.
             writer.check()
-            self._progress(int(self._sizes[turn.row].sum()))
+            self._progress(group.size_bytes)
 
         try:
-            with slab_buffers(int(self._sizes.sum(axis=1).max(initial=4096))) as buffers:
+            with slab_buffers(composer.buffer_bytes) as buffers:
                 pipeline = ChunkPipeline(
                     buffers,
                     ahead=LOOK_AHEAD,
-                    look_ahead=lambda coming: reader.start(refs_of([t.parts for t in coming])),
-                    transform=lambda turn, buffer: self._compose(reader, buffer, turn),
-                    write=lambda turn, buffer: writer.store(
-                        np.array([turn.row]), self._addresses(turn.row, buffer)
+                    look_ahead=lambda coming: composer.reader.start(g.chunks for g in coming),
+                    transform=compose,
+                    write=lambda group, buffer: writer.store(
+                        group.rows,
+                        np.where(group.at >= 0, group.at + buffer.ctypes.data, 0).astype(np.uint64),
                     ),
                     finish=finish,
                     # `wait_filled` is enough: the executor then has a copy of the buffer.
                     # `DataWriter.finish` waits for all writes.
                     reusable=lambda ticket: ticket.wait_filled(),
                 )
-                pipeline.run(self._turns())
+                pipeline.run(composer.groups())
         finally:
-            reader.close()
-
-    def _addresses(self, row: int, buffer: Bytes) -> npt.NDArray[np.uint64]:
-        at = np.where(self._sizes[row] > 0, buffer.ctypes.data + self._at[row], 0)
-        return at[None].astype(np.uint64)
-
-    def _turns(self) -> Iterator[_NewRow]:
-        row = 0
-        counts = np.bincount(self._rows["flat"], minlength=len(self._of.flats)).tolist()
-        for flat in range(len(self._of.flats)):
-            by_chunk = self._of.parts(flat, self._rank)
-            for chunk in range(counts[flat]):
-                # A chunk of only padding has no parts, but is written.
-                yield _NewRow(row, by_chunk.get(chunk, []))
-                row += 1
-
-    def _compose(self, reader: ChunkReader, buffer: Bytes, turn: _NewRow) -> None:
-        row = turn.row
-        flat = self._of.flats[self._rows[row]["flat"]]
-        # Padding between parameters, and of sections up to 4096: checksums cover it, so it is zero.
-        buffer[:] = 0
-
-        def section(index: int, start: int, numel: int) -> Bytes:
-            low = int(self._at[row, index])
-            size = flat.sections[index].size_bytes
-            return buffer[low + size(start) : low + size(start + numel)]
-
-        target = Target(flat.state_format, dtype_of(flat.dtype), section, states=True)
-        for part in turn.parts:
-            compose(reader, part, target)
+            composer.reader.close()
 
 
 def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:

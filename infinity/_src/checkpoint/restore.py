@@ -2,8 +2,8 @@
 checkpoint and model may differ.
 
     match     names, shapes, dtypes, optimizers
-    compose   for each chunk of this rank's shards: read the saved chunks that hold its parameters,
-              convert (reshard.py), store
+    compose   for groups of chunks of this rank's shards: read the saved chunks that hold their
+              parameters, convert (reshard.py), store
     apply     scalars, groups, buffers, step
 
 Everything is matched before anything is written.
@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from infinity._src.base.dtypes import dtype_name, dtype_of
 from infinity._src.base.progress import ProgressLine
 from infinity._src.base.wording import listed
+from infinity._src.cabi.records import SECTION_MAX
 from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.directory import begun_commits, newest_generation, typed_errors
 from infinity._src.checkpoint.formats.safe_pickle import read_extra
@@ -36,33 +38,25 @@ from infinity._src.checkpoint.manifest import (
 from infinity._src.checkpoint.reader import (
     Checkpoint,
     ChunkReader,
-    Piece,
     SavedParam,
     SavedRanges,
     SavedWeight,
     weights_by_name,
 )
-from infinity._src.checkpoint.reshard import (
-    CHUNKS_CACHED,
-    LOOK_AHEAD,
-    Part,
-    Target,
-    compose,
-    refs_of,
-    rounding,
-)
+from infinity._src.checkpoint.reshard import LOOK_AHEAD, Composer, Fill, Group, Range
 from infinity._src.checkpoint.save import Saver
+from infinity._src.checkpoint.writer import chunk_rows
 from infinity._src.config.policy import Policy
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
-from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
+from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity._src.params.materialize import size_text
 from infinity._src.params.reduce import GradReducer
-from infinity._src.params.state_store import ShardRecords
+from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param
-from infinity.aio import Ticket
+from infinity.aio import JobKind, Ticket
 from infinity.errors import AioError, DamagedRange, PeerFailed, StateInvalid
 
 log = logging.getLogger("infinity")
@@ -342,28 +336,35 @@ class Restored:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chunk:
-    """One chunk of this rank's shards. whole: every parameter in it is restored."""
+class _Shards:
+    """Shards of this rank, of all flats. rows: their chunks, with the executor's ids. stored:
+    sections of each flat that are written, [flats, SECTION_MAX]. kept: whether a row also has
+    elements that keep the model's values.
+    """
 
-    records: ShardRecords
-    chunk: int
-    parts: tuple[Part, ...]
-    whole: bool
+    store: StateStore
+    flats: Sequence[Flat]
+    rows: npt.NDArray[np.void]
+    ids: npt.NDArray[np.int32]
+    stored: npt.NDArray[np.bool_]
+    kept: npt.NDArray[np.bool_]
 
-    @property
-    def size_bytes(self) -> int:
-        numel = self.records.flat.layout.chunks[self.chunk].numel
-        return sum(section.size_bytes(numel) for section in self.records.sections)
-
-    def with_states(self, held: Container[Param]) -> bool:
-        """Return whether optimizer states are restored, too: `held` has a parameter of the flat."""
-        return any(param in held for param in self.records.flat.params)
-
-    def sections(self, held: Container[Param]) -> Sequence[int]:
-        """Return the sections to store: only the master's if no states are restored."""
-        form = self.records.format
-        # Without spilled gradients, which are not part of a checkpoint.
-        return range(form.written_count) if self.with_states(held) else form.master_sections
+    def move(
+        self, kind: JobKind, group: Group, buffer: Bytes, mine: npt.NDArray[np.bool_] | None = None
+    ) -> Ticket:
+        """Start a FETCH or STORE of a group, or of some of its rows. Does not block."""
+        which = slice(None) if mine is None else mine
+        rows = group.rows[which]
+        flat_of = self.rows["flat"][rows]
+        stored = self.stored[flat_of]
+        addresses = np.where(stored, group.at[which] + buffer.ctypes.data, 0).astype(np.uint64)
+        return self.store.move_chunks(
+            [self.flats[index] for index in np.unique(flat_of).tolist()],
+            self.ids[rows],
+            kind,
+            stored @ (1 << np.arange(SECTION_MAX)),
+            addresses,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,15 +386,23 @@ class _Older:
     checkpoint: Checkpoint
     reader: ChunkReader
 
-    def part_of(self, part: Part, piece: Piece) -> Part | None:
-        """Find the elements of a piece in this commit; None if it has no such parameter."""
-        entry, dtype = part.saved.entry, part.saved.flat.dtype
+    def fills(self, fill: Fill) -> Iterator[Fill] | None:
+        """Find the elements of a part in this commit; None if it has no such parameter."""
+        entry, dtype = fill.saved.entry, fill.saved.flat.dtype
         saved = self.checkpoint.params.get(entry.name)
         if saved is None or (saved.entry.shape, saved.flat.dtype) != (entry.shape, dtype):
             return None
-        element = part.element + piece.at
-        pieces = tuple(self.checkpoint.pieces(saved, element, piece.numel))
-        return Part(part.start + piece.at, saved, pieces, element)
+        return (
+            fill._replace(
+                start=fill.start + piece.at,
+                saved=saved,
+                element=fill.element + piece.at,
+                chunk=piece.chunk,
+                source=piece.start,
+                numel=piece.numel,
+            )
+            for piece in self.checkpoint.pieces(saved, fill.element, fill.numel)
+        )
 
 
 class _Unreadable(Exception):
@@ -424,7 +433,6 @@ class RestoreJob:
         self._pipeline = pipeline
         self._comm = comm
         self._policy = policy
-        self._rounded: dict[str, None] = {}
         self._strict, self._reports = strict, damaged == "report"
         self._falls_back = damaged == "from-older"
         self._damaged: list[DamagedRange] = []
@@ -501,7 +509,7 @@ class RestoreJob:
             if not opened:
                 raise self._damage or _elsewhere()
             for checkpoint in opened[1:]:
-                reader = ChunkReader(checkpoint, CHUNKS_CACHED, None if given else (0,))
+                reader = ChunkReader(checkpoint, None if given else (0,))
                 undo.callback(reader.close)
                 self._older.append(_Older(checkpoint, reader))
             with Rendezvous(self._comm, f"restoring {directory}"):
@@ -529,7 +537,6 @@ class RestoreJob:
         """Restore this generation; None if it is damaged on some rank. Collective. Raises: errors
         other than damage.
         """
-        self._rounded.clear()
         what = f"restoring {directory}"
         damage: BaseException | None = None
         with contextlib.ExitStack() as undo:
@@ -723,34 +730,29 @@ class RestoreJob:
             if any(param in found for param in unit.params):
                 self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
+        composer, shards = self._composer(checkpoint, found, held, states=bool(optimizers))
         line = ProgressLine(
-            f"restoring step {checkpoint.step}",
-            sum(self._restored_bytes(flat, found) for flat in self._saver.flats),
-            shown=self._comm.rank == 0,
+            f"restoring step {checkpoint.step}", composer.size_bytes, shown=self._comm.rank == 0
         )
-        # Without an optimizer only section 0, the parameter, is read.
-        reader = ChunkReader(checkpoint, CHUNKS_CACHED, None if optimizers else (0,))
 
-        def store(turn: _Chunk, buffer: ChunkBuffer) -> Ticket:
-            return buffer.store(turn.sections(held))
+        def finish(group: Group, buffer: Bytes) -> None:
+            self._show(shards, group, buffer)
+            line.advance(group.size_bytes)
 
-        def finish(turn: _Chunk, buffer: ChunkBuffer) -> None:
-            self._show(turn, buffer)
-            line.advance(turn.size_bytes)
-
-        pipeline = ChunkPipeline(
-            [ChunkBuffer(self._states.store) for _ in range(BUFFERS)],
-            ahead=LOOK_AHEAD,
-            look_ahead=lambda coming: self._start(reader, coming),
-            transform=lambda turn, buffer: self._compose(reader, buffer, turn, held),
-            write=store,
-            finish=finish,
-        )
         try:
-            pipeline.run(self._turns(checkpoint, found))
+            with slab_buffers(composer.buffer_bytes) as buffers:
+                pipeline = ChunkPipeline(
+                    buffers,
+                    ahead=LOOK_AHEAD,
+                    look_ahead=lambda coming: self._start(composer.reader, coming),
+                    transform=lambda group, buffer: self._compose(composer, shards, group, buffer),
+                    write=lambda group, buffer: shards.move(JobKind.STORE, group, buffer),
+                    finish=finish,
+                )
+                pipeline.run(composer.groups())
         finally:
             line.end()
-            reader.close()
+            composer.reader.close()
         for param in (param for optimizer in optimizers for param in optimizer.begun):
             start, _, numel = param.flat.layout.shard_range(param.param_index, self._comm.rank)
             self._states.store.forget(param.flat, start, numel)
@@ -763,7 +765,7 @@ class RestoreJob:
         self._saver.mode.restored(checkpoint.step)
         self._gradients.forget()
         notes = (*prepared.notes, *self._notes(checkpoint, found))
-        rounded, damaged = "; ".join(self._rounded), tuple(self._damaged)
+        rounded, damaged = "; ".join(composer.rounded), tuple(self._damaged)
         return Restored(checkpoint.step, prepared.extra, rounded, notes, damaged)
 
     @staticmethod
@@ -773,124 +775,125 @@ class RestoreJob:
         for matched in prepared.optimizers:
             matched.optimizer.make_states(matched.unfrozen)
 
-    def _restored_bytes(self, flat: Flat, found: Container[Param]) -> int:
-        """Return the bytes of the chunks of a flat that have parts of restored parameters."""
-        chunks = flat.layout.chunks
-        touched = np.zeros(len(chunks), dtype=np.bool_)
-        for param in flat.params:
-            if param in found:
-                start, _, numel = flat.layout.shard_range(param.param_index, self._comm.rank)
-                touched[chunks.touched(start, numel)] = True
-        numels = chunks.numels[touched]
-        sections = self._states.store[flat].sections
-        return sum(int(section.size_bytes(numels).sum()) for section in sections)
-
-    def _turns(
-        self, checkpoint: Checkpoint, found: Mapping[Param, SavedRanges]
-    ) -> Iterator[_Chunk]:
-        for flat in self._saver.flats:
-            by_chunk: dict[int, list[Part]] = {}
-            mixed: set[int] = set()
-            for param in flat.params:
-                for span in spans_of(param, self._comm.rank):
-                    if param not in found:
-                        mixed.add(span.chunk)
-                        continue
-                    # By chunk of this run, which is written once, from any number of saved chunks.
-                    parts = by_chunk.setdefault(span.chunk, [])
-                    for each in found[param].within(span.element, span.numel):
-                        pieces = tuple(checkpoint.pieces(each.saved, each.start, each.numel))
-                        parts.append(Part(span.start + each.at, each.saved, pieces, each.start))
-            for chunk, parts in sorted(by_chunk.items()):
-                records = self._states.store[flat]
-                yield _Chunk(records, chunk, tuple(parts), whole=chunk not in mixed)
-
-    def _start(self, reader: ChunkReader, coming: Sequence[_Chunk]) -> None:
-        """Start to read the next chunks. The error of a file that cannot be opened is suppressed if
-        it is to be reported: composing the chunk raises it again."""
-        met_again = self._reports or self._falls_back
-        with contextlib.suppress(AioError) if met_again else contextlib.nullcontext():
-            reader.start(refs_of([turn.parts for turn in coming]))
-
-    def _compose(
-        self, reader: ChunkReader, buffer: ChunkBuffer, turn: _Chunk, held: Container[Param]
-    ) -> None:
-        """Compose a chunk in a buffer. If damage is to be reported, elements that cannot be read
-        keep the model's values.
-        """
-        try:
-            self._put_together(reader, buffer, turn, held, over=not turn.whole)
-        except AioError:
-            if not self._reports:
-                raise
-            self._put_together(reader, buffer, turn, held, over=True, notes=True)
-
-    def _put_together(
+    def _composer(
         self,
-        reader: ChunkReader,
-        buffer: ChunkBuffer,
-        turn: _Chunk,
+        checkpoint: Checkpoint,
+        found: Mapping[Param, SavedRanges],
         held: Container[Param],
         *,
-        over: bool,
-        notes: bool = False,
-    ) -> None:
-        """Read the parts of a chunk into a buffer. over: first fetch the model's values, and write
-        over them. notes: record elements that cannot be read, instead of raising."""
-        flat, sections = turn.records.flat, turn.sections(held)
-        states, signs = turn.with_states(held), turn.records.format.sign_section
-        # Moments that are not restored have signs for the masters before the restore.
-        if not over and (states or signs is None):
-            # Nothing is fetched: every section that is stored is composed in full.
-            buffer.assign(turn.records, turn.chunk)
-            for section in sections:
-                # Between parameters there is padding, which no part covers.
-                buffer.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = 0
-        else:
-            # The chunk also has elements that keep the model's values: of parameters that are not
-            # restored, or damaged ones.
-            buffer.fetch(turn.records, turn.chunk, sections).wait()
-        target = Target(turn.records.format, flat.dtype, buffer.section, states)
-        for part in turn.parts:
-            source = part.saved.flat.state_format
-            # A dict as an ordered set: each kind of rounding is reported once.
-            if target.states and (text := rounding(source, target.format)):
-                self._rounded[text] = None
-            missed = functools.partial(self._missed, self._older, target, part) if notes else None
-            try:
-                compose(reader, part, target, missed)
-            except AioError as error:
-                if not self._falls_back:
-                    raise
-                # Distinguishes a damaged checkpoint from a fault of the drive that is written.
-                raise _Unreadable from error
+        states: bool,
+    ) -> tuple[Composer, _Shards]:
+        """Plan this rank's part of the restore. states: whether an optimizer was given."""
+        store, flats = self._states.store, self._saver.flats
+        records = [store[flat] for flat in flats]
+        spans = [(shard.starts, shard.records["numel"]) for shard in records]
+        rows = chunk_rows(spans, [("flat", "<i4"), ("start", "<i8"), ("numel", "<i8")])
+        with_states = np.zeros(len(flats), dtype=np.bool_)
+        for index, flat in enumerate(flats):
+            with_states[index] = any(param in held for param in flat.params)
+        ranges = [
+            Range(index, param.offset + each.at, each.saved, each.start, each.numel)
+            for index, flat in enumerate(flats)
+            for param in flat.params
+            if param in found
+            for each in found[param].ranges
+        ]
+        composer = Composer(
+            checkpoint, metadata.layout_of(flats, store, self._policy).flats, rows, ranges,
+            self._comm.rank, states=with_states,
+            # Without an optimizer only section 0, the parameter, is read.
+            sections=None if states else (0,),
+        )  # fmt: skip
+        # Only the master's if no states are restored; never spilled gradients, which are not part
+        # of a checkpoint.
+        stored = np.zeros((len(flats), SECTION_MAX), dtype=np.bool_)
+        signs = np.zeros(len(flats), dtype=np.bool_)
+        for index, shard in enumerate(records):
+            form = shard.format
+            whole = range(form.written_count) if with_states[index] else form.master_sections
+            stored[index, list(whole)] = True
+            # Moments that are not restored have signs for the masters before the restore.
+            signs[index] = not with_states[index] and form.sign_section is not None
+        kept = signs[rows["flat"]]
+        left = [
+            (index, param.offset, param.numel)
+            for index, flat in enumerate(flats)
+            for param in flat.params
+            if param not in found
+        ]
+        if left:
+            kept[composer.cut(*np.array(left, dtype=np.int64).T).chunk] = True
+        ids = np.concatenate([np.zeros(0, np.int32), *(shard.ids for shard in records)])
+        return composer, _Shards(store, flats, rows, ids, stored, kept)
+
+    def _start(self, reader: ChunkReader, coming: Sequence[Group]) -> None:
+        """Start to read the next groups. The error of a file that cannot be opened is suppressed if
+        it is to be reported: composing the group raises it again."""
+        met_again = self._reports or self._falls_back
+        with contextlib.suppress(AioError) if met_again else contextlib.nullcontext():
+            reader.start(group.chunks for group in coming)
+
+    def _compose(self, composer: Composer, shards: _Shards, group: Group, buffer: Bytes) -> None:
+        """Compose a group in a buffer. If damage is to be reported, elements that cannot be read
+        keep the model's values.
+        """
+        # Between parameters there is padding, which no part covers.
+        buffer[: group.size_bytes] = 0
+        # Rows of which some elements keep the model's values are written over these.
+        kept = shards.kept[group.rows]
+        if kept.any():
+            shards.move(JobKind.FETCH, group, buffer, kept).wait()
+        lost: list[int] = []
+        try:
+            composer.compose(
+                group, buffer, (lambda fill, _: lost.append(fill.row)) if self._reports else None
+            )
+        except AioError as error:
+            if not self._falls_back:
+                raise
+            # Distinguishes a damaged checkpoint from a fault of the drive that is written.
+            raise _Unreadable from error
+        if lost:
+            damaged = np.isin(np.arange(len(group.rows)), lost)
+            shards.move(JobKind.FETCH, group, buffer, damaged).wait()
+            again = dataclasses.replace(group, fills=[f for f in group.fills if f.row in lost])
+            missed = functools.partial(self._missed, self._older, composer, again, buffer)
+            composer.compose(again, buffer, missed)
 
     def _missed(
-        self, older: Sequence[_Older], target: Target, part: Part, piece: Piece, error: AioError
+        self,
+        older: Sequence[_Older],
+        composer: Composer,
+        group: Group,
+        buffer: Bytes,
+        fill: Fill,
+        error: AioError,
     ) -> None:
+        """Read a part from the older commits, if there are any, and record the damage."""
         if not older:
-            self._note_damage(part, piece, error, None)
+            self._note_damage(fill, error, None)
             return
         first, *others = older
-        again = first.part_of(part, piece)
-        if again is None:
-            self._missed(others, target, part, piece, error)
+        fills = first.fills(fill)
+        if fills is None:
+            self._missed(others, composer, group, buffer, fill, error)
             return
-        missed: list[Piece] = []
-        compose(first.reader, again, target, lambda each, _: missed.append(each))
-        for each in again.pieces:
-            if each in missed:
-                self._missed(others, target, again, each, error)
+        for each in fills:
+            try:
+                arrays = first.reader.get(each.chunk)
+            except AioError:
+                self._missed(others, composer, group, buffer, each, error)
             else:
-                self._note_damage(again, each, error, first.checkpoint.step)
+                composer.put(group, each, buffer, arrays)
+                self._note_damage(each, error, first.checkpoint.step)
 
-    def _note_damage(self, part: Part, piece: Piece, error: AioError, step: int | None) -> None:
-        """Record a piece that cannot be read; adjacent pieces with the same reason are one range.
-        step: of the older commit that the piece was read from, or None.
+    def _note_damage(self, fill: Fill, error: AioError, step: int | None) -> None:
+        """Record a part that cannot be read; adjacent parts with the same reason are one range.
+        step: of the older commit that the part was read from, or None.
         """
-        start = part.element + piece.at
+        start = fill.element
         found = DamagedRange(
-            part.saved.entry.name, start, start + piece.numel, error.path,
+            fill.saved.entry.name, start, start + fill.numel, error.path,
             error.offset, error.length, f"{error}{self._origin(step)}",
         )  # fmt: skip
         last = self._damaged[-1] if self._damaged else None
@@ -899,12 +902,14 @@ class RestoreJob:
         else:
             self._damaged.append(found)
 
-    def _show(self, turn: _Chunk, buffer: ChunkBuffer) -> None:
-        delayed_params, flat = self._saver.mode.delayed_params, turn.records.flat
-        if delayed_params is not None:
-            chunk = flat.layout.chunks[turn.chunk]
-            values = torch.from_numpy(buffer.section(0, 0, chunk.numel)).view(flat.dtype)
-            delayed_params.write(flat, chunk.start, values)
+    def _show(self, shards: _Shards, group: Group, buffer: Bytes) -> None:
+        delayed_params = self._saver.mode.delayed_params
+        if delayed_params is None:
+            return
+        for row, at in zip(shards.rows[group.rows], group.at[:, 0].tolist(), strict=True):
+            flat = shards.flats[row["flat"]]
+            values = buffer[at : at + int(row["numel"]) * flat.dtype.itemsize]
+            delayed_params.write(flat, int(row["start"]), torch.from_numpy(values).view(flat.dtype))
 
 
 def _elsewhere() -> PeerFailed:

@@ -62,6 +62,7 @@ from infinity._src.optim.state_access import States
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.chunk_pipeline import (
     BUFFERS,
+    GROUP_BYTES,
     READ_AHEAD,
     Bytes,
     ChunkPipeline,
@@ -75,8 +76,6 @@ from infinity.errors import AioClosedError, AioError, SwapFullError
 
 log = logging.getLogger("infinity")
 
-GROUP_BYTES = 4 << 20
-"""Small chunks are copied in groups of about so many bytes."""
 GROUPS_AHEAD = 4
 """Groups that are read at once for each drive."""
 PATIENCE_S = 1.0

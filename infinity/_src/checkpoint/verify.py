@@ -403,8 +403,9 @@ class VerifyJob:
             in_file, row = item
             at = np.cumsum(padded[row]) - padded[row] + buffer.ctypes.data
             # Other sections of the chunk lie in other rows, which are read in their turn.
-            here = np.flatnonzero(manifest.rows[row]["section_at"] >= 0)
-            return reader.fetch(in_file, {int(s): int(at[s]) for s in here})
+            wanted = np.where(manifest.rows[row]["section_at"] >= 0, at, 0)[None]
+            (ticket,) = reader.fetch(np.array([in_file]), wanted.astype(np.uint64))
+            return ticket
 
         def failed(item: tuple[int, int], error: AioError) -> None:
             # The executor reports only the first damaged piece; the user wants all of them.

@@ -51,15 +51,20 @@ def new_rows(shards: Sequence[Chunks], key: int) -> npt.NDArray[np.void]:
 
     key: the first key. Row i takes the SECTION_MAX keys from key + i * SECTION_MAX on.
     """
-    parts = []
-    for index, (starts, numels) in enumerate(shards):
-        rows = np.zeros(len(starts), dtype=ROW)
-        rows["flat"], rows["start"], rows["numel"] = index, starts, numels
-        parts.append(rows)
-    whole = np.concatenate(parts) if parts else np.zeros(0, dtype=ROW)
+    whole = chunk_rows(shards, ROW)
     # SECTION_MAX apart: every section of every row has a separate key, which seeds its checksums.
     whole["key"] = np.uint64(key) + np.arange(len(whole), dtype=np.uint64) * np.uint64(SECTION_MAX)
     return whole
+
+
+def chunk_rows(shards: Sequence[Chunks], dtype: npt.DTypeLike) -> npt.NDArray[np.void]:
+    """Return the chunks of a rank's shards as records with the fields flat, start and numel."""
+    counts = [len(starts) for starts, _ in shards]
+    rows = np.zeros(sum(counts), dtype=dtype)
+    rows["flat"] = np.repeat(np.arange(len(shards)), counts)
+    for column, name in enumerate(("start", "numel")):
+        rows[name] = np.concatenate([np.zeros(0, np.int64), *(shard[column] for shard in shards)])
+    return rows
 
 
 class DataWriter:
@@ -104,7 +109,8 @@ class DataWriter:
         """Start writing rows of one block (`RowChunks`) from these addresses, [rows, SECTION_MAX],
         each section padded with zeros to a multiple of 4096. Does not block.
         """
-        return self._chunks.submit(rows, JobKind.STORE, addresses)
+        (ticket,) = self._chunks.submit(rows, JobKind.STORE, addresses)
+        return ticket
 
     def check(self) -> None:
         """Raise the error of a failed write."""

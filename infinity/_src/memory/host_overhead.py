@@ -39,7 +39,11 @@ and addresses of its sections."""
 COMMIT_CHUNK_BYTES = 65
 """A chunk while a durable step is committed: its marks."""
 
-RESTORE_CHUNK_BYTES = 480
+RESTORE_BYTES = 56 << 20
+"""Any restore: saved chunks in memory, chunks that are composed, slots of the executor that reads.
+"""
+
+RESTORE_CHUNK_BYTES = 690
 """A chunk of the checkpoint while `inf.restore` reads it; the manifests of all ranks add to it."""
 
 
@@ -83,5 +87,5 @@ def passing_bytes(
         # A pipeline without drives reads ahead as if there were one.
         "save": SAVE_BYTES + max(drives, 1) * SAVE_DRIVE_BYTES + chunks * SAVE_CHUNK_BYTES,
         "commit": chunks * COMMIT_CHUNK_BYTES if durable else 0,
-        "restore": chunks * RESTORE_CHUNK_BYTES,
+        "restore": RESTORE_BYTES + chunks * RESTORE_CHUNK_BYTES,
     }

@@ -34,6 +34,8 @@ BUFFERS = 4
 """Chunks in memory at once, in every pipeline: one that is transformed, two that are read, one that
 is written.
 """
+GROUP_BYTES = 4 << 20
+"""Small chunks are copied in groups of about so many bytes."""
 _KEPT: list[object] = []  # pipelines with transfers that may never end, and their buffers
 READ_AHEAD = BUFFERS // 2
 """Reads that are started ahead. More would leave no buffer for a write."""

@@ -22,7 +22,14 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.base.dtypes import as_integers
-from infinity._src.cabi.records import PIECE_NUMEL, GradSection, Master, NumelT, piece_count
+from infinity._src.cabi.records import (
+    PIECE_NUMEL,
+    SECTION_MAX,
+    GradSection,
+    Master,
+    NumelT,
+    piece_count,
+)
 from infinity._src.kernels.state_codec import clear_signs
 from infinity._src.memory import constants
 from infinity._src.memory.device import Device, make_slabs, split_by_size
@@ -575,14 +582,31 @@ class StateStore:
         """Start a FETCH or STORE of some sections of one chunk; `addresses` has the memory of each.
         Does not block.
         """
+        at = np.zeros((1, SECTION_MAX), dtype=np.uint64)
+        at[0, list(addresses)] = list(addresses.values())
+        mask = sum(1 << section for section in addresses)
+        ids = self._flats[flat].ids[chunk : chunk + 1]
+        return self.move_chunks((flat,), ids, kind, mask, at, priority=priority)
+
+    def move_chunks(
+        self,
+        flats: Sequence[Flat],
+        ids: npt.NDArray[np.int32],
+        kind: JobKind,
+        mask: int | npt.NDArray[np.int64],
+        addresses: npt.NDArray[np.uint64],
+        *,
+        priority: Priority = Priority.DEMAND,
+    ) -> Ticket:
+        """Start a FETCH or STORE of some sections of chunks of these flats, by one submission.
+        mask: bits of the sections; addresses: their memory, [chunks, SECTION_MAX]. Does not block.
+        """
         if kind is JobKind.STORE:
-            self.will_write((flat,))
-        job = np.zeros(1, dtype=JOB)
-        job["chunk"], job["kind"], job["base"] = self._flats[flat].ids[chunk], kind, -1
-        for section, address in addresses.items():
-            job["mask"] |= np.uint32(1 << section)
-            job["ptr"][0, section] = address
-        return self._executor.submit(job, priority=priority)
+            self.will_write(flats)
+        jobs = np.zeros(len(ids), dtype=JOB)
+        jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = ids, kind, mask, -1
+        jobs["ptr"] = addresses
+        return self._executor.submit(jobs, priority=priority)
 
     # -- chunks that cannot be read ----------------------------------------------------------------
 

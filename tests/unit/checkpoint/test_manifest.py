@@ -39,13 +39,22 @@ from infinity._src.checkpoint.manifest import (
 from infinity._src.checkpoint.reader import (
     Checkpoint,
     ChunkReader,
-    ChunkRef,
     DataReader,
-    pieces,
+    SavedChunks,
 )
-from infinity._src.checkpoint.writer import DataWriter
+from infinity._src.checkpoint.writer import DataWriter, chunk_rows
 from infinity._src.memory.flat_layout import plan_flat
-from infinity.aio import CHUNK, JOB, Format, JobKind, PoolSpec, Priority, SwapFile, open_executor
+from infinity.aio import (
+    CHUNK,
+    JOB,
+    Format,
+    JobKind,
+    PoolSpec,
+    Priority,
+    SwapFile,
+    Ticket,
+    open_executor,
+)
 from infinity.errors import AioError, ChecksumError
 
 EXACT = FlatEntry(
@@ -292,27 +301,41 @@ def test_every_element_is_found_once_whatever_the_worlds(
     for index, (offset, numel) in enumerate(zip(old.offsets, old.numels, strict=True)):
         flat[offset : offset + numel] = 100_000 * (index + 1) + np.arange(numel)
     chunks = old.chunks
-    table = (np.array([c.start for c in chunks]), np.array([c.numel for c in chunks]))
+    each = FlatEntry("unit", "bfloat16", True, EXACT.format, old.shard_numel, ())
+    rows = chunk_rows([(chunks.starts, chunks.numels)], ROW)
+    parts = [
+        dataclasses.replace(manifest(), rows=rows, rank=rank, world=before)
+        for rank in range(before)
+    ]
+    table = SavedChunks(parts, (each,))
     for index, numel in enumerate(numels):
         found = np.zeros(numel, dtype=np.int64)
         for rank in range(after):
             _, element, count = new.shard_range(index, rank)
-            for piece in pieces(
-                old.offsets[index] + element, count, old.shard_numel, lambda _rank: table
-            ):
-                at = piece.rank * old.shard_numel + chunks[piece.chunk].start + piece.start
-                assert piece.start + piece.numel <= chunks[piece.chunk].numel
-                assert piece.start % 64 == 0  # whole quantization groups
-                found[element + piece.at : element + piece.at + piece.numel] += flat[
-                    at : at + piece.numel
-                ]
+            low = old.offsets[index] + element
+            cuts = table.cut(np.array([low]), np.array([count]))
+            for chunk, at, size in zip(cuts.chunk, cuts.first, cuts.numel, strict=True):
+                within = chunks[chunk % len(chunks)]
+                start = at - chunk // len(chunks) * old.shard_numel - within.start
+                assert 0 <= start < start + size <= within.numel
+                assert start % 64 == 0  # whole quantization groups
+                found[at - old.offsets[index] :][:size] += flat[at : at + size]
         assert np.array_equal(found, 100_000 * (index + 1) + np.arange(numel))
 
 
-def store(writer: DataWriter, row: int, addresses: dict[int, int]) -> None:
+def places(addresses: dict[int, int]) -> np.ndarray[Any, Any]:
     at = np.zeros((1, SECTION_MAX), dtype=np.uint64)
     at[0, list(addresses)] = list(addresses.values())
-    writer.store(np.array([row]), at).wait()
+    return at
+
+
+def store(writer: DataWriter, row: int, addresses: dict[int, int]) -> None:
+    writer.store(np.array([row]), places(addresses)).wait()
+
+
+def fetch(reader: DataReader, row: int, addresses: dict[int, int]) -> Ticket:
+    (ticket,) = reader.fetch(np.array([row]), places(addresses))
+    return ticket
 
 
 def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_found(
@@ -343,7 +366,7 @@ def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_f
         with pytest.raises(ChecksumError) as caught:
             for row in range(2):
                 for s in range(5):
-                    reader.fetch(row, {s: back.ctypes.data}).wait()
+                    fetch(reader, row, {s: back.ctypes.data}).wait()
                     assert (back == 7 + row).all()
         assert caught.value.offset <= at < caught.value.offset + caught.value.length
         assert caught.value.path == str(path)
@@ -384,7 +407,7 @@ def test_chunks_that_an_executor_wrote_are_read_in_place(tmp_path: Path) -> None
     entry = FileEntry("swap", 1 << 20)
     reader = DataReader(tmp_path, [entry], row, [EXACT], sums, algorithm="crc32c")
     back = np.zeros(4 * numel, dtype=np.uint8)
-    reader.fetch(0, {2: back.ctypes.data}).wait()
+    fetch(reader, 0, {2: back.ctypes.data}).wait()
     assert np.array_equal(back, values)
     reader.close()
 
@@ -429,9 +452,9 @@ def test_a_rank_s_files_are_opened_once_whatever_the_chunks(
 
     monkeypatch.setattr(SwapFile, "existing", existing)
     with Checkpoint(tmp_path, [whole]) as checkpoint:
-        reader = ChunkReader(checkpoint, 4, (0,))
+        reader = ChunkReader(checkpoint, (0,))
         for chunk in (*range(drives * each), *reversed(range(drives * each))):
-            assert (reader.get(ChunkRef(0, 0, chunk))[0] == chunk).all()
+            assert (reader.get(chunk)[0] == chunk).all()
         reader.close()
     assert sorted(opened) == [tmp_path / file.name for file in files]
 

@@ -17,7 +17,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.checkpoint.directory import DirectoryLock, read_generation, read_manifest
 from infinity._src.checkpoint.formats.safetensors_writer import INDEX
-from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef
+from infinity._src.checkpoint.reader import Checkpoint, ChunkReader
 from infinity._src.checkpoint.reshard import ReshardJob, slice_of
 from infinity._src.engine.handle import offload
 from infinity._src.memory.flat_layout import plan_flat
@@ -79,11 +79,11 @@ def states_in(directory: Path) -> dict[str, list[bytes]]:
     """The bytes of every section of every parameter."""
     found: dict[str, list[bytes]] = {}
     with Checkpoint.open(directory) as checkpoint:
-        reader = ChunkReader(checkpoint, 2)
+        reader = ChunkReader(checkpoint)
         for name, saved in checkpoint.params.items():
             parts: list[list[bytes]] = [[] for _ in saved.flat.sections]
             for piece in checkpoint.pieces(saved, 0, saved.entry.numel):
-                arrays = reader.get(ChunkRef(piece.rank, saved.flat_index, piece.chunk))
+                arrays = reader.get(piece.chunk)
                 for s, section in enumerate(saved.flat.sections):
                     parts[s].append(
                         slice_of(section, arrays[s], piece.start, piece.numel).tobytes()

@@ -47,7 +47,7 @@ from infinity._src.checkpoint.reader import (
     SavedWeight,
     weights_by_name,
 )
-from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
+from infinity._src.checkpoint.reshard import LOOK_AHEAD, slice_of
 from infinity._src.kernels.state_codec import decode_sections
 from infinity._src.kernels.tiling.tiled_module import whole_name
 
@@ -169,7 +169,7 @@ class UniversalExport:
 
     def _write_weights(self, zero: Path, progress: Callable[[int], object]) -> None:
         zero.mkdir()
-        with contextlib.closing(ChunkReader(self._checkpoint, CHUNKS_CACHED)) as reader:
+        with contextlib.closing(ChunkReader(self._checkpoint)) as reader:
             for weight in self._weights:
                 folder = zero / weight.names[0]
                 folder.mkdir()

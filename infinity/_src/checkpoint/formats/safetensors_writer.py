@@ -44,7 +44,7 @@ from infinity._src.checkpoint.formats.safetensors_reader import (
 )
 from infinity._src.checkpoint.metadata import buffers_of, persistent_buffers, read_buffers
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, Piece, SavedParam
-from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
+from infinity._src.checkpoint.reshard import LOOK_AHEAD, slice_of
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.kernels.state_codec import decode_master
@@ -566,7 +566,7 @@ class ExportJob:
         Raises: OSError naming the path; ChecksumError naming what is damaged.
         """
         self._checkpoint.check_files()
-        reader = ChunkReader(self._checkpoint, CHUNKS_CACHED, self._sections())
+        reader = ChunkReader(self._checkpoint, self._sections())
         try:
             for tensor in [*self._buffers, *itertools.chain.from_iterable(self._units)]:
                 parts = self._values_of([tensor], reader, progress)
@@ -614,7 +614,7 @@ class ExportJob:
         self, tensors: Sequence[_SavedTensor], progress: Callable[[int], object], path: Path
     ) -> None:
         # Without masters only section 0 is read: 2 of 12 bytes.
-        reader = ChunkReader(self._checkpoint, CHUNKS_CACHED, self._sections())
+        reader = ChunkReader(self._checkpoint, self._sections())
         try:
             write_file(path, tensors, self._values_of(tensors, reader, progress))
         finally:
