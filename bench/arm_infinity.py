@@ -35,7 +35,7 @@ class Training:
     """R1 under infinity, ready to train. step: one optimizer step, returns its loss."""
 
     model: torch.nn.Module
-    optimizer: inf.AdamW
+    optimizer: torch.optim.Optimizer
     handle: Any
     step: Callable[[], float]
 
@@ -47,6 +47,7 @@ def build(
     always: bool = False,
     schedule: str = "horizontal",
     checkpoint: bool = True,
+    ns_steps: int | None = None,
 ) -> Training:
     """R1 and an ordinary loop. It does not clip with update="backward" and one generation, which
     does not support that.
@@ -54,13 +55,21 @@ def build(
     always: speculate in every step, whatever the last steps showed.
     schedule: horizontal runs one micro-batch after the other; vertical runs all of them through a
     layer before the next (`inf.microbatched`). checkpoint: with vertical, checkpoint slices.
+    ns_steps: train with Muon, and so many steps of Newton-Schulz; None: with AdamW.
     """
     vertical = schedule == "vertical"
     bare = r1.build_on_meta(workload)
     if vertical:
         inf.microbatched(bare, workload.micro_batches, checkpoint=checkpoint)
     model = inf.offload(bare, policy, load=partial(r1.fill, seed=workload.seed))
-    optimizer = inf.AdamW(model.parameters(), lr=workload.lr, weight_decay=workload.weight_decay)
+    rates: dict[str, Any] = {"lr": workload.lr, "weight_decay": workload.weight_decay}
+    optimizer: torch.optim.Optimizer = (
+        inf.AdamW(model.parameters(), **rates)
+        if ns_steps is None
+        else inf.Muon(
+            model.parameters(), **rates, ns_steps=ns_steps, adjust_lr_fn="match_rms_adamw"
+        )
+    )
     handle = inf.handle(model)
     if always:
         if not policy.speculates:
@@ -121,12 +130,10 @@ def must_move(handle: Any, workload: r1.Workload) -> dict[str, Any]:
     }
 
 
-def run(
-    workload: r1.Workload, policy: inf.Policy, *, always: bool, schedule: str, checkpoint: bool
-) -> dict[str, Any]:
-    """Train and measure. Blocks until done."""
+def run(workload: r1.Workload, policy: inf.Policy, **options: Any) -> dict[str, Any]:
+    """Train and measure. Blocks until done. options: of `build`."""
     began = time.perf_counter()
-    training = build(workload, policy, always=always, schedule=schedule, checkpoint=checkpoint)
+    training = build(workload, policy, **options)
     handle = training.handle
     record = meter.measure(
         training.step,
@@ -150,8 +157,10 @@ def run(
         "ram_bytes": stats.ram_bytes,
         "gathered_bytes_peak": stats.gathered_bytes_peak,
         "update": policy.update,
-        "schedule": schedule,
-        "checkpoint": checkpoint,
+        "schedule": options["schedule"],
+        "checkpoint": options["checkpoint"],
+        "optimizer": type(training.optimizer).__name__,
+        "ns_steps": options["ns_steps"],
         "generations": policy.generations,
         "durable": bool(policy.durable),
         "moved": dataclasses.asdict(terms.moved) if terms is not None else None,
@@ -241,6 +250,16 @@ def main() -> int:
         help="with --schedule=vertical: slices of blocks are computed again in backward "
         "(%(default)s)",
     )
+    parser.add_argument(
+        "--optimizer", default="adamw", choices=("adamw", "muon"), help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--ns-steps",
+        type=int,
+        default=5,
+        help="steps of Newton-Schulz with --optimizer=muon; 0 leaves its products out, for the "
+        "time of the rest (%(default)s)",
+    )
     r1.add_arguments(parser)
     args = parser.parse_args()
     meter.report(
@@ -250,6 +269,7 @@ def main() -> int:
             always=args.speculate == "always",
             schedule=args.schedule,
             checkpoint=args.checkpoint == "on",
+            ns_steps=args.ns_steps if args.optimizer == "muon" else None,
         )
     )
     return 0
