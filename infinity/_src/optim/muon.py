@@ -62,6 +62,10 @@ from infinity.errors import AioError, StateInvalid
 HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
 """Names of modules whose weight maps hidden states to outputs."""
 
+UNITS_EXCHANGED = 3
+"""Units with whole matrices in memory: one receives parts, one is transformed, and the results of
+one are sent."""
+
 ADJUST_LR: Mapping[str | None, Callable[[int, int], float]] = {
     None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -185,14 +189,20 @@ class Matrixwise(Optimizer):
         return len(self.moments_of(param)) == 1
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
-        """Return the bytes of the scratch of one matrix on a CPU, in fp32."""
-        most = 0
+        """Return the bytes of the scratch of one matrix on a CPU, in fp32, and on several ranks of
+        the whole matrices of the units that are exchanged at once."""
+        scratch, whole = 0, 0
         for flat in formats:
-            if flat.tensor.device.type != "cpu":
+            engine: StepEngine = flat.unit.engine
+            matrices = [param for param in flat.params if len(param.shape) in (2, 3)]
+            if flat.tensor.device.type != "cpu" or not matrices:
                 continue
-            shapes = [param.shape[-2:] for param in flat.params if len(param.shape) in (2, 3)]
-            most = max((4 * scratch_numel(*shape) for shape in shapes), default=0)
-        return most
+            shapes = [param.shape[-2:] for param in matrices]
+            scratch = max(scratch, *(4 * scratch_numel(*shape) for shape in shapes))
+            if engine.pipeline.world > 1:
+                itemsize = (engine.policy.grad_dtype or flat.dtype).itemsize
+                whole = max(whole, itemsize * sum(param.numel for param in matrices))
+        return scratch + UNITS_EXCHANGED * whole
 
     def hyper(
         self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]
