@@ -29,6 +29,8 @@ from infinity._src.cli.train import run_train  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
 from tests.unit.cli.commands import run  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 PLAIN = (
     "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</>{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"

@@ -20,6 +20,8 @@ from infinity._src.cli.train import run_train  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
 from tests.unit.cli.commands import run  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 GIVEN = "--steps 4 --batch 2 --seq 32 --lr 3e-2 --eval-batches 1 --dtype bfloat16 --no-trace"
 
 

@@ -68,6 +68,9 @@ def measured_in_no_time(task: SwapTask) -> Any:
     return measure_swap(dataclasses.replace(task, size_bytes=32 << 20, rounds=1, phase_s=0.01))
 
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _drives_are_measured_in_no_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -540,7 +543,8 @@ def test_a_durable_run_that_had_ended_makes_up_for_its_last_save_and_keeps_its_r
 
 
 LIMITED = (
-    "import resource, runpy, sys; sys.modules['plotly'] = None; "
+    "import resource, runpy, sys; "
+    "sys.modules |= {'plotly': None, 'matplotlib': None, 'matplotlib.figure': None}; "
     "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); "
     "runpy.run_module('infinity', run_name='__main__')"
 )
@@ -885,6 +889,7 @@ STOPS: list[tuple[tuple[Any, str], int, int, int]] = [
 """A function and the number of a call during which a signal comes, and the last step then taken."""
 
 
+@pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize("kept", mostly_slow(["durable", "saved"], "durable"))
 def test_a_run_that_signals_stop_again_and_again_has_the_same_bits(
     place: Path, tmp_path: Path, kept: str, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,8 @@ from infinity._src.cli.train import run_train
 from tests.tiny_llama import TEXT, write_model
 from tests.unit.cli.commands import run
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 GIVEN = "--steps 2 --batch 2 --seq 32 --eval-batches 1 --dtype bfloat16 --no-trace --no-save"
 
 

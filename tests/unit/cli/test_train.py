@@ -33,6 +33,8 @@ from tests import models  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
 from tests.unit.cli.commands import run  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 
 @pytest.fixture(scope="module")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -80,6 +82,7 @@ SMALL = ["--steps", "6", "--batch", "2", "--seq", "32", "--lr", "3e-3", "--eval-
          "--dtype", "bfloat16"]  # fmt: skip
 
 
+@pytest.mark.usefixtures("pictures")
 def test_training_on_nvme_lowers_the_held_out_loss_and_leaves_a_model_that_loads(
     model_directory: Path, text: Path, tmp_path: Path
 ) -> None:
