@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import threading
 import time
@@ -22,7 +23,7 @@ from tests.distributed.ranks import on_ranks, shard_of
 from tests.harness import Training
 from tests.launch_logs import Launch, objection
 
-LLAMA = Training(models.llama, steps=3, rows=6, lr=2e-3)
+LLAMA = Training(functools.partial(models.llama, 2), steps=3, rows=6, lr=2e-3)
 CONTROL = ("infinity-comm-control", "infinity-comm-fork")
 QUEUES = {0: "gather", 1: "reduce"}
 POLICIES: list[dict[str, Any]] = [

@@ -105,8 +105,8 @@ def test_micro_batches_without_reduction_add_up_in_shards_or_on_their_rank(
         (DEEP, {"zero": 3, **nvme, "accumulate": "local"}, True),
         (DEEP, {"zero": 3, **nvme, **SPECULATING}, False),
         (DEEP, {"zero": 1, **device, **SPECULATING}, True),
-        (unclipped, {"zero": 3, **cpu, "update": "backward"}, False),
         (unclipped, {"zero": 1, **device, "update": "backward"}, True),
+        (unclipped, {"zero": 3, **cpu, "update": "backward"}, False),
         (wide, {"zero": 1, **device, "grad_dtype": torch.float32}, True),
         (wide, {"zero": 3, **cpu, "grad_dtype": torch.float32}, False),
     ][::step]
@@ -138,13 +138,13 @@ def test_gradients_travel_in_reduce_dtype_and_are_summed_in_fp32_in_the_order_of
     fp32 = dataclasses.replace(LLAMA, dtype=torch.float32)
     wide = dataclasses.replace(LLAMA, grad_dtype=torch.float32)
     runs: list[tuple[Training, dict[str, Any], torch.dtype | None]] = [
-        (fp32, {"zero": 3}, None),
         (fp32, {"zero": 2, "params": "device"}, torch.bfloat16),
         (LLAMA, {"zero": 3}, torch.float32),
-        (LLAMA, {"zero": 1, "params": "device"}, torch.bfloat16),
         (wide, {"zero": 3, "grad_dtype": torch.float32}, torch.bfloat16),
         (wide, {"zero": 2, "params": "device", "grad_dtype": torch.float32}, None),
-    ]
+        (fp32, {"zero": 3}, None),
+        (LLAMA, {"zero": 1, "params": "device"}, torch.bfloat16),
+    ][: 4 if world == 3 else 6]
     chosen = [(training, {**values, "reduce_dtype": wire}) for training, values, wire in runs]
     for (training, values, wire), results in zip(
         runs, trained(chosen, tmp_path / "run", world), strict=True

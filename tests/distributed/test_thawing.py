@@ -237,6 +237,11 @@ TURNS: list[dict[str, Any]] = [
 ]
 
 
+def turns(held: bool) -> list[dict[str, Any]]:
+    """Fewer with one optimizer: policies differ on the way to it, and not behind it."""
+    return TURNS[::3] if held else TURNS
+
+
 @dataclasses.dataclass(frozen=True)
 class AllTurns:
     """`in_turns` under each policy."""
@@ -244,14 +249,14 @@ class AllTurns:
     held: bool
 
     def __call__(self, rank: int, place: Path) -> list[dict[str, torch.Tensor]]:
-        return [in_turns(rank, place, held=self.held, **chosen) for chosen in TURNS]
+        return [in_turns(rank, place, held=self.held, **chosen) for chosen in turns(self.held)]
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["second optimizer", "one optimizer"])
 def test_thawed_in_the_middle_of_training_it_is_as_on_one_rank(held: bool, tmp_path: Path) -> None:
     wanted = in_turns(0, None, held=held)
     for found in on_ranks(AllTurns(held), tmp_path / "run", 2):
-        for chosen, values in zip(TURNS, found, strict=True):
+        for chosen, values in zip(turns(held), found, strict=True):
             with named(chosen):
                 assert all(torch.equal(value, wanted[name]) for name, value in values.items())
 

@@ -235,7 +235,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
 def test_gradients_and_parameters_equal_ddp_s_whatever_ranks_skip(
     tmp_path: Path,
 ) -> None:
-    check(Both((CROSSED, drawn(2, 4, 1, seed=3)), POLICIES), tmp_path)
+    check(Both((CROSSED,), POLICIES), tmp_path)
 
 
 def check(job: Both, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def check(job: Both, tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=5,
+    max_examples=3,
     deadline=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -276,7 +276,7 @@ def test_sums_of_micro_batches_on_each_rank_are_those_of_ddp(tmp_path: Path) -> 
         (((0,), (1, 2), ()), ((3,), (), (0,))),
         (((2,), (2,), (1,)), ((), (), ())),
     )
-    check(Both((some, drawn(2, 3, 3, seed=8)), ({"zero": 1}, local)), tmp_path)
+    check(Both((some,), ({"zero": 1}, local)), tmp_path)
 
 
 @pytest.mark.ranks
@@ -422,10 +422,10 @@ def test_one_rank_may_evaluate_alone_and_forwards_may_break_off(tmp_path: Path) 
 
 
 def counted(rank: int, _place: Path) -> list[tuple[int, int]]:
-    """Count collectives, and function calls of the main thread, in a step of models of 8, 16 and 32
+    """Count collectives, and function calls of the main thread, in a step of models of 4, 8 and 16
     blocks. Each rank runs every second block."""
     found = []
-    for blocks in (8, 16, 32):
+    for blocks in (4, 8, 16):
         model = inf.offload(Deep(blocks), policy())
         handle, optimizer = inf.handle(model), inf.AdamW(model.parameters(), lr=LR)
         watchdog = handle.parts.split.comm.watchdog
@@ -456,7 +456,7 @@ def test_a_step_costs_the_same_for_each_unit_however_many_there_are(tmp_path: Pa
     for found in on_ranks(counted, tmp_path / "run", 2):
         few, some, many = found
         # A gather and a reduction of each unit.
-        assert some[0] - few[0] == 2 * 8
-        assert many[0] - some[0] == 2 * 16
+        assert some[0] - few[0] == 2 * 4
+        assert many[0] - some[0] == 2 * 8
         # A busy machine makes more calls of waits: allow for them.
         assert many[1] - some[1] <= 1.3 * 2 * (some[1] - few[1]), found

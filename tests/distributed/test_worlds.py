@@ -76,8 +76,10 @@ def test_where_sums_are_exact_every_world_size_gives_the_same_bits(
     """Three ranks: the mean of three equal bf16 gradients is each of them. Two and four: also of
     different whole numbers."""
     same = SameTraining(LLAMA, steps=2, rows=2, lr=2e-3, max_norm=1e6)
+    # Of an odd world no other sums are exact, at any stage.
+    stages = STAGES if world % 2 else STAGES[:1]
     runs: list[tuple[Training, dict[str, Any]]] = [
-        (dataclasses.replace(same, copies=world), stage) for stage in STAGES
+        (dataclasses.replace(same, copies=world), stage) for stage in stages
     ]
     compact = {**STAGES[0], "state": "compact"}
     runs.append((dataclasses.replace(same, copies=world), compact))
