@@ -30,6 +30,7 @@ from infinity._src.memory.ledger import LEDGER
 from infinity._src.params import aliases
 from infinity._src.params.sharded_param import Rollback
 from infinity.errors import EngineClosed, ParameterReleased
+from tests import forks
 from tests.reference import ReferenceAdamW
 
 WIDTH = 8
@@ -309,7 +310,7 @@ def frozen() -> Iterator[None]:
     gc.freeze()
 
 
-def test_a_view_that_gc_freeze_hides_is_found() -> None:
+def a_view_that_gc_freeze_hides_is_found() -> None:
     net = Net()
     net.use, view = nn.Identity(), net.weight.t()
     values = view.clone()
@@ -375,7 +376,7 @@ def test_hooks_of_users_go_on_and_their_handles_remove_them() -> None:
     inf.handle(net).close()
 
 
-def test_backward_of_a_graph_from_before_is_refused_by_name() -> None:
+def backward_of_a_graph_from_before_is_refused_by_name() -> None:
     net = Net()
     net.use = nn.Identity()
     early = net(BATCHES[0])
@@ -402,7 +403,7 @@ def test_a_model_that_has_run_compiled_is_right_after_it_is_offloaded() -> None:
     inf.handle(net).close()
 
 
-def test_a_model_that_ddp_reduces_is_refused_by_name() -> None:
+def a_model_that_ddp_reduces_is_refused_by_name() -> None:
     net = Net()
     net.use = nn.Identity()
     store = torch.distributed.HashStore()
@@ -415,6 +416,19 @@ def test_a_model_that_ddp_reduces_is_refused_by_name() -> None:
                     offload(model, policy("cpu", Path("/tmp")))
     finally:
         torch.distributed.destroy_process_group()
+
+
+SEARCHES = (
+    a_view_that_gc_freeze_hides_is_found,
+    backward_of_a_graph_from_before_is_refused_by_name,
+    a_model_that_ddp_reduces_is_refused_by_name,
+)
+
+
+def test_what_a_search_of_all_objects_finds() -> None:
+    """In a process with few objects: that of the tests has millions, which each search visits."""
+    told = forks.in_a_fork("tests.test_identity")
+    assert told.split() == [search.__name__ for search in SEARCHES]
 
 
 def test_a_parameter_that_an_engine_holds_is_refused_with_its_model() -> None:
@@ -535,9 +549,11 @@ def with_all(tmp_path: Path) -> tuple[Net, dict[str, Any]]:
     return net, {"load": load, "policy": policy("nvme", tmp_path, activations="nvme")}
 
 
-@pytest.mark.parametrize("files", [WIRING[:3], pytest.param(WIRING, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("files", "every"), [(WIRING[:3], 2), pytest.param(WIRING, 1, marks=pytest.mark.slow)]
+)
 def test_whichever_step_of_an_offload_fails_the_model_is_as_it_was(
-    tmp_path: Path, files: tuple[str, ...]
+    tmp_path: Path, files: tuple[str, ...], every: int
 ) -> None:
     net, arguments = with_all(tmp_path)
     gc.collect()  # Otherwise threads of earlier tests' engines end during this test.
@@ -548,7 +564,7 @@ def test_whichever_step_of_an_offload_fails_the_model_is_as_it_was(
     sites = [site for site in found.seen if site[0].endswith(files)]
     assert len(sites) > 40
     assert {part for part in files if any(site[0].endswith(part) for site in sites)} == {*files}
-    for site in sites:
+    for site in sites[::every]:
         calls = Calls(site)
         with unchanged(net), pytest.raises(Injected):
             calls.offload(net, **arguments)
@@ -565,3 +581,10 @@ def test_whichever_step_of_an_offload_fails_the_model_is_as_it_was(
     assert torch.equal(net.state_dict()["norm.running_mean"], torch.ones(WIDTH))
     net(BATCHES[0]).backward()
     inf.handle(net).close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for search in SEARCHES:
+        search()
+        print(search.__name__)

@@ -6,6 +6,7 @@ import ast
 import configparser
 import fnmatch
 import functools
+import gc
 import re
 import runpy
 import subprocess
@@ -64,9 +65,11 @@ def name(path: Path) -> str:
 @pytest.fixture(autouse=True, scope="module")
 def trees_are_dropped() -> Iterator[None]:
     """Millions of nodes would slow down each gc.collect() of the tests that follow."""
+    gc.disable()  # it would go through them again and again while files are parsed
     yield
     text_of.cache_clear()
     tree_of.cache_clear()
+    gc.enable()
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from infinity.aio import SwapFile
 from infinity.aio._swap_owner import Owner, PrivateDirectory, clear_dead
 from infinity.errors import AioError
 
-JOBS, ROUNDS = 4, 12
+JOBS, ROUNDS = 4, 3
 
 
 def at_once(work: Callable[[int], Any]) -> list[Any]:

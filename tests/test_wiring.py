@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,8 +32,10 @@ FLOORS_MAX, ARROWS_MAX = 10, 107
 
 @pytest.fixture(autouse=True, scope="module")
 def trees_are_dropped() -> Iterator[None]:
+    gc.disable()  # it would go through the nodes again and again while files are parsed
     yield
     wiring.forget()
+    gc.enable()
 
 
 def test_behaviour_is_given_by_constructors() -> None:

@@ -95,9 +95,9 @@ def test_executors_come_and_go_and_leave_nothing(backend, tmp_path, rng):
             rig.fetch([0], gate=gate)
             rig.close()
 
-    rounds(10)
+    rounds(5)
     before, resident = held([]), status("VmRSS")
-    rounds(40)
+    rounds(20)
     after, grown = held([]), status("VmRSS") - resident
     assert after["files"] == before["files"]
     assert after["threads"] <= before["threads"]

@@ -360,10 +360,12 @@ def test_what_a_conversion_holds_is_checked_before_anything_is_taken(
     monkeypatch.setattr(ledger, "cgroup_limits", lambda: [limit])
     policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
     stacks = [p.numel() * 2 for name, p in meta_mixtral.named_parameters() if "experts" in name]
+    # Tensors that are not the parameters': offload would search the process for their holders.
+    whole = {name: torch.empty_like(p) for name, p in meta_mixtral.state_dict().items()}
     for together, copies in ((1 << 20, 1), (1000, meta_mixtral.config.num_local_experts)):
         monkeypatch.setattr(hub_files, "CONVERTED_BYTES", together)
         needed = []
-        for load in (mixtral, dict(meta_mixtral.state_dict())):
+        for load in (mixtral, whole):
             with pytest.raises(MemoryLimitError) as caught:
                 inf.offload(meta_mixtral, policy, load=load)
             needed.append(caught.value.needed_bytes)

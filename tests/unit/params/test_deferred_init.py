@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +15,7 @@ import infinity as inf
 from infinity._src.base import progress
 from infinity._src.params import deferred_init
 from infinity._src.params.deferred_init import DeferredModel
+from tests import forks
 
 LARGE = 512  # a square of it in fp32 is 1 MiB: deferred
 
@@ -232,8 +230,7 @@ def test_memory_is_that_of_one_parameter_and_not_of_the_model(tmp_path: Path) ->
         inf.offload(model, policy, init=build)
         print(peak() - before)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
-    )
+    done = forks.run_code(script)
+    assert done.returncode == 0, done.stderr
     # The model is 384 MiB; its engine takes 64 MiB, and some parameters are on their way.
     assert int(done.stdout) < 300 << 10, done.stdout
