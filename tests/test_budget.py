@@ -145,7 +145,6 @@ def test_peak_memory_keeps_to_every_budget(tmp_path: Path) -> None:
         "min": {},
         "spilling": {"spill": True},
         "a third": {"more": 1 / 3},
-        "all": {"more": 2},
     }
     records = measured(tmp_path, cases, **TIGHT)
     check(records)
@@ -154,8 +153,8 @@ def test_peak_memory_keeps_to_every_budget(tmp_path: Path) -> None:
     taken = {name: record["peak"] - record["baseline"] for name, record in records.items()}
     assert spilling["spilled"] > 0
     # what is given is used
-    assert taken["spilling"] < taken["min"] < taken["a third"] < taken["all"]
-    assert least["read"] > third["read"] > records["all"]["read"] == 0
+    assert taken["spilling"] < taken["min"] < taken["a third"]
+    assert least["read"] > third["read"]
     assert third["resident"] > 0
     assert third["nvme"] > 0
 

@@ -32,15 +32,15 @@ FINE = Told(finished=True, met=True)
 
 def test_a_slice_of_the_campaign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.jsonl"
-    options = "--policies two durable --backends threads --ranks 1 --drives 4 --cases 24 --seed 5"
+    options = "--policies two durable --backends threads --ranks 1 --drives 4 --cases 8 --seed 5"
     code = campaign.main([*options.split(), "--late", "0.2", "--record", str(record)])
     told = capsys.readouterr().out
     assert code == 0, told
-    assert "24 injections, 0 findings" in told
-    assert "| all | 24 |" in told
+    assert "8 injections, 0 findings" in told
+    assert "| all | 8 |" in told
     lines = [json.loads(line) for line in record.read_text().splitlines()]
-    assert len({line["case"] for line in lines}) == 24
-    assert sum(line["how"] != "not met" for line in lines) >= 12
+    assert len({line["case"] for line in lines}) == 8
+    assert sum(line["how"] != "not met" for line in lines) >= 4
 
 
 @pytest.fixture(scope="module")

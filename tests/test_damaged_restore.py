@@ -217,7 +217,6 @@ def test_a_durable_run_with_a_bad_block_is_restored(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lost", "then"),
     [
-        ("a", "bc"),
         ("b", "ac"),
         ("a", "cb"),  # in another order
         ("b", "abc"),  # a new one is mounted in its place

@@ -18,10 +18,10 @@ from tests.durable_runs import close, die, made, undisturbed
 from tests.marks import mostly_slow
 
 CASES = {
-    "deferred": ({"update": "deferred"}, 3),
+    "deferred": ({"update": "deferred"}, 2),
     "backward": ({"update": "backward"}, 3),
     "two_ranks": ({"world": 2}, 2),
-    "three_generations": ({"generations": 3}, 4),
+    "three_generations": ({"generations": 3}, 2),
     "three_drives": ({"drives": 3}, 4),
     "four_on_two_ranks": ({"generations": 4, "world": 2}, 2),
     "saves": ({"saves": True}, 2),

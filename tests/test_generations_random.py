@@ -244,7 +244,7 @@ def explore(max_examples: int) -> Any:
     )
 
 
-@explore(5)
+@explore(3)
 @given(**LOOPS)
 def test_any_loop_gives_the_plain_one_s_bits(tmp_path, program, kind, optimizers, delay, mode):
     check(program, tmp_path, kind, optimizers, delay, mode)

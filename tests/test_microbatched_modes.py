@@ -245,11 +245,10 @@ def fresh_compiler() -> Any:
     torch._dynamo.reset()
 
 
-def test_blocks_are_compiled_and_run_in_slices(fresh_compiler: None) -> None:
+def test_a_compiled_block_runs_in_slices(fresh_compiler: None) -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model, plain = (models.make(Microbatched(functools.partial(Own, None), 2)) for _ in range(2))
-    for block in model.blocks:  # type: ignore[union-attr]
-        block.compile(backend=counter)
+    model.blocks[0].compile(backend=counter)  # type: ignore[index, operator, union-attr]
     batch = models.token_batches(1, rows=4)[0]
     for each in (model, plain):
         models.loss_of(each, batch).backward()

@@ -215,40 +215,6 @@ def test_a_gradient_is_scaled_zeroed_and_replaced_as_in_torch(nvme: inf.Policy) 
     assert train_by_hand(edited, nvme) == train_by_hand(edited, None)
 
 
-def test_a_grad_scaler_unscales_what_it_scaled(nvme: inf.Policy) -> None:
-    """A scale that is a power of two changes no bits, so the scaled loop equals the plain one; an
-    overflow is skipped."""
-
-    def scaled(model: nn.Module, optimizer: Any) -> list[float]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        loss = models.loss_of(model, BATCH)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scaler.scale(models.loss_of(model, BATCH) * float("inf")).backward()
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        assert scaler.get_scale() == 512.0
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-        return [loss.item(), norm.item()]
-
-    def plain(model: nn.Module, optimizer: Any) -> list[float]:
-        loss = models.loss_of(model, BATCH)
-        loss.backward()
-        norm = optimizer.clip(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return [loss.item(), norm.item()]
-
-    assert train_by_hand(scaled, nvme) == train_by_hand(plain, None)
-
-
 class Bytes(nn.Module):
     """Frozen parameters of one byte an element, a number, and one without elements."""
 

@@ -3,6 +3,7 @@ every `Policy.update`."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "device": {"params": "device", "optim": "nvme", "ram": "min"},
 }
 WAYS = ("master", "gather", "load_state_dict")
-LLAMA = Training(models.llama, steps=6, accumulation=1, max_norm=None)
+SHORT = functools.partial(models.llama, 2)
+LLAMA = Training(SHORT, steps=6, accumulation=1, max_norm=None)
 NAME = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -212,7 +214,7 @@ def test_what_is_written_is_what_the_next_delayed_step_computes_with(
 ) -> None:
     """A write in the warm-up, with an update in flight, right after another write, and when a step
     does not update the unit."""
-    training = Training(models.llama, steps=6, accumulation=1, max_norm=None, dtype=dtype)
+    training = Training(SHORT, steps=6, accumulation=1, max_norm=None, dtype=dtype)
     model, optimizer, handle = opened(
         training,
         policy(tmp_path, update="delayed", delayed_warmup=1, **PLACEMENTS[place]),
@@ -308,7 +310,7 @@ def test_a_delayed_loop_without_the_steps_that_are_skipped(
     the same states."""
     scaled = means == "GradScaler"
     training = Training(
-        models.llama,
+        SHORT,
         steps=7,
         accumulation=2,
         dtype=torch.float16 if scaled else torch.bfloat16,

@@ -190,7 +190,8 @@ def test_blocks_are_compiled_once_though_their_parameters_come_and_go(
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     chosen = policy(tmp_path, **(MIN if place == "nvme" else {"params": "cpu", "optim": "cpu"}))
     with harness.one_thread():
-        training = Training(compiled(counter, sdpa_llama, whole_block=False), device=device)
+        llama = functools.partial(sdpa_llama, 2)
+        training = Training(compiled(counter, llama, whole_block=False), device=device)
         model = inf.offload(training.model(), chosen)
         optimizer = training.make_optimizer(model)
         frames = []

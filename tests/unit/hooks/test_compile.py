@@ -34,15 +34,7 @@ def test_fullgraph_compile_of_every_blocks_forward(backend: str, eager: bool) ->
     assert counter.frame_count == frames
 
 
-def test_compile_of_a_whole_model_compiles_around_the_hooks() -> None:
-    rig = Rig(models.stack(2, inplace=False), models.stack_groups)
-    compiled = {
-        id(model): torch.compile(model, backend="aot_eager") for model in (rig.plain, rig.model)
-    }
-    rig.train(lambda model, seed: models.stack_loss(compiled[id(model)], seed))
-
-
-def test_compile_of_a_whole_model_with_a_parameter_looked_up_by_its_parent() -> None:
+def test_a_whole_model_whose_root_looks_a_parameter_up_is_compiled_around_the_hooks() -> None:
     class Parent(models.Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) @ self.head.weight

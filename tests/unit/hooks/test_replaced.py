@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity._src.hooks.gather_window import gather
 from infinity.errors import ParameterReleased, ReplacedOutsideEngine, WeightWritten
+from tests.marks import alternating
 from tests.unit.hooks import models
 from tests.unit.hooks.rig import Rig, at_rest
 
@@ -152,8 +153,7 @@ LENDING = [
 ]  # fmt: skip
 
 
-@both
-@pytest.mark.parametrize("how", LENDING)
+@pytest.mark.parametrize(("how", "eager"), alternating(LENDING, [True, False]))
 def test_a_parameter_that_forward_takes_out_and_puts_back_trains(how: Any, eager: bool) -> None:
     rig = changing(how, eager=eager)
     rig.train(models.stack_loss)
@@ -297,8 +297,7 @@ WRITES: list[Callable[[torch.Tensor], Any]] = [
 ]
 
 
-@both
-@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize(("how", "eager"), alternating(WRITES, [True, False]))
 def test_a_weight_written_in_forward_raises_and_keeps_its_value(
     how: Callable[[torch.Tensor], Any], eager: bool
 ) -> None:

@@ -1,8 +1,8 @@
 """The kernels compile for GPUs that are not there: to arithmetic that rounds as the references do,
 and the matmuls to one kind of matrix instruction in all configurations.
 
-In the quick run every kernel is compiled in one form for the targets of QUICK: a GPU of each maker,
-and the matmuls in the configurations of `compiled.SOME`. The slow tests (`make compile-kernels`,
+In the quick run every kernel is compiled in one form for the target of QUICK, and the matmuls in
+the configurations of `compiled.SOME`. The slow tests (`make compile-kernels`,
 with the oldest and the newest Triton, too) do so for every target, and compile every configuration,
 fp16, and the other forms: constants, strides, addresses, sizes.
 """
@@ -29,7 +29,7 @@ from tests.unit.kernels.compiled import BITWISE, MATMULS, TARGETS, Launch, of_gc
 
 ROOT = Path(__file__).resolve().parents[3]
 KIB = 1 << 10
-QUICK = ("cuda:100", "hip:gfx942")
+QUICK = ("cuda:100",)
 SHARED_MAX = {"cuda:80": 163, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227, "cuda:120": 99}
 """KiB of shared memory that a block may ask for, by target (CUDA's programming guide)."""
 
@@ -119,7 +119,7 @@ def test_every_kernel_keeps_its_promises(tmp_path: Path, targets: tuple[str, ...
         for target in targets
         for kernel in (*BITWISE, *(MATMULS if target.startswith("cuda") else ()))
     }
-    for target in targets[:-1]:
+    for target in (each for each in targets if each.startswith("cuda")):
         products = {
             (launch.operands, launch.index > 0)
             for launch in launches

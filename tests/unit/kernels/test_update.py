@@ -119,7 +119,7 @@ def test_every_algorithm_on_every_format_gives_the_bits_of_the_reference(
     name, state_format = case
     hypers = np.array([ROWS[name][1]], HYPER)
     for seed, (numel, odd) in enumerate(
-        [(1000, True), (1, False), (64, True), (2048 + 17, False), (1024, True)]
+        [(1000, True), (1, False), (2048 + 17, False)]
     ):
         sections, grad = states(state_format, numel, seed, odd=odd)
         segs = segs_of((0, numel, 64 * seed, 0))
