@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import harness, test_expert_tiles, test_matrix
+from tests import harness, models, test_matrix
 from tests.distributed.ranks import Train, assert_ranks_agree, mean_losses
 from tests.distributed.test_two_ranks import PLACEMENTS, WORLD, on_two_ranks
 from tests.harness import Training
+from tests.test_expert_tiles import eager, tiled
 
 TILED = Training(test_matrix.tiled_llama, steps=3, rows=4, lr=2e-3)
 
@@ -50,10 +52,16 @@ def test_experts_that_one_rank_chose_are_gathered_by_all_with_the_bits_of_the_un
     accumulation = 1 if "update" in values else 2
     recomputed = values.get("checkpointing")
     policy = {name: value for name, value in values.items() if name != "checkpointing"}
-    pair = test_expert_tiles.pair(
-        "qwen3_moe", 1, rows=2, accumulation=accumulation, checkpointing=recomputed
+    make = models.qwen3_moe
+    runs = tuple(
+        (
+            Training(
+                factory, max_norm=None, rows=2, accumulation=accumulation, checkpointing=recomputed
+            ),
+            policy,
+        )
+        for factory in (functools.partial(eager, make), functools.partial(tiled, make, 1))
     )
-    runs = tuple((training, policy) for training in pair)
     uncut, cut = zip(*on_two_ranks(Train(runs), tmp_path / "run"), strict=True)
     assert_ranks_agree(cut)
     for rank in range(WORLD):
