@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -266,6 +267,16 @@ def test_a_buffer_that_was_loaded_has_its_values_again_after_a_set_up_that_faile
     with pytest.raises(ValueError, match="table is on the meta device"):
         inf.offload(model, inf.Policy(), load={**model.state_dict(), "count": torch.ones(2)})
     assert torch.equal(model.count, torch.zeros(2))
+
+
+def test_weights_that_a_model_on_meta_declares_tied_are_one_parameter_again() -> None:
+    model: Any = models.make(models.gpt2)
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    model.to("meta")
+    assert model.lm_head.weight is not model.transformer.wte.weight
+    inf.offload(model, inf.Policy(), load=values)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    inf.handle(model).close()
 
 
 @pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
