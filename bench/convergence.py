@@ -4,6 +4,7 @@ each format, over several seeds.
     make convergence                                              # both models, five seeds: hours
     on two cores
     python bench/convergence.py --model small --seeds 0 1         # a trial
+    python bench/convergence.py --model small --steps 500 --formats exact "muon exact"
 
 `smollm2` fine-tunes SmolLM2-135M on the King James Bible; `small` trains a byte-level Llama of 0.7M
 parameters on it from scratch. A seed sets the order of the text, the initial values (small) and
@@ -32,6 +33,8 @@ import infinity as inf
 from infinity._src.cli import corpus, hf_model
 
 FORMATS = ("exact", "bf16", "compact")
+MUON = tuple(f"muon {state}" for state in FORMATS)
+"""Training by Muon, with the rates of AdamW, in these formats."""
 QUERY = "SELECT Passage1, Passage2 FROM Bible"
 
 
@@ -138,8 +141,13 @@ def held_out_loss(model: Any, tokens: torch.Tensor) -> float:
 def run(setting: Setting, state: str, seed: int) -> dict[str, Any]:
     """Train once. Blocks."""
     batches, held_out = windows(setting, seed)
-    model = make_model(setting, state, seed)
-    optimizer = inf.AdamW(model.parameters(), lr=setting.lr, weight_decay=setting.weight_decay)
+    model = make_model(setting, state.removeprefix("muon "), seed)
+    rates: dict[str, Any] = {"lr": setting.lr, "weight_decay": setting.weight_decay}
+    optimizer: torch.optim.Optimizer = (
+        inf.Muon(model.parameters(), **rates, adjust_lr_fn="match_rms_adamw")
+        if state in MUON
+        else inf.AdamW(model.parameters(), **rates)
+    )
     before = held_out_loss(model, held_out)
     losses, curve = [], [(0, before)]
     every = max(setting.steps // 10, 50)
@@ -245,7 +253,8 @@ def plot(setting: Setting, runs: dict[tuple[str, int], dict[str, Any]], path: Pa
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    colours = dict(zip(FORMATS, ("black", "tab:blue", "tab:orange"), strict=True))
+    names = ("black", "tab:blue", "tab:orange", "tab:green", "tab:olive", "tab:red")
+    colours = dict(zip((*FORMATS, *MUON), names, strict=True))
     seen = set()
     for (state, _), record in sorted(runs.items()):
         steps, values = zip(*record["held_out"], strict=True)
@@ -271,7 +280,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", nargs="+", choices=tuple(SETTINGS), default=tuple(SETTINGS))
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--formats", nargs="+", choices=(*FORMATS, *MUON), default=FORMATS)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2, 3, 4))
     parser.add_argument("--steps", type=int, help="instead of the setting's")
     parser.add_argument("--results", type=Path, default=harness.RESULTS / "convergence.jsonl")

@@ -276,7 +276,10 @@ class ReferenceTorch(ReferenceAdamW):
 
 class ReferenceMuon(ReferenceAdamW):
     """torch.optim.Muon on the fp32 masters of `matrices`, stacks of experts as one matrix each;
-    AdamW on the others. product_dtype: of Newton-Schulz, bf16 in torch."""
+    AdamW on the others. product_dtype: of Newton-Schulz, bf16 in torch.
+
+    On CPUs without fused multiply-add torch rounds Muon's products and sums separately, and the
+    engine's kernels do not."""
 
     def __init__(
         self,
