@@ -152,6 +152,36 @@ def test_torchs_two_optimizers_are_two_here(tmp_path: Path) -> None:
     assert_same(runs[1], runs[0])
 
 
+class Mixed(nn.Module):
+    """One parameter of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 16)
+        self.positions = nn.Parameter(torch.zeros(1, 4, 16))
+        self.experts = nn.Parameter(torch.zeros(2, 16, 16))
+        self.conv = nn.Conv1d(16, 16, 3)
+        self.linear = nn.Linear(16, 16)
+        self.head = nn.Sequential(nn.Linear(16, 8))
+        self.score = nn.Linear(16, 8, bias=False)
+        self.lm_head = nn.Linear(16, 8, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("chosen", [None, True, False])
+def test_which_parameters_are_matrices(chosen: bool | None) -> None:
+    model = inf.offload(Mixed(), inf.Policy())
+    params = dict(model.named_parameters())
+    able = ["embed.weight", "experts", "linear.weight", "head.0.weight", "score.weight"]
+    others = [param for name, param in params.items() if name not in able]
+    group = {"params": [params[name] for name in able], "matrixwise": chosen}
+    optimizer = inf.Muon([group, {"params": others}])
+    found = {p.name for p in optimizer.params_with_states if optimizer.updates_matrix(p)}
+    hidden = {"experts", "linear.weight", "head.0.weight"}
+    assert found == {None: hidden, True: set(able), False: set()}[chosen]
+    inf.handle(model).close()
+
+
 def test_the_step_consumes_the_gradients_of_matrices() -> None:
     model = inf.offload(models.make(models.Small), inf.Policy())
     optimizer = inf.Muon(model.parameters())

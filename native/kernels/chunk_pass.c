@@ -378,7 +378,8 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
                               int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count,
                               uint8_t *out0, int32_t verify, uint32_t in_memory_mask,
                               uint32_t *sums_scratch, uint8_t *undo) {
-    if (!update_plan_valid(chunk, section, segs, seg_count, hypers, hyper_count, sums_scratch))
+    if (!update_plan_valid(chunk, section, segs, seg_count, hypers, hyper_count, sums_scratch) ||
+        (out0 != NULL && section[0] == NULL))
         return INF_BAD_PLAN;
     const int64_t piece_count = inf_piece_count(chunk);
     int32_t unread_count = 0; /* sections that cannot be read again */

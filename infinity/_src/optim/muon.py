@@ -473,8 +473,10 @@ def is_matrix(param: Param, chosen: bool | None) -> bool:
     hidden = all(
         not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd) for module, _ in param.sites
     )
-    names = {part for name in param.names for part in name.split(".")[:-1][-1:]}
-    return shaped and not cut and hidden and not names & set(HEADS)
+    heads = any(name.split(".")[-2:-1] == [head] for name in param.names for head in HEADS)
+    # [1, n, d] is a table of positions, and no stack of experts.
+    stack = len(param.shape) == 2 or param.shape[0] > 1
+    return shaped and stack and not cut and hidden and not heads
 
 
 def _part_of(param: Param) -> torch.Tensor:
