@@ -721,10 +721,11 @@ class RestoreJob:
         prepared: _Prepared,
     ) -> Restored:
         found, optimizers = prepared.found, prepared.optimizers
-        for param in (param for unit in self._saver.units for param in unit.params):
-            # These gradients belong to the values before the restore.
-            if param.grad is not None or param.at_rest.grad is not None:
-                self._states.set_full_grad(param, None)
+        params = [param for unit in self._saver.units for param in unit.params]
+        stale = [p for p in params if p.grad is not None or p.at_rest.grad is not None]
+        # These gradients belong to the values before the restore.
+        if stale:
+            self._states.clear_grads(stale)
         for unit in self._saver.units:
             # The gathered unit has the old values: the next use gathers it anew.
             if any(param in found for param in unit.params):

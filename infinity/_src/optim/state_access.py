@@ -185,15 +185,21 @@ class States:
         if tensor is not None:
             check_tensor("the gradient", param, tensor)
             self.check_ranks_agree(f"setting the gradient of {param.name}", tensor)
-        self._wait()
         if tensor is None:
-            self._gradients.accumulator(param).empty()
-            param.at_rest.grad = None
+            self.clear_grads((param,))
             return
+        self._wait()
         # Each rank stores the part that a reduce_scatter would have given it.
         _, element, numel = param.flat.layout.shard_range(param.param_index, self.rank)
         part = tensor.detach().to("cpu").reshape(-1)[element : element + numel]
         self._gradients.replace(param, part)
+
+    def clear_grads(self, params: Sequence[Param]) -> None:
+        """Clear the gradients of these parameters. Blocks."""
+        self._wait()
+        for param in params:
+            self._gradients.accumulator(param).empty()
+            param.at_rest.grad = None
 
     def _whole(self, param: Param, part: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join the parts of all ranks to the whole tensor, fp32 [param.shape]. Collective."""
