@@ -786,7 +786,7 @@ class RowChunks:
         each ticket when its submission has begun.
         """
         kinds = rows // BLOCK_ROWS * (FOLDED + 1) + self._rows["padded"][rows]
-        for kind_of in np.unique(kinds).tolist():
+        for kind_of in dict.fromkeys(kinds.tolist()):
             mine = kinds == kind_of
             number, how = divmod(kind_of, FOLDED + 1)
             jobs = self._jobs(number, how, rows[mine] % BLOCK_ROWS, addresses[mine])

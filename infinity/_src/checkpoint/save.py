@@ -91,11 +91,13 @@ def rows_of(shards: Sequence[ShardRecords], key: int) -> npt.NDArray[np.void]:
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """Rows that are copied together. at: offsets of their sections in a buffer, -1 for sections
-    that a format lacks: [rows, SECTION_MAX]. pads: ranges of the buffer that are padding.
+    """Rows that are copied together. flats: of these rows. at: offsets of their sections in a
+    buffer, -1 for sections that a format lacks: [rows, SECTION_MAX]. pads: ranges of the buffer
+    that are padding.
     """
 
     rows: npt.NDArray[np.int64]
+    flats: list[Flat]
     at: npt.NDArray[np.int64]
     pads: list[list[int]]
     size_bytes: int
@@ -141,12 +143,11 @@ class Snapshot:
         assert set(self._flats) == set(order), "every flat is copied"
         # Groups of each flat whose read has not ended.
         self._unread: dict[Flat, dict[_Group, None]] = {flat: {} for flat in self._flats}
-        self._of_row = rows["flat"]
         ids = np.concatenate([shard.ids for shard in shards]) if shards else np.zeros(0, np.int32)
         place = {flat: index for index, flat in enumerate(order)}
         places = np.array([place[flat] for flat in self._flats], dtype=np.int64)
         try:
-            self._submit(rows, ids, flats, np.argsort(places[self._of_row], kind="stable"))
+            self._submit(rows, ids, flats, np.argsort(places[rows["flat"]], kind="stable"))
         except BaseException:
             self.end()
             raise
@@ -181,6 +182,7 @@ class Snapshot:
             ticket = self._executor.submit(jobs[part], priority=Priority.WRITEBACK, gate=gate)
             group = _Group(
                 order[part],
+                [self._flats[index] for index in np.unique(rows["flat"][order[part]]).tolist()],
                 np.where(sizes[part] > 0, start, -1),
                 ends[exact[part] < sizes[part]].tolist(),
                 int(total[part].sum()),
@@ -188,14 +190,11 @@ class Snapshot:
                 ticket,
             )
             self._queue[group] = None
-            for flat in self._flats_of(group):
+            for flat in group.flats:
                 self._unread[flat][group] = None
         # Passed through once: pending updates end in this order.
         self._coming = iter(tuple(self._queue))
         self._size = max((group.size_bytes for group in self._queue), default=4096)
-
-    def _flats_of(self, group: _Group) -> list[Flat]:
-        return [self._flats[index] for index in np.unique(self._of_row[group.rows]).tolist()]
 
     def before_write(self, flats: Sequence[Flat]) -> None:
         """Read these flats next: a job that writes their states waits for that."""
@@ -281,7 +280,7 @@ class Snapshot:
 
     def _was_read(self, group: _Group) -> None:
         with self._changed:
-            for flat in self._flats_of(group):
+            for flat in group.flats:
                 del self._unread[flat][group]
             self._changed.notify_all()
         self._progress(group.size_bytes)
