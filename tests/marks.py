@@ -102,7 +102,7 @@ def covering(
     rows = []
     while left:
         a, x, b, y = next(iter(left))
-        tries = (filled({a: x, b: y}) for _ in range(3))
+        tries = (filled({a: x, b: y}) for _ in range(10))
         found = [{name: row[name] for name in axes} for row in tries if row is not None]
         if not found:
             del left[a, x, b, y]

@@ -62,16 +62,21 @@ class Failing:
         return self.real(*args, **values)
 
 
+every_second_call = pytest.mark.parametrize("first", mostly_slow([0, 1], 0))
+"""Neighbouring calls of a commit fail alike; the others are slow."""
+
+
+@every_second_call
 @pytest.mark.parametrize("update", mostly_slow(["deferred", "backward"], "deferred"))
 @pytest.mark.parametrize(
     ("name", "code"), [("write", errno.ENOSPC), ("replace", 5), ("fsync", 5), ("unlink", 5)]
 )
 def test_every_call_of_a_commit_fails_once(
-    tmp_path: Path, wanted: tuple[str, ...], update: str, name: str, code: int
+    tmp_path: Path, wanted: tuple[str, ...], update: str, name: str, code: int, first: int
 ) -> None:
     """After any failure a restore has the step before or the one being committed, and this process
     continues."""
-    for nth in range(20):
+    for nth in range(first, 20, 2):
         place = tmp_path / str(nth)
         model, optimizer = made(place, update=update)
         step(model, optimizer, 0, 0)
@@ -102,12 +107,13 @@ def test_every_call_of_a_commit_fails_once(
     raise AssertionError("a commit makes too many calls")
 
 
+@every_second_call
 @pytest.mark.parametrize("name", alternating(["write", "replace", "fsync", "unlink"]))
 def test_an_interrupted_commit_is_made_by_the_next(
-    tmp_path: Path, wanted: tuple[str, ...], name: str
+    tmp_path: Path, wanted: tuple[str, ...], name: str, first: int
 ) -> None:
     """The next step writes nothing that an interrupted commit has named, also where none is due."""
-    for nth in range(20):
+    for nth in range(first, 20, 2):
         place = tmp_path / str(nth)
         model, optimizer = made(place, durable_every=3)
         for index in range(2):
@@ -130,13 +136,14 @@ def test_an_interrupted_commit_is_made_by_the_next(
     raise AssertionError("a commit makes too many calls")
 
 
-def test_states_stay_when_the_first_commit_is_interrupted(tmp_path: Path) -> None:
+@every_second_call
+def test_states_stay_when_the_first_commit_is_interrupted(tmp_path: Path, first: int) -> None:
     """A process leaves the files that a renamed manifest names, wherever `inf.restore` is
     interrupted."""
     begun = tmp_path / "begun"
     live(begun, until=1)
     for name in ("replace", "fsync", "unlink"):
-        for nth in range(12):
+        for nth in range(first, 12, 2):
             place = tmp_path / f"{name}{nth}"
             shutil.copytree(begun, place, symlinks=True)
             model, optimizer = made(place)

@@ -267,7 +267,9 @@ def compiled_before(way: str) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("way", ["torch.compile", "compile", "forward"])
+@pytest.mark.parametrize(
+    "way", mostly_slow(["torch.compile", "compile", "forward"], "torch.compile")
+)
 def test_a_model_that_is_compiled_as_a_whole_is_refused(way: str, fresh_compiler: None) -> None:
     model: Any = models.make(Microbatched(functools.partial(Own, None), 2))
     batch = models.token_batches(1, rows=4)[0]

@@ -19,6 +19,7 @@ from infinity._src.engine import handle as engine
 from infinity.errors import PeerFailed, SwapFullError
 from tests.crashes import digest, step
 from tests.distributed.ranks import on_ranks
+from tests.marks import THREE
 from tests.test_durable_faults import Failing, close, die, made, run_files
 
 
@@ -89,7 +90,7 @@ class Ranks:
         return made(top)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, THREE])
 def test_several_ranks_and_then_one(tmp_path: Path, world: int) -> None:
     results = on_ranks(Ranks(tmp_path), tmp_path / "ranks", world)
     assert results[0][1] < 5

@@ -18,6 +18,7 @@ from infinity._src.checkpoint.formats.gguf_files import UnpackedGguf, read_gguf_
 from infinity.errors import WeightsError
 from tests import hub_models
 from tests.hub_models import gguf_model, on_meta, write_gguf
+from tests.marks import alternating
 
 CPU = inf.Policy(params="cpu", optim="cpu")
 MIXED = ("Q8_0", "F16", "Q5_0", "BF16", "F32")
@@ -52,7 +53,7 @@ def check(file: Path, dtype: torch.dtype = torch.bfloat16, *, again: bool = Fals
         inf.handle(model).close()
 
 
-@pytest.mark.parametrize("architecture", hub_models.GGUF)
+@pytest.mark.parametrize("architecture", alternating(hub_models.GGUF))
 def test_an_architecture_gives_what_from_pretrained_gives(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

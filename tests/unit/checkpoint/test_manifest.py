@@ -256,7 +256,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(JSON)
 def test_small_values_come_back(value: Any) -> None:
     back = from_json(to_json(value))

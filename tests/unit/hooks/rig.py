@@ -253,7 +253,7 @@ class Rig:
         self.model.zero_grad(set_to_none=True)
 
     def train(
-        self, loss_of: Callable[[nn.Module, int], torch.Tensor], steps: int = 3, micro: int = 2
+        self, loss_of: Callable[[nn.Module, int], torch.Tensor], steps: int = 2, micro: int = 2
     ) -> None:
         """Train both and compare every loss, gradient and, in the end, parameter bit by bit."""
         for step in range(steps):

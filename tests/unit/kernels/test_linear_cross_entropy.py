@@ -51,7 +51,7 @@ def grads(loss: torch.Tensor, of: list[torch.Tensor], scale: torch.Tensor) -> li
     ignored=st.floats(0, 0.9),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_value_and_gradients_are_torchs(
     shape: tuple[int, int],
     features: int,

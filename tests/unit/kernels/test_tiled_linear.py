@@ -57,7 +57,7 @@ def run(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tens
     layout=st.sampled_from(["dense", "transposed", "sliced", "3-d"]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_values_and_gradients_are_those_of_torchs_linear(
     rows: int, features: tuple[int, int], tiles: Any, bias: bool, layout: str, seed: int
 ) -> None:
