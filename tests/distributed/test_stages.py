@@ -110,6 +110,9 @@ def test_micro_batches_without_reduction_add_up_in_shards_or_on_their_rank(
         (wide, {"zero": 1, **device, "grad_dtype": torch.float32}, True),
         (wide, {"zero": 3, **cpu, "grad_dtype": torch.float32}, False),
     ][::step]
+    # Nothing is added up: an update takes the gradient itself.
+    single = dataclasses.replace(unclipped, accumulation=1)
+    runs.append((single, {"zero": 3, **nvme, "update": "backward"}, False))
     found = trained([(training, chosen) for training, chosen, _ in runs], tmp_path / "run", world)
     for (training, chosen, local), results in zip(runs, found, strict=True):
         with named(chosen):
