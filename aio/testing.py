@@ -60,7 +60,8 @@ class Fault:
             raise ValueError(f"Fault(nth={self.nth}): requests are counted from 0")
         if self.start < 0 or (self.stop is not None and self.stop <= self.start):
             raise ValueError(
-                f"Fault(start={self.start}, stop={self.stop}): a range of bytes that is not empty"
+                f"Fault(start={self.start}, stop={self.stop}): start must be 0 or more, and stop "
+                "must be greater than start"
             )
         if self.drive is not None and self.drive < 0:
             raise ValueError(f"Fault(drive={self.drive}): drives are counted from 0; None is any")
@@ -96,11 +97,11 @@ class Seam:
 
     def __post_init__(self) -> None:
         if not 0 <= self.null <= NULL_BATCH_MAX:
-            raise ValueError(f"Seam(null={self.null}): 0 (real drives) to {NULL_BATCH_MAX}")
+            raise ValueError(f"Seam(null={self.null}): must be 0 (real drives) to {NULL_BATCH_MAX}")
         if self.null_computes < 0 or (self.null_computes != 1 and not self.null):
             raise ValueError(
-                f"Seam(null_computes={self.null_computes}): one chunk of null drives in so many, "
-                "or 0; and 1 without them"
+                f"Seam(null_computes={self.null_computes}): must be 0 or more, and 1 without null "
+                "drives"
             )
 
     def throttle(self, drive: int) -> tuple[float, float]:

@@ -1,9 +1,9 @@
 """Measures DeepSpeed's I/O engine (`aio_handle`, as its tool ds_io does) on one file; prints one
 JSON line.
 
-Started by compare_io.py inside DeepSpeed's own environment. Blocks of 1 MiB, depth 32, blocks
-submitted together (single_submit False), submission and completion overlapping (overlap_events
-True), a page-locked buffer as large as the file.
+compare_io.py starts it inside DeepSpeed's own environment. The engine uses blocks of 1 MiB and a
+depth of 32. It submits blocks together (single_submit False), and overlaps submission with
+completion (overlap_events True). The page-locked buffer is as large as the file.
 
 A mixed pass reads one half of the file and writes the other at the same time, through two handles,
 as DeepSpeed's own pipelined swapper does: one handle would run its operations one after the other.
@@ -29,14 +29,14 @@ from deepspeed.ops.op_builder import AsyncIOBuilder  # type: ignore[import-not-f
 BLOCK_BYTES = 1 << 20
 DEPTH = 32
 KINDS = ("read", "write", "mixed")
-LAYERS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
+MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ")
 
 
 def huge_share(address: int, size: int) -> float:
     """Return the share of [address, address + size) on huge pages, by /proc/self/smaps."""
     huge, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        found = LAYERS.match(line)
+        found = MAPPING.match(line)
         if found:
             start, end = (int(part, 16) for part in found.groups())
             inside = start < address + size and end > address
@@ -52,7 +52,8 @@ def cpu_s() -> float:
 
 
 class Engine:
-    """Two handles over one page-locked buffer, and a pass of each kind with them."""
+    """A reading and a writing handle that share a page-locked buffer; a method for each kind of
+    pass."""
 
     def __init__(
         self, parallel: int, buffer: torch.Tensor, handles: Sequence[Any], file: str
@@ -136,11 +137,14 @@ def main() -> int:
     parser.add_argument(
         "--file", required=True, help="an existing file of --size bytes; its contents are lost"
     )
-    parser.add_argument("--size", type=int, required=True)
+    parser.add_argument("--size", type=int, required=True, help="bytes of the file")
     parser.add_argument("--passes", type=int, default=1)
     for kind in KINDS:
         parser.add_argument(
-            f"--{kind}", type=numbers, default=[1], help="intra_op_parallelism to try, as 1,2,4"
+            f"--{kind}",
+            type=numbers,
+            default=[1],
+            help="values of intra_op_parallelism to try, as 1,2,4",
         )
     args = parser.parse_args()
     if os.stat(args.file).st_size != args.size:  # noqa: PTH116

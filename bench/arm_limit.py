@@ -1,5 +1,5 @@
 """Measures the lower bound of a step of R1 (r1.py) on this machine now: forward and backward alone,
-and the memory's bandwidth; one JSON line."""
+and the memory's bandwidth; prints one JSON line."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def run(workload: r1.Workload, optimizer_name: str) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", help="not used")
+    parser.add_argument("--dir", help="ignored: this arm has no swap files")
     parser.add_argument(
         "--optimizer", default="adamw", choices=("adamw", "none"), help="(%(default)s)"
     )

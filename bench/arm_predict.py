@@ -1,4 +1,4 @@
-"""One measurement of predict.py, in a process of its own; prints one JSON line.
+"""Makes one measurement for predict.py, in a separate process; prints one JSON line.
 
 plain    forward and backward of one micro-batch with everything in RAM and no optimizer, and the
 memory's bandwidth

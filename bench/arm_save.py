@@ -1,5 +1,5 @@
-"""Measures a save of R1 under infinity during training, and a restore into a fresh engine; one JSON
-line.
+"""Measures a save of R1 under infinity during training, and a restore into a fresh engine; prints
+one JSON line.
 
     --stage save      steps alone, then steps during a save, repeated as requested; two losses after
     the last save
@@ -59,7 +59,7 @@ def one_save(training: arm_infinity.Training, target: Path, least: int) -> dict[
     def watch() -> None:
         save.wait()
         ended.append(time.perf_counter())
-        # a run lets go of its names later
+        # counted now: the run removes its own links to the files later
         links.extend(path.stat().st_nlink for path in target.glob("data*"))
 
     watcher = threading.Thread(target=watch)

@@ -1,4 +1,5 @@
-"""Cost of `save_checkpoint` and `load_checkpoint` of R1 under DeepSpeed ZeRO-3; one JSON line.
+"""Measures `save_checkpoint` and `load_checkpoint` of R1 under DeepSpeed ZeRO-3; prints
+one JSON line.
 
 Runs in DeepSpeed's own environment, tuned as in arm_deepspeed.py. Training stops during a whole
 save.

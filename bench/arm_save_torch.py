@@ -1,8 +1,8 @@
-"""Measures `torch.save` and `torch.load` of R1's states in a plain loop with everything in RAM; one
-JSON line.
+"""Measures `torch.save` and `torch.load` of R1's states in a plain loop with everything in RAM;
+prints one JSON line.
 
-The same states as infinity's: bf16 parameters, fp32 masters, both moments. Saved to the drive that
-is measured, and synced.
+The states are the same as infinity's: bf16 parameters, fp32 masters, both moments. The arm saves
+them to the measured drive, and syncs the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "states.pt"
 
 
 def save_once(training: arm_plain.Training, target: Path) -> dict[str, Any]:
-    """Training stands still from the call until the file is on the drive."""
+    """Save, and sync the file. Training waits for both, so the stall is the whole time."""
     target.mkdir(exist_ok=True)
     partial = target / (NAME + ".partial")
     start = time.perf_counter()
@@ -45,7 +45,7 @@ def save_once(training: arm_plain.Training, target: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", help="not used")
+    parser.add_argument("--dir", help="ignored: this arm has no swap files")
     parser.add_argument("--stage", required=True, choices=("save", "restore"))
     parser.add_argument("--target", type=Path, required=True, help="the checkpoint's directory")
     parser.add_argument("--saves", type=int, default=1, help="saves in a row (%(default)s)")

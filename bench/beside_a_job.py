@@ -126,16 +126,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dir", type=Path, required=True, help="on the drive to measure")
+    parser.add_argument("--dir", type=Path, required=True, help="directory on the drive to measure")
     parser.add_argument("--rounds", type=int, default=4, help="alternating rounds (%(default)s)")
     parser.add_argument("--arms", nargs="+", default=ARMS, metavar="ARM")
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count() or 1, help="of the other job (%(default)s)"
+        "--threads",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="threads of the other job (%(default)s)",
     )
     parser.add_argument(
         "--results", type=Path, default=harness.RESULTS / "beside_a_job.jsonl", metavar="FILE"
     )
-    parser.add_argument("--pip-args", default="", help="for pip, in DeepSpeed's environment")
+    parser.add_argument(
+        "--pip-args", default="", help="more arguments for pip, which installs DeepSpeed"
+    )
     r1.add_arguments(parser)
     args = parser.parse_args()
     workload, arms = r1.from_arguments(args), tuple(dict.fromkeys(args.arms))

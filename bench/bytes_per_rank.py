@@ -315,10 +315,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--dir", type=Path, default=os.environ.get("INFINITY_NVME_DIR"), help="where swap files go"
+        "--dir", type=Path, default=os.environ.get("INFINITY_NVME_DIR"), help="swap directory"
     )
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--nodes", type=int, default=1, help="of a mesh of nodes x ranks of a node")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes among which ranks are divided")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=1021)

@@ -284,7 +284,7 @@ def main() -> int:
         help="bytes of a unit (64 KiB, 1 MiB, 16 MiB)",
     )
     parser.add_argument("--rounds", type=int, default=15, help="every arm once per round (15)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order within rounds (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order within rounds (0)")
     parser.add_argument("--results", type=Path, help="JSON lines file to append to")
     parser.add_argument("--a-rank", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

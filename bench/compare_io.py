@@ -349,7 +349,7 @@ def parse() -> argparse.Namespace:
         help=f"arms to run ({','.join(ARMS)})",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the order within rounds (%(default)s)"
+        "--seed", type=int, default=0, help="seed of the order within rounds (%(default)s)"
     )
     parser.add_argument(
         "--no-fixed",

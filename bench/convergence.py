@@ -186,7 +186,7 @@ def run(setting: Setting, state: str, seed: int) -> dict[str, Any]:
 
 
 def known(path: Path, setting: Setting) -> dict[tuple[str, int], dict[str, Any]]:
-    """The runs of this setting that the results hold, the last of each."""
+    """Return the recorded runs of this setting; of repeated runs the last one."""
     if not path.exists():
         return {}
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -243,7 +243,8 @@ def show(
 
 
 def plot(setting: Setting, runs: dict[tuple[str, int], dict[str, Any]], path: Path) -> None:
-    """Plot held-out loss over steps for every run; without matplotlib only print that."""
+    """Plot held-out loss over steps for every run. Without matplotlib only print that it is
+    missing."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -282,7 +283,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", choices=tuple(SETTINGS), default=tuple(SETTINGS))
     parser.add_argument("--formats", nargs="+", choices=(*FORMATS, *MUON), default=FORMATS)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2, 3, 4))
-    parser.add_argument("--steps", type=int, help="instead of the setting's")
+    parser.add_argument("--steps", type=int, help="replaces the setting's number of steps")
     parser.add_argument("--results", type=Path, default=harness.RESULTS / "convergence.jsonl")
     return parser.parse_args()
 

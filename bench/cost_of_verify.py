@@ -176,7 +176,7 @@ def parse() -> argparse.Namespace:
         "--warmup", type=int, default=3, help="step: steps before them (%(default)s)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the order within rounds (%(default)s)"
+        "--seed", type=int, default=0, help="seed of the order within rounds (%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument(

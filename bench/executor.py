@@ -58,7 +58,7 @@ def lock_meter(directory: Path) -> Path | None:
 def run_arm(
     swap: Path, arm: dict[str, Any], seconds: float, preload: Path | None
 ) -> dict[str, Any]:
-    """Run one arm in a process of its own; returns its figures by kind."""
+    """Run one arm in a separate process; returns its figures by kind."""
     script = str(harness.BENCH / "arm_executor.py")
     command = [sys.executable, script, f"--dir={swap}", f"--seconds={seconds}"]
     command += [

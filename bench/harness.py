@@ -131,8 +131,8 @@ def check_directory(directory: Path, needed_bytes: int) -> None:
 def lay_out(file: Path, size: int) -> None:
     """Write ``size`` random bytes (64 MiB that repeat) to ``file`` and to its drive.
 
-    The first pass over a new file allocates its blocks. Swap files are reused, so a measurement
-    must exclude that.
+    The first pass over a new file allocates its blocks. A training reuses its swap files, so a
+    measurement must not include this allocation.
     """
     block = random.Random(0).randbytes(_LAY_OUT_BYTES)
     with file.open("wb") as target:
@@ -209,8 +209,8 @@ def run_command(
 
 
 def kill_group(process: subprocess.Popen[str], timeout_s: float | None = None) -> None:
-    """End whatever of the group that ``process`` leads is still alive, and reap it. Raises
-    TimeoutExpired when it has not ended by then."""
+    """Kill the process group that ``process`` leads, and reap ``process``. Raises TimeoutExpired if
+    it has not ended after ``timeout_s``."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout_s)
@@ -227,9 +227,9 @@ def last_json_line(output: str) -> dict[str, Any]:
 
 
 def steady_s(record: Mapping[str, Any]) -> float:
-    """Return an arm's seconds per step in steady state: without the first measured step, before
-    which no update was pending, so that each step includes its predecessor's update. `s_per_step`
-    includes the last update as well, which overlaps nothing."""
+    """Return an arm's seconds per step in steady state, in which each step includes the update of
+    the step before it. The first measured step is left out, since no update was pending before it.
+    `s_per_step` also includes the last update, which overlaps nothing."""
     return statistics.fmean(record["step_s"][1:])
 
 
@@ -239,7 +239,8 @@ def now() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine, as far as figures need it; nothing names a host."""
+    """Return what figures depend on: CPU, memory, kernel. Results are published, so the host's name
+    is left out."""
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -289,7 +290,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def some_of(choices: Collection[str]) -> Callable[[str], list[str]]:
-    """An argument's type: some of these, with commas between."""
+    """Return the type of an argument that names some of `choices`, separated by commas."""
 
     def parse(text: str) -> list[str]:
         names = text.split(",")

@@ -195,7 +195,7 @@ def parse() -> argparse.Namespace:
     if args.rounds < 1 or min(args.ranks) < 1:
         parser.error("--rounds, --ranks: give at least 1")
     if args.steps < 2:
-        parser.error("--steps: give at least 2; the first is not like the others")
+        parser.error("--steps: give at least 2; the first step follows no update, and is left out")
     if any("=" not in option for option in args.infinity):
         parser.error(
             f"--infinity {' '.join(args.infinity)}: give options as ram=1GiB update=backward"

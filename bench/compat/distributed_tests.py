@@ -60,7 +60,7 @@ def _rank(body: Callable[[], None], log: Path, pipe: multiprocessing.connection.
         end = End("passed")
     except pytest.skip.Exception as skipped:
         end = End("skipped", str(skipped.msg))
-    except BaseException as error:  # noqa: BLE001 - a test may raise anything; it is told whole
+    except BaseException as error:  # noqa: BLE001 - a test may raise anything; it is reported
         lines = (str(error) or "no message").strip().splitlines()
         end = End("failed", f"{type(error).__name__}: {lines[0]}", traceback.format_exc())
     sys.stdout.flush()
@@ -70,9 +70,9 @@ def _rank(body: Callable[[], None], log: Path, pipe: multiprocessing.connection.
 
 
 def run_ranks(bodies: list[Callable[[], None]], scratch: Path, limit_s: float) -> End:
-    """Run each body in a fork of its own. Blocks until all have ended; ends those that go on after
-    another failed, or after limit_s. Returns the end of the first that failed or skipped, if any.
-    """
+    """Run each body in a separate fork. Blocks until all forks have ended. Kills the forks that
+    still run after limit_s, or GRACE_S after another one failed or skipped. Returns the end of the
+    first fork that failed or skipped, or a pass."""
     fork = multiprocessing.get_context("fork")
     waiting: dict[Any, tuple[int, Any]] = {}
     logs = [scratch / f"rank{number}.log" for number in range(len(bodies))]

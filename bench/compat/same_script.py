@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import bench_folder  # noqa: F401 - the scripts below are found by it
+import bench_folder  # noqa: F401 - adds bench/ to sys.path
 import compare_deepspeed
 import deepspeed_json
 import harness
@@ -275,18 +275,24 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dir", type=Path, help="swap directory, on a drive")
-    parser.add_argument("--show", metavar="RUN", help="a run of the results file, by its time")
+    parser.add_argument("--show", metavar="RUN", help="print a recorded run, named by its time")
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES))
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2), help="(1 2)")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--rounds", type=int, default=3, help="alternating (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="alternating rounds (%(default)s)"
+    )
     parser.add_argument(
         "--deepspeed-venv",
         type=Path,
         help="an environment that compare_deepspeed.py made elsewhere",
     )
-    parser.add_argument("--pip-args", default="", help="for pip, to make DeepSpeed's environment")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON lines (%(default)s)")
+    parser.add_argument(
+        "--pip-args", default="", help="more arguments for pip, which installs DeepSpeed"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="JSON lines file (%(default)s)"
+    )
     r1.add_arguments(parser)
     parser.set_defaults(warmup=4, steps=STEPS - 4)
     args = parser.parse_args()
@@ -295,7 +301,7 @@ def parse() -> argparse.Namespace:
     if args.rounds < 1 or min(args.ranks) < 1:
         parser.error("--rounds, --ranks: give at least 1")
     if args.steps < 2:
-        parser.error("--steps: give at least 2; the first is not like the others")
+        parser.error("--steps: give at least 2; the first step follows no update, and is left out")
     return args
 
 
@@ -310,7 +316,8 @@ def recorded(run: str, results: Path) -> list[dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all rounds; their records, each of which is in the results file at once. Blocks."""
+    """Run all rounds, and return their records. Appends each record to the results file as soon as
+    it is measured. Blocks."""
     workload = workload_of("", args)
     room = compare_deepspeed.SWAP_BYTES_PER_PARAM * workload.parameters
     harness.check_directory(args.dir, room + compare_deepspeed.SPARE_BYTES)

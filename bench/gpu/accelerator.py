@@ -130,7 +130,7 @@ def matmul_flops(device: str, *, rounds: int = 10) -> float:
 
 
 class PlainCopies:
-    """Copies between pinned torch tensors and the device, each way on a stream of its own, and
+    """Copies between pinned torch tensors and the device, each way on a separate stream, and
     nothing else.
 
     The bus bandwidth of the simplest program: cudaMemcpyAsync of large pieces, and one wait.

@@ -169,7 +169,7 @@ def main() -> int:
         "--seconds",
         type=float,
         default=120.0,
-        help="after which nothing new is begun (%(default)s)",
+        help="time after which no measurement begins (%(default)s)",
     )
     args = parser.parse_args()
     with accelerator.computing(args.device) as device:

@@ -203,7 +203,7 @@ def place_extension(bundle: Path) -> str:
 
 
 def check() -> dict[str, str]:
-    """Import all of it in a process of its own; returns versions. Raises: Unready."""
+    """Import all packages in a separate process; returns their versions. Raises: Unready."""
     missing = [module for module in GIVEN if not has(module, SITE)]
     if missing:
         raise Unready(

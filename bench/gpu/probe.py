@@ -200,7 +200,7 @@ def pinned_read(device: str, gpu: Gpu) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Pipe:
-    """Copies one way, on a stream of their own."""
+    """Copies in one direction, on a separate stream."""
 
     gpu: Gpu
     stream: ctypes.c_void_p

@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--lines", type=Path, help="file to append a JSON line per test to")
     group.addoption("--suite", default="tests", help="name of the run in those lines")
     group.addoption(
-        "--on", choices=("cpu", "simulated", "cuda"), help="of tests that have a device: which one"
+        "--on", choices=("cpu", "simulated", "cuda"), help="device of the tests that use one"
     )
     group.addoption(
         "--must-fail", action="store_true", help="tests must fail, by wrong numbers; none may pass"

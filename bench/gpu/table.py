@@ -384,7 +384,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, nargs="+", help="files of JSON lines, or folders")
-    parser.add_argument("--out", type=Path, help="folder for what several add up to")
+    parser.add_argument("--out", type=Path, help="folder to which the merged results are written")
     args = parser.parse_args()
     missing = [place for place in args.results if not file_of(place).is_file()]
     if missing:

@@ -423,10 +423,10 @@ def main() -> int:
         "--steps",
         type=int,
         default=3,
-        help="measured ones of a round; the first bears no update (%(default)s)",
+        help="measured steps of a round; the first follows no update (%(default)s)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=480.0, help="in which all must be done (%(default)s)"
+        "--seconds", type=float, default=480.0, help="time limit of the whole command (%(default)s)"
     )
     parser.add_argument("--dir", type=Path, required=True, help="swap directory, on a drive")
     parser.add_argument(

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import bench_path  # noqa: F401 - the scripts below are found by it
+import bench_path  # noqa: F401 - adds bench/ to sys.path
 import harness
 import meter
 import torch

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bench_path  # noqa: F401 - the scripts below are found by it
+import bench_path  # noqa: F401 - adds bench/ to sys.path
 import forecast
 import harness
 import meter

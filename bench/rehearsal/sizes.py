@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import bench_path  # noqa: F401 - the scripts below are found by it
+import bench_path  # noqa: F401 - adds bench/ to sys.path
 import forecast
 import harness
 import meter

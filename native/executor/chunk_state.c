@@ -59,7 +59,7 @@ static void swap(inf_chunk *chunk, uint64_t generation) {
            (size_t)inf_piece_count(chunk) * sizeof *before);
 }
 
-/* The same for the whole record. */
+/* Swaps the two places, and their flags in the record. */
 void inf_chunk_swap_places(inf_chunk_record *chunk, uint64_t generation) {
     swap(&chunk->plan, generation);
     bool updated = chunk->updated;

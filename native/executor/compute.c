@@ -19,7 +19,8 @@ static void bring(const inf_run *run) {
     }
 }
 
-/* Also in a repeated pass, since the first one may have changed them. */
+/* Writes zeros to sections that are all-zero. Runs again in a repeated pass, since the first pass
+ * may have changed them. */
 static void fill_zeros(const inf_run *run) {
     for (int32_t s = 0; s < run->chunk->plan.section_count; s++) {
         if (run->zeros >> s & 1u)

@@ -162,7 +162,7 @@ static void run_with_slot(struct inf_executor *ex, inf_run *run) {
     }
 }
 
-/* Its pass has succeeded, and its targets have their data. */
+/* After the pass and the copies to its targets have succeeded: goes on to the write, if any. */
 static void run_settle(struct inf_executor *ex, inf_run *run) {
     inf_run_filled(ex, run);
     if (run->slot.range_count[INF_OP_WRITE] == 0) {
@@ -263,7 +263,7 @@ static bool may_read_again(const struct inf_executor *ex, const inf_run *run) {
            ex->drives[run->chunk->plan.drive].dead == 0;
 }
 
-/* Its last block has completed. */
+/* After the last block of a read or a write has completed. */
 static void run_moved(struct inf_executor *ex, inf_run *run) {
     bool reading = run->state == INF_READING;
     assert(run->blocks_in_flight == 0 && (reading || run->state == INF_WRITING));
@@ -347,7 +347,7 @@ static void run_computed(struct inf_executor *ex, inf_run *run) {
     run_finish(ex, run);
 }
 
-/* Its copy to or from the device has ended. A COPY has no chunk: neither FIFO nor slot. */
+/* After a copy to or from the device has ended. A COPY has no chunk: neither FIFO nor slot. */
 static void run_copied(struct inf_executor *ex, inf_run *run) {
     if (run->job.kind == INF_JOB_COPY) {
         run_leave(ex, run);

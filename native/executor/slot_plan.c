@@ -4,11 +4,12 @@
 
 static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
 
-/* Sections that the job has in its slot, unless they are resident. */
+/* Sections that the job uses, in its slot or resident. */
 uint32_t inf_run_used(const inf_run *run) {
     uint32_t all = inf_sections_all(&run->chunk->plan);
     if (run->job.kind == INF_JOB_UPDATE) return all & ~inf_job_leaves(&run->job);
-    return (run->job.mask & all) | inf_run_written(run); /* none of a REWRITE */
+    /* A REWRITE uses none: the slot of the failed write has its data. */
+    return (run->job.mask & all) | inf_run_written(run);
 }
 
 uint32_t inf_run_written(const inf_run *run) {
@@ -16,10 +17,11 @@ uint32_t inf_run_written(const inf_run *run) {
     uint32_t states = all & ~inf_grad_mask(&run->chunk->plan);
     if (run->job.kind == INF_JOB_UPDATE) return states & ~inf_job_leaves(&run->job);
     if (run->job.kind != INF_JOB_STORE) return 0;
-    return (run->job.mask & all) | (run->moves ? states : 0); /* a new version is whole */
+    return (run->job.mask & all) | (run->moves ? states : 0); /* a new version has all */
 }
 
-/* Zeros that an UPDATE leaves out are zeros in the new version, too. */
+/* For a new version: has the UPDATE also read and write sections that it would leave out, except
+ * all-zero ones, which remain all-zero in the new version. */
 void inf_run_make_whole(inf_run *run) {
     const uint32_t zeros = (uint32_t)run->chunk->plan.zeros << INF_LEAVES_SHIFT;
     if (inf_job_leaves(&run->job) == 0) return;
@@ -87,15 +89,16 @@ void inf_slot_plan_reads(inf_slot *slot, const inf_chunk *chunk, uint32_t reads)
     }
 }
 
-/* Sections of a failed write, which are in memory, are not read. */
+/* Without the sections of a failed write: they are still in that write's slot. */
 void inf_run_plan_slot(inf_run *run) {
     inf_slot_plan(&run->slot, &run->chunk->plan,
                   inf_run_used(run) & ~run->chunk->failed_write_mask, run->reads,
                   inf_run_written(run), run->moves);
 }
 
-/* Address of a section in the pass; of a resident one in a new version, after `bring` has copied
- * it. */
+/* Address at which the pass finds a section: in the run's slot, in the slot of a failed write, or
+ * resident. For a new version of a resident section it is the memory to which `bring` (compute.c)
+ * has copied the live version. */
 uint8_t *inf_section_address(const inf_run *run, int32_t section) {
     const inf_slot *failed_write = &run->chunk->failed_write;
     const inf_chunk *chunk = &run->chunk->plan;

@@ -10,15 +10,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#pragma GCC visibility push(default) /* aio/_slab.py looks some of them up by name */
+#pragma GCC visibility push(default) /* exported: aio/_slab.py finds functions by name */
 #include "memory.cdef.h"
 #pragma GCC visibility pop
 
 #define INF_CPU_MAX 1024
 
 /* Call inf_cpus_enter before creating threads, and inf_cpus_leave after: new threads inherit the
- * caller's CPUs, which in between are those of `cpus` (INF_CPU_MAX bits) that the caller already
- * had. Both return 0 or a negative errno. inf_cpus_enter stores the old CPUs in *before. */
+ * caller's CPUs. inf_cpus_enter stores the caller's CPUs in *before, and restricts the caller to
+ * the ones that are also in `cpus` (a bitmap of INF_CPU_MAX bits); inf_cpus_leave restores *before.
+ * Both return 0 or a negative errno. */
 int32_t inf_cpus_enter(const uint64_t *cpus, cpu_set_t *before);
 int32_t inf_cpus_leave(const cpu_set_t *before);
 

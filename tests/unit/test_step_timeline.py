@@ -1,4 +1,4 @@
-"""The timeline of one step: lanes, rows, and how many bars a large model has."""
+"""Tests of a step's timeline: its lanes, the rows of a lane, and the limit on bars."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_work_on_a_unit_is_a_bar_in_the_lane_of_its_purpose() -> None:
         "activations": [("chunk 9", 0.07, 0.071)],
     }
     assert found.lanes["gather"][0].size_bytes == 12
-    # In the model's order, which is that of colours.
+    # Names are in the model's order: a unit's colour is its place in the model.
     assert found.names[:2] == ("b", "a")
 
 
@@ -114,7 +114,7 @@ def test_a_step_of_any_size_has_few_bars_and_loses_no_time_and_no_byte(seed: int
 
 
 def test_ten_times_the_units_take_ten_times_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work is counted as bars that are examined, in all passes that reduce their number."""
+    """Counts the bars that are examined, in all passes that merge bars."""
     from infinity._src.base import step_timeline
 
     counts = []

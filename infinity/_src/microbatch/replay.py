@@ -1,12 +1,12 @@
 """Replay of a forward for one slice: the model's code runs again, but calls of modules and of the
 loss compute nothing; they return recorded results of the forward of the whole batch.
 
-    Record     outputs of the modules inside, and losses of the slices
+    Record     outputs of modules that contain sliced modules, and losses of the slices
     Replay     one slice: the slice's part of each `PerSlice`, and the slice's losses
     Unneeded   all other tensors: every result that is computed from one is an Unneeded, too
 
-So a result that depends on values of the slice alone is that of a micro-batch, and a result that
-depends on anything else is recognized by its type.
+So a result that depends only on values of the slice equals the result of a micro-batch, and a
+result that depends on anything else is an Unneeded.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ UNNEEDED = Unneeded()
 class Record:
     """Outputs and losses of a forward of the whole batch.
 
-    outputs: of modules with sliced modules inside, call by call. losses: for each call of the
-    model's loss the losses of the slices, or placeholders if the loss was of the whole batch.
+    outputs: for each module that contains sliced modules, its outputs in the order of its calls.
+    losses: for each call of the model's loss, the losses of the slices; placeholders if the loss
+    was computed for the whole batch.
     """
 
     outputs: dict[nn.Module, list[Any]] = dataclasses.field(default_factory=dict)

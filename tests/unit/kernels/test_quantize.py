@@ -19,7 +19,7 @@ from infinity._src.kernels.rounding import random_bits, rounding_key
 from tests import oracle
 from tests.marks import mostly_slow
 
-# overflow to infinity is meant; the interpreter is numpy
+# Some inputs overflow on purpose, and numpy, with which Triton's interpreter computes, warns.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 quick = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -49,7 +49,7 @@ def values_of_many_kinds(draw: Any, *, finite: bool = False) -> torch.Tensor:
         )
     values = values.to(draw(st.sampled_from(DTYPES)))
     if finite:
-        values = torch.nan_to_num(values)  # fp16 is easily exceeded
+        values = torch.nan_to_num(values)  # many values are too large for fp16
     if values.dim() == 2:
         layout = draw(st.sampled_from(["rows", "columns", "every other", "slice"]))
         if layout == "columns":
@@ -162,8 +162,8 @@ def test_the_values_of_a_round_trip_are_quantized_as_they_are(data: st.DataObjec
 
 
 def test_every_scale_comes_back_with_the_largest_code() -> None:
-    """All 128 mantissas of a bf16 scale, and what lies between them: the largest magnitude has the
-    largest code."""
+    """The largest magnitude of a group gets the largest code, for each of the 128 mantissas of a
+    bf16 scale and for magnitudes between them."""
     largest = torch.linspace(1, 2, 4096, dtype=torch.float64).float()
     for bits in (8, 4):
         values = torch.zeros(4096, 64)
@@ -199,7 +199,8 @@ def test_random_rounding_keeps_the_mean(symmetric: bool) -> None:
         ]
     ).mean(0)
     step = step_of(quantize(values, bits=4, group_numel=64, symmetric=symmetric, key=0))
-    # The standard deviation of one draw is half a step at most; five of the mean's.
+    # One draw has a standard deviation of at most half a step. The mean of the draws may be off by
+    # five of its standard deviations.
     assert bool(((mean - values).abs() < 5 * 0.5 * step / math.sqrt(len(keys))).all())
 
 
