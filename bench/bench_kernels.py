@@ -182,7 +182,7 @@ def measure_checksums(size_bytes: int, *, rounds: int, repeats: int) -> list[dic
 def measure(
     names: list[str], threads: list[int], numel: int, *, rounds: int, smoke: bool
 ) -> dict[str, Any]:
-    """Everything, as one record."""
+    """Run all measurements. Returns one record."""
     checksums = measure_checksums(1 << 15, rounds=rounds, repeats=1 if smoke else 500)
     if not smoke:
         checksums += measure_checksums(1 << 28, rounds=3, repeats=1)

@@ -126,7 +126,7 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def measure(numel: int, rounds: int, repeats: int) -> dict[str, Any]:
-    """Everything, as one record."""
+    """Run all measurements. Returns one record."""
     torch.set_num_threads(1)
     found = cases(numel)
     addends = torch.zeros(max(numel, 1 << 16))

@@ -202,7 +202,7 @@ def run_arm(
 
 
 def told(record: dict[str, Any]) -> str:
-    """A record in a line."""
+    """Return a record's main figures as one line."""
     if "step_s" in record:
         time_s = f"{harness.steady_s(record):.2f} s/step"
     else:
@@ -268,7 +268,7 @@ def counted(mine: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def traffic_of(moved: dict[str, Any]) -> Traffic:
-    """Traffic as a record has it."""
+    """Return the traffic that a record has."""
     names = ("states", "grads", "activations", "beside_states")
     return Traffic(moved["params_read"], *(Moved(**moved[name]) for name in names))
 
@@ -368,7 +368,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--show",
         metavar="RUN",
-        help="measure nothing; show a run that is in the results file, by its time",
+        help="measure nothing; print a recorded run, named by its time",
     )
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (%(default)s)")
     parser.add_argument(
@@ -395,7 +395,7 @@ def parse() -> argparse.Namespace:
     if args.rounds < 1:
         parser.error("--rounds: give at least 1")
     if args.steps < 2:
-        parser.error("--steps: give at least 2; the first is not like the others")
+        parser.error("--steps: give at least 2; the first step follows no update, and is left out")
     for arm in args.arms:
         try:
             parse_arm(arm)

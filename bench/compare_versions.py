@@ -78,7 +78,7 @@ def run_unit_time(tree: Path, limit_s: float) -> dict[str, Any]:
 
 
 def alternate(rounds: int, what: str) -> Iterator[tuple[str, float]]:
-    """Yield "old" and "new" in turn with the load; the one that goes first alternates, too."""
+    """Yield each side ("old", "new") with the machine's load. Rounds alternate which goes first."""
     for number in range(rounds):
         for side in ("old", "new") if number % 2 == 0 else ("new", "old"):
             load = os.getloadavg()[0]
@@ -161,7 +161,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--dir", type=Path, required=True, help="swap directory")
     parser.add_argument(
-        "--old", type=Path, required=True, help="the other tree, its extension built"
+        "--old", type=Path, required=True, help="the other tree, with its extension built"
     )
     parser.add_argument("--rounds", type=int, default=6, help="alternating pairs (%(default)s)")
     parser.add_argument(
@@ -170,7 +170,9 @@ def parse() -> argparse.Namespace:
         choices=(*CONFIGURATIONS, UNIT_TIME, SET_UP),
         default=(*CONFIGURATIONS, UNIT_TIME, SET_UP),
     )
-    parser.add_argument("--limit-s", type=float, default=900.0, help="for one arm (%(default)s)")
+    parser.add_argument(
+        "--limit-s", type=float, default=900.0, help="time limit of an arm (%(default)s)"
+    )
     parser.add_argument(
         "--results",
         type=Path,

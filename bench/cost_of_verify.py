@@ -173,7 +173,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12, help="step: layers (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="step: measured steps (%(default)s)")
     parser.add_argument(
-        "--warmup", type=int, default=3, help="step: steps before them (%(default)s)"
+        "--warmup", type=int, default=3, help="step: warm-up steps (%(default)s)"
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the order within rounds (%(default)s)"
@@ -216,7 +216,7 @@ def main() -> int:
         whole[part] = summarise(records, args.modes)
         if part == "step" and len({json.dumps(record["losses"]) for record in records}) != 1:
             raise harness.BenchError(
-                "the losses differ between settings of verify: that must never be"
+                "the losses differ between settings of verify, which is a bug: please report it"
             )
         if not args.json:
             show(part, whole[part], args.modes, titles[part])

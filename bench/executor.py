@@ -44,7 +44,7 @@ def lock_meter(directory: Path) -> Path | None:
     """Compile the meter of the mutex. None where there is no C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        harness.note("no C compiler: nothing is known of the mutex")
+        harness.note("no C compiler: the mutex is not metered")
         return None
     library = directory / "lock_meter.so"
     source = harness.BENCH / "lock_meter.c"
@@ -73,7 +73,7 @@ def run_arm(
 
 
 def arms(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield what to measure."""
+    """Yield the arms to measure."""
     chunks = 8 if args.smoke else CHUNKS_PER_DRIVE
     for kernels in args.kernels:
         for drives in args.drives:
@@ -170,10 +170,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--drives", type=harness.counts, default=[1, 4, 8], help="(1,4,8)")
     parser.add_argument("--blocks", default="256KiB,1MiB,4MiB", help="(%(default)s)")
     parser.add_argument("--kernels", type=harness.some_of(KERNELS), default=[*KERNELS])
-    parser.add_argument("--batch", type=int, default=1, help="requests that end together")
+    parser.add_argument(
+        "--batch", type=int, default=1, help="requests that a null drive completes together"
+    )
     parser.add_argument("--workers", type=int, help="(as the engine on this machine)")
     parser.add_argument("--seconds", type=float, default=1.0, help="per kind (%(default)s)")
-    parser.add_argument("--real", action="store_true", help="the drive under --dir as well")
+    parser.add_argument("--real", action="store_true", help="also measure the drive of --dir")
     parser.add_argument("--smoke", action="store_true", help="tiny: only shows that it runs")
     parser.add_argument("--results", type=Path, default=harness.RESULTS / "executor.jsonl")
     args = parser.parse_args()

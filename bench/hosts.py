@@ -499,10 +499,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="only say whether two nodes can be made here (exit status)",
+        help="only check whether two nodes can be made here (exit status)",
     )
     parser.add_argument(
-        "--rate", default=RATE, help="of the link, each way, as tc writes it (%(default)s)"
+        "--rate", default=RATE, help="rate of the link, each way, as tc writes it (%(default)s)"
     )
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (%(default)s)")
@@ -514,7 +514,7 @@ def parse() -> argparse.Namespace:
             help="(%(default)s)",
         )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    parser.add_argument("--results", type=Path, help="JSON lines file to append to; none without")
+    parser.add_argument("--results", type=Path, help="JSON lines file to append to (none)")
     parser.add_argument(
         "--run",
         nargs=argparse.REMAINDER,

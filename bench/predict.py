@@ -221,23 +221,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dir", type=Path, help="a directory on the drive")
+    parser.add_argument("--dir", type=Path, help="a directory on the drive to measure")
     parser.add_argument(
         "--show",
         metavar="RUN",
-        help="measure nothing; show a run that is in the results file, by its time",
+        help="measure nothing; print a recorded run, named by its time",
     )
     parser.add_argument(
         "--published",
         action="store_true",
-        help="measure nothing; hold the plan's terms against published results of other engines",
+        help="measure nothing; compare the plan's terms with published results of other engines",
     )
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
     parser.add_argument(
         "--only", help="these configurations, separated by commas: " + "; ".join(CONFIGS)
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the order within a round (%(default)s)"
+        "--seed", type=int, default=0, help="seed of the order within rounds (%(default)s)"
     )
     parser.add_argument("--results", type=Path, default=harness.RESULTS / "predict.jsonl")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
@@ -253,7 +253,7 @@ def main() -> int:
     if args.dir is None:
         raise ValueError("--dir: give a directory on the drive")
     if args.steps < 2:
-        raise ValueError(f"--steps {args.steps}: give at least 2; the first is not like the others")
+        raise ValueError(f"--steps {args.steps}: give at least 2; the first step is left out")
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: give at least 1")
     names = (

@@ -182,7 +182,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--pip-args", default="", help="more arguments for pip when DeepSpeed's environment is made"
     )
-    parser.add_argument("--limit-s", type=float, default=3600.0, help="for one arm (%(default)s)")
+    parser.add_argument(
+        "--limit-s", type=float, default=3600.0, help="time limit of an arm (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument(
         "--results",

@@ -168,7 +168,7 @@ static bool may_begin(const struct inf_executor *ex, const inf_pool *pool, int32
 static void begin(struct inf_executor *ex, inf_prefetch *prefetch) {
     inf_run *run = &prefetch->run;
     const inf_chunk *plan = &prefetch->record.plan;
-    prefetch->record.plan = prefetch->chunk->plan; /* its place may have changed */
+    prefetch->record.plan = prefetch->chunk->plan; /* the chunk may have moved */
     run->slot.drive = plan->drive;
     inf_slot_plan(&run->slot, plan, prefetch->used, prefetch->have, 0, false);
     bool taken = inf_slot_take(ex, &run->slot);
