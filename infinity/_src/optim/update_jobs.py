@@ -134,7 +134,10 @@ def jobs_of_unit(
         jobs.append(job)
         segs.append(seg)
         seg_count += len(seg)
-    stacked = np.stack(hypers) if hypers else np.zeros(0, HYPER)
+    # np.stack compares the fields of each record in Python.
+    stacked = np.zeros(len(hypers), HYPER)
+    for row, hyper in enumerate(hypers):
+        stacked[row] = hyper
     # Only Muon leaves sections out; the usual step spends no time on it.
     if (stacked["algorithm"] >= Algorithm.MUON_MOMENTUM).any():
         for job, flat in zip(jobs, unit.flats, strict=True):
