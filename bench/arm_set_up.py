@@ -58,9 +58,13 @@ def offload(args: argparse.Namespace, workload: r1.Workload) -> Callable[[], obj
     """Build the model of the case. Returns the call that offloads it."""
     policy = inf.Policy(params="nvme", optim="nvme", nvme=args.dir, ram="min")
     model = r1.build_on_meta(workload)
-    if args.case != "module":
+    if args.case in ("cached", "dropped"):
         return lambda: inf.offload(model, policy, load=args.file)
     values = {name: value.clone() for name, value in load_file(args.file).items()}
+    if args.case == "mapping":
+        return lambda: inf.offload(model, policy, load=values)
+    if args.case == "function":
+        return lambda: inf.offload(model, policy, load=lambda name, out: out.copy_(values[name]))
     model.load_state_dict(values, assign=True)
     return lambda: inf.offload(model, policy)
 
@@ -116,9 +120,10 @@ def main() -> int:
     )
     parser.add_argument(
         "--case",
-        choices=("cached", "dropped", "module"),
+        choices=("cached", "dropped", "module", "mapping", "function"),
         default="cached",
-        help="where the values are: a file in the page cache or only on the drive, or RAM",
+        help="where the values are: a file in the page cache or only on the drive, or RAM; there a "
+        "module has them, a mapping, or a function that fills tensors",
     )
     r1.add_arguments(parser)
     args = parser.parse_args()

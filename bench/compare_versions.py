@@ -38,7 +38,13 @@ CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
 """By name: ranks, and options of arm_infinity.py."""
 UNIT_TIME = "Python per unit"
 SET_UP = "set-up"
-CASES = {"cached": "page cache", "dropped": "drive", "module": "module in RAM"}
+CASES = {
+    "cached": "page cache",
+    "dropped": "drive",
+    "module": "module in RAM",
+    "mapping": "mapping in RAM",
+    "function": "function",
+}
 """Places of the values at set-up."""
 
 

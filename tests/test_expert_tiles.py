@@ -32,7 +32,7 @@ from infinity._src.memory.device_capacity import Passes
 from infinity._src.params import deferred_init
 from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import build, check_gatherable, find_units
-from infinity._src.params.materialize import fill_flats, open_source
+from infinity._src.params.materialize import FlatValues, open_source
 from infinity._src.params.unit import Unit
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError
@@ -455,11 +455,10 @@ def test_whole_stacks_are_in_the_memory_of_a_fill_until_their_last_tile() -> Non
         assert source.converting_bytes == stacks
         held: list[int] = []
 
-        def store(*_: object, held: list[int] = held, source: Any = source) -> None:
-            held.append(sum(whole.nbytes for whole in source._wholes.values()))
-
         for unit in build(find_units(net, unit_bytes_max=1 << 29), torch.device("cpu"), 1):
-            fill_flats(unit.flats, source, store)
+            for flat in unit.flats:
+                FlatValues(flat, source).fill(0, torch.empty(flat.layout.numel, dtype=flat.dtype))
+                held.append(sum(whole.nbytes for whole in source._wholes.values()))
         assert max(held) == stacks
         assert not source._wholes
     # Tensors of a dict are there already.

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import signal
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from infinity._src.checkpoint.durable.initialization_journal import (
     InitializationJournal,
     InitializedFlat,
 )
-from infinity._src.engine import build
 from infinity._src.engine.handle import offload
-from infinity._src.params import chunk_pipeline, materialize, piece_writer
+from infinity._src.memory import host_overhead
+from infinity._src.params import piece_writer
+from infinity._src.params.materialize import FlatValues
 from infinity.aio import Fault, Priority, Seam
 from infinity.errors import AioError, SwapFullError
 from tests.crashes import Net, digest, step
@@ -222,29 +224,74 @@ def test_a_write_that_fails_in_the_fill_names_the_unit_and_the_model_is_as_it_wa
 # -- values in pieces ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["module", "files"])
-def test_values_of_any_part_pass_through_a_few_buffers(
+class Stored:
+    """A source that gives whole tensors, each in the memory of the one before."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self._values = values
+        self._memory = torch.empty(max(value.numel() for value in values.values()))
+
+    def names(self) -> Iterable[str]:
+        return self._values
+
+    def shape(self, name: str) -> Sequence[int]:
+        return self._values[name].shape
+
+    def read(self, name: str) -> torch.Tensor:
+        value = self._values[name]
+        return self._memory[: value.numel()].view(value.shape).copy_(value)
+
+
+def door(kind: str, place: Path, values: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The argument of `offload` that gives these values."""
+    if kind == "files":
+        save_file(values, place / "a.safetensors")
+    return {
+        "module": {},
+        "strided": {},
+        "files": {"load": place / "a.safetensors"},
+        "mapping": {"load": values},
+        "source": {"load": Stored(values)},
+        "callable": {"load": lambda name, out: out.copy_(values[name])},
+        "init": {"init": linears},
+    }[kind]
+
+
+def linears() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(1000, 1100, dtype=torch.bfloat16) for _ in range(2))
+        return torch.nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    "kind", ["module", "strided", "files", "mapping", "source", "callable", "init"]
+)
+@pytest.mark.filterwarnings("ignore:.*dimensions are in another order")
+def test_values_of_any_source_pass_through_a_few_buffers(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model: Any = torch.nn.Sequential(*(torch.nn.Linear(1000, 1100) for _ in range(2))).bfloat16()
-    values = {name: value.clone() for name, value in model.state_dict().items()}
-    load = None
-    if kind == "files":
-        load = tmp_path / "a.safetensors"
-        save_file({name: value.float() for name, value in values.items()}, load)
+    model = linears()
+    values = {name: value.float() for name, value in model.state_dict().items()}
+    if kind == "strided":
+        for layer in model:
+            layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
+    elif kind != "module":
         model = model.to("meta")
     used: list[int] = []
+    fill = FlatValues.fill
 
-    def watched(flat: Any, source: Any, rank: int, start: int, out: torch.Tensor) -> None:
+    def watched(self: FlatValues, start: int, out: torch.Tensor) -> None:
         used.append(out.data_ptr())
         out.view(torch.int16).fill_(1)  # of an earlier piece
-        materialize.fill_piece(flat, source, rank, start, out)
+        fill(self, start, out)
 
-    monkeypatch.setattr(build, "fill_piece", watched)
+    monkeypatch.setattr(FlatValues, "fill", watched)
     monkeypatch.setattr(piece_writer, "PIECE_BYTES", 1)  # so that a piece is a chunk
-    offload(model, inf.Policy(params="cpu", optim="cpu", ram="200MB", units=["Linear"]), load=load)
+    policy = inf.Policy(params="cpu", optim="cpu", ram="200MB", units=["Linear"])
+    offload(model, policy, **door(kind, tmp_path, values))
     assert len(used) == 6
-    assert len(set(used)) <= chunk_pipeline.BUFFERS
+    assert len(set(used)) <= host_overhead.PIECES
     assert_filled(model, values)
     # Padding between parameters is zero.
     handle = inf.handle(model)
@@ -256,17 +303,6 @@ def test_values_of_any_part_pass_through_a_few_buffers(
     for param in flat.params:
         whole[param.offset : param.offset + param.numel] = 0
     assert not whole.any()
-    close(model)
-
-
-def test_strided_values_are_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = torch.nn.Linear(64, 128, bias=False)
-    model.weight = torch.nn.Parameter(torch.randn(64, 128).t())
-    expected = model.weight.detach().clone()
-    monkeypatch.delattr(build, "fill_piece")
-    with pytest.warns(UserWarning, match="dimensions are in another order"):
-        offload(model, inf.Policy(params="cpu", optim="cpu", ram="200MB"))
-    assert torch.equal(model.state_dict()["weight"], expected)
     close(model)
 
 

@@ -291,9 +291,6 @@ class _Unread(FileTensors):
     def read(self, name: str) -> torch.Tensor:
         return torch.zeros((), dtype=self.dtype(name)).expand(self.shape(name))
 
-    def as_stored(self, name: str) -> bool:  # noqa: ARG002
-        return True
-
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:  # noqa: ARG002
         out.zero_()
 

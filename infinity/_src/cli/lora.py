@@ -87,6 +87,8 @@ class AdaptedTensors(FileTensors):
             for name in self._shapes
             if (found := name.removeprefix(_BASE).replace(".base_layer", "")) in known
         }
+        # The adapter that was read last, for its further parts.
+        self._drawn: tuple[str, torch.Tensor] | None = None
         wrong = [n for n in self._shapes if n not in self._plain and not _ADAPTER.search(n)]
         assert not wrong, wrong
 
@@ -115,14 +117,13 @@ class AdaptedTensors(FileTensors):
     def read(self, name: str) -> torch.Tensor:
         return self._base.read(self._of(name)) if self._is_base(name) else self._initial(name)
 
-    def as_stored(self, name: str) -> bool:
-        return self._is_base(name) and self._base.as_stored(self._of(name))
-
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         if self._is_base(name):
             self._base.read_into(self._of(name), start, out)
         else:
-            out.copy_(self._initial(name).flatten()[start : start + out.numel()])
+            if self._drawn is None or self._drawn[0] != name:
+                self._drawn = name, self._initial(name).flatten()
+            out.copy_(self._drawn[1][start : start + out.numel()])
 
     def origin(self, name: str) -> str:
         return self._base.origin(self._of(name)) if self._is_base(name) else ""

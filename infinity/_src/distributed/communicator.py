@@ -511,18 +511,19 @@ def digest(values: Tensor) -> int:
     Ranks compare digests of values before they assign them. Each rank stores only its part of the
     values, so different values would silently combine to a mixture.
     """
-    return (
-        xxhash.xxh3_64_intdigest(
-            values.detach().to("cpu").contiguous().reshape(-1).view(uint8).numpy().data
-        )
-        # Shifted by one, so that it fits the int64 in which ranks compare it.
-        >> 1
+    return number_of(
+        xxhash.xxh3_64(values.detach().to("cpu").contiguous().reshape(-1).view(uint8).numpy().data)
     )
 
 
 def digest_of_text(text: str) -> int:
     """Return a digest of a text, below 2^63."""
-    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
+    return number_of(xxhash.xxh3_64(text.encode()))
+
+
+def number_of(found: xxhash.xxh3_64) -> int:
+    """Return a hash as the int64 in which ranks compare it, below 2^63."""
+    return found.intdigest() >> 1
 
 
 def fingerprinted(what: str, number: int) -> str:

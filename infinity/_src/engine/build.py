@@ -75,13 +75,11 @@ from infinity._src.params.aliases import find_aliases
 from infinity._src.params.buffers import GradBuffers
 from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
 from infinity._src.params.materialize import (
+    FlatValues,
     ModuleBuffers,
     NamedTensors,
     OpenSource,
     Source,
-    fill_flats,
-    fill_piece,
-    fill_shards,
     open_source,
     place_of,
 )
@@ -416,7 +414,8 @@ def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[
     policy = split.policy
     layouts = [flat.layout for flat in split.flats]
     chunks = sum(len(layout.chunks) for layout in layouts)
-    sizes = [(each.size_bytes, each.shard_bytes) for each in layouts]
+    synced = split.ranks.syncs_states and not in_parts
+    scatters = synced and split.comm.rank == 0
     held = host_overhead.held_bytes(chunks, len(split.units), policy.generations)
     passing = host_overhead.passing_bytes(
         chunks,
@@ -424,7 +423,9 @@ def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[
         durable=bool(policy.durable),
         drives=len(policy.directories),
         fill=host_overhead.fill_bytes(
-            sizes, in_parts=in_parts, converting=source.converting_bytes
+            max((each.shard_bytes for each in layouts), default=0),
+            scattered=scatters * max((each.size_bytes for each in layouts), default=0),
+            converting=source.converting_bytes,
         ),
     )
     return held + passing["fill"], held + passing["step"]
@@ -484,24 +485,15 @@ def initialize_tiers(
     """
     # Ranks that read the same files have the same values.
     synced = split.ranks.syncs_states and not in_parts
-    sizes = [(flat.layout.size_bytes, flat.layout.shard_bytes) for flat in split.flats]
-    pieces = PieceWriter(
-        tiers.store, split.flats, host_overhead.fill_bytes(sizes, in_parts=in_parts)
-    )
     way = _way(in_parts=in_parts, synced=synced)
-    writer = _InitialWriter(split, tiers, heap, source, pieces, way=way)
+    writer = _InitialWriter(split, tiers, heap, source, way=way)
     with contextlib.closing(writer):
         for unit in split.units:
             flats = [flat for flat in unit.flats if not writer.is_written(flat)]
             if synced:
-                _write_from_rank_0(split, unit, flats, source, writer)
+                _write_from_rank_0(split, unit, flats, writer)
             for flat in () if synced else flats:
-                if writer.store_in_pieces(flat, source):
-                    continue
-                if in_parts:
-                    fill_shards([flat], source, split.comm.rank, writer.store_shard)
-                else:
-                    fill_flats([flat], source, writer.store)
+                writer.store(flat)
             # An initialization takes long: when one rank has failed, the others stop here.
             split.resources.check_peers()
         writer.end()
@@ -527,23 +519,20 @@ def _way(*, in_parts: bool, synced: bool) -> str:
 
 
 def _write_from_rank_0(
-    split: Split, unit: Unit, lacking: Sequence[Flat], source: OpenSource, writer: _InitialWriter
+    split: Split, unit: Unit, lacking: Sequence[Flat], writer: _InitialWriter
 ) -> None:
     """Write the missing flats of a unit with values that rank 0 reads. Blocks; collective."""
     # Another rank may have initialized other flats before an interruption.
     wanted = split.comm.all_reduce_any([flat in lacking for flat in unit.flats])
-    flats = [flat for flat, is_wanted in zip(unit.flats, wanted, strict=True) if is_wanted]
-    if split.comm.rank == 0:
-        fill_flats(flats, source, writer.scatter)
-        return
-    for flat in flats:
-        writer.scatter(flat, None)
+    for flat, is_wanted in zip(unit.flats, wanted, strict=True):
+        if is_wanted:
+            writer.scatter(flat)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Write:
     """A flat whose writes are in flight. values: a tensor that they read; None: they read buffers
-    of pieces."""
+    of pieces. digest: of the whole flat's values, if ranks compare them."""
 
     flat: Flat
     digest: int
@@ -561,15 +550,14 @@ class _InitialWriter:
         tiers: Tiers,
         heap: Heap,
         source: OpenSource,
-        pieces: PieceWriter,
         *,
         way: str,
     ) -> None:
-        self._split, self._tiers, self._heap, self._pieces = split, tiers, heap, pieces
+        self._split, self._tiers, self._heap, self._source = split, tiers, heap, source
+        self._pieces = PieceWriter(tiers.store, split.flats)
         storage = tiers.storage
-        self._compares = way == "parameters"
-        # A digest, which several ranks compare, is of whole flats.
-        self._in_pieces = way == "parts" or split.comm.world == 1
+        # Digests are of whole flats, so each rank fills the other ranks' shards, too.
+        self._compares = way == "parameters" and split.comm.world > 1
         # The files of a durable run outlive the process, so its initialization may be resumed.
         self._run = None
         if storage.run is not None:
@@ -595,60 +583,53 @@ class _InitialWriter:
         self._line.advance(flat.layout.shard_bytes)
         return True
 
-    def store(self, flat: Flat, values: torch.Tensor) -> None:
-        """Start writing this rank's shard of a whole flat [layout.numel]. Blocks until the flat
-        before is written. Raises: AioError."""
-        digest = self._split.ranks.note(flat, values)
-        start = self._split.comm.rank * flat.layout.shard_numel
-        shard = values[start : start + flat.layout.shard_numel]
-        # Before the copy: the previous flat's values would be a third tensor in memory.
-        self._settle()
-        if shard.numel() < values.numel():
-            # A copy, so that the whole flat can be freed before the shard is written.
-            shard = shard.clone()
-        self.store_shard(flat, shard, digest)
-
-    def scatter(self, flat: Flat, values: torch.Tensor | None) -> None:
-        """Start writing this rank's shard of a flat. values: [layout.numel] on rank 0, None on
-        other ranks. Blocks until the flat before is written. Collective. Raises: AioError,
-        PeerFailed."""
-        # If rank 0 has failed to read the flat, it does not scatter.
-        self._split.resources.check_peers()
-        self.store_shard(flat, self._split.ranks.scatter(flat, values))
-
-    def store_shard(self, flat: Flat, shard: torch.Tensor, digest: int = 0) -> None:
-        """Start writing this rank's shard of a flat [layout.shard_numel]. Blocks until the flat
-        before is written. Raises: AioError."""
-        self._settle()
-        ticket = self._tiers.store.store(flat, 0, shard.data_ptr())
-        self._under_way.append(_Write(flat, digest, shard, [ticket]))
-        self._line.advance(shard.nbytes)
-
-    def store_in_pieces(self, flat: Flat, source: OpenSource) -> bool:
+    def store(self, flat: Flat) -> None:
         """Read this rank's shard of a flat and start writing it, piece by piece. Blocks until it is
-        read. Returns False, and does nothing, where the values come as a whole. Raises: AioError.
-        """
-        if not (self._in_pieces and source.in_pieces(flat)):
-            # Memory has room for whole flats or for pieces.
-            self._pieces.close()
-            return False
-        if any(write.values is not None for write in self._under_way):
-            self._settle()
+        read. Raises: AioError; errors of the source."""
         # A journal lists only settled flats.
         self._settle(FLATS_UNDER_WAY if self._run is None else 1)
+        size, rank = flat.layout.shard_numel, self._split.comm.rank
+        shards = range(self._split.comm.world) if self._compares else (rank,)
+        digests: list[xxhash.xxh3_64] | None = [] if self._compares else None
+        values = FlatValues(
+            flat, self._source, shards[0] * size, (shards[-1] + 1) * size, digests=digests
+        )
         write = _Write(flat, 0, None, [])
-        fill = functools.partial(fill_piece, flat, source, self._split.comm.rank)
         try:
-            self._pieces.write(flat, fill, write.tickets)
+            for index, shard in enumerate(shards):
+                tickets = write.tickets if shard == rank else None
+                self._pieces.pass_through(flat, values.fill, index * size, tickets)
         except AioError:
             # An error of a write names its unit; one of the source stays as it is.
             self._settle()
             self._await(write)
             raise
+        # Whole weights of a source have many sizes, and fragment the heap.
+        self._heap.freed()
+        if digests is not None:
+            write.digest = self._split.ranks.note(flat, digests)
         # Now, not before: an interrupted flat is not written.
         self._under_way.append(write)
         self._line.advance(flat.layout.shard_bytes)
-        return True
+
+    def scatter(self, flat: Flat) -> None:
+        """Start writing this rank's shard of a flat, which rank 0 reads as a whole. Blocks until
+        the flat before is written. Collective. Raises: AioError, PeerFailed; errors of the source.
+        """
+        values = None
+        if self._split.comm.rank == 0:
+            values = torch.empty(flat.layout.numel, dtype=flat.dtype)
+            FlatValues(flat, self._source).fill(0, values)
+        # If rank 0 has failed to read the flat, it does not scatter.
+        self._split.resources.check_peers()
+        shard = self._split.ranks.scatter(flat, values)
+        del values
+        self._settle()
+        # Flats have many sizes, and fragment the heap.
+        self._heap.freed()
+        ticket = self._tiers.store.store(flat, 0, shard.data_ptr())
+        self._under_way.append(_Write(flat, 0, shard, [ticket]))
+        self._line.advance(shard.nbytes)
 
     def end(self) -> None:
         """Block until everything is written. Raises: AioError."""
@@ -668,11 +649,8 @@ class _InitialWriter:
                 raise
             # After the wait: an interrupt must not drop values that are being read.
             self._under_way.popleft()
-            flat, digest, whole = write.flat, write.digest, write.values is not None
+            flat, digest = write.flat, write.digest
             del write
-            if whole:
-                # Flats and the tensors of their source have many sizes, and fragment the heap.
-                self._heap.freed()
             if self._run is not None:
                 self._run.wrote(flat, digest)
 

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from infinity._src.config.policy import Policy
-from infinity._src.distributed.communicator import Comm, digest
+from infinity._src.distributed.communicator import Comm, digest, number_of
 from infinity._src.distributed.topology import is_own
 from infinity._src.distributed.transport import Transport
 from infinity._src.memory.device import Device, GradOffload
@@ -74,14 +75,12 @@ class RankSetup:
         # Registered first, so that closed last: other parts close before the communication streams.
         undo.callback(self.comm.close)
 
-    def note(self, flat: Flat, values: torch.Tensor) -> int:
-        """Record a digest of a flat's values [layout.numel] on this rank, for `check_values`.
-        Returns the digest; 0 on one rank."""
-        if not self.several:
-            return 0
+    def note(self, flat: Flat, digests: Sequence[xxhash.xxh3_64]) -> int:
+        """Record the digests of a flat's parameters on this rank, for `check_values`. Returns their
+        digest."""
         # Digests, not values: the whole model never exists in RAM. One digest per parameter, so
         # that the error of `check_values` can name the parameter.
-        each = [digest(values[one.offset : one.offset + one.numel]) for one in flat.params]
+        each = [number_of(one) for one in digests]
         self._by_param[flat] = each
         found = digest(torch.tensor(each, dtype=torch.int64))
         self.note_digest(flat, found)

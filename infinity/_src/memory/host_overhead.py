@@ -9,8 +9,6 @@ and glibc; tests/unit/memory/test_host_overhead.py compares them with the engine
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 CHUNK_BYTES = 1700
 """A chunk while its model is offloaded: the executor's record (988), the same in numpy (316), and
 the extent of its run in Python objects."""
@@ -20,6 +18,13 @@ SECOND_PLACE_BYTES = 220
 
 UNIT_BYTES = 16_000
 """A unit of one parameter and its optimizer's entry: modules, hooks, layouts, records."""
+
+PIECES = 4
+"""Pieces of values in memory while a model is initialized: one is filled, others are written."""
+
+PIECES_BYTES = 12 << 20
+"""Bytes of all pieces: they fit a CPU's cache, and Python's time for a piece is small beside the
+drive's. A piece has at least one chunk."""
 
 STEP_CHUNK_BYTES = 840
 """A chunk whose update is in flight: a job of the executor (800) and its segment. If `opt.step()`
@@ -52,24 +57,16 @@ def held_bytes(chunks: int, units: int, generations: int = 1) -> int:
     return chunks * (CHUNK_BYTES + SECOND_PLACE_BYTES * (generations - 1)) + units * UNIT_BYTES
 
 
-def fill_bytes(
-    flats: Iterable[tuple[int, int]], *, in_parts: bool, converting: int = 0
-) -> int:
-    """Compute the most bytes of values in flight to their tiers while a rank is initialized: one
-    flat is read while the shard of the previous flat is written.
+def fill_bytes(shard: int, *, scattered: int = 0, converting: int = 0) -> int:
+    """Compute the most bytes of values in flight to their tiers while a rank is initialized: they
+    pass in pieces.
 
-    flats: bytes of each and of its shard, in order. in_parts: only the shard is read; otherwise the
-    shard is copied from the whole flat, unless the two are one. converting: bytes that the source
-    needs to convert values.
+    shard: bytes of the largest shard of a flat. scattered: bytes of the largest flat where this
+    rank scatters whole flats to the other ranks; then one shard is written while the next arrives.
+    converting: bytes that the source needs besides.
     """
-    most = before = 0
-    for whole, shard in flats:
-        if in_parts:
-            most = max(most, shard + before)
-        else:
-            most = max(most, whole + max(before, shard if shard < whole else 0))
-        before = shard
-    return most + converting
+    passing = scattered + 2 * shard if scattered else min(PIECES_BYTES, PIECES * shard)
+    return passing + converting
 
 
 def passing_bytes(

@@ -8,13 +8,13 @@
                               transformers the tensors are converted, one group at a time
     init=function             `init()` builds the model, which is initialised one tensor at a time
 
-Any part of a file can be read, so a tile, or a rank's shard, needs no more memory than its own
-size (`_FileSource`). Other sources return whole weights: a tiled weight is read once, and stays in
-memory until its last tile is loaded (`_WholeSource`). One flat is loaded while the previous one is
-written, so a model on the meta device is never in memory as a whole. If all ranks read the same
-files, each reads its shard of a flat alone (`fill_shards`). Names, shapes and kinds of dtype are
-checked against the source before anything is loaded. A tied parameter is loaded once, under any of
-its names in the source.
+Values pass in small pieces (`FlatValues`), which are written while the next are filled, so a model
+on the meta device is never in memory as a whole. Any part of a file can be read, so a tile, or a
+rank's shard, needs no memory besides its pieces (`_FileSource`). Other sources return whole
+weights, one at a time: each stays until its last piece is copied, and a tiled weight until its last
+tile is (`_WholeSource`). If all ranks read the same files, each reads its shard of a flat alone.
+Names, shapes and kinds of dtype are checked against the source before anything is loaded. A tied
+parameter is loaded once, under any of its names in the source.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import abc
 import bisect
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -161,18 +162,61 @@ class FileTensors(NamedTensors):
         """Return the files that determine all values: ranks with the same files have the same
         values."""
 
-    def as_stored(self, name: str) -> bool:  # noqa: ARG002 - of the interface
-        """Return whether files have this tensor's values as they are, except for their dtype: then
-        small parts of it take no longer to read than the whole.
-        """
-        return False
-
     @abc.abstractmethod
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill `out`, one-dimensional and of any floating dtype if the tensor is floating, with the
-        tensor's elements from `start` on, in row-major order.
+        tensor's elements from `start` on, in row-major order. Small parts, one after another, take
+        no longer than the whole.
         """
 
+
+class LastRows:
+    """The rows of a tensor that were converted last. They stay in memory for further parts of the
+    tensor, until their last element or others are read.
+    """
+
+    def __init__(self) -> None:
+        self.held: tuple[str, int, torch.Tensor] | None = None
+
+    def read_into(
+        self,
+        name: str,
+        start: int,
+        out: torch.Tensor,
+        *,
+        row: int,
+        step: int,
+        convert: Callable[[int, int], torch.Tensor],
+    ) -> None:
+        """Fill `out` as `FileTensors.read_into` does. row: elements of each row. step: most rows
+        that are converted together. convert: returns the rows [first, last)."""
+        if not out.numel():
+            return
+        end = start + out.numel()
+        first, last = start // row, -(-end // row)
+        while first < last:
+            if not self._has(name, first * row):
+                # Before others are converted, so that memory never has both.
+                self.held = None
+                made = convert(first, min(first + step, last)).reshape(-1)
+                self.held = name, first * row, made
+            assert self.held is not None
+            _, at, values = self.held
+            begin, stop = max(start, at), min(end, at + values.numel())
+            out[begin - start : stop - start].copy_(values[begin - at : stop - at])
+            first = (at + values.numel()) // row
+            if stop == at + values.numel():
+                self.held = None
+
+    def _has(self, name: str, element: int) -> bool:
+        if self.held is None or self.held[0] != name:
+            return False
+        return 0 <= element - self.held[1] < self.held[2].numel()
+
+
+Fill = Callable[[int, torch.Tensor], None]
+"""Fills a one-dimensional CPU tensor of the parameter's dtype with its elements from the given one
+on, in row-major order."""
 
 Keep = Callable[[torch.Tensor], None]
 
@@ -191,20 +235,10 @@ class OpenSource(abc.ABC):
         self._model = model
 
     @abc.abstractmethod
-    def fill(self, param: Param, out: torch.Tensor) -> None:
-        """Fill `out`, a CPU tensor of the parameter's shape and dtype, with its values."""
-
-    def in_pieces(self, flat: Flat) -> bool:  # noqa: ARG002 - of the interface
-        """Return whether `fill_part` takes small parts of this flat's parameters, at no more cost
-        than whole ones.
+    def open(self, param: Param) -> Fill:
+        """Open a parameter. If the source gives its values only as a whole, they are in memory as
+        long as the returned function: drop it before another is opened.
         """
-        return False
-
-    def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, a one-dimensional CPU tensor of the parameter's dtype, with its elements from
-        `start` on, in row-major order.
-        """
-        raise AssertionError(f"{param.name}, {len(out)} elements from {start} on: only whole")
 
     @property
     def files(self) -> SourceFiles:
@@ -212,6 +246,7 @@ class OpenSource(abc.ABC):
 
     @property
     def converting_bytes(self) -> int:
+        """Return the most RAM that a fill needs besides the pieces."""
         return 0
 
     @abc.abstractmethod
@@ -289,60 +324,72 @@ def open_source(
     )
 
 
-def fill_flats(
-    flats: Iterable[Flat], source: OpenSource, store: Callable[[Flat, torch.Tensor], None]
-) -> None:
-    """Fill flats, one at a time: `store(flat, values)` gets a CPU tensor [layout.numel], zero
-    between parameters. Blocks.
+class FlatValues:
+    """The elements [begin, end) of a flat, filled piece by piece, in order; zeros between
+    parameters. Parameters are read from the source one after another.
+
+    end: None for the end of the flat. digests: if given, gets the hash of each parameter's bytes.
     """
-    for flat in flats:
+
+    def __init__(
+        self,
+        flat: Flat,
+        source: OpenSource,
+        begin: int = 0,
+        end: int | None = None,
+        *,
+        digests: list[xxhash.xxh3_64] | None = None,
+    ) -> None:
+        self._flat, self._source = flat, source
+        self._begin, self._end = begin, flat.layout.numel if end is None else end
+        self._digests = digests
+        # The parameter of the last piece, if the next piece has elements of it, too.
+        self._opened: tuple[int, Fill] | None = None
+
+    def fill(self, start: int, out: torch.Tensor) -> None:
+        """Fill `out` with the elements from `start` on, counted from `begin`. Blocks."""
+        offsets, numels = self._flat.layout.offsets, self._flat.layout.numels
+        at = self._begin + start
+        end = at + out.numel()
+        # From the last parameter that begins here or before. Zeros: padding between parameters is
+        # stored and checked like all else.
+        filled, index = at, max(bisect.bisect_right(offsets, at) - 1, 0)
         with torch.inference_mode(False), torch.no_grad():
-            # Zeros: padding between parameters is stored and checked like all else.
-            values = torch.zeros(flat.layout.numel, dtype=flat.dtype)
-            for param in flat.params:
-                source.fill(
-                    param, values[param.offset : param.offset + param.numel].view(param.shape)
-                )
-        store(flat, values)
+            while index < len(offsets) and offsets[index] < end:
+                low, high = max(offsets[index], at), min(offsets[index] + numels[index], end)
+                if low < high:
+                    bytes_of(out[filled - at : low - at]).zero_()
+                    self._fill_part(index, low, out[low - at : high - at])
+                    filled = high
+                index += 1
+            bytes_of(out[filled - at :]).zero_()
+
+    def _fill_part(self, index: int, low: int, out: torch.Tensor) -> None:
+        offset, numel = self._flat.layout.offsets[index], self._flat.layout.numels[index]
+        if self._opened is None or self._opened[0] != index:
+            self._opened = index, self._source.open(self._flat.params[index])
+        self._opened[1](low - offset, out)
+        if low + out.numel() == min(offset + numel, self._end):
+            self._opened = None
+        if self._digests is not None:
+            while len(self._digests) <= index:
+                self._digests.append(xxhash.xxh3_64())
+            self._digests[index].update(bytes_of(out).numpy().data)
 
 
-def fill_shards(
-    flats: Iterable[Flat],
-    source: OpenSource,
-    rank: int,
-    store: Callable[[Flat, torch.Tensor], None],
-) -> None:
-    """Fill one rank's part of flats, one at a time: `store(flat, shard)` gets a CPU tensor
-    [layout.shard_numel], zero between parameters. Blocks. Reads no other rank's part.
+def _from_memory(values: torch.Tensor) -> Fill:
+    """Return a function that copies from `values`, the whole parameter in any dtype that converts.
     """
-    for flat in flats:
-        shard = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
-        fill_piece(flat, source, rank, 0, shard)
-        store(flat, shard)
+    values = values.detach()
+    if not values.is_contiguous():
+        # By its bytes: torch does not copy packed dtypes.
+        values = bytes_of(values).view(values.dtype)
+    flat = values.view(-1)
 
+    def fill(start: int, out: torch.Tensor) -> None:
+        copy_(out, flat[start : start + out.numel()])
 
-def fill_piece(
-    flat: Flat, source: OpenSource, rank: int, start: int, out: torch.Tensor
-) -> None:
-    """Fill `out` with the elements of one rank's shard of a flat from `start` on; zero between
-    parameters. Blocks.
-    """
-    offsets, numels = flat.layout.offsets, flat.layout.numels
-    begin = rank * flat.layout.shard_numel + start
-    end = begin + out.numel()
-    # From the last parameter that begins here or before. Zeros: padding between parameters is
-    # stored and checked like all else.
-    filled, index = begin, max(bisect.bisect_right(offsets, begin) - 1, 0)
-    with torch.inference_mode(False), torch.no_grad():
-        while index < len(offsets) and offsets[index] < end:
-            low, high = max(offsets[index], begin), min(offsets[index] + numels[index], end)
-            if low < high:
-                bytes_of(out[filled - begin : low - begin]).zero_()
-                part = out[low - begin : high - begin]
-                source.fill_part(flat.params[index], low - offsets[index], part)
-                filled = high
-            index += 1
-        bytes_of(out[filled - begin :]).zero_()
+    return fill
 
 
 # -- all kinds -------------------------------------------------------------------------------------
@@ -368,22 +415,16 @@ class _ModuleSource(OpenSource):
                 "inf.offload(model, policy, load=directory, mapping or callable)"
             )
 
-    def fill(self, param: Param, out: torch.Tensor) -> None:
+    @property
+    def converting_bytes(self) -> int:
+        values = (entry.parameter for entry in find_parameters(self._model))
+        return max((each.nbytes for each in values if not each.is_contiguous()), default=0)
+
+    def open(self, param: Param) -> Fill:
         module, attr = param.sites[0]
         held = module._parameters[attr]
         assert held is not None, param.name
-        copy_(out, held.detach())
-
-    def in_pieces(self, flat: Flat) -> bool:
-        values = [param.sites[0][0]._parameters[param.sites[0][1]] for param in flat.params]
-        # A part of a strided tensor would need a contiguous copy of the whole.
-        return all(value is not None and value.is_contiguous() for value in values)
-
-    def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
-        module, attr = param.sites[0]
-        held = module._parameters[attr]
-        assert held is not None, param.name
-        copy_(out, held.detach().view(-1)[start : start + out.numel()])
+        return _from_memory(held)
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         assert not was_meta, (names, out)
@@ -392,8 +433,8 @@ class _ModuleSource(OpenSource):
 class _ReceivedSource(OpenSource):
     """No source: another rank sends parameters and buffers."""
 
-    def fill(self, param: Param, out: torch.Tensor) -> None:
-        raise AssertionError(f"{param.name} {tuple(out.shape)} comes from another rank")
+    def open(self, param: Param) -> Fill:
+        raise AssertionError(f"{param.name} comes from another rank")
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         raise AssertionError((names, out, was_meta))
@@ -408,9 +449,9 @@ class _ReceivedSource(OpenSource):
 
 
 class _WholeSource(OpenSource):
-    """A source that returns whole weights: a weight is read once for all its tiles, and freed with
-    the last. All weights of a module are held together if its tiles have parts of several
-    (experts); weights of two modules never are.
+    """A source that returns whole weights: a weight is read once for all its pieces and tiles, and
+    freed with the last. All weights of a module are held together if its tiles have parts of
+    several (experts); weights of two modules never are.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -421,38 +462,52 @@ class _WholeSource(OpenSource):
     def converting_bytes(self) -> int:
         sizes: dict[str, dict[str, int]] = {}
         for entry in find_parameters(self._model):
-            place, name = place_at(entry.sites), entry.keys[0]
-            if place is not None:
-                weights = sizes.setdefault(name.rpartition(".")[0], {})
-                weights[name] = math.prod(place.whole_shape) * entry.parameter.dtype.itemsize
+            name, itemsize = entry.keys[0], entry.parameter.dtype.itemsize
+            tiled = place_at(entry.sites) is not None
+            weights = sizes.setdefault(name.rpartition(".")[0] if tiled else name, {})
+            weights[name] = math.prod(entry.whole_shape) * itemsize
         return max((sum(weights.values()) for weights in sizes.values()), default=0)
 
-    def fill(self, param: Param, out: torch.Tensor) -> None:
+    def open(self, param: Param) -> Fill:
         place, name = param.place, self._name_of(param.keys)
         if place is None:
-            self._make(name, out)
-            return
+            return _from_memory(self._read(name, tuple(param.shape), param.dtype))
         if name not in self._wholes:
-            self._wholes[name] = self._made(name, place.whole_shape, out.dtype)
-        out.copy_(place.of(self._wholes[name]))
+            self._wholes[name] = self._kept(name, place.whole_shape, param.dtype)
+        tile = place.of(self._wholes[name])
         if place.is_last:
             del self._wholes[name]
+        return _from_memory(tile)
 
     @abc.abstractmethod
     def _name_of(self, names: tuple[str, ...]) -> str:
         """Choose one of a weight's names."""
 
     @abc.abstractmethod
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a whole weight of this shape, in a dtype that converts; it is valid until the next
+        one is read."""
+
+    def _kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a whole weight that stays valid."""
+        return self._read(name, shape, dtype)
+
+
+class _MadeSource(_WholeSource):
+    """A source that fills whole tensors."""
+
+    @abc.abstractmethod
     def _make(self, name: str, out: torch.Tensor) -> None:
         """Fill `out`, of the whole weight's shape, with its values."""
 
-    def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # Fresh: a user's function may hold the tensor that it fills.
         whole = torch.empty(shape, dtype=dtype)
         self._make(name, whole)
         return whole
 
 
-class _CallableSource(_WholeSource):
+class _CallableSource(_MadeSource):
     """A user's function that fills tensors."""
 
     def __init__(self, model: nn.Module, load: Callable[[str, torch.Tensor], object]) -> None:
@@ -479,7 +534,7 @@ class _CallableSource(_WholeSource):
             )
 
 
-class _InitSource(_WholeSource):
+class _InitSource(_MadeSource):
     """A newly built model, whose tensors get their initial values one at a time."""
 
     def __init__(self, model: nn.Module, built: DeferredModel) -> None:
@@ -556,12 +611,9 @@ class _NamedSource(_WholeSource):
         name = self._found(names)
         assert name is not None or not was_meta, names
         if name is not None:
-            self._make(name, out)
+            copy_(out, self._read(name, tuple(out.shape), out.dtype))
 
-    def _make(self, name: str, out: torch.Tensor) -> None:
-        copy_(out, self._read(name, tuple(out.shape), out.dtype))
-
-    def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _kept(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         value = self._read(name, shape, dtype)
         # Tensors in memory need no second copy.
         if self._tensors.stays:
@@ -670,19 +722,13 @@ class _FileSource(_NamedSource):
 
     @property
     def converting_bytes(self) -> int:
-        # Nothing to free: no whole weight is held.
+        # No whole weight is held.
         return self._tensors.converting_bytes
 
-    def fill(self, param: Param, out: torch.Tensor) -> None:
-        self.fill_part(param, 0, out.view(-1))
+    def open(self, param: Param) -> Fill:
+        return functools.partial(self._fill, param)
 
-    def in_pieces(self, flat: Flat) -> bool:
-        return all(
-            param.place is None and self._in_files.as_stored(self._name_of(param.keys))
-            for param in flat.params
-        )
-
-    def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
+    def _fill(self, param: Param, start: int, out: torch.Tensor) -> None:
         name, place = self._name_of(param.keys), param.place
         if place is None:
             self._in_files.read_into(name, start, out)

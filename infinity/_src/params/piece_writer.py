@@ -15,16 +15,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity._src.base.sizes import MIB
-from infinity._src.params.chunk_pipeline import BUFFERS, slab_buffers
+from infinity._src.memory.host_overhead import PIECES, PIECES_BYTES
+from infinity._src.params.chunk_pipeline import slab_buffers
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
 from infinity.aio import Ticket
 from infinity.errors import AioError
 
-PIECE_BYTES = 3 * MIB
-"""Bytes that are filled and submitted together: all buffers fit a CPU's cache, and Python's time
-for a piece is small beside the drive's."""
+PIECE_BYTES = PIECES_BYTES // PIECES
+"""Bytes that are filled and submitted together."""
 
 
 def _chunks_together(flat: Flat) -> int:
@@ -38,27 +37,31 @@ def _piece_bytes(flat: Flat) -> int:
 
 
 class PieceWriter:
-    """Buffers for pieces of these flats, `room_bytes` in total or one piece. One thread uses it.
-    Memory is allocated when the first flat is written.
+    """Buffers for pieces of these flats. One thread uses it. Memory is allocated for the first
+    piece.
     """
 
-    def __init__(self, store: StateStore, flats: Sequence[Flat], room_bytes: int) -> None:
+    def __init__(self, store: StateStore, flats: Sequence[Flat]) -> None:
         self._store = store
         self._size = max(map(_piece_bytes, flats), default=1)
-        self._count = max(1, min(BUFFERS, room_bytes // self._size))
         self._memory = contextlib.ExitStack()
         # Oldest first, each with the write that may still read it.
         self._buffers: deque[tuple[torch.Tensor, Ticket | None]] = deque()
 
-    def write(
-        self, flat: Flat, fill: Callable[[int, torch.Tensor], None], tickets: list[Ticket]
+    def pass_through(
+        self,
+        flat: Flat,
+        fill: Callable[[int, torch.Tensor], None],
+        begin: int,
+        tickets: list[Ticket] | None,
     ) -> None:
-        """Fill and write this rank's shard of a flat: `fill(start, out)` gets a CPU tensor for the
-        elements of the shard from `start` on. Appends a ticket for each piece. Blocks until the
-        last piece is filled. Raises: AioError; errors of `fill`.
+        """Fill pieces of a shard, and write those of this rank's: `fill(start, out)` gets a CPU
+        tensor for the elements from `start` on, with `begin` for the shard's first. tickets: gets a
+        ticket for each written piece; None: another rank's shard. Blocks until the last piece is
+        filled. Raises: AioError; errors of `fill`.
         """
         if not self._buffers:
-            found = self._memory.enter_context(slab_buffers(self._size, self._count))
+            found = self._memory.enter_context(slab_buffers(self._size, PIECES))
             self._buffers.extend((torch.from_numpy(each), None) for each in found)
         layout, together = flat.layout, _chunks_together(flat)
         for first in range(0, len(layout.chunks), together):
@@ -68,7 +71,9 @@ class PieceWriter:
                 busy.wait_filled()
             start = first * layout.chunk_numel
             numel = min(together * layout.chunk_numel, layout.shard_numel - start)
-            fill(start, buffer[: numel * layout.itemsize].view(flat.dtype))
+            fill(begin + start, buffer[: numel * layout.itemsize].view(flat.dtype))
+            if tickets is None:
+                continue
             chunks = slice(first, first + together)
             tickets.append(self._store.store(flat, 0, buffer.data_ptr(), chunks=chunks))
             self._buffers.popleft()

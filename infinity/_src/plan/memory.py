@@ -796,38 +796,38 @@ def ram_beside(shape: JobShape, machine: Machine, job: Job) -> RamBeside:
         all_at_once=not policy.consumes_grads,
         durable=bool(policy.durable),
         drives=machine.drives,
-        fill=_fill_bytes(shape, machine.world, in_parts=reads_in_parts(machine)),
+        fill=_fill_bytes(shape, machine.world),
     )
     return RamBeside(
         chunks,
         ranks * held_bytes(chunks, len(shape.units), policy.generations),
         {name: ranks * size for name, size in passing.items()},
-        ranks * (_fill_bytes(shape, machine.world, in_parts=False) + _tiled_stacks_bytes(shape)),
+        ranks * (_fill_bytes(shape, machine.world) + _weights_bytes(shape)),
     )
 
 
-def _fill_bytes(shape: JobShape, world: int, *, in_parts: bool) -> int:
+def _fill_bytes(shape: JobShape, world: int) -> int:
     def count() -> int:
-        kinds = [
-            (flat.gathered_bytes(world), flat.shard_numel(world) * flat.dtype.itemsize)
-            for flat, _ in shape.kinds_of_flats
-        ]
-        return fill_bytes((kinds[place] for place in shape.places_of_flats), in_parts=in_parts)
+        kinds = (flat for flat, _ in shape.kinds_of_flats)
+        shards = (flat.shard_numel(world) * flat.dtype.itemsize for flat in kinds)
+        return fill_bytes(max(shards, default=0))
 
-    return shape.remember(("fill_bytes", world, in_parts), count)
+    return shape.remember(("fill_bytes", world), count)
 
 
-def _tiled_stacks_bytes(shape: JobShape) -> int:
-    """Count the bytes of whole stacks that stay in memory while the tiles of one layer are filled.
-    Tiled linears need no such term: the FlatParameters count them whole already.
+def _weights_bytes(shape: JobShape) -> int:
+    """Count the bytes that stay in memory while the pieces of one weight are filled, or the tiles
+    of one layer's stacks. Linears are whole here, whether the job tiles them or not.
     """
-    stacks: dict[str, int] = {}
+    kinds = (flat for flat, _ in shape.kinds_of_flats)
+    largest = (max(flat.numels, default=0) * flat.dtype.itemsize for flat in kinds)
+    stacks: dict[str, int] = {"": max(largest, default=0)}
     for unit, run in shape.runs:
         if unit.tiles:
             layer = unit.name.rpartition("[")[0]
             size = sum(flat.numel * flat.dtype.itemsize for flat in unit.flats)
             stacks[layer] = stacks.get(layer, 0) + len(run) * size
-    return max(stacks.values(), default=0)
+    return max(stacks.values())
 
 
 def reads_in_parts(machine: Machine) -> bool:

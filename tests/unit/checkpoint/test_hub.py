@@ -26,7 +26,7 @@ from infinity._src.checkpoint.formats.hub_files import HubTensors
 from infinity._src.memory import ledger
 from infinity.aio._memory_limits import CgroupLimit
 from infinity.errors import AioError, MemoryLimitError, WeightsError
-from tests import forks, hub_models, models
+from tests import forks, hub_models, models, reading
 from tests.hub_models import assert_alike, on_meta, stored_names
 from tests.marks import alternating, mostly_slow
 
@@ -309,6 +309,23 @@ def test_some_elements_are_those_of_the_whole(data: st.DataObject, mixtral: Path
         patch.setattr(hub_files, "CONVERTED_BYTES", piece)
         tensors.read_into(name, first, out)
     assert torch.equal(out, whole[first : first + out.numel()])
+
+
+@pytest.mark.parametrize("together", [1000, 1 << 20])  # one expert, all experts
+def test_experts_are_converted_once_for_all_parts_in_sequence(
+    mixtral: Path, meta_mixtral: Any, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr(hub_files, "CONVERTED_BYTES", together)
+    tensors = HubTensors(meta_mixtral, mixtral)
+    name = next(name for name in sorted(tensors.names()) if "gate_up_proj" in name)
+    whole = tensors.read(name).reshape(-1)
+    parts = torch.empty_like(whole)
+    with reading.Counted() as counted:
+        for start in range(0, whole.numel(), 100):
+            tensors.read_into(name, start, parts[start : start + 100])
+    assert torch.equal(parts, whole)
+    assert counted.bytes == whole.nbytes
+    assert tensors._rows.held is None
 
 
 def test_a_large_tensor_is_read_in_pieces_and_experts_some_at_a_time(

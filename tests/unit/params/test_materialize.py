@@ -23,11 +23,10 @@ from infinity._src.checkpoint.formats.safetensors_reader import SafetensorsFiles
 from infinity._src.params import materialize
 from infinity._src.params.discover import build, find_units
 from infinity._src.params.materialize import (
+    FlatValues,
+    OpenSource,
     Source,
     SourceFiles,
-    fill_flats,
-    fill_piece,
-    fill_shards,
     identity_of,
     open_source,
     place_of,
@@ -55,8 +54,15 @@ def filled(model: nn.Module, load: Source | None) -> dict[str, torch.Tensor]:
             )
 
     for unit in units:
-        fill_flats(unit.flats, source, store)
+        for flat in unit.flats:
+            store(flat, whole_of(flat, source))
     source.fill_buffers(CPU)
+    return values
+
+
+def whole_of(flat: Flat, source: OpenSource) -> torch.Tensor:
+    values = torch.empty(flat.layout.numel, dtype=flat.dtype)
+    FlatValues(flat, source).fill(0, values)
     return values
 
 
@@ -164,7 +170,8 @@ def test_a_fill_does_not_ask_for_the_files_with_each_parameter(tmp_path: Path) -
     meta = on_meta(models.llama)
     source = open_source(meta, tensors)
     for unit in build(find_units(meta, unit_bytes_max=1 << 29), CPU, 1):
-        fill_flats(unit.flats, source, lambda _flat, _values: None)
+        for flat in unit.flats:
+            whole_of(flat, source)
     assert tensors.asked == 0
     assert source.files.paths == (tmp_path / "model.safetensors",)
 
@@ -296,18 +303,17 @@ def assert_parts_are_whole(model: nn.Module, load: Source, world: int) -> None:
     files = open_weights(model, Path(load)) if isinstance(load, (str, Path)) else load
     source = open_source(model, files)
     for unit in units:
-        whole: list[torch.Tensor] = []
-        fill_flats(unit.flats, source, lambda _, tensor, into=whole: into.append(tensor))
-        parts: list[list[torch.Tensor]] = [[] for _ in range(world)]
-        for rank, part in enumerate(parts):
-            fill_shards(unit.flats, source, rank, lambda _, tensor, into=part: into.append(tensor))
-        for index, flat in enumerate(whole):
-            assert torch.equal(bits(torch.cat([part[index] for part in parts])), bits(flat))
+        for flat in unit.flats:
+            size, whole = flat.layout.shard_numel, whole_of(flat, source)
+            for rank in range(world):
+                shard = torch.empty(size, dtype=flat.dtype)
+                FlatValues(flat, source, rank * size, (rank + 1) * size).fill(0, shard)
+                assert torch.equal(bits(shard), bits(whole[rank * size :][:size]))
             # Pieces of any size, too.
-            again = torch.empty_like(parts[0][index])
-            for start in range(0, len(again), 100):
-                fill_piece(unit.flats[index], source, 0, start, again[start : start + 100])
-            assert torch.equal(bits(again), bits(parts[0][index]))
+            again, pieces = torch.empty_like(whole[:size]), FlatValues(flat, source, 0, size)
+            for start in range(0, size, 100):
+                pieces.fill(start, again[start : start + 100])
+            assert torch.equal(bits(again), bits(whole[:size]))
 
 
 def bits(values: torch.Tensor) -> torch.Tensor:
@@ -376,7 +382,8 @@ def test_a_tile_of_columns_is_read_in_bands_of_rows(
         )
 
     for unit in build(find_units(model, unit_bytes_max=1 << 29), CPU, 1):
-        fill_flats(unit.flats, source, store)
+        for flat in unit.flats:
+            store(flat, whole_of(flat, source))
     assert torch.equal(torch.cat(found, 1), weight)
     assert len(tensors.parts) == 2 * 6
     assert max(tensors.parts) <= band

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -212,19 +211,18 @@ def test_a_step_has_the_jobs_of_all_chunks_where_it_submits_them_at_once(
     assert ram.passing["step"] == all_at_once * ram.chunks * host_overhead.STEP_CHUNK_BYTES
 
 
-def test_a_fill_has_two_flats_on_their_way() -> None:
+def test_a_fill_has_the_pieces_of_each_rank_on_their_way_and_a_weight_without_files() -> None:
     shape = shape_of_large()
-    wholes = [flat.numel * 2 for flat in shape.flats]
-    most = max(a + b for a, b in itertools.pairwise(wholes))
-    alone, parts, nodes = (
-        planned(shape, gpus=gpus, nodes=count)[0].ram.passing["fill"]
-        for gpus, count in ((1, 1), (2, 1), (2, 2))
+    alone, nodes = (
+        planned(shape, gpus=gpus, nodes=count)[0].ram for gpus, count in ((1, 1), (2, 2))
     )
-    assert most <= alone < most * 1.001 + 8192
-    # Ranks of one node read their parts; both are counted.
-    assert alone <= parts < alone * 1.001 + 65536
-    # On several nodes each of two ranks reads the whole of a flat, and copies a quarter.
-    assert 2 * (max(wholes) * 5 / 4) <= nodes < 2 * (most + 65536)
+    assert alone.passing["fill"] == host_overhead.PIECES_BYTES
+    weight = max(numel * 2 for flat in shape.flats for numel in flat.numels)
+    assert alone.fill_without_files == alone.passing["fill"] + weight
+    # Pieces of a small shard are small.
+    shard = max(flat.shard_numel(4) * 2 for flat in shape.flats)
+    assert nodes.passing["fill"] == 2 * host_overhead.PIECES * shard
+    assert nodes.fill_without_files == nodes.passing["fill"] + 2 * weight
 
 
 def test_values_that_are_drawn_take_a_core_of_each_rank_and_nothing_is_read() -> None:

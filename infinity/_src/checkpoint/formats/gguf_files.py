@@ -30,6 +30,7 @@ from infinity._src.checkpoint.formats.safetensors_reader import (
     StoredTensors,
     check_whole,
 )
+from infinity._src.params.materialize import LastRows
 from infinity.errors import WeightsError
 
 _VERSIONS = (2, 3)
@@ -325,14 +326,10 @@ class UnpackedGguf(StoredTensors):
             for name, target in self._targets.items()
         }
         super().__init__(path, tensors)
-        # The tensor of the last read: callers read a weight part by part, in sequence.
-        self._last: tuple[str, torch.Tensor] | None = None
+        self._last = LastRows()
 
     def dtype(self, name: str) -> torch.dtype:
         return torch.float32 if self._targets[name].joined else self._unpacked_to
-
-    def as_stored(self, name: str) -> bool:  # noqa: ARG002 - see FileTensors
-        return False
 
     @property
     def unpacking_bytes(self) -> int:
@@ -358,27 +355,21 @@ class UnpackedGguf(StoredTensors):
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Read the elements of one tensor from `start` on, a few rows at a time where rows do not
-        depend on each other. Any other tensor is dequantized as a whole. It stays in memory for
-        further parts, until its last element or another such tensor is read.
+        depend on each other. Any other tensor is dequantized as a whole. Dequantized rows stay in
+        memory for further parts, until their last element or others are read.
         """
-        target, end = self._targets[name], start + out.numel()
-        if not target.by_rows:
-            if self._last is None or self._last[0] != name:
-                # The previous tensor is freed first, so that memory never holds two.
-                self._last = None
-                self._last = name, self.read(name).reshape(-1)
-            values = self._last[1]
-            out.copy_(values[start:end])
-            if end == values.numel():
-                self._last = None
-            return
-        row = math.prod(target.shape[1:])
-        step = _rows_together(row)
-        for first in range(start // row if row else 0, -(-end // row) if row else 0, step):
-            last = min(first + step, -(-end // row))
-            values = self._rows(name, first, last).reshape(-1)
-            begin, stop, at = max(start, first * row), min(end, last * row), first * row
-            out[begin - start : stop - start].copy_(values[begin - at : stop - at])
+        target = self._targets[name]
+        rows, row = target.shape[0] if target.shape else 1, math.prod(target.shape[1:])
+        whole = not target.by_rows
+        self._last.read_into(
+            name,
+            start,
+            out,
+            # A tensor of dependent rows is one row.
+            row=row * rows if whole else row,
+            step=1 if whole else _rows_together(row),
+            convert=lambda first, last: self._rows(name, first, rows if whole else last),
+        )
 
     def _rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Return the rows [first, last) of a tensor of the model; all rows, if they depend on each

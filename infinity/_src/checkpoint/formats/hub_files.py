@@ -66,6 +66,7 @@ from infinity._src.params.discover import find_parameters
 from infinity._src.params.materialize import (
     Faults,
     FileTensors,
+    LastRows,
     NamedTensors,
     Source,
     SourceFiles,
@@ -111,6 +112,7 @@ class HubTensors(FileTensors):
         # Converted tensors of the last group (of tiled weights, of the last _GROUPS_OF_TILES
         # groups), by the first name of each group.
         self._made: dict[str, dict[str, torch.Tensor]] = {}
+        self._rows = LastRows()
 
     @functools.cached_property
     def _opened(self) -> _Opened:
@@ -167,7 +169,9 @@ class HubTensors(FileTensors):
             kept = _GROUPS_OF_TILES - 1 if self._tiled.intersection(group.targets) else 0
             for other in list(self._made)[: max(0, len(self._made) - kept)]:
                 del self._made[other]
-            self._made[group.first] = group.convert(self._opened.files.read)
+            made = group.convert(self._opened.files.read)
+            # Contiguous, so that parts of them are views.
+            self._made[group.first] = {key: value.contiguous() for key, value in made.items()}
         return self._made[group.first][name]
 
     @functools.cached_property
@@ -180,13 +184,10 @@ class HubTensors(FileTensors):
             for key in entry.keys
         }
 
-    def as_stored(self, name: str) -> bool:
-        renamed = self._group(name).renamed
-        return renamed is not None and self._opened.files.as_stored(renamed)
-
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Read the elements of one tensor of the model from `start` on. Fused experts are converted
-        a few experts at a time.
+        a few experts at a time, which stay in memory for further parts until their last element or
+        others are read.
         """
         group, files = self._group(name), self._opened.files
         if group.renamed is not None:
@@ -196,14 +197,15 @@ class HubTensors(FileTensors):
         if not group.stacked or not out.numel():
             out.copy_(self.read(name).reshape(-1)[start : start + out.numel()])
             return
-        row, step = like.numel() // like.shape[0], _rows_together(like)
-        first, last = start // row, -(-(start + out.numel()) // row)
-        for at in range(first, last, step):
-            end = min(at + step, last)
-            (rows,) = group.convert(files.read, at, end).values()
-            begin, stop = max(start, at * row), min(start + out.numel(), end * row)
-            values = rows.reshape(-1)[begin - at * row : stop - at * row]
-            out[begin - start : stop - start].copy_(values)
+
+        def convert(first: int, last: int) -> torch.Tensor:
+            (rows,) = group.convert(files.read, first, last).values()
+            return rows
+
+        row = like.numel() // like.shape[0]
+        self._rows.read_into(
+            name, start, out, row=row, step=_rows_together(like), convert=convert
+        )
 
     @property
     def converting_bytes(self) -> int:
@@ -326,7 +328,7 @@ class HubTensors(FileTensors):
         """Record the conversions in the model, as `from_pretrained` does, so that exports revert
         them. Removes the configuration of quantization, since the weights are dequantized.
         """
-        self._made = {}
+        self._made, self._rows = {}, LastRows()
         self._model._weight_conversions = self._opened.saved
         for config in _configs(self._model):
             if getattr(config, "quantization_config", None) is not None:

@@ -259,9 +259,6 @@ class StoredTensors(FileTensors):
     def files(self) -> SourceFiles:
         return SourceFiles(tuple(dict.fromkeys(each.path for each in self._tensors.values())))
 
-    def as_stored(self, name: str) -> bool:  # noqa: ARG002 - see FileTensors
-        return True
-
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Read the `out.numel()` elements of one tensor from `start` on into `out`, converted to
         its dtype. Raises: as `read`."""
