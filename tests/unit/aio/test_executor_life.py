@@ -217,10 +217,14 @@ def test_memory_does_not_grow_after_warm_up(make_rig, rng):
     assert rig.executor.stats().extra.get("submissions_live", 0) == 0
 
 
-def test_pools_take_no_more_than_they_were_given(make_rig):
-    rig = make_rig(pools=(4, 5))
+def test_pools_take_no_more_than_they_were_given(make_rig, rng):
+    rig, values = make_rig(pools=(4, 5)), {0: random_chunk(rng)}
     assert rig.executor.pool_bytes == 4 * 2 * NUMEL + 5 * RUN_BYTES
+    rig.store(values).wait()
+    rig.executor.resize_pools(aio.PoolSpec(1, 2 * NUMEL), aio.PoolSpec(9, RUN_BYTES))
+    assert rig.executor.pool_bytes == 2 * NUMEL + 9 * RUN_BYTES
     assert rig.executor.stats().pool_bytes == rig.executor.pool_bytes
+    assert same(rig.read(0), values[0])
 
 
 def test_many_threads_may_submit_at_once(make_rig, rng):
