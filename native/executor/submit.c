@@ -114,22 +114,32 @@ int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count
 
 /* ---- jobs ------------------------------------------------------------------------------------ */
 
+/* Whether the section is zeros, and still will be when the chunk's queued jobs have ended. */
+static bool stays_zero(const inf_chunk_record *chunk, int32_t section) {
+    bool written = false;
+    for (const inf_run *at = chunk->fifo_head; at != NULL; at = at->fifo_next)
+        written = written || (inf_run_written(at) >> section & 1u);
+    return (chunk->plan.zeros >> section & 1u) && !written;
+}
+
 /* The mask of a job as it runs. The signs of a second moment may say how masters are rounded
  * (halves_to_even in update_codec.h): an UPDATE of masters does not leave such a moment out, unless
  * it is all zero. */
-static uint32_t mask_of(const inf_chunk *chunk, const inf_job *job) {
-    const int32_t signs = inf_format_master_count(chunk->format) + 1;
-    bool has_signs = inf_format_states(chunk->format) == INF_FORMAT_SPLIT;
+static uint32_t mask_of(const inf_chunk_record *chunk, const inf_job *job) {
+    const int32_t format = chunk->plan.format;
+    const int32_t signs = inf_format_master_count(format) + 1;
+    bool has_signs = inf_format_states(format) == INF_FORMAT_SPLIT;
     bool masters = (inf_job_leaves(job) & 1u) == 0;
-    if (job->kind != INF_JOB_UPDATE || !has_signs || !masters || (chunk->zeros >> signs & 1u))
+    if (inf_job_leaves(job) == 0 || !has_signs || !masters || stays_zero(chunk, signs))
         return job->mask;
     return job->mask & ~(1u << (INF_LEAVES_SHIFT + signs));
 }
 
-static int64_t slot_bytes(const inf_chunk *chunk, const inf_job *job) {
+static int64_t slot_bytes(const inf_chunk_record *record, const inf_job *job) {
+    const inf_chunk *chunk = &record->plan;
     int64_t bytes = 0;
     bool update = job->kind == INF_JOB_UPDATE, versioned = inf_chunk_versioned(chunk);
-    const inf_job runs = {.kind = job->kind, .mask = mask_of(chunk, job)};
+    const inf_job runs = {.kind = job->kind, .mask = mask_of(record, job)};
     uint32_t used = update ? ~inf_job_leaves(&runs) : job->mask;
     if (versioned && (update || job->kind == INF_JOB_STORE)) used = ~0u;
     for (int32_t s = 0; s < chunk->section_count; s++) {
@@ -180,7 +190,7 @@ static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int3
         int64_t end = (int64_t)job->seg_first + job->seg_count;
         if (job->seg_first < 0 || job->seg_count < 0 || end > seg_count) return BAD_SEGS;
     }
-    int64_t bytes = slot_bytes(chunk, job);
+    int64_t bytes = slot_bytes(record, job);
     return bytes > 0 && pool_for(ex, bytes) < 0 ? BAD_SIZE : 0;
 }
 
@@ -194,8 +204,8 @@ int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t coun
     while (accepted >= 0 && accepted < count && !ex->shut) {
         inf_chunk_record *chunk = inf_chunk_of(ex, ids[accepted]);
         inf_job update = {.kind = INF_JOB_UPDATE, .mask = masks[accepted]};
-        update.mask = mask_of(&chunk->plan, &update);
-        int32_t pool = pool_for(ex, slot_bytes(&chunk->plan, &update));
+        update.mask = mask_of(chunk, &update);
+        int32_t pool = pool_for(ex, slot_bytes(chunk, &update));
         if (!inf_prefetch_want(ex, chunk, pool, &update)) break;
         accepted++;
     }
@@ -239,8 +249,7 @@ static void fifo_insert(inf_run *run) {
 }
 
 /* Sections that an UPDATE reads from the chunk: not those that it leaves out, not a given section 0
- * (unless it is resident), and
- * spilled gradients only if a segment uses them. */
+ * (unless it is resident), and spilled gradients only if a segment uses them. */
 static uint32_t update_reads(const inf_chunk *chunk, const inf_job *job, const inf_seg *segs) {
     uint32_t reads = inf_sections_all(chunk) & ~inf_grad_mask(chunk) & ~inf_job_leaves(job);
     if ((job->mask & INF_MASK_PARAM_IN_MEMORY) && !inf_section_resident(chunk, 0)) reads &= ~1u;
@@ -267,12 +276,12 @@ static void run_init(struct inf_executor *ex, inf_submission *submission, int32_
                      .priority = priority};
     if (job->kind == INF_JOB_FETCH) run->reads = job->mask & inf_sections_all(&run->chunk->plan);
     if (job->kind == INF_JOB_UPDATE) {
-        run->job.mask = mask_of(&run->chunk->plan, job);
+        run->job.mask = mask_of(run->chunk, job);
         run->reads = update_reads(&run->chunk->plan, &run->job, submission->segs);
         /* already now, so that a read ahead has the right sections */
         if (inf_run_moves(run)) inf_run_make_whole(run);
     }
-    run->slot.pool = pool_for(ex, slot_bytes(&run->chunk->plan, job));
+    run->slot.pool = pool_for(ex, slot_bytes(run->chunk, job));
     fifo_insert(run);
 }
 

@@ -232,11 +232,14 @@ class Rig:
         target: Array | None = None,
         step: int = 1,
         given: dict[int, Array] | None = None,
+        hyper: Array | None = None,
+        leaves: int = 0,
     ) -> aio.Ticket:
         """UPDATE chunks with one segment each; with a gate ptr[0] is relative to base 0.
 
         A gradient of None lies in the chunk's own section. `given`: parameters (section 0) that are
-        in memory, by chunk.
+        in memory, by chunk. `hyper`: instead of AdamW's record of `step`. `leaves`: the sections
+        that the updates leave out, as a mask.
         """
         jobs = np.zeros(len(grads), dtype=records.JOB)
         segs = np.zeros(len(grads), dtype=records.SEG)
@@ -255,7 +258,7 @@ class Rig:
                     aio.MASK_PARAM_IN_MEMORY,
                     given[index].ctypes.data,
                 )
-            jobs[n]["mask"] |= self.flags
+            jobs[n]["mask"] |= self.flags | leaves << aio.LEAVES_SHIFT
             segs[n]["numel"] = NUMEL
             if grad is None:
                 segs[n]["grad_dtype"] = records.GradDtype.SECTION
@@ -266,7 +269,11 @@ class Rig:
             )
         self._keep.append((grads, target, given))
         return self.executor.submit(
-            jobs, segs, hyper_record(step), priority=aio.Priority.WRITEBACK, gate=gate
+            jobs,
+            segs,
+            hyper_record(step) if hyper is None else hyper,
+            priority=aio.Priority.WRITEBACK,
+            gate=gate,
         )
 
     def close(self) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from infinity import aio
 from infinity._src.cabi import records
+from infinity._src.kernels.hyper import hyper_row_muon
+from tests.oracle import update_sections
 from tests.unit.aio.rig import (
     BACKENDS,
     NUMEL,
@@ -88,6 +90,28 @@ def test_the_first_update_reads_the_parameter_alone(
     assert zeros_of(rig) == 0
     rig.update({0: gradient()}, step=2).wait()
     assert same(rig.read(0), updated(now, 2))
+    rig.close()
+
+
+def test_signs_of_a_store_that_has_not_ended_are_read(backend: str, tmp_path: Path) -> None:
+    """The store makes the moment with the signs of masters real, which an update leaves out only
+    while it is zero."""
+    rig = Rig(tmp_path, backend, zeros=NEW)
+    begun(rig)
+    sections = random_chunk(np.random.default_rng(5))
+    hi, lo, _, v = sections
+    hi[::9] &= ~np.uint16(1)
+    lo[::9], v[::9] = -32768, -v[::9]
+    gate = rig.executor.gate(escapes=False)
+    rig.fetch([0], gate=gate)
+    rig.store({0: sections})
+    masters = hyper_row_muon(step_size=0.1, decay=0.999).reshape(1)
+    ticket = rig.update({0: gradient()}, hyper=masters, leaves=MOMENTS)
+    gate.open([])
+    ticket.wait(20)
+    wanted = [section.copy() for section in sections]
+    update_sections(records.Format.SPLIT, wanted, gradient(), masters[0])
+    assert same(rig.read(0), wanted)
     rig.close()
 
 
