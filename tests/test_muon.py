@@ -3,6 +3,7 @@ the same bits at every placement in the other formats."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,15 @@ from tests.test_bitwise import policy, wide_llama
 
 MIN = {"params": "nvme", "optim": "nvme", "ram": "min"}
 SMALL = Training(models.Small, steps=4, lr=0.02, optimizer="Muon")
+WIDE = Training(wide_llama, accumulation=1, lr=0.02, optimizer="Muon")
 CASES = {
     "clipped, accumulated": SMALL,
-    "units of several chunks": Training(wide_llama, lr=0.02, optimizer="Muon"),
+    "units of several chunks": WIDE,
     "experts": Training(models.qwen3_moe, lr=0.02, optimizer="Muon", max_norm=None),
     "fp32": dataclasses.replace(SMALL, dtype=torch.float32),
+    "fp16, scaled": dataclasses.replace(
+        SMALL, dtype=torch.float16, scaler=(1024.0, 2), poisoned=(1,)
+    ),
     "gradients in fp32": dataclasses.replace(SMALL, grad_dtype=torch.float32),
     "groups, checkpointed": dataclasses.replace(SMALL, groups=True, checkpointing=False),
     "the rates of AdamW": dataclasses.replace(
@@ -49,15 +54,12 @@ def test_the_bits_are_those_of_torch_on_masters_in_memory(name: str, tmp_path: P
 
 @pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
 def test_every_placement_gives_the_same_bits(state: str, tmp_path: Path) -> None:
-    chosen = CASES["units of several chunks"]
+    places: list[dict[str, Any]] = [{"params": "cpu", "optim": "cpu"}, MIN]
+    if state == "exact":
+        places += [{**MIN, "ram": "40MB"}, {**MIN, "params": "cpu", "verify": "sample"}]
+    chosen = dataclasses.replace(WIDE, steps=2)
     runs = [
-        harness.offloaded(chosen, policy(tmp_path, state=state, **values))
-        for values in (
-            {"params": "cpu", "optim": "cpu"},
-            MIN,
-            {**MIN, "ram": "40MB"},
-            {**MIN, "params": "cpu", "verify": "sample"},
-        )
+        harness.offloaded(chosen, policy(tmp_path, state=state, **values)) for values in places
     ]
     for run in runs[1:]:
         assert_same(run, runs[0])
@@ -70,6 +72,7 @@ def test_every_placement_gives_the_same_bits(state: str, tmp_path: Path) -> None
         {"durable": True},
         {"update": "backward"},
         {"update": "backward", "params": "cpu", "grad_dtype": torch.float32},
+        {"update": "backward", "params": "cpu", "grad_dtype": torch.float16},
         {"update": "delayed", "delayed_warmup": 1},
     ],
     ids=str,
@@ -78,11 +81,14 @@ def test_update_modes_give_the_bits_of_the_plain_loop(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
     chosen = dataclasses.replace(
-        CASES["units of several chunks"],
+        WIDE,
+        accumulation=2,
+        steps=3 if "delayed_warmup" in values else 2,
         max_norm=None,
         no_sync=True,
         delayed=values.get("delayed_warmup"),
         grad_dtype=values.get("grad_dtype"),
+        dtype=torch.float16 if torch.float16 in values.values() else torch.bfloat16,
     )
     run = harness.offloaded(chosen, policy(tmp_path, **{**MIN, **values}))
     assert_same(run, harness.reference(chosen))
@@ -252,6 +258,42 @@ def test_a_momentum_that_is_not_finite_is_an_error() -> None:
         optimizer.step()
     with pytest.raises(StateInvalid):
         inf.handle(model).close()
+
+
+def test_a_rate_that_is_no_number_changes_nothing() -> None:
+    model = inf.offload(models.make(models.Small), inf.Policy())
+    optimizer = inf.Muon(model.parameters())
+    models.loss_of(model, models.token_batches(1)[0]).backward()
+    before = harness.states_of(model)
+    optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises(ValueError, match="fast"):
+        optimizer.step()
+    assert_same(harness.states_of(model), before)
+    optimizer.param_groups[0]["lr"] = 0.02
+    optimizer.step()
+    inf.handle(model).close()
+
+
+def test_where_the_second_engine_fails_the_first_one_has_taken_the_step() -> None:
+    batch = models.token_batches(1)[0]
+    values = []
+    for engines in (1, 2):
+        made = [inf.offload(models.make(models.Small), inf.Policy()) for _ in range(engines)]
+        optimizer = inf.Muon([param for model in made for param in model.parameters()])
+        for model in made[1:]:
+            weight = model.blocks[1].up.weight  # type: ignore[union-attr]
+            state = inf.handle(model).optimizer_state(weight)
+            state["momentum_buffer"] = torch.full_like(state["momentum_buffer"], torch.inf)
+        for model in made:
+            models.loss_of(model, batch).backward()
+        with contextlib.nullcontext() if engines == 1 else pytest.raises(StateInvalid):
+            optimizer.step()
+        values.append((harness.values_of(made[0]), harness.states_of(made[0])))
+        inf.handle(made[0]).close()
+        for model in made[1:]:
+            with pytest.raises(StateInvalid):
+                inf.handle(model).close()
+    assert_same(values[1], values[0])
 
 
 def test_a_function_of_ones_own(tmp_path: Path) -> None:

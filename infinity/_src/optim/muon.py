@@ -226,16 +226,19 @@ class Matrixwise(Optimizer):
     # -- the step ----------------------------------------------------------------------------------
 
     def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
+        # A hyper-parameter that is no number raises here, before any momentum changes.
+        self.preview([param for params in live.values() for param in params])
+        # Engine by engine: where one fails, no other is between its two updates.
         for engine, params in live.items():
             matrices = [param for param in params if self.updates_matrix(param)]
             work = [self._momentum_work(param) for param in matrices]
-            parts = {param: _part_of(param) for param in matrices}
+            gradients = {param: _gradient_of(param) for param in matrices}
             for param in matrices:
                 # Its gradient is lost from here on, also for a step that fails.
                 assert param.grad is not None
                 param.grad.consume()
-            self._make_matrices(engine, work, parts)
-        super()._update_all(live)
+            self._make_matrices(engine, work, gradients)
+            super()._update_all({engine: params})
 
     def prepare(
         self, gradients: Mapping[Param, torch.Tensor], *, owned: bool
@@ -245,41 +248,43 @@ class Matrixwise(Optimizer):
         if not matrices:
             return gradients
         work = [self._momentum_work(param) for param in matrices]
-        parts = {}
+        taken = {}
         for param in matrices:
             given = gradients[param]
             assert param.grad is not None
             # A sum of micro-batches lies in the accumulator.
             held = owned or param.grad.state is AccumulatorState.HELD
-            parts[param] = _as_matrix(given if held else given.clone())
+            taken[param] = given if held else given.clone()
             param.grad.log.clear()
-        self._make_matrices(engine_of(matrices[0]), work, parts)
-        return {**gradients, **parts}
+        return {**gradients, **self._make_matrices(engine_of(matrices[0]), work, taken)}
 
     def _make_matrices(
-        self, engine: StepEngine, work: Sequence[Work], parts: Mapping[Param, torch.Tensor]
-    ) -> None:
+        self, engine: StepEngine, work: Sequence[Work], gradients: Mapping[Param, torch.Tensor]
+    ) -> Mapping[Param, torch.Tensor]:
         """Do the updates of momenta, and put the transformed matrices into the memory of the
-        gradients. Blocks. parts: this rank's part of each gradient, 1-D.
+        gradients. Blocks. gradients: this rank's part of each, 1-D. Returns the parts of the
+        matrices.
         """
+        parts = {param: _as_matrix(gradient) for param, gradient in gradients.items()}
         by_unit: dict[Unit, dict[Param, Work]] = {}
         for item in work:
             by_unit.setdefault(item.param.unit, {})[item.param] = item
         pipeline = engine.pipeline
-        fault = None
+        fault: AioError | StateInvalid | None = None
         try:
             # All are submitted first, so that the drives never wait for a matrix.
             started = [
-                (unit, pipeline.start(unit, by_unit[unit], parts, first=True))
+                (unit, pipeline.start(unit, by_unit[unit], gradients, first=True))
                 for unit in pipeline.next_order(list(by_unit))
             ]
             self._transform_units(engine, started, parts)
-        except AioError as error:
+        except (AioError, StateInvalid) as error:
             fault = error
         except BaseException as error:
             pipeline.set_fault(half_done(error))
             raise
         pipeline.end_updates(fault)
+        return parts
 
     def _transform_units(
         self,
@@ -293,13 +298,18 @@ class Matrixwise(Optimizer):
         owners = self._matrices(engine)
         arriving: list[tuple[Unit, UnitMatrices, PendingCollective | None]] = []
         leaving: list[tuple[UnitMatrices, PendingCollective | None]] = []
+        # The other ranks wait for this one's parts and results; all learn of faults afterwards.
+        faults: list[AioError | StateInvalid] = []
 
         def transform() -> None:
             unit, held, arrival = arriving.pop(0)
             if arrival is not None:
                 arrival.wait()
-            for matrix, whole in held.owned.items():
-                self._transform_matrix(matrix, whole)
+            try:
+                for matrix, whole in held.owned.items():
+                    self._transform_matrix(matrix, whole)
+            except StateInvalid as error:
+                faults.append(error)
             sends, receives = held.messages()
             leaving.append((held, _exchange(pipeline, f"results of {unit.name}", receives, sends)))
 
@@ -309,13 +319,11 @@ class Matrixwise(Optimizer):
                 departure.wait()
             held.store()
 
-        fault = None
         for unit, ticket in started:
             try:
                 ticket.wait()
             except AioError as error:
-                # The other ranks wait for this one's parts; all learn of the fault afterwards.
-                fault = fault or error
+                faults.append(error)
             held = UnitMatrices(
                 [each for param in unit.params if param in parts for each in owners[param]],
                 parts,
@@ -333,8 +341,8 @@ class Matrixwise(Optimizer):
             transform()
         while leaving:
             store()
-        if fault is not None:
-            raise fault
+        if faults:
+            raise faults[0]
 
     def _matrices(self, engine: StepEngine) -> dict[Param, list[Matrix]]:
         """The matrices of all parameters of an engine: owners do not depend on which of them have
@@ -479,11 +487,11 @@ def is_matrix(param: Param, chosen: bool | None) -> bool:
     return shaped and stack and not cut and hidden and not heads
 
 
-def _part_of(param: Param) -> torch.Tensor:
-    """Return the memory of this rank's accumulated gradient as memory of its part of matrices."""
+def _gradient_of(param: Param) -> torch.Tensor:
+    """Return this rank's part of the accumulated gradient, 1-D."""
     assert param.grad is not None
     assert param.grad.backing is None
-    return _as_matrix(param.grad.tensor)
+    return param.grad.tensor
 
 
 def _as_matrix(part: torch.Tensor) -> torch.Tensor:

@@ -292,7 +292,7 @@ class StepPipeline:
             self.set_fault(lost, final=True)
             raise
 
-    def end_updates(self, error: AioError | None) -> None:
+    def end_updates(self, error: AioError | StateInvalid | None) -> None:
         """End updates that the calling thread made. error: of a failed update. Raises the sticky
         fault. Collective where ranks undo steps together.
         """
