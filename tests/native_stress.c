@@ -60,6 +60,7 @@ typedef struct {
     values source;
     values target;
     float grad[NUMEL];
+    float matrix[NUMEL]; /* a copy of the gradient, which Muon replaces by a matrix */
     uint16_t out[NUMEL];
     uint16_t given[NUMEL];
     uint32_t sums[CHUNKS_EACH][SECTIONS][NUMEL / PIECE];
@@ -108,6 +109,12 @@ static const inf_hyper HYPER = {.decay = 0.9999f,
                                 .bc2_sqrt = 0.1f,
                                 .step_size = 0.1f};
 
+static const inf_hyper MOMENTUM = {.algorithm = INF_MUON_MOMENTUM,
+                                   .beta1 = 0.9f,
+                                   .one_minus_beta1 = 0.1f,
+                                   .flags = INF_FLAG_NESTEROV};
+static const inf_hyper MASTERS = {.algorithm = INF_MUON, .decay = 0.999f, .step_size = 0.1f};
+
 static uint64_t next(actor *me) {
     me->random ^= me->random << 13;
     me->random ^= me->random >> 7;
@@ -135,9 +142,10 @@ static void pointers(values *at, inf_job *job) {
     job->ptr[4] = (uint64_t)(uintptr_t)at->g;
 }
 
-static inf_ticket *submit(actor *me, const inf_job *job, const inf_seg *seg, inf_gate *gate) {
+static inf_ticket *submit(actor *me, const inf_job *job, const inf_seg *seg,
+                          const inf_hyper *hyper, inf_gate *gate) {
     int64_t error = 0;
-    inf_ticket *ticket = inf_executor_submit(me->ex, job, 1, seg, seg != NULL, &HYPER, 1,
+    inf_ticket *ticket = inf_executor_submit(me->ex, job, 1, seg, seg != NULL, hyper, hyper != NULL,
                                              (int32_t)(next(me) % 3), gate, &error);
     CHECK(ticket != NULL);
     return ticket;
@@ -161,16 +169,27 @@ static void store(actor *me, int32_t chunk, uint32_t mask) {
     if (mask == ALL) memcpy(&me->model[chunk], &me->source, sizeof me->source);
     else memcpy(me->model[chunk].g, me->source.g, sizeof me->source.g);
     pointers(&me->source, &job);
-    inf_ticket *ticket = submit(me, &job, NULL, NULL);
+    inf_ticket *ticket = submit(me, &job, NULL, NULL, NULL);
     inf_ticket_cancel(me->ex, ticket); /* does nothing to a store */
     CHECK(end(me, ticket) == 0);
+}
+
+/* AdamW, or one of Muon's updates with the sections that it may leave out: all, some, or none. */
+static const inf_hyper *draw_update(actor *me, uint32_t *leaves) {
+    static const inf_hyper *const UPDATES[] = {&HYPER, &MOMENTUM, &MASTERS};
+    const inf_hyper *hyper = UPDATES[next(me) % 3];
+    const uint32_t some = next(me) & 1 ? ALL : (uint32_t)next(me) & ALL;
+    *leaves = some & ALL >> 1 & ~inf_update_sections(INF_FORMAT_SPLIT, hyper);
+    return hyper;
 }
 
 static void prefetch(actor *me) {
     int32_t count = (int32_t)(next(me) % (CHUNKS_EACH + 1));
     uint32_t masks[CHUNKS_EACH];
-    const uint32_t mask = next(me) & 1 ? INF_MASK_PARAM_IN_MEMORY : 0;
-    for (int32_t i = 0; i < CHUNKS_EACH; i++) masks[i] = mask;
+    for (int32_t i = 0; i < CHUNKS_EACH; i++) {
+        draw_update(me, &masks[i]);
+        masks[i] = masks[i] << INF_LEAVES_SHIFT | (next(me) & 1 ? INF_MASK_PARAM_IN_MEMORY : 0);
+    }
     int32_t accepted = inf_executor_prefetch(me->ex, me->ids, count, masks);
     CHECK(accepted >= 0 && accepted <= count);
 }
@@ -180,7 +199,7 @@ static void fetch(actor *me, int32_t chunk) {
     memset(&me->target, 0, sizeof me->target);
     job.mask |= somewhere(me);
     pointers(&me->target, &job);
-    inf_ticket *ticket = submit(me, &job, NULL, NULL);
+    inf_ticket *ticket = submit(me, &job, NULL, NULL, NULL);
     bool cancel = next(me) % 4 == 0;
     if (cancel) inf_ticket_cancel(me->ex, ticket);
     int32_t kind = end(me, ticket);
@@ -198,7 +217,7 @@ static inf_ticket *fetch_behind(actor *me, int32_t chunk, inf_gate *gate) {
     job.ptr[3] = offsetof(values, v);
     job.ptr[4] = offsetof(values, g);
     memset(&me->target, 0, sizeof me->target);
-    return submit(me, &job, NULL, gate);
+    return submit(me, &job, NULL, NULL, gate);
 }
 
 static bool open_behind(actor *me, inf_gate *gate) {
@@ -209,26 +228,31 @@ static bool open_behind(actor *me, inf_gate *gate) {
 
 static void update(actor *me, int32_t chunk) {
     inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_UPDATE, .base = -1, .seg_count = 1};
-    job.mask = somewhere(me);
+    uint32_t leaves;
+    const inf_hyper *hyper = draw_update(me, &leaves);
+    const bool gives = (leaves & 1u) == 0;
+    job.mask = somewhere(me) | leaves << INF_LEAVES_SHIFT;
     inf_seg seg = {
         .numel = NUMEL, .grad = (uint64_t)(uintptr_t)me->grad, .grad_dtype = INF_GRAD_FP32};
     for (int32_t i = 0; i < NUMEL; i++) me->grad[i] = (float)(int32_t)next(me) * 1e-9f;
     memset(me->out, 0, sizeof me->out);
-    bool gated = next(me) & 1;
-    bool opened = true;
+    bool gated = gives && (next(me) & 1);
+    bool opened = gives;
     inf_gate *gate = gated ? inf_gate_new(me->ex, 0) : NULL;
     CHECK(!gated || gate != NULL);
     job.base = gated ? 0 : -1;
-    job.ptr[0] = gated ? 0 : (uint64_t)(uintptr_t)me->out;
-    bool spilled = next(me) & 1;
+    job.ptr[0] = gated || !gives ? 0 : (uint64_t)(uintptr_t)me->out;
+    bool spilled = hyper != &MOMENTUM && (next(me) & 1);
     if (spilled) seg = (inf_seg){.numel = NUMEL, .grad_dtype = INF_GRAD_SECTION};
-    if (next(me) & 1) { /* sometimes where the result goes */
+    values *model = &me->model[chunk];
+    memcpy(me->matrix, spilled ? model->g : me->grad, sizeof me->matrix);
+    if (gives && (next(me) & 1)) { /* sometimes where the result goes */
         uint16_t *given = !gated && (next(me) & 1) ? me->out : me->given;
-        memcpy(given, me->model[chunk].hi, sizeof me->given);
+        memcpy(given, model->hi, sizeof me->given);
         job.mask |= INF_MASK_PARAM_IN_MEMORY;
         job.ptr[1] = (uint64_t)(uintptr_t)given;
     }
-    inf_ticket *ticket = submit(me, &job, &seg, gate);
+    inf_ticket *ticket = submit(me, &job, &seg, hyper, gate);
     inf_gate *late = next(me) & 1 ? inf_gate_new(me->ex, 1) : NULL;
     inf_ticket *behind = late != NULL ? fetch_behind(me, chunk, late) : NULL;
     bool copied = late != NULL && next(me) % 3 != 0 && open_behind(me, late);
@@ -245,12 +269,11 @@ static void update(actor *me, int32_t chunk) {
         inf_gate_release(me->ex, late);
         CHECK(end(me, behind) == 0);
     }
-    me->escaped += !opened;
-    values *model = &me->model[chunk];
+    me->escaped += gives && !opened;
     uint8_t *sections[INF_SECTION_MAX] = {(uint8_t *)model->hi, (uint8_t *)model->lo,
                                           (uint8_t *)model->m, (uint8_t *)model->v};
-    inf_update(INF_FORMAT_SPLIT, sections, spilled ? model->g : me->grad, INF_GRAD_FP32, NUMEL, 0,
-               &HYPER);
+    inf_update(INF_FORMAT_SPLIT, sections, me->matrix, INF_GRAD_FP32, NUMEL, 0, hyper);
+    CHECK(spilled || memcmp(me->grad, me->matrix, sizeof me->matrix) == 0);
     if (opened) CHECK(memcmp(me->out, model->hi, sizeof me->out) == 0);
     if (copied) CHECK(memcmp(&me->target, model, offsetof(values, g)) == 0);
 }
@@ -385,23 +408,29 @@ static void same_payloads(uint8_t *section, int64_t numel) {
     }
 }
 
-#define UPDATES_SUM 0x1268EF35u
+#define UPDATES_SUM 0x1D36A8BEu
 enum { ISA_NUMEL = 1024 };
 typedef uint8_t isa_sections[INF_SECTION_MAX][4 * ISA_NUMEL] __attribute__((aligned(64)));
 
 /* One update of the first elements, by the chosen kernels. */
-static void update_part(int32_t format, isa_sections at, const uint8_t *grad, int32_t grad_dtype,
-                        int64_t numel) {
+static void update_part(int32_t format, isa_sections at, uint8_t *grad, int32_t grad_dtype,
+                        int64_t numel, int32_t algorithm) {
     int32_t itemsize[INF_SECTION_MAX], group[INF_SECTION_MAX];
     const int32_t count = inf_format_sections(format, itemsize, group);
     const inf_hyper hyper = {.decay = 0.99f, .beta1 = 0.9f, .one_minus_beta1 = 0.1f,
                              .beta2 = 0.999f, .one_minus_beta2 = 0.001f, .eps = 1e-8f,
-                             .bc2_sqrt = 0.5f, .step_size = 1e-3f, .key = 7};
+                             .bc2_sqrt = 0.5f, .step_size = 1e-3f, .key = 7,
+                             .algorithm = algorithm,
+                             .flags = numel % 2 ? INF_FLAG_NESTEROV : 0};
     uint8_t *section[INF_SECTION_MAX] = {NULL};
-    for (int32_t s = 0; s < count; s++) section[s] = at[s];
+    uint32_t needed = inf_update_sections(format, &hyper);
+    if (format == INF_FORMAT_SPLIT && numel % 16 != 0) needed |= 8; /* signs of masters */
+    for (int32_t s = 0; s < count; s++)
+        if (needed >> s & 1u) section[s] = at[s];
     inf_update(format, section, grad, grad_dtype, numel, 0, &hyper);
     for (int32_t s = 0; s < count; s++)
         if (itemsize[s] == 4 && group[s] <= 1) same_payloads(at[s], ISA_NUMEL);
+    if (grad_dtype == INF_GRAD_FP32) same_payloads(grad, ISA_NUMEL);
 }
 
 /* Updates by every instruction set have the same bits, on every machine: those of this checksum. */
@@ -417,7 +446,8 @@ static void check_updates(void) {
         if (!inf_isa_select(NAMES[i])) continue;
         uint64_t random = 1;
         uint32_t sum = 0;
-        for (int32_t k = 0; k < 4 * 3 * 8 * 4; k++) {
+        for (int32_t k = 0; k < 4 * 3 * 8 * 3 * 2; k++) {
+            static const int32_t ALGORITHMS[] = {INF_ADAMW, INF_MUON_MOMENTUM, INF_MUON};
             const int32_t format = FORMATS[k % 4], dtype = INF_GRAD_BF16 + k / 4 % 3;
             int32_t itemsize[INF_SECTION_MAX], group[INF_SECTION_MAX];
             const int32_t count = inf_format_sections(format, itemsize, group);
@@ -427,9 +457,11 @@ static void check_updates(void) {
                              itemsize[s] == 4);
             draw_section(grad, sizeof grad, &random, dtype != INF_GRAD_FP32,
                          dtype == INF_GRAD_FP32);
-            update_part(format, at, grad, dtype, NUMELS[k / 12 % 8]);
+            update_part(format, at, grad, dtype, NUMELS[k / 12 % 8], ALGORITHMS[k / 96 % 3]);
             for (int32_t s = 0; s < count; s++) sum = inf_crc32c(sum, at[s], sizeof at[s]);
+            sum = inf_crc32c(sum, grad, sizeof grad);
         }
+        if (sum != UPDATES_SUM) fprintf(stderr, "%s: 0x%08Xu\n", NAMES[i], sum);
         CHECK(sum == UPDATES_SUM);
     }
     CHECK(inf_isa_select(chosen) == 1);

@@ -25,12 +25,13 @@ from hypothesis.stateful import (
 
 from infinity import aio
 from infinity._src.cabi import records
+from infinity._src.kernels.hyper import hyper_row_muon, hyper_row_muon_momentum
 from infinity.errors import AioCancelledError, DeviceFailedError
+from tests.oracle import update_sections
 from tests.unit.aio.rig import (
     BACKENDS,
     NUMEL,
     Rig,
-    adamw,
     hyper_record,
     outcome,
     random_chunk,
@@ -39,6 +40,12 @@ from tests.unit.aio.rig import (
 
 CHUNKS = 4
 INDEX = st.integers(0, CHUNKS - 1)
+MOMENTUM = hyper_row_muon_momentum(momentum=0.9, nesterov=True).reshape(1)
+MASTERS = hyper_row_muon(step_size=0.1, decay=0.999).reshape(1)
+UNNEEDED = {False: 0b01011, True: 0b01100}
+"""Sections that Muon's update of the momenta, and that of the masters, may leave out."""
+TIES = slice(0, NUMEL, 1000)
+"""Elements with masters half-way between two parameters, in some stores."""
 TRANSPARENT = st.sampled_from(
     [
         None,
@@ -124,10 +131,17 @@ class ExecutorMachine(RuleBasedStateMachine):
         gradient = [self.rng.integers(0x3C00, 0x3F00, NUMEL).astype(np.uint16)]
         return random_chunk(self.rng) + gradient[: len(self.rig.dtypes) - 4]
 
-    @rule(index=INDEX, mask=st.integers(1, 31))
-    def store(self, index: int, mask: int) -> None:
+    @rule(index=INDEX, mask=st.integers(1, 31), ties=st.booleans())
+    def store(self, index: int, mask: int, ties: bool = False) -> None:
         mask = mask & self.everything or 1
         value = self.random_chunk()
+        if ties:
+            hi, lo, _, v = value[:4]
+            hi[TIES] &= ~np.uint16(1)
+            lo[TIES] = -32768
+            v[TIES] *= np.float32(-1)  # the parameter is the lower one
+        if ties or np.signbit(self.model[index][3]).any():
+            mask |= 0b01011  # such signs belong to hi and lo
         self.rig.store({index: value}, mask=mask)
         self.model[index] = [
             value[s].copy() if mask >> s & 1 else section
@@ -151,11 +165,16 @@ class ExecutorMachine(RuleBasedStateMachine):
         for ticket, *_ in self.pending:
             ticket.cancel()
 
-    @rule(indexes=st.lists(INDEX, unique=True), given=st.booleans())
-    def prefetch(self, indexes: list[int], given: bool) -> None:
+    @rule(
+        indexes=st.lists(INDEX, unique=True),
+        given=st.booleans(),
+        leaves=st.lists(st.sampled_from([0, *UNNEEDED.values()]), min_size=4, max_size=4),
+    )
+    def prefetch(self, indexes: list[int], given: bool, leaves: list[int]) -> None:
         ids = self.rig.ids[indexes]
-        mask = records.MASK_PARAM_IN_MEMORY * given
-        assert 0 <= self.rig.executor.prefetch(ids, mask) <= len(ids)
+        masks = np.array(leaves, dtype=np.uint32)[: len(ids)] << aio.LEAVES_SHIFT
+        masks |= np.uint32(records.MASK_PARAM_IN_MEMORY * given)
+        assert 0 <= self.rig.executor.prefetch(ids, masks) <= len(ids)
 
     @rule(
         indexes=st.sets(INDEX, min_size=1),
@@ -173,9 +192,15 @@ class ExecutorMachine(RuleBasedStateMachine):
         given: set[int],
         in_place: bool,
         spilled: set[int],
+        hyper: np.ndarray | None = None,
+        leaves: int = 0,
+        half: bool = False,
     ) -> None:
         self.step += 1
+        hyper = hyper_record(self.step) if hyper is None else hyper
         grads = {i: self.rng.standard_normal(NUMEL).astype(np.float32) for i in sorted(indexes)}
+        if half:
+            grads = {i: (g.view(np.uint32) >> 16).astype(np.uint16) for i, g in grads.items()}
         gate = self.rig.executor.gate() if gated else None
         target = np.zeros((len(grads), NUMEL), dtype=np.uint16)
         taken: dict = {}
@@ -189,29 +214,77 @@ class ExecutorMachine(RuleBasedStateMachine):
         for i in spilled & indexes if self.spilled else ():
             sources[i] = None
             grads[i] = self.model[i][4]
-        ticket = self.rig.update(sources, gate=gate, target=target, step=self.step, given=taken)
+        # Muon's momentum update writes into the gradients.
+        grads = {i: grad.copy() for i, grad in grads.items()}
+        ticket = self.rig.update(
+            sources,
+            gate=gate,
+            target=None if leaves & 1 else target,
+            given=taken,
+            hyper=hyper,
+            leaves=leaves,
+        )
         if cancel:
             ticket.cancel()  # does nothing to an update
         for i, grad in grads.items():
             self.model[i] = [section.copy() for section in self.model[i]]
-            adamw(records.Format.SPLIT, self.model[i][:4], grad, hyper_record(self.step)[0])
-        wanted = np.stack([self.model[i][0] for i in grads])
+            update_sections(records.Format.SPLIT, self.model[i][:4], grad, hyper[0])
+        found = [target, *(sources[i] for i in grads if sources[i] is not None)]
+        parameters = [self.model[i][0] for i in grads]
+        wanted = [target * 0 if leaves & 1 else np.stack(parameters)]
+        wanted += [grads[i] for i in grads if sources[i] is not None]
         if gate is None:
-            self.pending.append((ticket, [target], [wanted]))
+            self.pending.append((ticket, found, wanted))
         else:
-            self.gates.append((gate, ticket, target, wanted))
+            self.gates.append((gate, ticket, found, wanted))
+
+    @rule(
+        indexes=st.sets(INDEX, min_size=1),
+        masters=st.booleans(),
+        leaves=st.sampled_from([0b11111, 0b11111, 0b11110, 0b01010, 0]),
+        gated=st.booleans(),
+        given=st.sets(INDEX),
+        in_place=st.booleans(),
+        spilled=st.sets(INDEX),
+        half=st.booleans(),
+    )
+    def update_of_muon(
+        self,
+        indexes: set[int],
+        masters: bool,
+        leaves: int,
+        gated: bool,
+        given: set[int],
+        in_place: bool,
+        spilled: set[int],
+        half: bool,
+    ) -> None:
+        leaves &= UNNEEDED[masters]
+        if leaves & 1:
+            gated, given = False, set()
+        self.update(
+            indexes,
+            gated,
+            False,
+            given,
+            in_place,
+            spilled if masters else set(),
+            MASTERS if masters else MOMENTUM,
+            leaves,
+            half,
+        )
 
     @rule()
     def open_a_gate(self) -> None:
         if not self.gates:
             return
-        gate, ticket, target, wanted = self.gates.pop(0)
-        if gate.open([target.ctypes.data]):
-            self.pending.append((ticket, [target], [wanted]))
+        gate, ticket, found, wanted = self.gates.pop(0)
+        if gate.open([found[0].ctypes.data]):
+            self.pending.append((ticket, found, wanted))
         else:
             self.open_late()
-            self.ended(ticket)
-            assert not target.any()
+            self.check(ticket, found[1:], wanted[1:])
+            assert not found[0].any()
 
     @rule(index=INDEX)
     def fetch_late(self, index: int) -> None:
@@ -246,8 +319,8 @@ class ExecutorMachine(RuleBasedStateMachine):
     def all_ended(self) -> None:
         """Wait for all jobs, and check all results."""
         self.wait_idle()
-        for gate, ticket, _, _ in self.gates:
-            self.ended(ticket)
+        for gate, ticket, found, wanted in self.gates:
+            self.check(ticket, found[1:], wanted[1:])
             assert gate.escaped
         for entry in self.pending:
             self.check(*entry)
@@ -330,8 +403,8 @@ class ExecutorMachine(RuleBasedStateMachine):
             return
         try:
             self.open_late()
-            for gate, ticket, _, _ in self.gates:
-                self.ended(ticket)
+            for gate, ticket, found, wanted in self.gates:
+                self.check(ticket, found[1:], wanted[1:])
                 assert gate.escaped
             for entry in self.pending:
                 self.check(*entry)
