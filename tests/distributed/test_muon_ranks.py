@@ -3,6 +3,7 @@ where gradients are."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import infinity as inf
 from infinity._src.optim.whole_matrices import matrices_of
+from infinity.errors import RankFailed, StateInvalid
 from tests import harness, models
 from tests.distributed.ranks import on_ranks
 from tests.harness import assert_same
@@ -51,6 +53,28 @@ def trained(rank: int, place: Path) -> list[Any]:
         found.append((losses, harness.values_of(model), harness.states_of(model)))
         inf.handle(model).close()
     return found
+
+
+def spoiled(rank: int, place: Path) -> str:
+    """Return the error of a rank when a momentum, which one rank transforms, is infinite."""
+    model = inf.offload(models.make(models.Small), inf.Policy())
+    optimizer = inf.Muon(model.parameters())
+    weight = model.blocks[1].up.weight  # type: ignore[union-attr]
+    state = inf.handle(model).optimizer_state(weight)
+    state["momentum_buffer"] = torch.full_like(state["momentum_buffer"], torch.inf)
+    with pytest.raises((StateInvalid, RankFailed)) as caught:
+        for batch in models.token_batches(2):
+            models.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with contextlib.suppress(StateInvalid, RankFailed):
+        inf.handle(model).close()
+    return str(caught.value)
+
+
+def test_no_rank_waits_for_a_matrix_that_cannot_be_transformed(tmp_path: Path) -> None:
+    results = on_ranks(spoiled, tmp_path / "ranks", 2)
+    assert all("blocks.1.up.weight is not finite" in text for text in results), results
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.ranks)])
