@@ -45,6 +45,7 @@ _TILES = (
     Row("tile-experts", int, "stacks of experts in tiles of K, which compute as the model's eager "
         "implementation: inf.tile_experts (whole stacks)", "K"),
 )  # fmt: skip
+OPTIMIZERS = ("adamw", "muon")
 _RANKS = ("zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback")
 _TRAINING = (
     # None by default, so that `infinity train` can tell them apart from those that were given.
@@ -56,6 +57,9 @@ _TRAINING = (
     Row("schedule", SCHEDULES, "order of micro-batches: all of them through a block before the "
         "next, each block recomputed in backward (inf.microbatched), or each through the whole "
         "model (vertical)", more={"default": "vertical"}),
+    Row("optimizer", OPTIMIZERS, "adamw, or muon: inf.Muon for hidden matrices, with the factor of "
+        "match_rms_adamw, with which rates of AdamW fit, and AdamW for the rest (adamw)",
+        more={"default": OPTIMIZERS[0]}),
     Row("lr", 3e-5, "peak learning rate (3e-5)"),
     Row("warmup", 0, "steps of linear warm-up, then linear decay to a tenth (0)"),
     Row("weight-decay", 0.01, ""),

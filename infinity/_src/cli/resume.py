@@ -37,8 +37,8 @@ from infinity._src.config.policy import Policy
 from infinity.errors import AioError
 
 RULES = (
-    "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype", "state",
-    "update", "delayed_warmup", "tile_linears", "tile_loss", "tile_experts", "lora",
+    "seq", "accumulate", "optimizer", "lr", "warmup", "weight_decay", "clip", "seed", "dtype",
+    "state", "update", "delayed_warmup", "tile_linears", "tile_loss", "tile_experts", "lora",
 )  # fmt: skip
 """Options that decide the losses of later steps, so a resumed run must not change them. --steps
 does, too, by the schedule of the learning rate, and may change: a run that has ended may go on.
@@ -50,7 +50,7 @@ TIED = "--schedule (with tied weights)"
 on the schedule."""
 BEFORE = {
     TIED: "horizontal", "--tile-linears": None, "--tile-loss": None, "--tile-experts": None,
-    "--lora": None,
+    "--lora": None, "--optimizer": "adamw",
 }  # fmt: skip
 """Values of rules that earlier releases did not store, as those releases had them."""
 

@@ -90,7 +90,13 @@ from infinity._src.cli.stop_signals import name_of, status_of
 from infinity._src.cli.torchrun import Joined, joined
 from infinity._src.cli.trackers import Tracker, open_trackers, reported
 from infinity._src.cli.train_errors import is_foreseen, say_error, text_of_error
-from infinity._src.cli.train_options import check_options, learning_rate, policy_of, slices_of
+from infinity._src.cli.train_options import (
+    check_options,
+    learning_rate,
+    make_optimizer,
+    policy_of,
+    slices_of,
+)
 from infinity._src.engine.step_log import StepMeter
 from infinity._src.engine.step_stats import micro_batches_text
 from infinity._src.measure import hardware
@@ -269,9 +275,7 @@ class _Run:
             options.out / FILE_NAME if ranks.first else None, keeps=self.source is not None
         )
         stack.callback(self.metrics.close)
-        self.optimizer = inf.AdamW(
-            self.model.parameters(), lr=options.lr, weight_decay=options.weight_decay
-        )
+        self.optimizer = make_optimizer(options, self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate(step, options.warmup, options.steps)
         )

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterable
+
+import torch
 
 import infinity as inf
 from infinity._src.cli import lora
 from infinity._src.cli.arguments import check_tiles
 from infinity._src.cli.trackers import check_installed
 from infinity._src.config.choices import given_fields
+from infinity._src.optim.muon import check_policy
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -34,6 +38,11 @@ def check_options(options: argparse.Namespace) -> None:
     # Passes of the text and ranks count from it, up to what torch's generators take.
     if options.seed >= 1 << 63:
         raise ValueError(f"--seed {options.seed} must be less than 2**63")
+    if options.optimizer == "muon" and options.tile_linears is not None:
+        raise ValueError(
+            f"--optimizer muon needs whole matrices, and --tile-linears {options.tile_linears} "
+            "cuts them; leave one out"
+        )
     check_installed(options.report_to or ())
     if options.lora is not None:
         lora.check_installed()
@@ -120,7 +129,7 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
     """Make the policy that the arguments name, for a model that computes on `device`. Raises:
     ValueError.
     """
-    return inf.Policy(
+    policy = inf.Policy(
         **given_fields(options),
         # The policy's `damaged` acts within the run, and needs steps that are transactions.
         damaged=(
@@ -131,6 +140,19 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
         device=device,
         seed=options.seed,
     )
+    if options.optimizer == "muon":
+        check_policy(policy, "--optimizer muon")
+    return policy
+
+
+def make_optimizer(
+    options: argparse.Namespace, params: Iterable[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """Make the optimizer of offloaded parameters."""
+    rates = {"lr": options.lr, "weight_decay": options.weight_decay}
+    if options.optimizer == "muon":
+        return inf.Muon(params, **rates, adjust_lr_fn="match_rms_adamw")
+    return inf.AdamW(params, **rates)
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from infinity._src.config.policy import Policy
 from infinity._src.distributed.comm_streams import PendingCollective
 from infinity._src.distributed.transport import Message
 from infinity._src.kernels.hyper import (
@@ -166,18 +167,7 @@ class Matrixwise(Optimizer):
         )
 
     def check_engine(self, engine: StepEngine) -> None:
-        policy = engine.policy
-        wrong = {
-            f"update={policy.update!r} and generations={policy.generations}": policy.speculates,
-            f"update_on={policy.update_on!r}": policy.update_on != "cpu",
-            f"grads={policy.grads!r}": policy.grads == "nvme",
-        }
-        refused = [name for name, is_wrong in wrong.items() if is_wrong]
-        if refused:
-            raise ValueError(
-                f"{self.title} does not work with {', '.join(refused)}: use update='deferred', "
-                "update_on='cpu' and grads='cpu', or inf.AdamW"
-            )
+        check_policy(engine.policy, self.title)
 
     def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:
         if is_matrix(param, group["matrixwise"]):
@@ -457,6 +447,21 @@ class Muon(Matrixwise):
 
     def step_size(self, group: dict[str, Any], rows: int, columns: int) -> float:
         return float(group["lr"]) * ADJUST_LR[group["adjust_lr_fn"]](rows, columns)
+
+
+def check_policy(policy: Policy, title: str) -> None:
+    """Raise ValueError for a policy under which an optimizer of whole matrices cannot step."""
+    wrong = {
+        f"update={policy.update!r} and generations={policy.generations}": policy.speculates,
+        f"update_on={policy.update_on!r}": policy.update_on != "cpu",
+        f"grads={policy.grads!r}": policy.grads == "nvme",
+    }
+    refused = [name for name, is_wrong in wrong.items() if is_wrong]
+    if refused:
+        raise ValueError(
+            f"{title} does not work with {', '.join(refused)}: use update='deferred', "
+            "update_on='cpu' and grads='cpu', or inf.AdamW"
+        )
 
 
 def is_matrix(param: Param, chosen: bool | None) -> bool:

@@ -722,6 +722,7 @@ def test_options_that_decide_the_losses_stay_as_they_were() -> None:
     for changed, told in (
         ((*delayed, "--delayed-warmup", "9"), "--delayed-warmup was 40 and is 9. Give"),
         ((*delayed, "--state", "bf16"), "--state was exact and is bf16. Give"),
+        ((*delayed, "--optimizer", "muon"), "--optimizer was adamw and is muon. Give"),
         ((*delayed, "--weight-decay", "1"), "--weight-decay was 0.01 and is 1.0. Give"),
         ((), "--update was delayed and is deferred. Give"),
     ):

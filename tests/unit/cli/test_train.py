@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 from transformers.models.llama import modeling_llama  # noqa: E402
 
+from infinity._src.checkpoint.directory import newest_heads  # noqa: E402
 from infinity._src.cli import hf_model  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
@@ -293,6 +294,23 @@ def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
     assert summary["state_bytes"] == pytest.approx(size * summary["params"])
 
 
+def test_muon_trains_and_goes_on(model_directory: Path, text: Path, tmp_path: Path) -> None:
+    # In the warm-up a rate does not depend on --steps.
+    chosen = ["--optimizer", "muon", "--warmup", "9", "--no-trace", "--no-save"]
+
+    def losses(name: str, *more: str) -> list[float]:
+        out = tmp_path / name
+        status, shown = train(model_directory, "--text", text, "--out", out, *SMALL, *chosen, *more)
+        assert status == 0, shown
+        return [row["loss"] for row in records(out, "step")]
+
+    losses("kept", "--steps", "1", "--save-every", "1")
+    (entry,) = newest_heads(tmp_path / "kept" / "checkpoint")[0].optimizers
+    assert entry.title == "Muon"
+    parts = losses("kept", "--steps", "3", "--save-every", "3", "--resume")
+    assert parts == losses("whole", "--steps", "3", *on_nvme(tmp_path / "swap"))
+
+
 @pytest.mark.parametrize(("flags", "dtype"), [((), "float32"), (("amx_bf16",), "bfloat16")])
 def test_a_cpu_without_bf16_instructions_computes_in_float32(
     model_directory: Path,
@@ -427,6 +445,11 @@ def test_gradients_spill_past_the_memory_that_is_given(
         (["--seed=-1"], "--seed -1"),
         (["--params", "nvme"], "nvme"),
         (["--update", "backward"], "give --clip 0"),
+        (
+            ["--optimizer", "muon", "--update", "backward", "--generations", "2", "--no-save"],
+            "--optimizer muon does not work with update='backward' and generations=2: use",
+        ),
+        (["--optimizer", "muon", "--tile-linears", "2"], "cuts them; leave one out"),
         (["--delayed-warmup", "3"], "--update delayed only"),
         (["--activations", "nvme", "--nvme", "."], "add --checkpointing"),
         (
