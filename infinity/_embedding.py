@@ -20,7 +20,7 @@ import infinity as inf
 STATES = "infinity"
 """Directory of the engine's states inside a trainer's checkpoint."""
 
-_OPTIMIZERS = (inf.AdamW, inf.SGD, inf.Lion, inf.Elementwise)
+_OPTIMIZERS = (inf.AdamW, inf.SGD, inf.Lion, inf.Elementwise, inf.Matrixwise)
 # Attributes under which wrappers of trainers keep the optimizer.
 _WRAPPED = ("optimizer", "_optimizer")
 

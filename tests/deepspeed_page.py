@@ -105,6 +105,13 @@ def _optimizers() -> str:
         "\n### Types of optimizers\n\n"
         "DeepSpeed's names may have any case; torch's must be exact. Defaults are "
         "DeepSpeed's. All\nothers are refused.\n\n"
+        "Muon updates parameters of two dimensions or more whose name has neither `embed` nor "
+        "`lm_head`,\nas `initialize` of DeepSpeed marks them by `use_muon`, and all others by "
+        "AdamW. Momentum, Nesterov\nand the factor are those of DeepSpeed. Products round in "
+        "another order, and norms are 1e-7 or more,\nwhere DeepSpeed adds 1e-7. Set "
+        "`\"ns_method\": \"standard\"`: the default, `gram`, iterates in fp16. Set\n"
+        "`\"gradient_clipping\": 0`: DeepSpeed clips by the norm of the orthogonalized "
+        "matrices.\n\n"
         "| `optimizer.type` | here | `optimizer.params` |\n|---|---|---|\n" + "".join(rows) +
         "\n### Types of schedules\n\n"
         "| `scheduler.type` | `scheduler.params` that it needs | and may have |\n|---|---|---|\n"
@@ -115,7 +122,7 @@ def _optimizers() -> str:
 
 
 def _class(name: str) -> str:
-    kernel = name in ("AdamW", "Lion", "SGD")
+    kernel = name in ("AdamW", "Lion", "SGD", "Muon")
     return f"`inf.{name}`" if kernel else f"`inf.Elementwise(torch.optim.{name}, ...)`"
 
 

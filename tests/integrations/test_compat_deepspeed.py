@@ -376,6 +376,33 @@ def test_groups_of_model_parameters_for_the_configurations_optimizer() -> None:
     engine.destroy()
 
 
+def test_muon_splits_groups_by_names_and_shapes() -> None:
+    chosen = {"type": "Muon", "params": {"lr": 0.1, "adam_lr": 0.5, "ns_method": "standard"}}
+    model, plain = net(), net()
+    parts = [list(model.layers[0].parameters()), list(model.layers[1].parameters())]
+    engine = built(
+        model,
+        config(optimizer=chosen, gradient_clipping=0),
+        model_parameters=[{"params": parts[0], "momentum": 0.5}, {"params": parts[1], "lr": 0.2}],
+    )
+    assert isinstance(engine.basic_optimizer, inf.Muon)
+    groups = engine.optimizer.param_groups
+    for group in groups:
+        assert {param.ndim > 1 for param in group["params"]} == {group["matrixwise"]}
+    assert [group["name"] for group in groups][:2] == ["group0-muon-params", "group0-adam-params"]
+    assert engine.get_lr() == [0.1, 0.5, 0.2, 0.2]
+    assert [group["momentum"] for group in groups[::2]] == [0.5, 0.95]
+    train(engine, batches(1))
+    (x, y), = batches(1)
+    plain(x, y).backward()
+    matrix = plain.layers[1].weight
+    torch.optim.Muon([matrix], lr=0.2, weight_decay=0.0).step()
+    torch.testing.assert_close(
+        values_of(engine.module)["layers.1.weight"], matrix.detach(), atol=1e-5, rtol=1e-5
+    )
+    engine.destroy()
+
+
 @pytest.mark.parametrize("decay", [0.5, 0.0])
 def test_adam_of_the_configuration_with_the_decay_of_a_group(decay: float) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -74,6 +74,7 @@ FP16 = (("fp16.enabled", True),)
 OPTIMIZED = (("optimizer.type", "AdamW"),)
 Z, P, O = "zero_optimization.", "optimizer.params.", "optimizer.type"  # noqa: E741
 S, T = "scheduler.params.", "scheduler.type"
+MUON = ((P + "ns_method", "standard"), (O, "Muon"), ("gradient_clipping", 0))
 ONE_CYCLE = ((T, "OneCycle"), (S + "cycle_min_lr", 0.1), (S + "cycle_max_lr", 0.2))
 COSINE = ((T, "WarmupCosineLR"), (S + "total_num_steps", 9))
 MICRO = (("train_micro_batch_size_per_gpu", 2),)
@@ -153,6 +154,9 @@ CASES: list[tuple[str, Any, dict[str, Any], tuple[tuple[str, Any], ...]]] = [
     (P + "weight_decay", 1, {"optimizer.weight_decay": 1.0}, OPTIMIZED),
     (P + "adam_w_mode", False, {"optimizer.class": "Adam"}, ((O, "adam"),)),
     (P + "torch_adam", True, {"optimizer.weight_decay": 0.01}, OPTIMIZED),
+    (P + "muon_lr", 0.5, {"optimizer.lr": 0.5, "optimizer.adam_lr": 3e-4}, MUON),
+    (P + "adam_lr", 0.5, {"optimizer.lr": 0.02, "optimizer.adam_lr": 0.5}, MUON),
+    (P + "ns_method", "standard", {"optimizer.class": "Muon"}, MUON[1:]),
     (P + "lr_decay", 0.1, {"optimizer.lr_decay": 0.1, "optimizer.lr": 0.01}, ((O, "Adagrad"),)),
     (P + "etas", [0.5, 1.2], {"optimizer.etas": (0.5, 1.2)}, ((O, "Rprop"),)),
     (P + "step_sizes", [1e-6, 50], {"optimizer.step_sizes": (1e-6, 50.0)}, ((O, "Rprop"),)),
@@ -299,6 +303,7 @@ REFUSED_CASES: dict[str, tuple[Any, list[Any], str]] = {
     "fp16.fp16_master_weights_and_grads": (True, [False], "masters always have 32 bits"),
     "gradient_allreduce_op": ("sum", ["mean", "MEAN"], 'set "mean"'),
     P + "bias_correction": (False, [True], "set true"),
+    P + "per_head_muon": (True, [False], "leave it out"),
     P + "amsgrad": (True, [False], "leave it out"),
     P + "maximize": (True, [False], "negate the loss"),
     P + "differentiable": (True, [False], "leave it out"),
@@ -579,7 +584,7 @@ def test_a_world_is_a_number_of_ranks(world: Any) -> None:
 # -- Optimizer and scheduler -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*OPTIMIZERS, "ADAMW", "LION", "Adagrad"])
+@pytest.mark.parametrize("kind", [*OPTIMIZERS.keys() - {"muon"}, "ADAMW", "LION", "Adagrad"])
 def test_an_optimizer_is_one_that_takes_its_arguments(kind: str) -> None:
     """Build it from the table: the class accepts every argument."""
     run = read((O, kind))
@@ -596,7 +601,7 @@ def test_an_optimizer_is_one_that_takes_its_arguments(kind: str) -> None:
     assert {*defaults, *more} - {"adam_w_mode", "torch_adam"} <= {*taken, *kept}
 
 
-@pytest.mark.parametrize("kind", ["Lamb", "Muon", "OneBitAdam", "sgd", "Frobnicate"])
+@pytest.mark.parametrize("kind", ["Lamb", "OneBitAdam", "sgd", "Frobnicate"])
 def test_another_optimizer_is_refused(kind: str) -> None:
     found = message(config((O, kind)))
     assert f'optimizer.type="{kind}" is refused' in found
@@ -621,6 +626,21 @@ def test_adam_decays_as_deepspeed_does() -> None:
     given = read((O, "AdamW"), (P + "torch_adam", True), decay).optimizer
     assert given
     assert given[1]["weight_decay"] == 0.1
+
+
+def test_muon_is_that_of_deepspeed_or_refused() -> None:
+    shared = read(*MUON, (P + "lr", 0.1), (P + "adam_lr", 0.2), (P + "eps", 1e-6)).optimizer
+    assert shared == (
+        "Muon",
+        {
+            "lr": 0.1, "adam_lr": 0.2, "momentum": 0.95, "weight_decay": 0.0,
+            "betas": (0.9, 0.95), "adam_eps": 1e-6,
+        },
+    )  # fmt: skip
+    assert 'set "ns_method": "standard"' in message(config(*MUON[1:]))
+    assert 'set "ns_method": "standard"' in message(config(*MUON[1:], (P + "ns_method", "gram")))
+    assert 'set "gradient_clipping": 0' in message(config(*MUON[:2]))
+    assert "set true, or leave" in message(config(*MUON, (P + "adam_w_mode", False)))
 
 
 def test_an_argument_of_another_optimizer_is_refused() -> None:

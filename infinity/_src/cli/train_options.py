@@ -15,7 +15,6 @@ from infinity._src.cli import lora
 from infinity._src.cli.arguments import check_tiles
 from infinity._src.cli.trackers import check_installed
 from infinity._src.config.choices import given_fields
-from infinity._src.optim.muon import check_policy
 
 
 def check_options(options: argparse.Namespace) -> None:
@@ -141,7 +140,7 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
         seed=options.seed,
     )
     if options.optimizer == "muon":
-        check_policy(policy, "--optimizer muon")
+        inf.Muon.check_policy(policy, "--optimizer muon")
     return policy
 
 

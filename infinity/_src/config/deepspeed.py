@@ -383,7 +383,8 @@ class DeepSpeedRun:
     policy: fields for `inf.Policy.from_deepspeed(run)`. dtype: "bfloat16" or "float16", to which
     parameters are cast; None: not cast. autocast: the dtype of autocast around forward; "float16"
     without `loss_scaling` needs torch's GradScaler. clip_norm: 0.0: none. optimizer: (name of a
-    class of `inf` or, for `inf.Elementwise`, of torch.optim; arguments). scheduler: (name of a
+    class of `inf` or, for `inf.Elementwise`, of torch.optim; arguments; of Muon `adam_lr`, too: the
+    rate of what is no matrix). scheduler: (name of a
     DeepSpeed or torch schedule; arguments). cast_inputs: cast floating inputs of forward to fp16.
     buffer_dtype: dtype of floating buffers, except those of keep_in_fp32 ("auto": named by a
     transformers model). managed_accumulation: the engine counts micro-batches. drop_last: of a
@@ -764,6 +765,10 @@ OPTIMIZERS: dict[str, tuple[str, Mapping[str, Any], frozenset[str]]] = {
     "lion": (
         "Lion", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}, frozenset(),
     ),
+    "muon": (
+        "Muon", {"betas": (0.9, 0.95), "eps": 1e-10, "momentum": 0.95, "weight_decay": 0.0},
+        frozenset(["adam_lr", "adam_w_mode", "lr", "muon_lr", "ns_method", "torch_adam"]),
+    ),
     "adagrad": (
         "Adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
         frozenset(["lr_decay", "initial_accumulator_value"]),
@@ -793,7 +798,7 @@ OPTIMIZERS: dict[str, tuple[str, Mapping[str, Any], frozenset[str]]] = {
 """Optimizer type -> (class, DeepSpeed's default arguments, further arguments). DeepSpeed's types
 are case-insensitive, torch's are not.
 """
-_KERNELS = ("AdamW", "Lion", "SGD")
+_KERNELS = ("AdamW", "Lion", "SGD", "Muon")
 _PARAMS = "optimizer.params."
 
 
@@ -828,12 +833,49 @@ def _optimizer(given: Given) -> tuple[str, dict[str, Any]] | None:
     arguments = {**defaults, **arguments}
     if name == "AdamW":
         name = _adam(given, kind, arguments)
+    if name == "Muon":
+        _muon(given, arguments)
     given.became("optimizer.type", f"inf.{name}" if name in _KERNELS else _elementwise(name))
     if name not in _KERNELS:
         given.differs("optimizer.type", _without_kernel(name, arguments))
     for key in arguments:
         given.became(_PARAMS + key, f"{key}={arguments[key]!r}")
     return name, arguments
+
+
+def _muon(given: Given, arguments: dict[str, Any]) -> None:
+    """Convert the arguments of DeepSpeed's Muon to those of `inf.Muon`, and `adam_lr`. Raises:
+    ValueError for what DeepSpeed computes otherwise.
+    """
+    if arguments.pop("ns_method", "gram") != "standard":
+        raise ValueError(
+            'optimizer.params.ns_method is "gram", also by default: DeepSpeed iterates on the Gram '
+            'matrix in fp16, which the engine does not; set "ns_method": "standard"'
+        )
+    if given["gradient_clipping"]:
+        raise ValueError(
+            f"gradient_clipping={given['gradient_clipping']:g} (1 by default) with Muon: DeepSpeed "
+            "clips by the norm of the orthogonalized matrices, the engine by that of the "
+            'gradients; set "gradient_clipping": 0'
+        )
+    if not arguments.pop("adam_w_mode", True):
+        raise ValueError(
+            "optimizer.params.adam_w_mode=false with Muon: what is no matrix gets AdamW here; set "
+            "true, or leave it out"
+        )
+    arguments.pop("torch_adam", None)
+    shared = arguments.pop("lr", None)
+    for rate, default in (("muon_lr", 0.02), ("adam_lr", 3e-4)):
+        arguments.setdefault(rate, default if shared is None else shared)
+    arguments["lr"] = arguments.pop("muon_lr")
+    arguments["adam_eps"] = arguments.pop("eps")
+    given.became(_PARAMS + "muon_lr", f"lr={arguments['lr']!r}")
+    given.became(_PARAMS + "eps", f"adam_eps={arguments['adam_eps']!r}")
+    given.differs(
+        "optimizer.type",
+        "inf.Muon: the iteration of torch.optim.Muon, in which products round in another order, "
+        "and norms are 1e-7 or more, where DeepSpeed adds 1e-7",
+    )
 
 
 def _elementwise(name: str) -> str:

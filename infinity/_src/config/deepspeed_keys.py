@@ -599,7 +599,7 @@ ZERO = below(
     ),
     ignored("override_module_apply", FLAG, "`inf.offload` takes a module that exists already"),
     ignored("log_trace_cache_warnings enable_sanity_checks", FLAG, "checks are always made"),
-    ignored("save_muon_momentum_buffer_in_memory", FLAG, "the engine has no Muon"),
+    ignored("save_muon_momentum_buffer_in_memory", FLAG, "`optim` says where momenta rest"),
     ignored(
         "leaf_module.classes leaf_module.names leaf_module.name_suffixes", TEXTS,
         "each block is gathered whole; `units` names other blocks, and `infinity.compat.deepspeed` "
@@ -675,6 +675,12 @@ UPDATES = _flat((
             mapped("torch_adam", FLAG, "weight_decay defaults to torch's; the update is the same",
                    False),
             mapped("momentum", number(0), _OF_OPTIMIZER),
+            mapped("muon_lr", number(0), "of Muon: the rate of matrices, in place of lr"),
+            mapped("adam_lr", number(0), "of Muon: the rate of the rest, in place of lr"),
+            mapped(
+                "ns_method", choice("standard", "gram"),
+                'of Muon: "standard"; "gram", DeepSpeed\'s default, is refused',
+            ),
             mapped("dampening", number(), _OF_OPTIMIZER),
             mapped("nesterov", FLAG, _OF_OPTIMIZER),
             mapped("lr_decay", number(0), _OF_OPTIMIZER),
@@ -699,6 +705,9 @@ UPDATES = _flat((
             refused(
                 "bias_correction", off_at(True), "AdamW corrects its moments: set true, or leave "
                 "it out",
+            ),
+            refused(
+                "per_head_muon", off_at(False), "leave it out: a matrix of all heads is one matrix"
             ),
             refused("amsgrad", off_at(False), "leave it out: DeepSpeed's Adam has none either"),
             refused("maximize", off_at(False), "leave it out, and negate the loss"),

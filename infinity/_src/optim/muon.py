@@ -166,8 +166,23 @@ class Matrixwise(Optimizer):
             "True, False or None",
         )
 
+    @staticmethod
+    def check_policy(policy: Policy, title: str) -> None:
+        """Raise ValueError for a policy under which an optimizer of whole matrices cannot step."""
+        wrong = {
+            f"update={policy.update!r} and generations={policy.generations}": policy.speculates,
+            f"update_on={policy.update_on!r}": policy.update_on != "cpu",
+            f"grads={policy.grads!r}": policy.grads == "nvme",
+        }
+        refused = [name for name, is_wrong in wrong.items() if is_wrong]
+        if refused:
+            raise ValueError(
+                f"{title} does not work with {', '.join(refused)}: use update='deferred', "
+                "update_on='cpu' and grads='cpu', or inf.AdamW"
+            )
+
     def check_engine(self, engine: StepEngine) -> None:
-        check_policy(engine.policy, self.title)
+        self.check_policy(engine.policy, self.title)
 
     def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:
         if is_matrix(param, group["matrixwise"]):
@@ -447,21 +462,6 @@ class Muon(Matrixwise):
 
     def step_size(self, group: dict[str, Any], rows: int, columns: int) -> float:
         return float(group["lr"]) * ADJUST_LR[group["adjust_lr_fn"]](rows, columns)
-
-
-def check_policy(policy: Policy, title: str) -> None:
-    """Raise ValueError for a policy under which an optimizer of whole matrices cannot step."""
-    wrong = {
-        f"update={policy.update!r} and generations={policy.generations}": policy.speculates,
-        f"update_on={policy.update_on!r}": policy.update_on != "cpu",
-        f"grads={policy.grads!r}": policy.grads == "nvme",
-    }
-    refused = [name for name, is_wrong in wrong.items() if is_wrong]
-    if refused:
-        raise ValueError(
-            f"{title} does not work with {', '.join(refused)}: use update='deferred', "
-            "update_on='cpu' and grads='cpu', or inf.AdamW"
-        )
 
 
 def is_matrix(param: Param, chosen: bool | None) -> bool:

@@ -112,7 +112,7 @@ def plan_optimizer(
     if optimizer is None and settings.run.optimizer is None:
         return None
     if optimizer is None:
-        plan = _of_configuration(settings, given)
+        plan = _of_configuration(settings, model, given)
     else:
         client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(given)
         plan = _of_client(settings, client)
@@ -125,7 +125,9 @@ def plan_optimizer(
     return plan
 
 
-def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
+def _of_configuration(
+    settings: Settings, model: torch.nn.Module, given: list[Any]
+) -> OptimizerPlan:
     assert settings.run.optimizer is not None
     name, arguments = settings.run.optimizer
     groups = [dict(each) for each in given if isinstance(each, Mapping)]
@@ -138,6 +140,9 @@ def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     for group in groups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    if name == "Muon":
+        arguments = dict(arguments)
+        groups = _muon_groups(model, groups, arguments.pop("adam_lr"))
     coupled = name == "Adam" and not any(
         group.get("weight_decay", arguments["weight_decay"]) for group in groups
     )
@@ -146,8 +151,41 @@ def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     return OptimizerPlan(twin, [group for group in groups if group["params"]], coupled=coupled)
 
 
+def _muon_groups(model: torch.nn.Module, groups: list[Group], adam_lr: float) -> list[Group]:
+    """Mark parameters by `use_muon`, and split each group by it, as DeepSpeed does."""
+    for name, param in model.named_parameters():
+        shape = getattr(param, "ds_shape", param.shape)
+        plain = any(word in name.lower() for word in ("embed", "lm_head"))
+        param.use_muon = len(shape) > 1 and not plain  # type: ignore[attr-defined]
+        if len(shape) > 3 and param.use_muon:  # type: ignore[attr-defined]
+            raise DeepSpeedRefusal(
+                f"Muon with {name} of shape {tuple(shape)}: DeepSpeed flattens it to a matrix, "
+                "which the engine does not; give initialize(optimizer=lambda params: "
+                "inf.Muon(params)), which updates it by AdamW"
+            )
+    found = []
+    for index, group in enumerate(groups):
+        prefix = group.get("name") or (f"group{index}" if len(groups) > 1 else None)
+        for matrices, label, keys in (
+            (True, "muon", ("lr", "momentum", "weight_decay")),
+            (False, "adam", ("lr", "betas", "eps", "weight_decay")),
+        ):
+            half: Group = {} if matrices else {"lr": adam_lr}
+            half |= {key: group[key] for key in keys if key in group}
+            if "eps" in half:
+                half["adam_eps"] = half.pop("eps")
+            half["params"] = [
+                param
+                for param in group["params"]
+                if param.requires_grad and getattr(param, "use_muon", None) is matrices
+            ]
+            name = f"{prefix}-{label}-params" if prefix else f"{label}-params"
+            found.append({**half, "matrixwise": matrices, "name": name})
+    return found
+
+
 def _maker(name: str, arguments: Mapping[str, Any]) -> Callable[[list[Group]], Any]:
-    if name in ("AdamW", "Lion", "SGD"):
+    if name in ("AdamW", "Lion", "SGD", "Muon"):
         made = getattr(inf, name)
         return lambda groups: made(groups, **arguments)
     kind = getattr(torch.optim, name)

@@ -283,11 +283,11 @@ class ConfigNames:
     # -- optimizer and schedule --------------------------------------------------------------------
 
     def optimizer_name(self) -> str | None:
-        """Return the configuration's optimizer type: adam, adamw, lion and adagrad in lower case,
-        others as written; None without one.
+        """Return the configuration's optimizer type: adam, adamw, lion, adagrad, muon in lower
+        case, others as written; None without one.
         """
         name = self.settings.section("optimizer").get("type")
-        own = ("adam", "adamw", "lion", "adagrad")
+        own = ("adam", "adamw", "lion", "adagrad", "muon")
         return name.lower() if isinstance(name, str) and name.lower() in own else name
 
     def optimizer_params(self) -> Mapping[str, Any] | None:
