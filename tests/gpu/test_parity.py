@@ -27,18 +27,15 @@ TWINS_ON_CPU = True
 
 SIX = Training(models.llama, steps=6)
 MIN: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}
-PLACES = {
-    name: test_bitwise.PLACEMENTS[name]
-    for name in (
-        "all in memory",
-        "cpu",
-        "cpu min",
-        "optimizer on nvme",
-        "nvme min",
-        "nvme threads",
-        "nvme generous",
-        "small units",
-    )
+PLACES: dict[str, dict[str, Any]] = {
+    "all in memory": {"params": "device", "optim": "cpu"},
+    "cpu": {"params": "cpu", "optim": "cpu"},
+    "cpu min": {"params": "cpu", "optim": "cpu", "ram": "min"},
+    "optimizer on nvme": {"params": "device", "optim": "nvme", "ram": "min"},
+    "nvme min": MIN,
+    "nvme threads": {**MIN, "io_backend": "threads"},
+    "nvme generous": {"params": "nvme", "optim": "nvme"},
+    "small units": {**MIN, "unit_bytes_max": 8192},
 }
 
 
