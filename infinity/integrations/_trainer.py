@@ -706,11 +706,11 @@ def _check_trainer(trainer: Any) -> None:
         check_optimizer(trainer.optimizer)
     given = trainer.optimizer_cls_and_kwargs
     if given is not None and not issubclass(
-        given[0], (inf.AdamW, inf.SGD, inf.Lion, inf.Elementwise)
+        given[0], (inf.AdamW, inf.SGD, inf.Lion, inf.Elementwise, inf.Matrixwise)
     ):
         raise ValueError(
             f"optimizer_cls_and_kwargs=({given[0].__name__}, ...) is no optimizer of the engine: "
-            "give inf.AdamW, inf.SGD, inf.Lion, or a subclass of inf.Elementwise"
+            "give inf.AdamW, inf.SGD, inf.Lion, inf.Muon, or a subclass of inf.Elementwise"
         )
 
 

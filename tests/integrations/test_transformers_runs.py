@@ -586,8 +586,9 @@ def test_an_optimizer_that_the_script_makes_is_refused(tmp_path: Path) -> None:
         run.train()
 
 
-def test_an_optimizer_of_the_engine_by_class(tmp_path: Path) -> None:
-    given = {"optimizer_cls_and_kwargs": (inf.Lion, {"lr": 1e-3})}
+@pytest.mark.parametrize("kind", [inf.Lion, inf.Muon])
+def test_an_optimizer_of_the_engine_by_class(kind: Any, tmp_path: Path) -> None:
+    given = {"optimizer_cls_and_kwargs": (kind, {"lr": 1e-3})}
     run = trainer(tmp_path, policy={}, given=given)
     ended = end_of(run)
     assert len(ended.losses) == 6
