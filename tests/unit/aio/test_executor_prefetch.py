@@ -10,8 +10,10 @@ import pytest
 
 from infinity import aio
 from infinity._src.cabi import records
+from infinity._src.kernels.hyper import hyper_row_muon_momentum
 from infinity.aio import TRACK_READ
 from infinity.errors import AioClosedError, ChecksumError, DeviceFailedError
+from tests.oracle import update_sections
 from tests.unit.aio.rig import NUMEL, adamw, hyper_record, outcome, random_chunk, same
 
 LONG_S = 30.0
@@ -274,6 +276,26 @@ def test_a_section_that_will_be_given_is_not_read_ahead(make_rig, rng, asked, co
     rig.update({0: grads[0]}, given={0: values[0][0]} if comes else None).wait(20)
     assert rig.executor.stats().bytes_read == total * NUMEL
     assert same(rig.read(0), updated(values[0], grads[0]))
+
+
+@pytest.mark.parametrize(("versioned", "total"), [(False, 4), (True, 12)])
+def test_only_sections_that_the_update_reads_are_read_ahead(make_rig, rng, versioned, total):
+    """A momentum, which is 4 B of the 12; the update of a committed chunk reads all of it, for a
+    new version."""
+    rig, values, grads = prepared(make_rig, rng, versioned=versioned)
+    if versioned:
+        rig.executor.commit(rig.ids)
+    leaves = 0b1011
+    rig.executor.prefetch(rig.ids[:1], leaves << aio.LEAVES_SHIFT)
+    eventually(lambda: rig.executor.stats().bytes_read == total * NUMEL)
+    hyper = hyper_row_muon_momentum(momentum=0.9, nesterov=True).reshape(1)
+    wanted, matrix = [section.copy() for section in values[0]], grads[0].copy()
+    update_sections(records.Format.SPLIT, wanted, matrix, hyper[0])
+    rig.update({0: grads[0]}, hyper=hyper, leaves=leaves).wait(20)
+    assert rig.executor.stats().bytes_read == total * NUMEL
+    assert rig.executor.stats().reads_ahead_dropped == 0
+    assert same(rig.read(0), wanted)
+    assert np.array_equal(grads[0], matrix)
 
 
 def test_what_was_asked_for_and_made_room_is_read_again(make_rig, rng):
