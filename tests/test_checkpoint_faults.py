@@ -119,13 +119,17 @@ def first_two(checkpoint: Checkpoint) -> list[int]:
     return [0, 1]
 
 
-def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(
-    several: Path, tmp_path: Path
-) -> None:
+@pytest.fixture
+def copied(several: Path, tmp_path: Path) -> Path:
+    """A copy of a checkpoint of several flats, to be damaged."""
     place = tmp_path / "ckpt"
     shutil.copytree(several, place)
-    (file,) = place.glob("data-*")
-    with Checkpoint.open(place) as checkpoint:
+    return place
+
+
+def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(copied: Path) -> None:
+    (file,) = copied.glob("data-*")
+    with Checkpoint.open(copied) as checkpoint:
         first, second = first_two(checkpoint)
         section_at = int(checkpoint.manifests[0].rows[0]["section_at"][0])
         whole = file.read_bytes()
@@ -141,12 +145,10 @@ def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(
 
 
 def test_of_chunks_that_are_read_together_the_damaged_one_is_named(
-    several: Path, tmp_path: Path
+    several: Path, copied: Path
 ) -> None:
-    place = tmp_path / "ckpt"
-    shutil.copytree(several, place)
-    (file,) = place.glob("data-*")
-    with Checkpoint.open(place) as checkpoint:
+    (file,) = copied.glob("data-*")
+    with Checkpoint.open(copied) as checkpoint:
         first, second = first_two(checkpoint)
         row = checkpoint.manifests[0].rows[1]
         at = int(row["file_offset"] + row["section_at"][1])
