@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from infinity._src.config.policy import Policy
@@ -77,6 +77,7 @@ class OptimizerRegistry:
         self._frozen: dict[Param, weakref.ref[Optimizer]] = {}
         self._unfrozen: dict[Param, None] = {}
         self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
+        self._idle_masks: dict[Flat, int] = {}  # of these flats; see `FlatNeed`
         self._has_gradient_memory = False
 
     def optimizer_of(self, param: Param) -> Optimizer | None:
@@ -106,10 +107,10 @@ class OptimizerRegistry:
             # Within the rendezvous: if one rank has closed its engine, all ranks fail.
             self._check_open()
             self._check(optimizer, params)
-            formats = self._formats_with(optimizer, params)
+            formats, idle_masks = self._formats_with(optimizer, params)
             with self._replanned():
                 # Set before the plan, which reads it; `_replanned` puts the old ones back.
-                self._formats = formats
+                self._formats, self._idle_masks = formats, idle_masks
                 self._planner.scratch_bytes = max(
                     self._planner.scratch_bytes, optimizer.scratch_bytes(formats)
                 )
@@ -198,11 +199,11 @@ class OptimizerRegistry:
         self._reducer.flush_spilled()
         # The pipeline has no tickets of prefetches.
         self._executor.wait_all()
-        before, formats_before = self._planner.saved(), self._formats
+        before, flats_before = self._planner.saved(), (self._formats, self._idle_masks)
         try:
             yield
         except BaseException:
-            self._formats = formats_before
+            self._formats, self._idle_masks = flats_before
             made = self._gradients.size_bytes + self._mode.memory_bytes
             self._planner.restore(
                 before, resident_bytes=self._store.resident_bytes, gradient_bytes=made
@@ -237,21 +238,25 @@ class OptimizerRegistry:
                     "cast the model before inf.offload, or freeze the parameter"
                 )
 
-    def _formats_with(self, optimizer: Optimizer, params: list[Param]) -> dict[Flat, Format]:
-        """Return the formats of registered flats when `optimizer` has these parameters too. Raises:
-        ValueError if two disagree.
+    def _formats_with(
+        self, optimizer: Optimizer, params: list[Param]
+    ) -> tuple[dict[Flat, Format], dict[Flat, int]]:
+        """Return the formats and the idle sections of registered flats when `optimizer` has these
+        parameters too. Raises: ValueError if two formats disagree.
         """
-        formats, wanted = dict(self._formats), set(params)
+        formats, idle_masks, wanted = dict(self._formats), dict(self._idle_masks), set(params)
         # A dict instead of a set: every rank goes through flats in the same order.
         for flat in {param.flat: None for param in params}:
             kept: dict[int, Param] = {}
             found: dict[int, Param] = {}
+            numels: dict[int, int] = {}
             for param in flat.params:
                 holder = optimizer if param in wanted else self.optimizer_of(param)
                 if holder is None:
                     continue
                 count = len(holder.moments_of(param))
                 found[count] = param
+                numels[count] = numels.get(count, 0) + param.numel
                 if not holder.shares_format:
                     kept[count] = param
             most = max(found)
@@ -267,7 +272,8 @@ class OptimizerRegistry:
                     "Policy(units=...)"
                 )
             formats[flat] = self._planner.state_format(flat, most)
-        return formats
+            idle_masks[flat] = _idle_mask(formats[flat], numels)
+        return formats, idle_masks
 
     @property
     def _registered(self) -> list[Flat]:
@@ -285,6 +291,7 @@ class OptimizerRegistry:
         changes.
         """
         formats = {flat: self._formats[flat] for flat in self._registered}
+        self._planner.idle_masks = self._idle_masks
         plan = self._planner.replan(formats, stores_gradients=self._stores_gradients)
         if plan.pools != self._planner.pools:
             self._executor.resize_pools(
@@ -319,3 +326,14 @@ class OptimizerRegistry:
                     self._reducer.accumulator(param)
         # Allocate the norms' scratch here, not in a step.
         self._grad_registry.reserve()
+
+
+def _idle_mask(form: Format, numels: Mapping[int, int]) -> int:
+    """Return the mask of the moments that fewer than half of a flat's elements have. numels:
+    elements by the number of their moments."""
+    total = sum(numels.values())
+    return sum(
+        1 << form.master_count + moment
+        for moment in range(form.count)
+        if 2 * sum(numel for count, numel in numels.items() if count > moment) < total
+    )

@@ -92,6 +92,8 @@ class PlacementPlanner:
         self._spilled: frozenset[Flat] | None = None
         self._plan: PlacementPlan | None = None
         self.scratch_bytes = 0  # of optimizers in Python; counted from the next plan on
+        # Of flats whose parameters use few of their sections; see `FlatNeed`.
+        self.idle_masks: Mapping[Flat, int] = {}
 
     @property
     def plan(self) -> PlacementPlan:
@@ -289,6 +291,7 @@ class PlacementPlanner:
                 *tiers,
                 delayed_params_bytes=delayed_bytes,
                 versions=self._policy.places,
+                idle_mask=self.idle_masks.get(flat, 0),
             )
         # Only with an explicit size: the default budget is a share of free memory, which is no
         # reason to spill.
@@ -305,6 +308,7 @@ class PlacementPlanner:
             else None,
             window_bytes=grads,
             versions=self._policy.places,
+            idle_mask=self.idle_masks.get(flat, 0),
         )
 
     def _spill_advice(self) -> str:

@@ -60,6 +60,7 @@ class FlatNeed:
         not. Such gradients take `window_bytes` of RAM in a staging window while backward fills
         them.
     versions: how many copies of its states are retained, all on the same tier; gradients have one.
+    idle_mask: sections that hardly any parameter of the flat uses, and so a step hardly moves.
     """
 
     layout: FlatLayout
@@ -71,6 +72,7 @@ class FlatNeed:
     spill_format: Format | None = None
     window_bytes: int = 0
     versions: int = 1
+    idle_mask: int = 0
 
     # Cached, since a plan asks for them once per chunk, and a large model has a million chunks.
     @functools.cached_property
@@ -178,6 +180,8 @@ def traffic(need: FlatNeed, section: int, load: StepLoad) -> tuple[int, int]:
     count = move_counts(load.update, load.micro_batches)
     if need.kind(section) == "grad":
         return count.grads_read, count.grads_written
+    if need.idle_mask >> section & 1:
+        return 0, 0
     # The first section is the parameter: gathers and the update read it.
     if section:
         return count.optim_read, count.states_written

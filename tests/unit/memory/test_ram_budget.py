@@ -243,6 +243,19 @@ def test_time_falls_linearly_and_no_stretch_is_left_out() -> None:
     assert set(per_flat) == {2}
 
 
+def test_a_section_that_a_step_hardly_moves_gets_no_ram_before_all_fits() -> None:
+    flat = need(5_000_000, "nvme", "nvme")
+    needs = [flat, dataclasses.replace(flat, idle_mask=0b1000)]
+    least, moment = least_of(needs), 4 * flat.layout.shard_numel
+    plans = [plan_placement(needs, least + ram) for ram in (20_000_000, 40_000_000)]
+    for plan in plans:
+        assert all(mask & 0b1000 for mask in plan.nvme_masks[1])
+        read, _ = step_bytes(needs, plan)
+        others = [dataclasses.replace(each, idle_mask=0) for each in needs]
+        assert step_bytes(others, plan)[0] == read + moment
+    assert not all(mask & 0b1000 for mask in plans[1].nvme_masks[0])
+
+
 def test_a_budget_that_holds_everything_uses_no_nvme_and_no_pools() -> None:
     needs = [need(3_000_000, "nvme", "nvme")]
     total = 3_000_000 * 14
