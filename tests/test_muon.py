@@ -16,8 +16,13 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine.handle import offload
-from infinity._src.kernels.newton_schulz import flops, orthogonalize, product_dtype
-from infinity.aio import Fault, Seam
+from infinity._src.kernels.newton_schulz import (
+    flops,
+    orthogonalize,
+    product_dtype,
+    scratch_numel,
+)
+from infinity.aio import Fault, Format, Seam
 from infinity.errors import StateInvalid
 from tests import harness, models
 from tests.harness import Training, assert_same
@@ -260,16 +265,18 @@ def test_a_momentum_that_is_not_finite_is_an_error() -> None:
         inf.handle(model).close()
 
 
-def test_a_rate_that_is_no_number_changes_nothing() -> None:
+@pytest.mark.parametrize(("name", "wrong"), [("lr", "fast"), ("momentum", 2), ("ns_steps", "5")])
+def test_a_value_that_is_wrong_changes_nothing(name: str, wrong: Any) -> None:
     model = inf.offload(models.make(models.Small), inf.Policy())
     optimizer = inf.Muon(model.parameters())
     models.loss_of(model, models.token_batches(1)[0]).backward()
     before = harness.states_of(model)
-    optimizer.param_groups[0]["lr"] = "fast"
-    with pytest.raises(ValueError, match="fast"):
+    right = optimizer.param_groups[0][name]
+    optimizer.param_groups[0][name] = wrong
+    with pytest.raises(ValueError, match=f"{name}={wrong!r}"):
         optimizer.step()
     assert_same(harness.states_of(model), before)
-    optimizer.param_groups[0]["lr"] = 0.02
+    optimizer.param_groups[0][name] = right
     optimizer.step()
     inf.handle(model).close()
 
@@ -311,6 +318,35 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
         assert (moved.abs() > 0.0075).float().mean() > 0.9
         inf.handle(model).close()
     assert_same(values[1], values[0])
+
+
+def test_a_function_that_returns_another_shape_is_named() -> None:
+    model = inf.offload(models.make(models.Small), inf.Policy())
+    with pytest.raises(TypeError, match="nestrov"):
+        inf.Matrixwise(torch.sum, model.parameters(), nestrov=False)  # type: ignore[call-arg]
+    optimizer = inf.Matrixwise(torch.sum, model.parameters())
+    assert optimizer.state_dict()["infinity_optimizer"] == "Matrixwise(sum)"
+    models.loss_of(model, models.token_batches(1)[0]).backward()
+    with pytest.raises(ValueError, match=r"Matrixwise\(sum\) made \(\) of blocks\.0\.up\.weight"):
+        optimizer.step()
+    with pytest.raises(StateInvalid):
+        inf.handle(model).close()
+
+
+def test_the_plan_counts_no_scratch_for_embeddings_and_no_traffic_of_second_moments(
+    tmp_path: Path,
+) -> None:
+    block = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+    model = nn.ModuleDict({"embed": nn.Embedding(512, 64), "blocks": nn.ModuleList([block])})
+    inf.offload(model.bfloat16(), policy(tmp_path, **MIN))
+    optimizer = inf.Muon(model.parameters())
+    parts = inf.handle(model).parts
+    flats = parts.split.flats
+    assert optimizer.scratch_bytes(dict.fromkeys(flats, Format.SPLIT)) == 4 * scratch_numel(64, 64)
+    idle = {flat.params[0].name: parts.tiers.planner.idle_masks[flat] for flat in flats}
+    assert idle.pop("embed.weight") == 0
+    assert set(idle.values()) == {0b1000}
+    inf.handle(model).close()
 
 
 def test_saved_and_restored_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:

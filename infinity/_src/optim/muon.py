@@ -53,7 +53,7 @@ from infinity._src.optim.base import (
     two_betas,
 )
 from infinity._src.optim.step import StepPipeline, half_done
-from infinity._src.optim.update_jobs import Work
+from infinity._src.optim.update_jobs import Work, memory_of_matrix
 from infinity._src.optim.whole_matrices import Matrix, UnitMatrices, matrices_of
 from infinity._src.params.accumulator import AccumulatorState, is_exact
 from infinity._src.params.unit import Flat, Param, Unit
@@ -113,21 +113,28 @@ class Matrixwise(Optimizer):
         nesterov: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
         adam_eps: float = 1e-8,
-        **more: Any,
     ) -> None:
         self._transform = transform
+        self._begin(
+            params,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "betas": betas,
+                "adam_eps": adam_eps,
+            },
+        )
+
+    def _begin(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._owners: dict[StepEngine, dict[Param, list[Matrix]]] = {}
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "betas": betas,
-            "adam_eps": adam_eps,
-            "matrixwise": None,
-            **more,
-        }
-        super().__init__(params, defaults)
+        Optimizer.__init__(self, params, {**defaults, "matrixwise": None})
+
+    @property
+    def title(self) -> str:
+        made = self._transform
+        return f"Matrixwise({getattr(made, '__name__', type(made).__name__)})"
 
     # -- what a subclass may change ----------------------------------------------------------------
 
@@ -199,7 +206,8 @@ class Matrixwise(Optimizer):
         scratch, whole = 0, 0
         for flat in formats:
             engine: StepEngine = flat.unit.engine
-            matrices = [param for param in flat.params if len(param.shape) in (2, 3)]
+            held = (param for param in flat.params if param in self._moments)
+            matrices = [param for param in held if self.updates_matrix(param)]
             if flat.tensor.device.type != "cpu" or not matrices:
                 continue
             shapes = [param.shape[-2:] for param in matrices]
@@ -231,8 +239,9 @@ class Matrixwise(Optimizer):
     # -- the step ----------------------------------------------------------------------------------
 
     def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
-        # A hyper-parameter that is no number raises here, before any momentum changes.
-        self.preview([param for params in live.values() for param in params])
+        # Loops change groups. A wrong value raises here, before any momentum changes.
+        for group in self.param_groups:
+            self.check_group(group)
         # Engine by engine: where one fails, no other is between its two updates.
         for engine, params in live.items():
             matrices = [param for param in params if self.updates_matrix(param)]
@@ -270,7 +279,7 @@ class Matrixwise(Optimizer):
         gradients. Blocks. gradients: this rank's part of each, 1-D. Returns the parts of the
         matrices.
         """
-        parts = {param: _as_matrix(gradient) for param, gradient in gradients.items()}
+        parts = {param: memory_of_matrix(gradient) for param, gradient in gradients.items()}
         by_unit: dict[Unit, dict[Param, Work]] = {}
         for item in work:
             by_unit.setdefault(item.param.unit, {})[item.param] = item
@@ -386,7 +395,13 @@ class Matrixwise(Optimizer):
                 f"the momentum of {matrix.param.name} is not finite, and its matrix cannot be "
                 "transformed; close this engine and start again from the last export"
             )
-        values.copy_(self.transform(there, self.group_of(matrix.param)))
+        made = self.transform(there, self.group_of(matrix.param))
+        if made.shape != values.shape:
+            raise ValueError(
+                f"{self.title} made {tuple(made.shape)} of {matrix.param.name}'s matrix of "
+                f"{matrix.shape}: the function must return a matrix of the same shape"
+            )
+        values.copy_(made)
 
 
 class Muon(Matrixwise):
@@ -422,20 +437,25 @@ class Muon(Matrixwise):
         betas: tuple[float, float] = (0.9, 0.95),
         adam_eps: float = 1e-8,
     ) -> None:
-        super().__init__(
-            lambda matrix: matrix,
+        self._begin(
             params,
-            lr,
-            weight_decay,
-            momentum,
-            nesterov,
-            betas,
-            adam_eps,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
+            {
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "momentum": momentum,
+                "nesterov": nesterov,
+                "betas": betas,
+                "adam_eps": adam_eps,
+                "ns_coefficients": ns_coefficients,
+                "eps": eps,
+                "ns_steps": ns_steps,
+                "adjust_lr_fn": adjust_lr_fn,
+            },
         )
+
+    @property
+    def title(self) -> str:
+        return type(self).__name__
 
     def check_group(self, group: dict[str, Any]) -> None:
         super().check_group(group)
@@ -497,11 +517,6 @@ def _gradient_of(param: Param) -> torch.Tensor:
     assert param.grad is not None
     assert param.grad.backing is None
     return param.grad.tensor
-
-
-def _as_matrix(part: torch.Tensor) -> torch.Tensor:
-    """Return a gradient's memory as a matrix's: bf16 in two bytes, else fp32."""
-    return part.view(torch.bfloat16) if part.dtype is torch.float16 else part
 
 
 def _exchange(

@@ -79,7 +79,14 @@ from infinity._src.optim.step_consensus import (
     failed_anywhere,
 )
 from infinity._src.optim.transaction import Transaction
-from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, jobs_of_flat, jobs_of_unit
+from infinity._src.optim.update_jobs import (
+    FlatJobs,
+    Submission,
+    Work,
+    jobs_of_flat,
+    jobs_of_unit,
+    memory_of_matrix,
+)
 from infinity._src.params.accumulator import ReadByUpdate, wait_through
 from infinity._src.params.prefetch_schedule import Phase, Progress
 from infinity._src.params.reduce import GradReducer
@@ -574,13 +581,12 @@ class StepPipeline:
         what: str,
         sends: Sequence[Message],
         receives: Sequence[Message],
-        needs: Sequence[Ticket] = (),
     ) -> PendingCollective:
-        """Start an exchange of tensors with the other ranks, after the tickets in `needs`. Never
-        blocks. Collective. what: its name, the same on all ranks.
+        """Start an exchange of tensors with the other ranks. Never blocks. Collective. what: its
+        name, the same on all ranks.
         """
         return self._comm.submit_all_gather(
-            what, lambda collectives: collectives.exchange(sends, receives), needs
+            what, lambda collectives: collectives.exchange(sends, receives)
         )
 
     def prefetch_states(self, phase: Phase, *, in_memory: bool) -> None:
@@ -694,9 +700,9 @@ def accumulated_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tenso
         assert param.grad is not None
         if param.grad.backing is None:
             gradients[param] = tensor = param.grad.tensor
+            # Else the algorithm is not read: it takes time for each parameter.
             if tensor.dtype is torch.float16 and item.algorithm is Algorithm.MUON:
-                # A matrix in the gradient's memory, which is bf16 in two bytes.
-                gradients[param] = tensor.view(torch.bfloat16)
+                gradients[param] = memory_of_matrix(tensor)
     return gradients
 
 

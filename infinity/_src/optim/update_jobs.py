@@ -145,6 +145,12 @@ def jobs_of_unit(
     return Submission(np.concatenate(jobs), np.concatenate(segs), stacked)
 
 
+def memory_of_matrix(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient's memory as that of the matrix that MUON_MOMENTUM writes there: bf16 in two
+    bytes, else fp32."""
+    return gradient.view(torch.bfloat16) if gradient.dtype is torch.float16 else gradient
+
+
 def sections_updated(form: Format, algorithm: Algorithm) -> int:
     """Return the sections that an update reads and writes, as a mask; `inf_update_sections` of
     native/kernels/optimizer_kernels.c."""

@@ -10,6 +10,7 @@ so far. So a matrix crosses the links once in each direction, 2 B per parameter 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -45,13 +46,13 @@ class Matrix(NamedTuple):
 def matrices_of(params: Sequence[Param], world: int) -> dict[Param, list[Matrix]]:
     """Return the matrices of each parameter, with their owners among `world` ranks."""
     found: dict[Param, list[Matrix]] = {}
-    loads = [0] * world
+    loads = [(0, rank) for rank in range(world)]
     for param in params:
         rows, columns = param.shape[-2:]
         found[param] = []
         for start in range(0, param.numel, rows * columns):
-            owner = loads.index(min(loads))
-            loads[owner] += flops(rows, columns)
+            load, owner = loads[0]
+            heapq.heapreplace(loads, (load + flops(rows, columns), owner))
             found[param].append(Matrix(param, start, (rows, columns), owner))
     return found
 
