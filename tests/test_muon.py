@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from infinity._src.kernels.newton_schulz import (
 from infinity.aio import Fault, Format, Seam
 from infinity.errors import StateInvalid
 from tests import harness, models
+from tests.forks import FORKSERVER
 from tests.harness import Training, assert_same
 from tests.reference import newton_schulz_of_torch
 from tests.test_bitwise import policy, wide_llama
@@ -374,3 +378,48 @@ def test_saved_and_restored_it_goes_on_with_the_same_bits(tmp_path: Path) -> Non
     train(model, optimizer, batches[2:])
     assert_same((harness.values_of(model), harness.states_of(model)), wanted)
     inf.handle(model).close()
+
+
+def durable(place: Path) -> tuple[nn.Module, inf.Muon]:
+    model = inf.offload(models.make(models.Small), policy(place, **MIN, durable=True))
+    return model, inf.Muon(model.parameters(), lr=0.02)
+
+
+def steps(model: nn.Module, optimizer: Any, first: int) -> None:
+    for batch in models.token_batches(4)[first:]:
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def killed_between_its_updates(place: Path) -> None:
+    """Train, and die in the third step, when some matrices are transformed and others not."""
+    model, optimizer = durable(place)
+    matrices = len(harness.hidden_matrices(model))
+    transform, count = optimizer.transform, itertools.count(1)
+
+    def dies(matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        if next(count) == 2 * matrices + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return transform(matrix, group)
+
+    optimizer.transform = dies  # type: ignore[method-assign]
+    steps(model, optimizer, 0)
+
+
+def test_killed_between_the_two_updates_it_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    process = FORKSERVER.Process(target=killed_between_its_updates, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    model, optimizer = durable(tmp_path)
+    found = inf.restore(model, optimizer, [tmp_path / "a", tmp_path / "b"]).step
+    assert found in (1, 2)
+    steps(model, optimizer, found)
+    plain = inf.offload(models.make(models.Small), inf.Policy())
+    undisturbed = inf.Muon(plain.parameters(), lr=0.02)
+    steps(plain, undisturbed, 0)
+    for read in (harness.values_of, harness.states_of):
+        assert_same(read(model), read(plain))
+    inf.handle(model).close()
+    inf.handle(plain).close()

@@ -83,3 +83,35 @@ def test_the_bits_are_those_of_one_rank(world: int, tmp_path: Path) -> None:
         wanted = trained(0, tmp_path / "one")
     for results in on_ranks(trained, tmp_path / "several", world):
         assert_same(results, wanted)
+
+
+def saved_halfway(rank: int, place: Path) -> Any:
+    """Save after two of four steps, and return parameters and states after all."""
+    torch.set_num_threads(1)
+    model = inf.offload(models.make(models.qwen3_moe), inf.Policy())
+    optimizer = inf.Muon(model.parameters(), lr=0.02)
+    for index, batch in enumerate(models.token_batches(4)):
+        if index == 2:
+            inf.save(model, optimizer, place.parent / "saved").wait()
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = harness.values_of(model), harness.states_of(model)
+    inf.handle(model).close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(tmp_path: Path) -> None:
+    wanted = on_ranks(saved_halfway, tmp_path / "ranks", 2)[0]
+    with harness.one_thread():
+        values = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": tmp_path}
+        model = inf.offload(models.make(models.qwen3_moe), inf.Policy(**values))
+        optimizer = inf.Muon(model.parameters(), lr=0.02)
+        inf.restore(model, optimizer, tmp_path / "saved")
+        for batch in models.token_batches(4)[2:]:
+            models.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same((harness.values_of(model), harness.states_of(model)), wanted)
+        inf.handle(model).close()
