@@ -25,6 +25,7 @@ from infinity._src.kernels.newton_schulz import (
     product_dtype,
     scratch_numel,
 )
+from infinity._src.optim.whole_matrices import is_hidden_matrix
 from infinity.aio import Fault, Format, Seam
 from infinity.errors import StateInvalid
 from tests import harness, models
@@ -175,6 +176,7 @@ class Mixed(nn.Module):
         self.embed = nn.Embedding(8, 16)
         self.positions = nn.Parameter(torch.zeros(1, 4, 16))
         self.experts = nn.Parameter(torch.zeros(2, 16, 16))
+        self.experts_bias = nn.Parameter(torch.zeros(2, 16))
         self.conv = nn.Conv1d(16, 16, 3)
         self.linear = nn.Linear(16, 16)
         self.head = nn.Sequential(nn.Linear(16, 8))
@@ -195,6 +197,19 @@ def test_which_parameters_are_matrices(chosen: bool | None) -> None:
     hidden = {"experts", "linear.weight", "head.0.weight"}
     assert found == {None: hidden, True: set(able), False: set()}[chosen]
     inf.handle(model).close()
+
+
+def test_tiles_of_whole_experts_have_whole_matrices_and_others_have_not() -> None:
+    sites = [(nn.Identity(), "down_proj")]
+    for shape, whole, hidden in (
+        ((1, 16, 8), (4, 16, 8), True),
+        ((2, 16, 8), (4, 16, 8), True),
+        ((4, 8, 8), (4, 16, 8), False),
+        ((1, 16, 8), (1, 16, 8), False),
+        ((8, 16), (16, 16), False),
+        ((16, 16), (16, 16), True),
+    ):
+        assert is_hidden_matrix(shape, whole, ["block.down_proj"], sites) == hidden, shape
 
 
 def test_the_step_consumes_the_gradients_of_matrices() -> None:

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from infinity._src.config.policy import Policy
 from infinity._src.distributed.comm_streams import PendingCollective
@@ -40,7 +39,6 @@ from infinity._src.kernels.newton_schulz import (
     STEPS,
     STEPS_MAX,
     orthogonalize,
-    scratch_numel,
 )
 from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.base import (
@@ -54,18 +52,19 @@ from infinity._src.optim.base import (
 )
 from infinity._src.optim.step import StepPipeline, half_done
 from infinity._src.optim.update_jobs import Work, memory_of_matrix
-from infinity._src.optim.whole_matrices import Matrix, UnitMatrices, matrices_of
+from infinity._src.optim.whole_matrices import (
+    Matrix,
+    UnitMatrices,
+    is_cut,
+    is_hidden_matrix,
+    is_shaped,
+    matrices_of,
+    scratch_bytes,
+)
 from infinity._src.params.accumulator import AccumulatorState, is_exact
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Format, Ticket
 from infinity.errors import AioError, StateInvalid
-
-HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
-"""Names of modules whose weight maps hidden states to outputs."""
-
-UNITS_EXCHANGED = 3
-"""Units with whole matrices in memory: one receives parts, one is transformed, and the results of
-one are sent."""
 
 ADJUST_LR: Mapping[str | None, Callable[[int, int], float]] = {
     None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -88,9 +87,9 @@ class Matrixwise(Optimizer):
     experts [experts, m, n] are one matrix each.
 
     Parameters that are no hidden matrices get AdamW in the same step, with `betas` and `adam_eps`:
-    vectors and numbers, embeddings (`nn.Embedding`, and weights tied to one), heads (modules whose
-    name is in `HEADS`), and convolutions. A group's `matrixwise` True or False decides for its
-    parameters instead.
+    vectors and numbers, biases of experts, embeddings (`nn.Embedding`, and weights tied to one),
+    heads (modules whose name is in `whole_matrices.HEADS`), and convolutions. A group's
+    `matrixwise` True or False decides for its parameters instead.
 
     `step()` blocks until the matrices are computed; the update of the masters overlaps with the
     next forward. The step consumes the gradients of matrices: clear them by zero_grad() before the
@@ -203,19 +202,15 @@ class Matrixwise(Optimizer):
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
         """Return the bytes of the scratch of one matrix on a CPU, in fp32, and on several ranks of
         the whole matrices of the units that are exchanged at once."""
-        scratch, whole = 0, 0
+        found = []
         for flat in formats:
             engine: StepEngine = flat.unit.engine
             held = (param for param in flat.params if param in self._moments)
-            matrices = [param for param in held if self.updates_matrix(param)]
-            if flat.tensor.device.type != "cpu" or not matrices:
-                continue
-            shapes = [param.shape[-2:] for param in matrices]
-            scratch = max(scratch, *(4 * scratch_numel(*shape) for shape in shapes))
-            if engine.pipeline.world > 1:
+            shapes = [tuple(param.shape) for param in held if self.updates_matrix(param)]
+            if flat.tensor.device.type == "cpu":
                 itemsize = (engine.policy.grad_dtype or flat.dtype).itemsize
-                whole = max(whole, itemsize * sum(param.numel for param in matrices))
-        return scratch + UNITS_EXCHANGED * whole
+                found.append(scratch_bytes(shapes, itemsize, engine.pipeline.world))
+        return sum(max(sizes) for sizes in zip(*found, strict=True))
 
     def hyper(
         self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]
@@ -489,27 +484,17 @@ def is_matrix(param: Param, chosen: bool | None) -> bool:
 
     Raises: ValueError for chosen=True and a parameter that is no matrix, or a tile of one.
     """
-    shaped = len(param.shape) in (2, 3) and min(param.shape[-2:]) > 0
-    # A tile of experts is whole experts only if it is cut along the first dimension.
-    place = param.place
-    cut = place is not None and (
-        len(param.shape) == 2 or tuple(param.shape[1:]) != tuple(place.whole_shape[1:])
-    )
-    if chosen is not None:
-        if chosen and (not shaped or cut):
+    if chosen:
+        cut = is_cut(param.shape, param.whole_shape)
+        if cut or not is_shaped(param.shape):
             raise ValueError(
                 f"matrixwise=True for {param.name} of shape {tuple(param.shape)}: "
                 + ("a tile has only a part of its matrix; offload the model without tiling it"
                    if cut else "only matrices [m, n] and stacks [experts, m, n] are updated so")
             )
+    if chosen is not None:
         return chosen
-    hidden = all(
-        not isinstance(module, nn.Embedding | nn.modules.conv._ConvNd) for module, _ in param.sites
-    )
-    heads = any(name.split(".")[-2:-1] == [head] for name in param.names for head in HEADS)
-    # [1, n, d] is a table of positions, and no stack of experts.
-    stack = len(param.shape) == 2 or param.shape[0] > 1
-    return shaped and stack and not cut and hidden and not heads
+    return is_hidden_matrix(param.shape, param.whole_shape, param.names, param.sites)
 
 
 def _gradient_of(param: Param) -> torch.Tensor:

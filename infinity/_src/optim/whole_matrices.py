@@ -11,14 +11,65 @@ so far. So a matrix crosses the links once in each direction, 2 B per parameter 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from infinity._src.distributed.transport import Message
-from infinity._src.kernels.newton_schulz import flops
+from infinity._src.kernels.newton_schulz import flops, scratch_numel
 from infinity._src.params.unit import Param
+
+HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
+"""Names of modules whose weight maps hidden states to outputs."""
+
+UNITS_EXCHANGED = 3
+"""Units with whole matrices in memory: one receives parts, one is transformed, and the results of
+one are sent."""
+
+Shape = tuple[int, ...]
+
+
+def is_shaped(shape: Sequence[int]) -> bool:
+    """Return whether a parameter of this shape is a matrix [m, n], or a stack [experts, m, n]."""
+    return len(shape) in (2, 3) and min(shape[-2:]) > 0
+
+
+def is_cut(shape: Sequence[int], whole_shape: Sequence[int]) -> bool:
+    """Return whether a tile of this shape has only a part of a matrix. A tile of whole experts has
+    not. whole_shape: of the weight; of a parameter that is no tile, the same."""
+    at = 0 if len(shape) == 2 else 1
+    return tuple(shape[at:]) != tuple(whole_shape[at:])
+
+
+def is_hidden_matrix(
+    shape: Sequence[int],
+    whole_shape: Sequence[int],
+    names: Iterable[str],
+    sites: Iterable[tuple[nn.Module, str]],
+) -> bool:
+    """Return whether a parameter is updated as matrices unless its group decides otherwise: see
+    `Matrixwise`. whole_shape: as in `is_cut`. names, sites: all that hold the parameter."""
+    # [1, n, d] is a table of positions, and no stack of experts; a tile may have one expert.
+    if not is_shaped(shape) or is_cut(shape, whole_shape) or whole_shape[:-2] == (1,):
+        return False
+    # A bias of a stack of experts is [experts, n].
+    heads = [[head] for head in HEADS]
+    parts = [name.split(".") for name in names]
+    others = any(name[-1].endswith("bias") or name[-2:-1] in heads for name in parts)
+    tables = nn.Embedding | nn.modules.conv._ConvNd
+    return not others and not any(isinstance(module, tables) for module, _ in sites)
+
+
+def scratch_bytes(shapes: Sequence[Shape], itemsize: int, world: int) -> tuple[int, int]:
+    """Return the bytes on a CPU of the scratch of one matrix, in fp32, and of the whole matrices of
+    the flats that `world` ranks exchange at once. shapes: of a flat's parameters that are matrices.
+    itemsize: of gradients."""
+    scratch = max((4 * scratch_numel(*shape[-2:]) for shape in shapes), default=0)
+    whole = itemsize * sum(map(math.prod, shapes)) if world > 1 else 0
+    return scratch, UNITS_EXCHANGED * whole
 
 
 class Matrix(NamedTuple):
