@@ -131,11 +131,21 @@ def _is_peft(module: torch.nn.Module) -> bool:
 # -- Optimizers of torch, replaced by the engine's -------------------------------------------------
 
 
+def _muon(groups: list[dict[str, Any]], **settings: Any) -> inf.Muon:
+    # torch.optim.Muon updates embeddings and heads as matrices, too.
+    for group in groups:
+        group["matrixwise"] = True
+    made = inf.Muon(groups, **settings)
+    made.defaults["matrixwise"] = True
+    return made
+
+
 # Infinity's optimizer with the same rule, and the settings that it supports. Any other setting that
 # is not off needs `Elementwise`.
 _TWINS: dict[type, tuple[Any, tuple[str, ...]]] = {
     torch.optim.AdamW: (inf.AdamW, ("lr", "betas", "eps", "weight_decay")),
     torch.optim.SGD: (inf.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
+    torch.optim.Muon: (_muon, tuple(inspect.signature(torch.optim.Muon).parameters)[1:]),
 }
 # Settings that select a kernel. They do not change the rule.
 _KERNELS = ("foreach", "fused", "capturable", "decoupled_weight_decay")
@@ -174,7 +184,7 @@ def twin_of(
     kinds: Mapping[type, type] = _NONE,
     twins: Mapping[type, tuple[Any, tuple[str, ...]]] = _NONE,
 ) -> Twin:
-    """Return the twin of a torch optimizer: AdamW or SGD of infinity, else `Elementwise`.
+    """Return the twin of a torch optimizer: AdamW, SGD or Muon of infinity, else `Elementwise`.
 
     kinds: maps a further class to the torch class whose rule it has. twins: maps a further class to
     infinity's, with the settings that this supports. Raises: ValueError if the optimizer has states

@@ -14,6 +14,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._embedding import check_methods
+from infinity._src.kernels.newton_schulz import product_dtype
 from infinity.integrations.accelerate import attach
 from tests import models
 from tests.integrations.accelerate_script import (
@@ -115,6 +116,43 @@ def test_optimizers_of_torch_become_those_of_the_engine_of_the_same_rule(tmp_pat
     assert nesterov.param_groups[0]["nesterov"] is True
     uphill = optimizer_of(torch.optim.SGD, tmp_path, maximize=True)
     assert uphill.title == "Elementwise(SGD)"
+
+
+def trained_by_muon(under: inf.Policy | None) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and values of a script with torch's Muon for an embedding, a matrix, and a head that
+    is added later."""
+    with accelerator() as own:
+        torch.manual_seed(0)
+        linears = [nn.Linear(12, size, bias=False) for size in (12, 16)]
+        model = nn.Sequential(nn.Embedding(16, 12), *linears)
+        if under is not None:
+            attach(own)
+            inf.offload(model, under)
+        *matrices, head = model.parameters()
+        muon = torch.optim.Muon(matrices, lr=0.25, momentum=0.5)
+        made, prepared_muon = own.prepare(model, muon)
+        prepared_muon.optimizer.add_param_group({"params": [head], "nesterov": False})
+        losses = []
+        for _ in range(4):
+            loss = nn.functional.cross_entropy(made(torch.arange(16)), torch.arange(16) // 2)
+            own.backward(loss)
+            prepared_muon.step()
+            prepared_muon.zero_grad()
+            losses.append(loss.item())
+        values = [value.clone() for value in model.state_dict().values()]
+        own.free_memory()
+    return losses, values
+
+
+def test_muon_of_torch_becomes_muon_of_the_engine_for_all_its_matrices(tmp_path: Path) -> None:
+    losses, values = trained_by_muon(None)
+    found, ours = trained_by_muon(policy(tmp_path))
+    if product_dtype(torch.device("cpu")) is torch.bfloat16:
+        assert found == losses
+        assert all(map(torch.equal, ours, values))
+    else:
+        # The engine's products are in fp32 there.
+        assert found == pytest.approx(losses, rel=0.05)
 
 
 @slow
