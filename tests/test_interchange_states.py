@@ -4,7 +4,7 @@ written. Formats of others on two ranks."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint.formats.dcp import DCPFiles
+from infinity._src.kernels.newton_schulz import product_dtype
 from infinity.errors import PeerFailed
 from tests import models
 from tests.data.deepspeed import make
 from tests.distributed.test_two_ranks import on_two_ranks
-from tests.harness import assert_same, states_of, train
+from tests.harness import assert_same, hidden_matrices, policy, states_of, train
 from tests.test_interchange import CPU, NVME, Odd, opened
 from tests.test_load_deepspeed import Coming
 
@@ -106,6 +107,93 @@ def test_what_torch_saved_is_loaded(tmp_path: Path) -> None:
             torch.equal(found["master"], plain.get_parameter(name))
             for name, found in states_of(model).items()
         )
+
+
+def torchs_muon(seed: int, **settings: Any) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """A model in fp32, with torch's Muon for its hidden matrices and AdamW for the rest."""
+    torch.manual_seed(seed)
+    model = models.Small()
+    matrices = hidden_matrices(model)
+    others = [each for each in model.parameters() if all(each is not held for held in matrices)]
+    return model, [torch.optim.Muon(matrices, **settings), torch.optim.AdamW(others, **settings)]
+
+
+def go_on(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], steps: range) -> None:
+    for batch in models.token_batches(steps.stop)[steps.start :]:
+        models.loss_of(model, batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_muon_of_torch_goes_through_the_engine_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    plain, made = torchs_muon(0, lr=0.02, weight_decay=0.1)
+    go_on(plain, made, range(2))
+    values, states = dcp_states.get_state_dict(plain, made)
+    dcp.save({"model": values, "optim": states}, checkpoint_id=tmp_path / "in", no_dist=True)
+    torch.manual_seed(1)
+    model = inf.offload(models.Small(), policy(tmp_path, **NVME))
+    muon = inf.Muon(model.parameters(), lr=0.02, betas=(0.9, 0.999))
+    assert inf.load_dcp(model, muon, tmp_path / "in") == ((), ())
+    for name, found in states_of(model).items():
+        param = plain.get_parameter(name)
+        kept = {key: value for each in made for key, value in each.state.get(param, {}).items()}
+        # torch's Muon counts no steps.
+        assert found.pop("step") == kept.pop("step", 0)
+        assert_same(found, {"master": param.detach(), **kept})
+    inf.export_dcp(model, muon, tmp_path / "out")
+    inf.handle(model).close()
+    resumed, others = torchs_muon(2, lr=0.5, weight_decay=0.0, eps=0.0)
+    values, states = dcp_states.get_state_dict(resumed, others)
+    wanted: dict[str, Any] = {"model": values, "optim": states}
+    dcp.load(wanted, checkpoint_id=tmp_path / "out", no_dist=True)
+    dcp_states.set_state_dict(
+        resumed, others, model_state_dict=wanted["model"], optim_state_dict=wanted["optim"]
+    )
+    assert [each.param_groups[0]["eps"] for each in others] == [1e-7, 1e-8]
+    for each, optimizers in ((plain, made), (resumed, others)):
+        go_on(each, optimizers, range(2, 4))
+    assert_same(resumed.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [("SGD", {"momentum": 0.9}), ("Muon", {"nesterov": False})]
+)
+def test_optimizers_that_count_no_steps(
+    kind: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """torch's state dict by position goes in state by state; the engine's steps are torch's."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)])
+    torchs = getattr(torch.optim, kind)(plain.parameters(), lr=0.25, **settings)
+    rows = torch.randn(4, 8)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(plain, torchs)
+    values, states = dcp_states.get_state_dict(plain, torchs)
+    dcp.save({"model": values, "optim": states}, checkpoint_id=tmp_path / "in", no_dist=True)
+    by_position, begun = torchs.state_dict()["state"], plain.state_dict()
+    begun = {name: value.clone() for name, value in begun.items()}
+    momenta = [by_position[index]["momentum_buffer"].clone() for index in range(3)]
+    step(plain, torchs)
+    for by_name in (True, False):
+        model = inf.offload(nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)]))
+        optimizer = getattr(inf, kind)(model.parameters(), lr=0.25, **settings)
+        if by_name:
+            assert inf.load_dcp(model, optimizer, tmp_path / "in") == ((), ())
+        else:
+            model.load_state_dict(begun)
+            for param, momentum in zip(model.parameters(), momenta, strict=True):
+                inf.handle(model).optimizer_state(param)["momentum_buffer"] = momentum
+        step(model, optimizer)
+        fast = product_dtype(torch.device("cpu")) is torch.bfloat16
+        tolerance = {"atol": 1e-6 if fast or kind == "SGD" else 0.05, "rtol": 0.0}
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), **tolerance)
+        inf.handle(model).close()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint.formats.deepspeed import Pieces, ShardedCheckpoint
+from infinity._src.checkpoint.formats.deepspeed_run import notes_on
 from tests import forks
 from tests.data.deepspeed import make
 from tests.harness import assert_same, states_of
@@ -25,7 +26,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOLERANCE = 2e-7
 """Relative difference of losses: two units in the last place of fp32. DeepSpeed adds up ranks in
 another order."""
-READ = [name for name, case in make.CASES.items() if case.offload != "nvme"]
+READ = [name for name, case in make.CASES.items() if case.offload != "nvme" and not case.muon]
+MUON = [name for name, case in make.CASES.items() if case.muon]
 
 
 class Coming:
@@ -40,7 +42,11 @@ class Coming:
         self.model: nn.Module = make.Net().to(DTYPES[self.case.dtype])
         inf.offload(self.model, inf.Policy(**(values or {"params": "cpu", "optim": "cpu"})))
         # The betas of the cases: one checkpoint has no hyper-parameters, so these stay.
-        self.opt = inf.AdamW(make.groups_of(self.model), lr=1.0, betas=(0.8, 0.95))
+        self.opt: Any = (
+            inf.Muon(halves_of(self.model), lr=1.0, eps=1e-5)
+            if self.case.muon
+            else inf.AdamW(make.groups_of(self.model), lr=1.0, betas=(0.8, 0.95))
+        )
         self.expected = json.loads((self.directory / "expected.json").read_text())
 
     def states(self) -> dict[str, dict[str, Any]]:
@@ -66,12 +72,20 @@ class Coming:
             losses.append(loss.item())
             scaler.scale(loss).backward()
             scaler.unscale_(self.opt)
-            nn.utils.clip_grad_norm_(trained, 1.0)
+            if not self.case.muon:
+                nn.utils.clip_grad_norm_(trained, 1.0)
             scaler.step(self.opt)
             scaler.update()
             self.opt.zero_grad()
         inf.handle(self.model).close()
         return losses, scales
+
+
+def halves_of(model: nn.Module) -> list[dict[str, Any]]:
+    """The groups of the cases, cut into matrices and others as DeepSpeed does."""
+    decayed, others = make.groups_of(model)
+    embed, *matrices = decayed["params"]
+    return [{**decayed, "params": matrices}, {**decayed, "params": [embed]}, others]
 
 
 def expected_states(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -124,6 +138,33 @@ def test_a_run_goes_on_with_the_states_and_the_losses_of_deepspeed(
     assert losses == pytest.approx(coming.expected["losses"], rel=TOLERANCE)
     # After an overflow DeepSpeed waits one good step more than torch before the scale grows.
     assert scales[:3] == coming.expected["scale"][:3]
+
+
+@pytest.mark.parametrize("name", MUON)
+def test_a_run_of_muon_goes_on_with_its_momenta(name: str, tmp_path: Path) -> None:
+    coming = Coming(name, tmp_path)
+    run = inf.load_deepspeed(coming.model, coming.directory, opt=coming.opt)
+    assert (run, run.rounded, run.notes) == (((), ()), "", ())
+    states, expected = states_of(coming.model), expected_states(coming.directory)
+    for parameter in expected.keys() - {"frozen.weight"}:
+        assert states[parameter].pop("step") == 3
+        assert_same(expected[parameter], states[parameter])
+    matrices, embed, others = coming.opt.param_groups
+    assert (matrices["momentum"], matrices["eps"]) == (0.9, 1e-5)
+    for group, decay in ((embed, 0.1), (others, 0.0)):
+        given = {key: group[key] for key in ("betas", "adam_eps", "weight_decay")}
+        assert given == {"betas": (0.8, 0.95), "adam_eps": 1e-7, "weight_decay": decay}
+    losses, _ = coming.losses(None)
+    wanted = coming.expected["losses"]
+    assert losses[0] == pytest.approx(wanted[0], rel=TOLERANCE)
+    # Newton-Schulz rounds to bf16 after other operations.
+    assert losses == pytest.approx(wanted, rel=5e-3)
+
+
+def test_another_iteration_of_newton_schulz_is_noted() -> None:
+    methods = ("gram", "standard", "gram")
+    (note,) = notes_on([{"ns_method": method} for method in methods] + [{}], "there")
+    assert note.startswith("there was computed with ns_method='gram'")
 
 
 def test_losses_tell_a_run_without_its_moments(tmp_path: Path) -> None:
@@ -198,6 +239,7 @@ SHAPES = st.lists(
     stage=st.sampled_from([1, 2, 3]),
     lean=st.booleans(),
     aligned=st.booleans(),
+    momenta=st.sampled_from(["none", "cut", "whole"]),
 )
 def test_any_split_over_ranks_comes_together(
     tmp_path_factory: pytest.TempPathFactory,
@@ -206,6 +248,7 @@ def test_any_split_over_ranks_comes_together(
     stage: int,
     lean: bool,
     aligned: bool,
+    momenta: str,
 ) -> None:
     folder = tmp_path_factory.mktemp("split")
     values = {
@@ -213,7 +256,9 @@ def test_any_split_over_ranks_comes_together(
         for index, group in enumerate(groups)
         for at, shape in enumerate(group)
     }
-    Split(groups, ranks, lean=lean, aligned=aligned and stage < 3).write(folder, values, stage)
+    whole = momenta == "whole" and stage < 3
+    split = Split(groups, ranks, lean=lean, aligned=aligned and stage < 3, whole=whole)
+    split.write(folder, values, stage, muon=momenta != "none")
     source = ShardedCheckpoint(folder)
     try:
         for name, value in values.items():
@@ -221,28 +266,35 @@ def test_any_split_over_ranks_comes_together(
             moments = {
                 state: each for state, each in source.states[name].items() if state != "step"
             }
-            for state, factor in (("exp_avg", 2), ("exp_avg_sq", 3)):
+            of_muon = momenta != "none" and name.startswith("g0.")
+            wanted = {"momentum_buffer": 4} if of_muon else {"exp_avg": 2, "exp_avg_sq": 3}
+            assert moments.keys() == wanted.keys()
+            for state, factor in wanted.items():
                 pieces = moments[state]
                 assert isinstance(pieces, Pieces)
                 assert torch.equal(pieces.read(), value * factor)
-            assert source.states[name]["step"] == 10 + int(name[1])
+            assert of_muon or source.states[name]["step"] == 10 + int(name[1])
             assert source.group_of[name] == int(name[1])
-        source.verify({"exp_avg", "exp_avg_sq"}, 0, 1)
+        source.verify({"exp_avg", "exp_avg_sq", "momentum_buffer"}, 0, 1)
     finally:
         source.close()
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Parameters of groups on ranks, laid out as DeepSpeed does."""
+    """Parameters of groups on ranks, laid out as DeepSpeed does. whole: each rank has the whole
+    momenta of the parameters of which it has a part."""
 
     groups: list[list[tuple[int, ...]]]
     ranks: int
     lean: bool
     aligned: bool
+    whole: bool = False
 
-    def write(self, folder: Path, values: dict[str, torch.Tensor], stage: int) -> None:
-        """Write the files of a checkpoint."""
+    def write(
+        self, folder: Path, values: dict[str, torch.Tensor], stage: int, *, muon: bool = False
+    ) -> None:
+        """Write the files of a checkpoint. muon: the first group's parameters have momenta."""
         shapes = [
             {f"g{index}.p{at}": torch.Size(shape) for at, shape in enumerate(group)}
             for index, group in enumerate(self.groups)
@@ -265,6 +317,9 @@ class Split:
                 }
                 for index, (part, _) in enumerate(parts)
             }
+            if muon:
+                momentum = self._momenta(shapes[0], values, parts[0][0], rank)
+                states[0] = {"momentum_buffer": momentum * 4} if momentum.numel() else {}
             held = [self._without(part[rank], rank, needed) for part, needed in parts]
             inner = {"state": states, "param_groups": hyper}
             root: dict[str, Any] = {"zero_stage": stage}
@@ -301,6 +356,23 @@ class Split:
         flat = torch.cat(pieces)
         padding = torch.zeros(-flat.numel() % (2 * self.ranks))
         return list(torch.cat([flat, padding]).chunk(self.ranks)), flat.numel()
+
+    def _momenta(
+        self,
+        shapes: dict[str, torch.Size],
+        values: dict[str, torch.Tensor],
+        partitions: list[torch.Tensor],
+        rank: int,
+    ) -> torch.Tensor:
+        if not self.whole:
+            return partitions[rank]
+        size, start, found = partitions[0].numel(), 0, [torch.empty(0)]
+        for name, gap in zip(shapes, self._gaps(shapes), strict=True):
+            elements = range(start, start + values[name].numel())
+            if any(element // size == rank for element in elements):
+                found.append(values[name].reshape(-1))
+            start += len(elements) + gap
+        return torch.cat(found)
 
     def _stage_3(
         self, shapes: dict[str, torch.Size], values: dict[str, torch.Tensor]

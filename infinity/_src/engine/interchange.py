@@ -156,8 +156,9 @@ def export_dcp(
     The checkpoint contains `{"model": ..., "optim": ...}` (`keys`) as
     torch.distributed.checkpoint.state_dict makes them, so that a plain or sharded torch model and
     optimizer resume from it: `model.<name>`, `optim.state.<name>.exp_avg` (and all other states,
-    "step" included), `optim.param_groups.<i>.<name>`. opt: the optimizer whose states are written;
-    None writes the model only.
+    "step" included), `optim.param_groups.<i>.<name>`. The groups of inf.Muon are those of a
+    torch.optim.Muon and, after them, of a torch.optim.AdamW. opt: the optimizer whose states are
+    written; None writes the model only.
 
     masters: `model.<name>` is the fp32 master, without a loss. False: `model.<name>` is the value
     that forward computes with, and masters lie in `optim.state.<name>.master`. Streams, one
@@ -356,6 +357,8 @@ def _held(of: Handle, opt: Optimizer | None) -> list[Held]:
             of.optimizer_state(param.at_rest),
             (MASTER, *opt.moments_of(param)),
             tuple(opt.scalars(param)),
+            # Parameters take the place of masters. torch's SGD and Muon count no steps.
+            (MASTER,) if opt.counts_steps(param) else (MASTER, "step"),
         )
         for param in found
         if opt is not None

@@ -131,6 +131,16 @@ class Optimizer(OptimizerBase, abc.ABC):
         """Name of this optimizer in messages and manifests."""
         return type(self).__name__
 
+    def counts_steps(self, param: Param) -> bool:  # noqa: ARG002
+        """Return whether the parameter's update depends on its count of steps."""
+        return True
+
+    def torch_groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups with all keys of the torch.optim class of the same name, so
+        that it can load them."""
+        defaults = torch_defaults(self.title)
+        return [{**defaults, **group} for group in self.param_groups]
+
     # -- groups ------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -445,6 +455,13 @@ def _by_engine(params: Iterable[Param]) -> dict[StepEngine, list[Param]]:
     for param in params:
         found.setdefault(engine_of(param), []).append(param)
     return found
+
+
+def torch_defaults(name: str) -> dict[str, Any]:
+    """Return the hyper-parameters of a class of torch.optim; {} if there is none of this name."""
+    like = getattr(torch.optim, name, None)
+    # Muon takes nothing but matrices.
+    return like([torch.zeros(1, 1)]).defaults if isinstance(like, type) else {}
 
 
 def check_range(

@@ -109,6 +109,10 @@ class SGD(Optimizer):
     def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:  # noqa: ARG002
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
+    def counts_steps(self, param: Param) -> bool:  # noqa: ARG002
+        """Return False."""
+        return False
+
     def check_group(self, group: dict[str, Any]) -> None:
         rules = {"lr": not_negative, "momentum": not_negative, "weight_decay": not_negative}
         check_range(group, rules, "lr, momentum and weight_decay must be >= 0")
@@ -172,6 +176,10 @@ class Lion(Optimizer):
 
     def moment_names(self, group: dict[str, Any], param: Param) -> tuple[str, ...]:  # noqa: ARG002
         return ("exp_avg",)
+
+    def counts_steps(self, param: Param) -> bool:  # noqa: ARG002
+        """Return False."""
+        return False
 
     def check_group(self, group: dict[str, Any]) -> None:
         rules = {"lr": not_negative, "weight_decay": not_negative, "betas": two_betas}

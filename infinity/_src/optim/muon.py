@@ -48,6 +48,7 @@ from infinity._src.optim.base import (
     check_range,
     engine_of,
     not_negative,
+    torch_defaults,
     two_betas,
 )
 from infinity._src.optim.step import StepPipeline, half_done
@@ -198,6 +199,25 @@ class Matrixwise(Optimizer):
     def updates_matrix(self, param: Param) -> bool:
         """Return whether the parameter is updated as matrices, and not by AdamW."""
         return len(self.moments_of(param)) == 1
+
+    def counts_steps(self, param: Param) -> bool:
+        """Return whether AdamW updates the parameter."""
+        return not self.updates_matrix(param)
+
+    def torch_groups(self) -> list[dict[str, Any]]:
+        """Return groups of torch.optim.Muon, and after them groups of torch.optim.AdamW."""
+        found = []
+        for name, adamw in (("Muon", False), ("AdamW", True)):
+            defaults = torch_defaults(name)
+            other = self.defaults.keys() - defaults.keys()
+            for group in self.param_groups:
+                held = [self._records[id(at_rest)] for at_rest in group["params"]]
+                params = [param.at_rest for param in held if self.counts_steps(param) is adamw]
+                if params:
+                    renamed = {"eps": group["adam_eps"]} if adamw else {}
+                    made = {**defaults, **group, **renamed, "params": params}
+                    found.append({key: made[key] for key in made if key not in other})
+        return found
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
         """Return the bytes of the scratch of one matrix on a CPU, in fp32, and on several ranks of

@@ -82,6 +82,7 @@ class Case:
     scale_power: int = 11  # 12 overflows before the save
     universal: bool = False
     misread: bool = False  # DeepSpeed's own functions say something else than what it computes with
+    muon: bool = False
 
     def config(self, swap: str) -> dict[str, Any]:
         """DeepSpeed's. Groups of stage 3 are so small that there are several."""
@@ -95,6 +96,9 @@ class Case:
         if self.offload == "nvme":
             zero["offload_optimizer"]["nvme_path"] = swap
             zero["sub_group_size"] = 10**9
+        if self.muon and self.stage == 3:
+            zero["reduce_scatter"] = False
+        adam = {"lr": 1e-2, "betas": [0.8, 0.95], "torch_adam": self.offload == "none"}
         scaler = {
             "enabled": True,
             "initial_scale_power": self.scale_power,
@@ -103,16 +107,13 @@ class Case:
         }
         return {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 1.0,
+            # It would clip matrices that are orthogonalized already.
+            "gradient_clipping": 0.0 if self.muon else 1.0,
             "bf16": {"enabled": self.dtype == "bf16"},
             **({"fp16": scaler} if self.dtype == "fp16" else {}),
             "optimizer": {
-                "type": "AdamW",
-                "params": {
-                    "lr": 1e-2,
-                    "betas": [0.8, 0.95],
-                    "torch_adam": self.offload == "none",
-                },
+                "type": "Muon" if self.muon else "AdamW",
+                "params": {**adam, **(MUON if self.muon else {})},
             },
             "scheduler": {
                 "type": "WarmupLR",
@@ -129,6 +130,7 @@ class Case:
         }
 
 
+MUON = {"ns_method": "standard", "momentum": 0.9, "eps": 1e-7}
 FP32_GRADS = {"data_types": {"grad_accum_dtype": "fp32"}}
 CASES = {
     "zero1": Case(1, 2),
@@ -147,6 +149,10 @@ CASES = {
     "zero3_nvme": Case(3, 1, offload="nvme", misread=True),
     "universal_zero2": Case(2, 2, universal=True),
     "universal_zero3": Case(3, 2, universal=True),
+    "muon_zero1": Case(1, 2, muon=True, more=FP32_GRADS),
+    "muon_zero2": Case(2, 2, muon=True),
+    "muon_zero2_cpu": Case(2, 2, muon=True, offload="cpu"),
+    "muon_zero3": Case(3, 2, muon=True),
 }
 
 
@@ -165,7 +171,10 @@ def run_rank(name: str, out: Path, rank: int, port: str) -> None:
         # With several groups DeepSpeed has linked the states of the first group only.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    states = {} if case.misread else states_of(deepspeed, model)
+    # DeepSpeed's functions expect that ranks have partitions of momenta.
+    whole = name == "muon_zero2"
+    states = {} if case.misread else states_of(deepspeed, model, momenta=not whole)
+    states |= whole_momenta(engine.optimizer, model) if whole else {}
     expected: dict[str, list[float]] = {"losses": [], "lr": [], "scale": []}
     for step in range(SAVED_AT, SAVED_AT + LATER):
         expected["lr"].append(engine.get_lr()[0])
@@ -214,13 +223,17 @@ def finished(port: str) -> None:
     os._exit(0)  # its threads are still there
 
 
-def states_of(deepspeed: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+def states_of(
+    deepspeed: Any, model: nn.Module, *, momenta: bool
+) -> dict[str, torch.Tensor]:
     """Masters and moments by DeepSpeed's own functions, "exp_avg:NAME" for a moment."""
     found = {}
     for name, param in model.named_parameters():
         if param.requires_grad:
             found[f"fp32:{name}"] = deepspeed.utils.safe_get_full_fp32_param(param).clone()
-            for state in ("exp_avg", "exp_avg_sq"):
+            matrix = getattr(param, "use_muon", False)
+            of_matrix = ("momentum_buffer",) if momenta else ()
+            for state in of_matrix if matrix else ("exp_avg", "exp_avg_sq"):
                 value = deepspeed.utils.safe_get_full_optimizer_state(param, state)
                 found[f"{state}:{name}"] = value.clone()
         elif hasattr(param, "ds_id"):
@@ -228,6 +241,21 @@ def states_of(deepspeed: Any, model: nn.Module) -> dict[str, torch.Tensor]:
                 found[f"fp32:{name}"] = param.detach().float().clone()
         else:
             found[f"fp32:{name}"] = param.detach().float().clone()
+    return found
+
+
+def whole_momenta(optimizer: Any, model: nn.Module) -> dict[str, torch.Tensor]:
+    """The momenta of the matrices of which this rank updates a part."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    found = {}
+    for params, group in zip(
+        optimizer.params_in_partition, optimizer.optimizer.param_groups, strict=True
+    ):
+        momenta = optimizer.optimizer.state[group["params"][0]].get("momentum_buffer")
+        if momenta is not None:
+            parts = momenta.float().split([param.numel() for param in params])
+            for param, part in zip(params, parts, strict=True):
+                found[f"momentum_buffer:{names[id(param)]}"] = part.view(param.shape).clone()
     return found
 
 

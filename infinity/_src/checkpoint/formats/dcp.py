@@ -527,13 +527,9 @@ def tensors_of(
 
 
 def groups_of(optimizer: Optimizer, key: str) -> Iterator[tuple[Key, Any]]:
-    """Yield the hyper-parameters of each group. Missing hyper-parameters get the defaults of the
-    torch.optim class of the same name, so that it can load the result. Tensors become numbers.
-    """
-    like = getattr(torch.optim, optimizer.title, None)
-    defaults = like([torch.zeros(1)]).defaults if isinstance(like, type) else {}
-    for index, group in enumerate(optimizer.param_groups):
-        for name, value in {**defaults, **group}.items():
+    """Yield the hyper-parameters of each of `optimizer.torch_groups()`. Tensors become numbers."""
+    for index, group in enumerate(optimizer.torch_groups()):
+        for name, value in group.items():
             # Parameters are objects of this process: the file has their names instead.
             if name == "params":
                 value = list(dict.fromkeys(param.infinity_link.param.keys[0] for param in value))

@@ -11,8 +11,12 @@ Stages 1 and 2 concatenate the parameters of a parameter group in the order of `
 `round_robin_gradients` changes), pad the end, and cut the vector into one partition per rank. Files
 may omit the padding of masters, but not of moments.
 
+Muon's momenta are partitioned likewise, or, with the optimizer on the device, each rank
+concatenates whole momenta, of all matrices of which its partition has a part.
+
 In stage 3 a rank holds ceil(numel / ranks) elements of each parameter. It concatenates them in the
-order of `param_shapes`, in sub-groups; the last rank's part of a parameter is padded.
+order of `param_shapes`, in sub-groups; the last rank's part of a parameter is padded. Only some
+sub-groups have momenta, the others moments of AdamW.
 
 A universal checkpoint has a folder for each parameter, independent of the number of ranks.
 `deepspeed_export.py` writes universal checkpoints.
@@ -38,7 +42,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -59,6 +63,8 @@ from infinity._src.params.materialize import NamedTensors
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 SHARDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 WHOLE_MODEL = "mp_rank_00_model_states.pt"
+MOMENTUM = "momentum_buffer"
+"""The name of Muon's state."""
 MASTERS = "fp32"
 """The name of masters among the states, as in universal checkpoints."""
 WAY_OUT = (
@@ -96,6 +102,18 @@ class Vector:
             self.tensors[index].read_into(target[done : done + count], skipped)
             done += count
             index += 1
+
+
+class Placed(NamedTuple):
+    """A state of some parameters: one vector for each rank. begin: the element of the masters'
+    vectors that belongs to the first element of these."""
+
+    vectors: Sequence[Vector]
+    begin: int
+
+
+Layout = Sequence[tuple[str, tuple[int, ...], int, int]]
+"""Name, shape, first element and elements of each parameter of a flat group."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,7 +377,9 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
             states = [
                 each[index] if groups is None else each["state"].get(key, {}) for each in base
             ]
-            found = self._vectors_of(files, states, parts, needed)
+            momenta = self._whole_momenta(files, states, layout, parts[0].numel)
+            others = [key for key in states[0] if key != MOMENTUM or not momenta]
+            found = self._vectors_of(files, states, others, parts, needed)
             if "step" not in found and states[0]:
                 # Older versions keep one count for the group, or one for the run.
                 group = groups[index] if groups is not None else {}
@@ -369,6 +389,8 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
             masters = [Vector(parts)]
             for name, shape, start, numel in layout:
                 self._take_part(name, shape, masters, found, start, numel)
+                if momenta:
+                    self.states[name][MOMENTUM] = momenta[name]
                 self.group_of[name] = index
         self.hyper = None if groups is None else [hyper_of(files[0], group) for group in groups]
         self.take_whole(model, model.root["module"])
@@ -376,7 +398,7 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
 
     def _layout_of(
         self, shapes: Mapping[str, Any], paddings: Any
-    ) -> list[tuple[str, tuple[int, ...], int, int]]:
+    ) -> Layout:
         after = [0] * len(shapes) if paddings is None else list(paddings)
         if len(after) != len(shapes) or any(type(each) is not int or each < 0 for each in after):
             raise ValueError(f"{self.label} has {after} as padding of {len(shapes)} parameters")
@@ -406,12 +428,13 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         self,
         files: Sequence[TorchFile],
         states: Sequence[Mapping[str, Any]],
+        names: Iterable[str],
         parts: Sequence[StoredTensor],
         needed: int,
-    ) -> dict[str, list[Vector] | int | float]:
-        """Return the states of a flat group by name: a vector over all ranks, or a number."""
-        found: dict[str, list[Vector] | int | float] = {}
-        for name in states[0]:
+    ) -> dict[str, Placed | int | float]:
+        """Return these states of a flat group: each a vector over all ranks, or a number."""
+        found: dict[str, Placed | int | float] = {}
+        for name in names:
             values = [each[name] for each in states]
             number = number_of(files, values, f"{name} of a group")
             if number is not None:
@@ -426,7 +449,34 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
                     f"{self.label} has {vectors[0].numel} elements of {name}, and "
                     f"{parts[0].numel} masters, on its first rank"
                 )
-            found[str(name)] = [Vector(vectors)]
+            found[str(name)] = Placed([Vector(vectors)], 0)
+        return found
+
+    def _whole_momenta(
+        self,
+        files: Sequence[TorchFile],
+        states: Sequence[Mapping[str, Any]],
+        layout: Layout,
+        size: int,
+    ) -> dict[str, Pieces]:
+        """Return the momenta of a flat group whose ranks have whole momenta; {} for other states.
+        size: elements of a rank's partition."""
+        found: dict[str, Pieces] = {}
+        for rank, (file, state) in enumerate(zip(files, states, strict=True)):
+            low, high = rank * size, (rank + 1) * size
+            mine = [each for each in layout if low < each[2] + each[3] and each[2] < high]
+            if not mine and MOMENTUM not in state:
+                continue
+            if MOMENTUM not in state:
+                return {}
+            vector = vector_of(file, state[MOMENTUM])
+            if vector.numel != sum(numel for *_, numel in mine):
+                return {}
+            at = 0
+            for name, shape, _, numel in mine:
+                # Ranks that have parts of one matrix have the same momentum.
+                found.setdefault(name, Pieces(shape, [Vector([vector])], at, numel))
+                at += numel
         return found
 
     # -- stage 3 -----------------------------------------------------------------------------------
@@ -484,15 +534,16 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
 
     def _stage_3_states(
         self, ranks: Sequence[tuple[TorchFile, Any]], parts: Sequence[Vector]
-    ) -> list[dict[str, list[Vector] | int | float]]:
+    ) -> list[dict[str, Placed | int | float]]:
         """Return the states of each sub-group by name. A state that is no number has one vector for
-        each rank, over all sub-groups.
+        each rank, over the sub-groups that have it.
         """
         files = [file for file, _ in ranks]
         by_rank = [root["optimizer_state_dict"]["state"] for _, root in ranks]
         count = len(parts[0].tensors)
-        found: list[dict[str, list[Vector] | int | float]] = [{} for _ in range(count)]
+        found: list[dict[str, Placed | int | float]] = [{} for _ in range(count)]
         tensors: dict[str, list[list[StoredTensor]]] = {}
+        holders: dict[str, list[int]] = {}
         for index in range(count):
             states = [each.get(index, {}) for each in by_rank]
             for name in states[0]:
@@ -510,14 +561,11 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
                 tensors.setdefault(str(name), [[] for _ in ranks])
                 for mine, vector in zip(tensors[str(name)], vectors, strict=True):
                     mine.append(vector)
-                found[index][str(name)] = []
+                holders.setdefault(str(name), []).append(index)
         for name, every in tensors.items():
-            # Only a state of all sub-groups has the same positions in its vectors as the masters.
-            if any(len(mine) != count for mine in every):
-                raise ValueError(f"{self.label} has {name} of only some sub-groups")
             whole = [Vector(mine) for mine in every]
-            for of_group in found:
-                of_group[name] = whole
+            for index, at in zip(holders[name], whole[0].starts, strict=False):
+                found[index][name] = Placed(whole, parts[0].starts[index] - at)
         return found
 
     def _take_part(
@@ -525,14 +573,17 @@ class ShardedCheckpoint(DeepSpeedCheckpoint):
         name: str,
         shape: tuple[int, ...],
         masters: Sequence[Vector],
-        states: Mapping[str, Sequence[Vector] | int | float],
+        states: Mapping[str, Placed | int | float],
         start: int,
         numel: int,
     ) -> None:
-        """Add a trained parameter: elements [start, start + numel) of each vector."""
+        """Add a trained parameter: elements [start, start + numel) of each of the masters' vectors.
+        """
         self._values[name] = Pieces(shape, masters, start, numel)
         self.states[name] = {
-            state: value if isinstance(value, (int, float)) else Pieces(shape, value, start, numel)
+            state: Pieces(shape, value.vectors, start - value.begin, numel)
+            if isinstance(value, Placed)
+            else value
             for state, value in states.items()
         }
 

@@ -188,7 +188,8 @@ def hyper_of(file: TorchFile, group: Mapping[str, Any]) -> dict[str, Any]:
     # DeepSpeed's Adam does not keep `adam_w_mode` in its parameter groups.
     if (
         isinstance(optimizer, dict)
-        and str(optimizer.get("type")).lower() == "adam"
+        and str(optimizer.get("type")).lower() in ("adam", "muon")
+        and not found.get("use_muon")
         and isinstance(given, dict)
         and given.get("adam_w_mode") is False
     ):
@@ -245,6 +246,9 @@ def match_groups(
                 "values: group them as there"
             )
         given = dict(values[0]) if values else {}
+        # What is no matrix has AdamW's `eps`; in inf.Muon that is the name of another one.
+        if given.get("use_muon") is False and "adam_eps" in group:
+            given["adam_eps"] = given.pop("eps")
         for name, neutral in _NEUTRAL.items():
             # Without weight decay, decoupled decay and L2 decay are the same.
             idle = name == "decoupled_weight_decay" and not given.get("weight_decay")
@@ -270,10 +274,14 @@ def match_groups(
 
 
 def notes_on(hyper: Sequence[Mapping[str, Any]] | None, label: str) -> tuple[str, ...]:
-    """Return notes on the parts of an optimizer that the checkpoint lacks."""
-    if hyper is not None:
-        return ()
-    return (f"{label} is elastic and has no hyper-parameters: those of the optimizer stay",)
+    """Return notes on the parts of an optimizer that the checkpoint lacks, or that differ here."""
+    if hyper is None:
+        return (f"{label} is elastic and has no hyper-parameters: those of the optimizer stay",)
+    methods = {str(group["ns_method"]) for group in hyper if "ns_method" in group}
+    return tuple(
+        f"{label} was computed with ns_method={method!r}, here Newton-Schulz rounds otherwise"
+        for method in sorted(methods - {"standard"})
+    )
 
 
 def _count(value: Any) -> int:

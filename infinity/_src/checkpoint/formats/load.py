@@ -209,13 +209,14 @@ MASTER = "master"
 @dataclasses.dataclass(frozen=True)
 class Held:
     """A parameter with its optimizer states. tensors, numbers: names of the states of its shape,
-    and of the states that are numbers.
+    and of the states that are numbers. optional: names of states that a checkpoint may lack.
     """
 
     param: Param
     state: OptimizerState
     tensors: tuple[str, ...]
     numbers: tuple[str, ...]
+    optional: tuple[str, ...]
 
 
 class StateSource(Protocol):
@@ -249,8 +250,8 @@ class MatchedStates:
 def match_states(source: StateSource, every: Sequence[Held], *, strict: bool) -> MatchedStates:
     """Find the states of every parameter that is held. Nothing is read or written.
 
-    A master is optional: without it the parameter's value is the master. Raises: ValueError naming
-    what is missing or unexpected (with `strict`), and what has another shape (always).
+    Raises: ValueError naming what is missing or unexpected (with `strict`), and what has another
+    shape (always).
     """
     there = set(source.names)
     found: list[tuple[Held, str, str]] = []
@@ -272,8 +273,7 @@ def match_states(source: StateSource, every: Sequence[Held], *, strict: bool) ->
                     name, held.param.whole_shape if state in held.tensors else None
                 )
                 wrong += [fault] if fault else []
-            # A checkpoint of an fp32 torch model has no masters: parameters take their place.
-            elif state != MASTER:
+            elif state not in held.optional:
                 missing.append(name)
     unexpected = there - {name for _, _, name in found}
     return MatchedStates(found, _checked(source.label, missing, unexpected, wrong, strict=strict))
