@@ -6,6 +6,7 @@ slab's size is checked before its pages are touched.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,13 +41,7 @@ class CgroupLimit:
 def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[CgroupLimit]:
     """Return the limits set on this process's cgroup and its ancestors. Tests pass other roots."""
     found = []
-    try:
-        lines = (
-            (proc / "self" / "cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-        )
-    except OSError:
-        return []
-    for line in lines:
+    for line in _text(f"{proc}/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         # The line of version 2 has no controllers.
         if controllers == "":
@@ -68,15 +63,16 @@ def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Cgrou
         # The limits of ancestors apply, too. In a container the path may be the host's and not
         # exist.
         folder = root / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            limit, used = _number(place / names[0]), _number(place / names[1])
+        for place in map(str, (folder, *folder.parents)):
             # No limit: "max" (version 2), or at least _UNLIMITED_BYTES (version 1).
-            if limit is not None and used is not None and limit < _UNLIMITED_BYTES:
-                found.append(
-                    CgroupLimit(str(place), limit, used, _sum_of(place / "memory.stat", names[2]))
-                )
+            limit = _number(f"{place}/{names[0]}")
+            if limit is not None and limit < _UNLIMITED_BYTES:
+                used = _number(f"{place}/{names[1]}")
+                if used is not None:
+                    cached = _sum_of(f"{place}/memory.stat", names[2])
+                    found.append(CgroupLimit(place, limit, used, cached))
             # Stop at the mount point.
-            if place == root:
+            if place == str(root):
                 break
     return found
 
@@ -119,22 +115,32 @@ def _left() -> tuple[int, str]:
     return left, of
 
 
-def _number(path: Path) -> int | None:
+def _text(path: str) -> str:
+    """Read a small file of the kernel; "" if it cannot be read. Set-up reads dozens of them, with
+    calls that are several times as fast as those of pathlib."""
     try:
-        text = path.read_text(encoding="ascii").strip()
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return None
+        return ""
+    try:
+        return os.read(file, 1 << 16).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)
+
+
+def _number(path: str) -> int | None:
+    text = _text(path).strip()
     # "max": no limit.
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
-def _sum_of(path: Path, names: tuple[str, ...]) -> int:
+def _sum_of(path: str, names: tuple[str, ...]) -> int:
     """Sum the named lines of a cgroup's memory.stat; 0 if it cannot be read."""
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    pairs = (line.split() for line in lines)
+    pairs = (line.split() for line in _text(path).splitlines())
     return sum(
-        int(pair[1]) for pair in pairs if len(pair) == 2 and pair[0] in names and pair[1].isdigit()
+        int(pair[1])
+        for pair in pairs
+        if len(pair) == 2 and pair[0] in names and pair[1].isdecimal()
     )

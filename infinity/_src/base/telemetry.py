@@ -168,8 +168,8 @@ class Timeline:
         # A ring: span n is at n % spans_max. In columns: a tuple per span would be four times as
         # large.
         self._count = 0
-        self._times = array("q", bytes(16 * spans_max))
-        self._waited_ns = array("q", bytes(8 * spans_max))
+        self._times = array("q", [0]) * (2 * spans_max)
+        self._waited_ns = array("q", [0]) * spans_max
         self._tracks = [""] * spans_max
         self._names = [""] * spans_max
         self._args: list[Mapping[str, Any] | None] = [None] * spans_max

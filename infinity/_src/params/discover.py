@@ -34,6 +34,7 @@ import inspect
 import itertools
 import logging
 import textwrap
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
@@ -852,26 +853,43 @@ def call_order(model: nn.Module) -> dict[nn.Module, Call]:
     """Return the first calls of a model's modules, but for modules that no forward names, and
     modules inside those."""
     calls: dict[nn.Module, Call] = {}
-    # A model has few classes with many modules each. Attribute name -> whether a loop uses it.
-    names: dict[type[nn.Module], dict[str, bool]] = {}
 
     def place(module: nn.Module, looped: bool) -> None:
         if module in calls:
             return
         calls[module] = Call(len(calls), looped)
-        children, kind = dict(module.named_children()), type(module)
-        if children and kind not in names:
-            found = names[kind] = {}
-            for name, repeated in _used(kind, "forward", set()):
-                found[name] = found.get(name, False) or repeated
-        used = dict.fromkeys(children, False) if isinstance(module, _IN_TURN) else names.get(kind)
-        for name, repeated in (used or {}).items():
+        children = dict(module.named_children())
+        if isinstance(module, _IN_TURN):
+            used = dict.fromkeys(children, False)
+        else:
+            used = _used_by(type(module)) if children else {}
+        for name, repeated in used.items():
             if name in children:
                 child = children[name]
                 place(child, looped or (repeated and not isinstance(child, _IN_TURN)))
 
     place(model, False)
     return calls
+
+
+_USED: weakref.WeakKeyDictionary[type[nn.Module], tuple[Any, dict[str, bool]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Results of `_used_by`, each with the code of its forward. A process may offload many models of
+the same few classes."""
+
+
+def _used_by(kind: type[nn.Module]) -> dict[str, bool]:
+    """Return the attributes that a class's forward uses, and whether a loop uses them."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    known, found = _USED.get(kind, (None, {}))
+    # Users replace forwards.
+    if code is None or known is not code:
+        found = {}
+        for name, repeated in _used(kind, "forward", set()):
+            found[name] = found.get(name, False) or repeated
+        _USED[kind] = (code, found)
+    return found
 
 
 def _used(kind: type[nn.Module], method: str, seen: set[str]) -> Iterator[tuple[str, bool]]:

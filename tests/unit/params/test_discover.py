@@ -283,7 +283,9 @@ class Ordered(nn.Module):
         return self.last(torch.stack(rows))
 
 
-def test_calls_are_ordered_as_the_source_of_forward_has_them() -> None:
+def test_calls_are_ordered_as_the_source_of_forward_has_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = nn.Sequential(Ordered(), nn.Linear(16, 16))
     calls = call_order(model)
     block = model[0]
@@ -303,6 +305,8 @@ def test_calls_are_ordered_as_the_source_of_forward_has_them() -> None:
     made = type("Made", (nn.Module,), {"forward": eval("lambda self, x: self.norm(x)")})()
     made.norm = nn.LayerNorm(4)
     assert list(call_order(made)) == [made]
+    monkeypatch.setattr(Ordered, "forward", lambda self, x: self.never(x))
+    assert list(call_order(block)) == [block], "no source of a forward that was replaced"
 
 
 def test_small_modules_go_with_what_is_called_next_or_else_before(
