@@ -64,7 +64,8 @@ class BudgetError(InfinityError, ValueError):
 
 class MemoryLimitError(InfinityError, MemoryError):
     """The plan and its overhead need more than the available memory of the machine or of a cgroup
-    of this process; the kernel would kill the process. No memory was allocated.
+    of this process, where the kernel would kill the process; or a matrix of `Muon` more than the
+    device's. No memory was allocated.
 
     limit: its description. needed_bytes: of all ranks that share it. left_bytes: available bytes.
     """

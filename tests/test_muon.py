@@ -25,10 +25,12 @@ from infinity._src.kernels.newton_schulz import (
     product_dtype,
     scratch_numel,
 )
-from infinity._src.optim.whole_matrices import is_hidden_matrix
+from infinity._src.memory.device import Device
+from infinity._src.optim.whole_matrices import Matrix, device_bytes, is_hidden_matrix
 from infinity.aio import Fault, Format, Seam
-from infinity.errors import StateInvalid
+from infinity.errors import MemoryLimitError, StateInvalid
 from tests import harness, models
+from tests.device import simulated
 from tests.forks import FORKSERVER
 from tests.harness import Training, assert_same
 from tests.reference import newton_schulz_of_torch
@@ -297,6 +299,67 @@ def test_a_value_that_is_wrong_changes_nothing(name: str, wrong: Any) -> None:
     assert_same(harness.states_of(model), before)
     optimizer.param_groups[0][name] = right
     optimizer.step()
+    inf.handle(model).close()
+
+
+def test_a_simulated_device_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = dataclasses.replace(SMALL, steps=2)
+    expected = harness.offloaded(chosen, inf.Policy())
+    with simulated(monkeypatch) as device:
+        found = harness.offloaded(chosen, policy(tmp_path, **MIN))
+        assert device.live() == (0, 0, 0)
+    assert_same(found, expected)
+
+
+def test_a_device_without_room_for_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The free memory is what a GPU might answer; here nothing else depends on it."""
+    # [64, 32] in bf16: itself, and two of it and two of [32, 32] as scratch.
+    needed = 2 * (3 * 64 * 32 + 2 * 32 * 32)
+    others = [(64, 32), (2, 4, 4)]
+    assert device_bytes((64, 32), others, itemsize=4, world=1) == needed
+    # Three units' gradients are exchanged at once.
+    assert device_bytes((3, 64, 32), others, itemsize=4, world=2) == needed + 3 * 4 * (2048 + 32)
+    free = needed
+    monkeypatch.setattr(Device, "free_bytes", lambda _: free)
+    model = inf.offload(models.make(models.Small), inf.Policy())
+    optimizer = inf.Muon(model.parameters(), lr=0.02)
+    models.loss_of(model, models.token_batches(1)[0]).backward()
+    before = harness.states_of(model)
+    free = needed - 1
+    says = r"blocks\.0\.up\.weight, of shape \(64, 32\), needs 16 KiB on cpu"
+    with pytest.raises(MemoryLimitError, match=says) as caught:
+        optimizer.step()
+    assert (caught.value.needed_bytes, caught.value.left_bytes) == (needed, free)
+    assert_same(harness.states_of(model), before)
+    optimizer.param_groups[0]["transform_on"] = "cpu"
+    optimizer.step()
+    after = harness.values_of(model)
+    inf.handle(model).close()
+    model = inf.offload(models.make(models.Small), inf.Policy())
+    with pytest.raises(MemoryLimitError, match=says):
+        inf.Muon(model.parameters())
+    free = needed
+    optimizer = inf.Muon(model.parameters(), lr=0.02)
+    models.loss_of(model, models.token_batches(1)[0]).backward()
+    optimizer.step()
+    assert_same(harness.values_of(model), after)
+    inf.handle(model).close()
+
+
+def test_where_a_matrix_is_transformed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = inf.offload(nn.Sequential(nn.Linear(8, 8, bias=False)), inf.Policy())
+    (param,) = (optimizer := inf.Muon(model.parameters())).params_with_states
+    monkeypatch.setattr(param.flat, "tensor", torch.empty(0, device="meta"))
+    whole = torch.randn(64)
+    with pytest.raises(RuntimeError, match="meta"):
+        optimizer._transform_matrix(Matrix(param, 0, (8, 8), 0), whole)
+    optimizer.param_groups[0]["transform_on"] = "cpu"
+    wanted = orthogonalize(whole.view(8, 8).bfloat16())
+    optimizer._transform_matrix(Matrix(param, 0, (8, 8), 0), whole)
+    assert torch.equal(whole.view(8, 8), wanted.float())
+    monkeypatch.undo()
     inf.handle(model).close()
 
 

@@ -145,6 +145,14 @@ class Device:
         """Bytes of all tensors on the device, as torch's allocator counts; 0 elsewhere."""
         return int(torch.cuda.memory_allocated(self.torch_device)) if self._on_gpu else 0
 
+    def free_bytes(self) -> int | None:
+        """Bytes that new tensors may take, also from torch's cache; None where the memory is the
+        host's."""
+        if not self._on_gpu:
+            return None
+        cached = torch.cuda.memory_reserved(self.torch_device) - self.allocated_bytes()
+        return int(torch.cuda.mem_get_info(self.torch_device)[0]) + cached
+
     def note_use(self, tensor: torch.Tensor) -> None:
         """Tell the allocator that the current stream uses memory of another stream: after a free it
         is reused only when this stream has finished its present work.

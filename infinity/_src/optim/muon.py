@@ -26,6 +26,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from infinity._src.base.sizes import format_size
 from infinity._src.config.policy import Policy
 from infinity._src.distributed.comm_streams import PendingCollective
 from infinity._src.distributed.transport import Message
@@ -56,6 +57,7 @@ from infinity._src.optim.update_jobs import Work, memory_of_matrix
 from infinity._src.optim.whole_matrices import (
     Matrix,
     UnitMatrices,
+    device_bytes,
     is_cut,
     is_hidden_matrix,
     is_shaped,
@@ -65,7 +67,9 @@ from infinity._src.optim.whole_matrices import (
 from infinity._src.params.accumulator import AccumulatorState, is_exact
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Format, Ticket
-from infinity.errors import AioError, StateInvalid
+from infinity.errors import AioError, MemoryLimitError, StateInvalid
+
+CPU = torch.device("cpu")
 
 ADJUST_LR: Mapping[str | None, Callable[[int, int], float]] = {
     None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
@@ -90,15 +94,17 @@ class Matrixwise(Optimizer):
     Parameters that are no hidden matrices get AdamW in the same step, with `betas` and `adam_eps`:
     vectors and numbers, biases of experts, embeddings (`nn.Embedding`, and weights tied to one),
     heads (modules whose name is in `whole_matrices.HEADS`), and convolutions. A group's
-    `matrixwise` True or False decides for its parameters instead.
+    `matrixwise` True or False decides for its parameters instead. A group's `transform_on="cpu"`
+    transforms its matrices in RAM, if the device ("device") has no room for them.
 
     `step()` blocks until the matrices are computed; the update of the masters overlaps with the
     next forward. The step consumes the gradients of matrices: clear them by zero_grad() before the
     next backward.
 
-    Raises: as `AdamW`; ValueError also for matrixwise=True and a parameter that is no matrix or a
-    tile of one, for update="backward" with generations=2, for update_on other than "cpu", and for
-    grads="nvme".
+    Raises: as `AdamW`; MemoryLimitError where the device has too little free memory for a matrix,
+    in `step()` before any state has changed; ValueError also for matrixwise=True and a parameter
+    that is no matrix or a tile of one, for update="backward" with generations=2, for update_on
+    other than "cpu", and for grads="nvme".
     """
 
     shares_format = True
@@ -129,7 +135,8 @@ class Matrixwise(Optimizer):
 
     def _begin(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._owners: dict[StepEngine, dict[Param, list[Matrix]]] = {}
-        Optimizer.__init__(self, params, {**defaults, "matrixwise": None})
+        chosen = {"matrixwise": None, "transform_on": "device"}
+        Optimizer.__init__(self, params, {**defaults, **chosen})
 
     @property
     def title(self) -> str:
@@ -165,12 +172,13 @@ class Matrixwise(Optimizer):
             "betas": two_betas,
             "adam_eps": not_negative,
             "matrixwise": lambda value: value in (None, True, False),
+            "transform_on": lambda value: value in ("device", "cpu"),
         }
         check_range(
             group,
             rules,
             "lr, weight_decay and adam_eps must be >= 0, momentum and betas in [0, 1), matrixwise "
-            "True, False or None",
+            "True, False or None, transform_on 'device' or 'cpu'",
         )
 
     @staticmethod
@@ -225,11 +233,12 @@ class Matrixwise(Optimizer):
         found = []
         for flat in formats:
             engine: StepEngine = flat.unit.engine
-            held = (param for param in flat.params if param in self._moments)
-            shapes = [tuple(param.shape) for param in held if self.updates_matrix(param)]
-            if flat.tensor.device.type == "cpu":
-                itemsize = (engine.policy.grad_dtype or flat.dtype).itemsize
-                found.append(scratch_bytes(shapes, itemsize, engine.pipeline.world))
+            there = flat.tensor.device.type != "cpu"
+            shapes = self._shapes(
+                param for param in flat.params if not (there and self._on_device(param))
+            )
+            itemsize = (engine.policy.grad_dtype or flat.dtype).itemsize
+            found.append(scratch_bytes(shapes, itemsize, 1 if there else engine.pipeline.world))
         return sum(max(sizes) for sizes in zip(*found, strict=True))
 
     def hyper(
@@ -251,7 +260,53 @@ class Matrixwise(Optimizer):
             step_size=self.step_size(group, rows, columns), decay=1.0 - lr * weight_decay
         )
 
+    # -- room on the device ------------------------------------------------------------------------
+
+    def _shapes(self, params: Iterable[Param]) -> list[tuple[int, ...]]:
+        """Return the shapes of those of these parameters that this optimizer updates as matrices.
+        """
+        held = (param for param in params if param in self._moments)
+        return [tuple(param.shape) for param in held if self.updates_matrix(param)]
+
+    def _on_device(self, param: Param) -> bool:
+        return param in self._groups and self.group_of(param)["transform_on"] == "device"
+
+    def _check_room(self, engine: StepEngine, params: Iterable[Param]) -> None:
+        """Raise MemoryLimitError if the device has too little free memory for one of these
+        matrices. Collective."""
+        pipeline = engine.pipeline
+        free = pipeline.device.free_bytes()
+        if free is None:
+            return
+        needed = {}
+        for param in params:
+            if self.updates_matrix(param) and self._on_device(param):
+                itemsize = (engine.policy.grad_dtype or param.dtype).itemsize
+                exchanged = self._shapes(param.unit.params)
+                needed[param] = device_bytes(param.shape, exchanged, itemsize, pipeline.world)
+        flags = [size_bytes > free for size_bytes in needed.values()]
+        lacks = pipeline.first_on_any_rank(list(needed), flags)
+        if lacks is not None:
+            device = pipeline.device.torch_device
+            raise MemoryLimitError(
+                f"a matrix of {lacks.name}, of shape {tuple(lacks.shape)}, needs "
+                f"{format_size(needed[lacks])} on {device} to be transformed, and rank "
+                f"{pipeline.rank} has {format_size(free)} free: make micro-batches smaller, or set "
+                "transform_on='cpu' in its parameter group, which transforms it in RAM",
+                limit=f"free memory of {device}",
+                needed_bytes=needed[lacks],
+                left_bytes=free,
+            )
+
     # -- the step ----------------------------------------------------------------------------------
+
+    def _check_all(self, live: dict[StepEngine, list[Param]]) -> bool:
+        proceeds = super()._check_all(live)
+        for engine, params in live.items():
+            # Updates in backward have transformed them already.
+            if proceeds and engine.policy.update != "backward":
+                self._check_room(engine, params)
+        return proceeds
 
     def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
         # Loops change groups. A wrong value raises here, before any momentum changes.
@@ -358,7 +413,7 @@ class Matrixwise(Optimizer):
                 parts,
                 rank=pipeline.rank,
                 world=pipeline.world,
-                device=unit.flats[0].tensor.device,
+                device=unit.flats[0].tensor.device if pipeline.world > 1 else CPU,
             )
             arrival = _exchange(pipeline, f"matrices of {unit.name}", *held.messages())
             arriving.append((unit, held, arrival))
@@ -384,7 +439,10 @@ class Matrixwise(Optimizer):
         return found
 
     def make_states(self, params: Iterable[Param]) -> None:
-        """Make states; see `Optimizer.make_states`."""
+        """Make states; see `Optimizer.make_states`. Raises: MemoryLimitError, too."""
+        params = list(params)
+        for engine in dict.fromkeys(map(engine_of, params)):
+            self._check_room(engine, [param for param in params if param.unit.engine is engine])
         super().make_states(params)
         self._owners.clear()
 
@@ -403,7 +461,8 @@ class Matrixwise(Optimizer):
     def _transform_matrix(self, matrix: Matrix, whole: torch.Tensor) -> None:
         """Transform a matrix in place: 1-D, bf16 or fp32."""
         values = whole.view(matrix.shape)
-        there = values.to(torch.bfloat16)
+        device = matrix.param.flat.tensor.device if self._on_device(matrix.param) else CPU
+        there = values.to(device, torch.bfloat16)
         # An overflow of the momentum, or a number that the user wrote; gradients were checked.
         if not bool(there.norm().isfinite()):
             raise StateInvalid(

@@ -576,6 +576,11 @@ class StepPipeline:
     def world(self) -> int:
         return self._comm.world
 
+    @property
+    def device(self) -> Device:
+        """Device of the model."""
+        return self._device
+
     def exchange(
         self,
         what: str,

@@ -72,6 +72,14 @@ def scratch_bytes(shapes: Sequence[Shape], itemsize: int, world: int) -> tuple[i
     return scratch, UNITS_EXCHANGED * whole
 
 
+def device_bytes(shape: Sequence[int], others: Sequence[Shape], itemsize: int, world: int) -> int:
+    """Return the bytes of a matrix of this shape in bf16, and of its scratch, on a device. others,
+    itemsize, world: as in `scratch_bytes`, for what is exchanged meanwhile."""
+    rows, columns = shape[-2:]
+    exchanged = scratch_bytes(others, itemsize, world)[1]
+    return 2 * (rows * columns + scratch_numel(rows, columns)) + exchanged
+
+
 class Matrix(NamedTuple):
     """One matrix: a parameter, or one of a stack [experts, m, n]. start: its first element in the
     parameter."""
@@ -115,7 +123,7 @@ class UnitMatrices:
     sent from there, and the results' parts received there. device: where matrices are transformed.
 
     An exchange of `messages`, then the transformation of `owned`, then an exchange of the reversed
-    messages, then `store`.
+    messages, then `store`. With one rank there are no messages, and `device` is the CPU.
     """
 
     def __init__(
