@@ -235,19 +235,23 @@ def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches,
     assert 0 < stats.updates_withdrawn <= 2 * stats.units
 
 
-@pytest.mark.parametrize(("update", "nth"), alternating(["deferred", "backward"], [0, 3, 7]))
-def test_a_step_with_a_fault_is_undone_and_training_continues(tmp_path, batches, update, nth):
-    reference, its_optimizer = plain()
+@pytest.mark.parametrize(
+    ("update", "nth", "made"),
+    alternating(["deferred", "backward"], [0, 3, 7], [inf.AdamW, inf.Muon]),
+)
+def test_a_step_with_a_fault_is_undone_and_training_continues(tmp_path, batches, update, nth, made):
+    reference = offload(small(), inf.Policy())
+    its_optimizer = made(reference.parameters(), lr=1e-2)
     wanted = [step(reference, its_optimizer, batch) for batch in batches[:5]]
     probe = offload(small(), policy(tmp_path, update=update, **NVME))
-    optimizer = inf.AdamW(probe.parameters(), lr=1e-2)
+    optimizer = made(probe.parameters(), lr=1e-2)
     for batch in batches[:2]:
         step(probe, optimizer, batch)
     before = writes_of(probe)
 
     seam = Seam(fault=Fault("write", before + nth, lasting=True))
     model = offload(small(), policy(tmp_path, update=update, **NVME), _seam=seam)
-    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    optimizer = made(model.parameters(), lr=1e-2)
     got, undone = [], 0
     while len(got) < 5:
         taken = len(got)

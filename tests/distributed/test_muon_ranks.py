@@ -4,6 +4,8 @@ where gradients are."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,11 @@ POLICIES: list[dict[str, Any]] = [
     {"params": "device", "optim": "cpu", "zero": 2, "find_unused_parameters": True},
     {"params": "cpu", "optim": "cpu", "state": "compact"},
     {"params": "nvme", "optim": "nvme", "ram": "min", "update": "backward"},
-    {"params": "nvme", "optim": "nvme", "ram": "min", "generations": 2},
+    {"params": "nvme", "optim": "nvme", "ram": "min", "generations": 2, "update": "backward"},
+    {
+        "params": "nvme", "optim": "nvme", "grads": "nvme", "generations": 2,
+        "resident": {"params": 0.0, "optim": 0.0}, "unit_bytes_max": 4096,
+    },
 ]
 
 
@@ -34,9 +40,18 @@ def trained(rank: int, place: Path) -> list[Any]:
     for index, values in enumerate(POLICIES):
         nvme = place / f"nvme {index} {rank}"
         nvme.mkdir(parents=True)
-        more = {"nvme": nvme} if "nvme" in values.values() else {}
+        policy = inf.Policy(**values, **({"nvme": nvme} if "nvme" in values.values() else {}))
+        spills = policy.grads == "nvme"
         # 17 rows, so that ranks have parts of rows; and stacks of experts.
-        model = inf.offload(models.make(models.qwen3_moe), inf.Policy(**values, **more))
+        factory: Any = models.qwen3_moe
+        if spills:
+            factory = functools.partial(models.llama, layers=12)
+            whole = inf.offload(models.make(factory), dataclasses.replace(policy, ram="min"))
+            _, stats = inf.Muon(whole.parameters()), inf.handle(whole).stats()
+            ram = stats.ram_min_bytes - stats.grad_bytes // 2
+            inf.handle(whole).close()
+            policy = dataclasses.replace(policy, ram=ram)
+        model = inf.offload(models.make(factory), policy)
         optimizer = inf.Muon(model.parameters(), lr=0.02)
         losses = []
         for batch in models.token_batches(3):
@@ -50,6 +65,7 @@ def trained(rank: int, place: Path) -> list[Any]:
         by_param = matrices_of(held, engine.pipeline.world).values()
         owners = {matrix.owner for each in by_param for matrix in each}
         assert owners == set(range(engine.pipeline.world))
+        assert (inf.handle(model).stats().spilled_bytes > 0) == spills
         found.append((losses, harness.values_of(model), harness.states_of(model)))
         inf.handle(model).close()
     return found

@@ -292,7 +292,11 @@ class OptimizerRegistry:
         """
         formats = {flat: self._formats[flat] for flat in self._registered}
         self._planner.idle_masks = self._idle_masks
-        plan = self._planner.replan(formats, stores_gradients=self._stores_gradients)
+        plan = self._planner.replan(
+            formats,
+            stores_gradients=self._stores_gradients,
+            gradients_placed=self._has_gradient_memory,
+        )
         if plan.pools != self._planner.pools:
             self._executor.resize_pools(
                 PoolSpec(plan.small_count, plan.small_bytes),

@@ -120,10 +120,8 @@ class PlacementPlanner:
         Raises: BudgetError when the parameters alone do not fit. A budget that is too small for
             training is logged as a warning.
         """
-        trainable = {flat: self.state_format(flat) for flat in self._flats if flat.trainable}
-        formats = {flat: found for flat, found in trainable.items() if found is not Format.RAW}
         try:
-            plan = self._plan_first(formats)
+            plan = self._plan_first(self._formats_to_train())
         # Inference needs only parameters, so a budget too small for training is no error yet.
         except BudgetError as error:
             try:
@@ -136,6 +134,11 @@ class PlacementPlanner:
         # The executor is opened with these pools; every later plan includes them.
         self.pools_resized()
         return plan
+
+    def _formats_to_train(self) -> dict[Flat, Format]:
+        """Return the formats of all flats that require a gradient, before an optimizer exists."""
+        trainable = {flat: self.state_format(flat) for flat in self._flats if flat.trainable}
+        return {flat: found for flat, found in trainable.items() if found is not Format.RAW}
 
     def _plan_first(self, formats: Mapping[Flat, Format]) -> PlacementPlan:
         """Choose the gradients that spill, and the size of the pools."""
@@ -160,13 +163,18 @@ class PlacementPlanner:
         return self._make(formats, stores_gradients=False)
 
     def replan(
-        self, formats: Mapping[Flat, Format], *, stores_gradients: bool = True
+        self,
+        formats: Mapping[Flat, Format],
+        *,
+        stores_gradients: bool = True,
+        gradients_placed: bool = True,
     ) -> PlacementPlan:
         """Make a plan for flats with states in these formats, and put it in force; `restore` undoes
         that.
 
         stores_gradients: gradients wait in RAM (or spill) for the step, as in all modes except
             update="backward" without accumulation.
+        gradients_placed: gradients have memory, or spill, already.
         The pools of the plan are the present ones, or larger: parameters that were frozen when the
         model was offloaded may have larger chunks, and an optimizer more moments.
         Raises: BudgetError; then the plan in force stays.
@@ -176,7 +184,8 @@ class PlacementPlanner:
         except BudgetError as error:
             if not stores_gradients:
                 raise
-            plan = self._spill_unfrozen(formats, error)
+            spill = self._spill_unfrozen if gradients_placed else self._spill_anew
+            plan = spill(formats, error)
         # The first plan has not chosen spilled gradients: it did not fit, or had no gradients.
         if self._spilled is None and stores_gradients:
             self._spilled = self._spilled_of(plan)
@@ -196,6 +205,19 @@ class PlacementPlanner:
             raise error
         before, self._spilled = self._spilled, self._spilled | fresh
         try:
+            return self._make(formats, stores_gradients=True)
+        except BudgetError:
+            self._spilled = before
+            raise error from None
+
+    def _spill_anew(self, formats: Mapping[Flat, Format], error: BudgetError) -> PlacementPlan:
+        """Choose the gradients that spill again, since an optimizer needs more memory than the
+        first choice has left. Raises: the first error if that does not help."""
+        before, self._spilled = self._spilled, None
+        try:
+            # For later optimizers, too.
+            whole = self._make({**self._formats_to_train(), **formats}, stores_gradients=True)
+            self._spilled = self._spilled_of(whole)
             return self._make(formats, stores_gradients=True)
         except BudgetError:
             self._spilled = before

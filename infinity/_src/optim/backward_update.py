@@ -29,10 +29,10 @@ from infinity._src.memory.constants import LAG_UNITS, UNITS_AHEAD
 from infinity._src.memory.device import Device
 from infinity._src.memory.device_capacity import overlap_bytes
 from infinity._src.optim.grad_windows import GradWindows
-from infinity._src.optim.step import guard
+from infinity._src.optim.step import UpdatingOptimizer, guard
 from infinity._src.optim.step_consensus import Grouped, values_of
 from infinity._src.optim.update_jobs import Work
-from infinity._src.optim.update_mode import UpdateMode, UpdatingOptimizer
+from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.accumulator import AccumulatorState
 from infinity._src.params.prefetch_schedule import PassTracker, Phase
 from infinity._src.params.unit import Flat, Param, Unit
@@ -252,8 +252,8 @@ class BackwardUpdate(UpdateMode):
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
         # From here on an interrupted step is half done.
         self._updated.update(ready)
-        gradients = self._prepared(gradients)
         work = {item.param: item for item in self._work(list(ready))}
+        gradients = self._with_matrices(work, gradients)
         fresh = [
             grad
             for param, grad in gradients.items()
@@ -299,13 +299,23 @@ class BackwardUpdate(UpdateMode):
             by_holder.setdefault(holder, []).append(param)
         return by_holder
 
-    def _prepared(self, gradients: dict[Param, torch.Tensor]) -> dict[Param, torch.Tensor]:
-        """Return the gradients that the updates read; see `UpdatingOptimizer.prepare`."""
+    def _with_matrices(
+        self, work: Mapping[Param, Work], gradients: dict[Param, torch.Tensor]
+    ) -> dict[Param, torch.Tensor]:
+        """Do the first updates of optimizers of whole matrices. Returns the gradients, with the
+        matrices in their places."""
+        firsts = [param for param, item in work.items() if item.first is not None]
         # Without windows a fresh gradient is autograd's tensor, which other code may hold, too.
-        found: dict[Param, torch.Tensor] = {}
-        for holder, params in self._by_holder(gradients).items():
-            given = {param: gradients[param] for param in params}
-            found.update(holder.prepare(given, owned=self._windows is not None))
+        owned = {
+            param
+            for param in firsts
+            if self._windows is not None or _accumulator_state(param) is AccumulatorState.HELD
+        }
+        found = dict(gradients)
+        for holder, params in self._by_holder(firsts).items():
+            given = {param: gradients[param] for param in params if param in gradients}
+            mine = {param: work[param] for param in params}
+            found.update(holder.make_matrices(mine, given, owned=owned))
         return found
 
     def _work(self, params: list[Param]) -> list[Work]:
@@ -386,7 +396,7 @@ class BackwardUpdate(UpdateMode):
                 "forward and backward again"
             )
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: UpdatingOptimizer) -> None:
         """Submit the updates that backward did not make, for example of gradients that the loop
         assigned."""
         # The next backward begins a new step, even if this one raises below.

@@ -9,7 +9,7 @@ scalars of an update (one HYPER record for each parameter). The pipeline runs th
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -125,6 +125,16 @@ class Optimizer(OptimizerBase, abc.ABC):
         state: of the parameter; its `step` includes this update.
         log: factors that the loop applied to the gradient since backward accumulated it.
         """
+
+    def first_hyper(
+        self,
+        param: Param,  # noqa: ARG002
+        log: Sequence[LogEntry],  # noqa: ARG002
+    ) -> npt.NDArray[Any] | None:
+        """Return the HYPER record of the update before, of an optimizer of whole matrices. log: see
+        `hyper`.
+        """
+        return None
 
     @property
     def title(self) -> str:
@@ -275,14 +285,15 @@ class Optimizer(OptimizerBase, abc.ABC):
                 engine.pipeline.begin()
         return proceeds
 
-    def prepare(
+    def make_matrices(
         self,
-        gradients: Mapping[Param, torch.Tensor],
+        work: Mapping[Param, Work],  # noqa: ARG002
+        gradients: Mapping[Param, torch.Tensor],  # noqa: ARG002
         *,
-        owned: bool,  # noqa: ARG002
-    ) -> Mapping[Param, torch.Tensor]:
-        """See `UpdatingOptimizer.prepare`."""
-        return gradients
+        owned: Container[Param],  # noqa: ARG002
+    ) -> dict[Param, torch.Tensor]:
+        """See `UpdatingOptimizer.make_matrices`."""
+        raise AssertionError(f"{self.title} has one update")
 
     def work_of(self, params: Sequence[Param]) -> list[Work]:
         """Return the updates of these parameters with their present gradients, and advance their
@@ -304,13 +315,16 @@ class Optimizer(OptimizerBase, abc.ABC):
             assert param.grad is not None
             # A copy: counts advance only after the rows of all parameters were made.
             state = {**self.state[param.at_rest]}
-            state["step"] = state.get("step", 0) + 1
+            state["step"] = step = state.get("step", 0) + 1
             log = [entry for entry in param.grad.log if not is_exact(entry)]
             row = self.hyper(param, state, log)
             # The key depends on step and parameter, not on time or thread, so that stochastic
             # rounding gives the same bits in every run.
-            row["key"] = rounding_key(engine_of(param).policy.seed, state["step"], param.name)
-            work.append(Work(param, row))
+            key = row["key"] = rounding_key(engine_of(param).policy.seed, step, param.name)
+            first = self.first_hyper(param, log)
+            if first is not None:
+                first["key"] = key
+            work.append(Work(param, row, first))
             states.append(state)
         return work, states
 

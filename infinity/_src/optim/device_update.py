@@ -26,8 +26,7 @@ from infinity._src.cabi.records import GradSection
 from infinity._src.kernels.update import UpdatePlan
 from infinity._src.memory.constants import AHEAD_CHUNKS
 from infinity._src.memory.device import Device
-from infinity._src.optim.step import accumulated_gradients, guard
-from infinity._src.optim.step_consensus import Grouped
+from infinity._src.optim.step import UpdatingOptimizer, accumulated_gradients, guard
 from infinity._src.optim.update_jobs import Submission, Work
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.state_store import StateStore
@@ -122,7 +121,7 @@ class DeviceUpdate(UpdateMode):
         """Free the windows. Nothing may be pending."""
         self._windows.clear()
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]], _optimizer: Grouped) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], _optimizer: UpdatingOptimizer) -> None:
         self._make_windows([flat for unit in by_unit for flat in unit.flats])
         for unit in self._parts.pipeline.next_order(list(by_unit)):
             work = by_unit[unit]

@@ -20,7 +20,7 @@ update="backward".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -41,7 +41,6 @@ from infinity._src.kernels.newton_schulz import (
     STEPS_MAX,
     orthogonalize,
 )
-from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.base import (
     LogEntry,
     Optimizer,
@@ -64,7 +63,6 @@ from infinity._src.optim.whole_matrices import (
     matrices_of,
     scratch_bytes,
 )
-from infinity._src.params.accumulator import AccumulatorState, is_exact
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Format, Ticket
 from infinity.errors import AioError, MemoryLimitError, StateInvalid
@@ -103,8 +101,8 @@ class Matrixwise(Optimizer):
 
     Raises: as `AdamW`; MemoryLimitError where the device has too little free memory for a matrix,
     in `step()` before any state has changed; ValueError also for matrixwise=True and a parameter
-    that is no matrix or a tile of one, for update="backward" with generations=2, for update_on
-    other than "cpu", and for grads="nvme".
+    that is no matrix or a tile of one, for update_on other than "cpu", and for grads="nvme" with
+    gradients in fp16.
     """
 
     shares_format = True
@@ -184,16 +182,10 @@ class Matrixwise(Optimizer):
     @staticmethod
     def check_policy(policy: Policy, title: str) -> None:
         """Raise ValueError for a policy under which an optimizer of whole matrices cannot step."""
-        wrong = {
-            f"update={policy.update!r} and generations={policy.generations}": policy.speculates,
-            f"update_on={policy.update_on!r}": policy.update_on != "cpu",
-            f"grads={policy.grads!r}": policy.grads == "nvme",
-        }
-        refused = [name for name, is_wrong in wrong.items() if is_wrong]
-        if refused:
+        if policy.update_on != "cpu":
             raise ValueError(
-                f"{title} does not work with {', '.join(refused)}: use update='deferred', "
-                "update_on='cpu' and grads='cpu', or inf.AdamW"
+                f"{title} has no kernels for update_on={policy.update_on!r}: use update_on='cpu', "
+                "where matrices are transformed on the device nevertheless, or inf.AdamW"
             )
 
     def check_engine(self, engine: StepEngine) -> None:
@@ -228,18 +220,29 @@ class Matrixwise(Optimizer):
         return found
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:
-        """Return the bytes of the scratch of one matrix on a CPU, in fp32, and on several ranks of
-        the whole matrices of the units that are exchanged at once."""
+        """Return the bytes of the scratch of one matrix on a CPU, in fp32; on several ranks of the
+        whole matrices of the units that are exchanged at once; and of the copies of gradients that
+        speculative updates read."""
         found = []
         for flat in formats:
             engine: StepEngine = flat.unit.engine
-            there = flat.tensor.device.type != "cpu"
-            shapes = self._shapes(
+            there, world = flat.tensor.device.type != "cpu", engine.pipeline.world
+            itemsize = (engine.policy.grad_dtype or flat.dtype).itemsize
+            in_ram = self._shapes(
                 param for param in flat.params if not (there and self._on_device(param))
             )
-            itemsize = (engine.policy.grad_dtype or flat.dtype).itemsize
-            found.append(scratch_bytes(shapes, itemsize, 1 if there else engine.pipeline.world))
+            scratch, exchanged, _ = scratch_bytes(in_ram, itemsize, 1 if there else world)
+            _, _, copied = scratch_bytes(self._shapes(flat.params), itemsize, world)
+            found.append((scratch, exchanged, copied * engine.policy.speculates))
         return sum(max(sizes) for sizes in zip(*found, strict=True))
+
+    def first_hyper(self, param: Param, log: Sequence[LogEntry]) -> npt.NDArray[Any] | None:
+        if not self.updates_matrix(param):
+            return None
+        group = self.group_of(param)
+        return hyper_row_muon_momentum(
+            momentum=float(group["momentum"]), nesterov=bool(group["nesterov"]), log=log
+        )
 
     def hyper(
         self, param: Param, state: dict[str, Any], log: Sequence[LogEntry]
@@ -304,71 +307,55 @@ class Matrixwise(Optimizer):
         proceeds = super()._check_all(live)
         for engine, params in live.items():
             # Updates in backward have transformed them already.
-            if proceeds and engine.policy.update != "backward":
+            if proceeds and not engine.policy.consumes_grads:
                 self._check_room(engine, params)
         return proceeds
 
-    def _update_all(self, live: dict[StepEngine, list[Param]]) -> None:
+    def refresh_groups(self) -> None:
+        super().refresh_groups()
         # Loops change groups. A wrong value raises here, before any momentum changes.
         for group in self.param_groups:
             self.check_group(group)
-        # Engine by engine: where one fails, no other is between its two updates.
-        for engine, params in live.items():
-            matrices = [param for param in params if self.updates_matrix(param)]
-            work = [self._momentum_work(param) for param in matrices]
-            gradients = {param: _gradient_of(param) for param in matrices}
-            for param in matrices:
-                # Its gradient is lost from here on, also for a step that fails.
-                assert param.grad is not None
-                param.grad.consume()
-            self._make_matrices(engine, work, gradients)
-            super()._update_all({engine: params})
 
-    def prepare(
-        self, gradients: Mapping[Param, torch.Tensor], *, owned: bool
-    ) -> Mapping[Param, torch.Tensor]:
-        """Update the momenta and transform the matrices of one unit."""
-        matrices = [param for param in gradients if self.updates_matrix(param)]
-        if not matrices:
-            return gradients
-        work = [self._momentum_work(param) for param in matrices]
-        taken = {}
-        for param in matrices:
-            given = gradients[param]
-            assert param.grad is not None
-            # A sum of micro-batches lies in the accumulator.
-            held = owned or param.grad.state is AccumulatorState.HELD
-            taken[param] = given if held else given.clone()
-            param.grad.log.clear()
-        return {**gradients, **self._make_matrices(engine_of(matrices[0]), work, taken)}
-
-    def _make_matrices(
-        self, engine: StepEngine, work: Sequence[Work], gradients: Mapping[Param, torch.Tensor]
-    ) -> Mapping[Param, torch.Tensor]:
-        """Do the updates of momenta, and put the transformed matrices into the memory of the
-        gradients. Blocks. gradients: this rank's part of each, 1-D. Returns the parts of the
-        matrices.
-        """
-        parts = {param: memory_of_matrix(gradient) for param, gradient in gradients.items()}
-        by_unit: dict[Unit, dict[Param, Work]] = {}
-        for item in work:
-            by_unit.setdefault(item.param.unit, {})[item.param] = item
+    def make_matrices(
+        self,
+        work: Mapping[Param, Work],
+        gradients: Mapping[Param, torch.Tensor],
+        *,
+        owned: Container[Param],
+    ) -> dict[Param, torch.Tensor]:
+        """Update momenta, and transform the matrices; see `UpdatingOptimizer.make_matrices`."""
+        engine = engine_of(next(iter(work)))
         pipeline = engine.pipeline
         fault: AioError | StateInvalid | None = None
+        found: dict[Param, torch.Tensor] = {}
         try:
-            # All are submitted first, so that the drives never wait for a matrix.
-            started = [
-                (unit, pipeline.start(unit, by_unit[unit], gradients, first=True))
-                for unit in pipeline.next_order(list(by_unit))
-            ]
-            self._transform_units(engine, started, parts)
+            for turn in _turns(engine, work):
+                memory = {
+                    param: _memory(param, gradients.get(param), owned=param in owned)
+                    for _, params in turn
+                    for param in params
+                }
+                parts = {param: memory_of_matrix(part) for param, part in memory.items()}
+                # All are submitted first, so that the drives never wait for a matrix.
+                started = [
+                    (unit, pipeline.start(unit, _firsts(work, params), memory, first=True))
+                    for unit, params in turn
+                ]
+                self._transform_units(engine, started, parts)
+                found.update(parts)
+            for param in work:
+                # Second updates read these in the chunks.
+                if param in owned and param not in gradients:
+                    del found[param]
+                    engine.gradients.flush_spilled(param.unit)
         except (AioError, StateInvalid) as error:
             fault = error
         except BaseException as error:
             pipeline.set_fault(half_done(error))
             raise
         pipeline.end_updates(fault)
-        return parts
+        return found
 
     def _transform_units(
         self,
@@ -443,20 +430,21 @@ class Matrixwise(Optimizer):
         params = list(params)
         for engine in dict.fromkeys(map(engine_of, params)):
             self._check_room(engine, [param for param in params if param.unit.engine is engine])
+        for param in params:
+            policy = engine_of(param).policy
+            half = (policy.grad_dtype or param.flat.dtype) is torch.float16
+            # The section of a spilled gradient would hold a bf16 matrix as fp16.
+            if (
+                half
+                and policy.grads == "nvme"
+                and is_matrix(param, self.group_of(param)["matrixwise"])
+            ):
+                raise ValueError(
+                    f"{self.title} does not spill gradients in fp16, as those of {param.name}: use "
+                    "Policy(grad_dtype=torch.float32), or grads='cpu'"
+                )
         super().make_states(params)
         self._owners.clear()
-
-    def _momentum_work(self, param: Param) -> Work:
-        group = self.group_of(param)
-        assert param.grad is not None
-        row = hyper_row_muon_momentum(
-            momentum=float(group["momentum"]),
-            nesterov=bool(group["nesterov"]),
-            log=[entry for entry in param.grad.log if not is_exact(entry)],
-        )
-        step = self.state[param.at_rest].get("step", 0) + 1
-        row["key"] = rounding_key(engine_of(param).policy.seed, step, param.name)
-        return Work(param, row)
 
     def _transform_matrix(self, matrix: Matrix, whole: torch.Tensor) -> None:
         """Transform a matrix in place: 1-D, bf16 or fp32."""
@@ -464,7 +452,8 @@ class Matrixwise(Optimizer):
         device = matrix.param.flat.tensor.device if self._on_device(matrix.param) else CPU
         there = values.to(device, torch.bfloat16)
         # An overflow of the momentum, or a number that the user wrote; gradients were checked.
-        if not bool(there.norm().isfinite()):
+        checked = engine_of(matrix.param).on_nonfinite != "ignore"
+        if checked and not bool(there.norm().isfinite()):
             raise StateInvalid(
                 f"the momentum of {matrix.param.name} is not finite, and its matrix cannot be "
                 "transformed; close this engine and start again from the last export"
@@ -568,19 +557,52 @@ def is_matrix(param: Param, chosen: bool | None) -> bool:
         if cut or not is_shaped(param.shape):
             raise ValueError(
                 f"matrixwise=True for {param.name} of shape {tuple(param.shape)}: "
-                + ("a tile has only a part of its matrix; offload the model without tiling it"
-                   if cut else "only matrices [m, n] and stacks [experts, m, n] are updated so")
+                + (
+                    "a tile has only a part of its matrix; offload the model without tiling it"
+                    if cut
+                    else "only matrices [m, n] and stacks [experts, m, n] are updated so"
+                )
             )
     if chosen is not None:
         return chosen
     return is_hidden_matrix(param.shape, param.whole_shape, param.names, param.sites)
 
 
-def _gradient_of(param: Param) -> torch.Tensor:
-    """Return this rank's part of the accumulated gradient, 1-D."""
-    assert param.grad is not None
-    assert param.grad.backing is None
-    return param.grad.tensor
+def _turns(engine: StepEngine, params: Iterable[Param]) -> list[list[tuple[Unit, list[Param]]]]:
+    """Return the units, with their parameters among `params`, that are in flight together: all, or,
+    where gradients spill, a flat at a time, as the memory for spilled gradients holds. The same on
+    all ranks, which may spill different gradients.
+    """
+    by_unit: dict[Unit, list[Param]] = {}
+    for param in params:
+        by_unit.setdefault(param.unit, []).append(param)
+    ordered = [(unit, by_unit[unit]) for unit in engine.pipeline.next_order(list(by_unit))]
+    if engine.policy.grads != "nvme":
+        return [ordered]
+    return [
+        [(unit, held)]
+        for unit, params in ordered
+        for flat in unit.flats
+        if (held := [param for param in params if param.flat is flat])
+    ]
+
+
+def _firsts(work: Mapping[Param, Work], params: Iterable[Param]) -> dict[Param, Work]:
+    found = {}
+    for param in params:
+        first = work[param].first
+        assert first is not None
+        found[param] = Work(param, first)
+    return found
+
+
+def _memory(param: Param, gradient: torch.Tensor | None, *, owned: bool) -> torch.Tensor:
+    """Return memory that holds a gradient and gets the matrix. gradient: None if it has spilled.
+    owned: its memory may be overwritten."""
+    if gradient is None:
+        assert param.grad is not None
+        gradient = param.grad.to_replace() if owned else param.grad.tensor
+    return gradient if owned else gradient.clone()
 
 
 def _exchange(

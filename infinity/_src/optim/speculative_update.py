@@ -27,10 +27,15 @@ import torch
 
 from infinity._src.base.alarm import Alarm
 from infinity._src.base.torch_compat import NO_TASK, graph_task_id
-from infinity._src.memory.constants import LAG_UNITS
+from infinity._src.memory.constants import LAG_UNITS, UNITS_AHEAD
 from infinity._src.memory.device import Device
-from infinity._src.optim.step import accumulated_gradients, guard
-from infinity._src.optim.step_consensus import Grouped
+from infinity._src.optim.backward_update import wait_filled_quietly
+from infinity._src.optim.step import (
+    UpdatingOptimizer,
+    accumulated_gradients,
+    gradients_in_ram,
+    guard,
+)
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import UpdateMode
@@ -53,7 +58,7 @@ MEMORY = 4
 class _Ahead:
     """An update that ran ahead of its step.
 
-    rows: the HYPER record (as bytes) of each parameter. ticket: None until the submission returns.
+    rows: the scalars of each parameter (`Work.rows`). ticket: None until the submission returns.
     age: the unit's generation before the update. An undo restores this generation, since a graph
     that saved the old values may still run backward.
     """
@@ -103,6 +108,10 @@ class SpeculativeUpdate(UpdateMode):
         self._counted = True
         # Backwards since the last step that were expected to be the last before the next one.
         self._lasts = 0
+        # Matrices that updates read, of optimizers of whole matrices.
+        self._matrices: deque[tuple[Ticket, list[torch.Tensor]]] = deque()
+        # Optimizers that have looked up their groups in this backward.
+        self._refreshed: set[UpdatingOptimizer] = set()
         # True if a caller has looked at the states since the last backward began.
         self._states_seen = False
         self._accumulating = False  # inside no_sync
@@ -153,6 +162,7 @@ class SpeculativeUpdate(UpdateMode):
         self._states_seen = False
         self._ready.clear()
         self._due.clear()
+        self._refreshed.clear()
         self._backwards += 1
         self._counted = False
         self._marked = self._marked or self._accumulating
@@ -203,24 +213,45 @@ class SpeculativeUpdate(UpdateMode):
         self._parts.pipeline.begin()
         if any(param.grad is not None and param.grad.backing is not None for param in params):
             self._parts.grads.flush_spilled(unit)
-        holder.refresh_groups()
+        if holder not in self._refreshed:
+            # It takes time for each parameter.
+            holder.refresh_groups()
+            self._refreshed.add(holder)
         # A preview: step counts advance only in opt.step().
         work = {item.param: item for item in holder.preview(params)[0]}
+        firsts = {param: item for param, item in work.items() if item.first is not None}
+        # Its matrix would be refused. The step says what becomes of such gradients.
+        if firsts and self._parts.pipeline.check_finite(list(firsts)):
+            return
         in_place = self._parts.unsharder.can_update_in_place(unit)
         # The gathered unit gets the new parameters; an undo marks it stale.
         targets = self._parts.unsharder.targets(unit) if in_place else ()
-        ahead = _Ahead(
-            {param: item.hyper.tobytes() for param, item in work.items()}, unit.generation
-        )
+        ahead = _Ahead({param: item.rows for param, item in work.items()}, unit.generation)
         # Recorded before the update starts: after an interrupt each update has a record.
         self._ahead[unit] = ahead
-        ahead.ticket = self._parts.pipeline.start(
-            unit, work, accumulated_gradients(work), targets=targets
-        )
+        matrices = self._make_matrices(firsts, holder)
+        gradients = {**accumulated_gradients(work), **matrices}
+        ahead.ticket = self._parts.pipeline.start(unit, work, gradients, targets=targets)
+        if matrices:
+            self._matrices.append((ahead.ticket, list(matrices.values())))
         for param in params:
             assert param.grad is not None
             param.grad.guard(_UndoOnWrite(self, unit))
         self._parts.unsharder.updated(unit, ahead.ticket, in_place=in_place)
+
+    def _make_matrices(
+        self, firsts: dict[Param, Work], holder: UpdatingOptimizer
+    ) -> dict[Param, torch.Tensor]:
+        """Do the first updates of an optimizer of whole matrices, in copies of the gradients, which
+        an undo needs again. Blocks while too many copies wait for their updates."""
+        while self._matrices and (
+            self._matrices[0][0].filled or len(self._matrices) >= UNITS_AHEAD
+        ):
+            wait_filled_quietly(self._matrices[0][0])
+            self._matrices.popleft()
+        if not firsts:
+            return {}
+        return holder.make_matrices(firsts, gradients_in_ram(firsts), owned=())
 
     # -- undo --------------------------------------------------------------------------------------
 
@@ -292,16 +323,21 @@ class SpeculativeUpdate(UpdateMode):
 
     # -- the step ----------------------------------------------------------------------------------
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: UpdatingOptimizer) -> None:
         self._passes.step_taken()
         left, wrong = dict(by_unit), []
         for unit, ahead in self._ahead.items():
-            wanted = {param: item.hyper.tobytes() for param, item in by_unit.get(unit, {}).items()}
+            items = by_unit.get(unit, {})
+            wanted = {param: item.rows for param, item in items.items()}
             # A comparison of bytes: equal records have the same bits in every scalar, step counts
             # and clipping factors included.
             if ahead.ticket is not None and wanted == ahead.rows:
                 del left[unit]
                 guard(wanted, ahead.ticket)
+                for param, item in items.items():
+                    # As in a step whose updates did not run ahead.
+                    if item.first is not None and param.grad is not None:
+                        param.grad.consume()
             else:
                 wrong.append(unit)
         self._parts.pipeline.updates_ahead += len(self._ahead) - len(wrong)

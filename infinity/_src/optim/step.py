@@ -56,8 +56,8 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +112,42 @@ PENDING_MIN = 16
 Gradients = Mapping[Param, torch.Tensor]
 
 
+class UpdatingOptimizer(Grouped, Protocol):
+    """The part of an optimizer that update modes use."""
+
+    @property
+    def params_with_states(self) -> list[Param]:
+        """Parameters that have states."""
+
+    def refresh_groups(self) -> None:
+        """Look up each parameter's group again, since a step begins."""
+
+    def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
+        """Return the work of a step if it were taken now, and the states after it. Changes nothing.
+        """
+
+    def work_of(self, params: Sequence[Param]) -> list[Work]:
+        """Return the work of the present step for these parameters, and advance their step counts.
+        """
+
+    def make_matrices(
+        self,
+        work: Mapping[Param, Work],
+        gradients: Mapping[Param, torch.Tensor],
+        *,
+        owned: Container[Param],
+    ) -> dict[Param, torch.Tensor]:
+        """Do the first updates of an optimizer of whole matrices, and return this rank's parts of
+        the matrices, 1-D, which the second updates read. Blocks. Collective. `Work.first` is set.
+
+        gradients: this rank's parts, 1-D, in RAM; those of other parameters have spilled. owned:
+        parameters whose gradient's memory gets the matrix. A spilled one among them gets it in the
+        `grad` section of its chunks, and is not returned.
+
+        Raises: AioError, StateInvalid, StepUndone.
+        """
+
+
 class StepHooks(UpdateHooks, abc.ABC):
     """The calls of the pipeline to the update mode. By default all but `submit` do nothing."""
 
@@ -121,7 +157,7 @@ class StepHooks(UpdateHooks, abc.ABC):
         """
 
     @abc.abstractmethod
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: UpdatingOptimizer) -> None:
         """Submit the updates of `opt.step()`; `by_unit` may be empty. Updates of the step before
         have ended. Does not block on I/O.
 
@@ -479,7 +515,7 @@ class StepPipeline:
         # A failed write of a gradient must surface before the first state changes.
         self._gradients.flush_spilled()
 
-    def submit(self, work: Sequence[Work], *, optimizer: Grouped) -> None:
+    def submit(self, work: Sequence[Work], *, optimizer: UpdatingOptimizer) -> None:
         """Start the update of these parameters, and count a step of `optimizer`.
 
         The logs of their gradients are in the hyper records. Does not block on I/O; waits for the
@@ -638,9 +674,7 @@ class StepPipeline:
         if len(self._pending) >= self._pending_max:
             self.raise_fault()
             # `done` is read first, so that a ticket that fails between the two reads is retained.
-            self._pending = [
-                ticket for ticket in self._pending if not ticket.done or ticket.failed
-            ]
+            self._pending = [ticket for ticket in self._pending if not ticket.done or ticket.failed]
             self._pending_max = max(2 * len(self._pending), PENDING_MIN)
 
     def start(
@@ -667,8 +701,8 @@ class StepPipeline:
         plan = jobs_of_unit(unit, self._jobs, work, gradients)
         jobs = plan.jobs
         if first:
-            for base, flat in enumerate(unit.flats):
-                leaves = jobs["mask"][jobs["base"] == base] & ~np.uint32(1)
+            for flat in {param.flat for param in work}:
+                leaves = jobs["mask"][jobs["base"] == unit.flats.index(flat)] & ~np.uint32(1)
                 self._first_masks[flat] = leaves
         # With a gate the whole unit is handed over, so chunks without work are fetched, too. The
         # gate gets the addresses once the unit has memory.
@@ -699,15 +733,45 @@ class StepPipeline:
 
 
 def accumulated_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
-    """Return the gradients of these parameters that lie in RAM; spilled ones are left out."""
+    """Return what the updates read in RAM, 1-D: gradients, or the matrices in their places. Spilled
+    ones are left out."""
+    gradients = gradients_in_ram(work)
+    for param, tensor in gradients.items():
+        # The dtype first: the algorithm takes time for each parameter.
+        if tensor.dtype is torch.float16 and work[param].algorithm is Algorithm.MUON:
+            gradients[param] = memory_of_matrix(tensor)
+    return gradients
+
+
+def first_updates(
+    by_unit: Mapping[Unit, Mapping[Param, Work]], optimizer: UpdatingOptimizer
+) -> None:
+    """Do the first updates of an optimizer of whole matrices in the memory of the gradients, which
+    are consumed. Blocks. Collective. Raises as `UpdatingOptimizer.make_matrices`.
+    """
+    work = {
+        param: item
+        for items in by_unit.values()
+        for param, item in items.items()
+        if item.first is not None
+    }
+    if not work:
+        return
+    try:
+        optimizer.make_matrices(work, gradients_in_ram(work), owned=work)
+    finally:
+        for param in work:
+            assert param.grad is not None
+            param.grad.consume()
+
+
+def gradients_in_ram(params: Iterable[Param]) -> dict[Param, torch.Tensor]:
+    """Return this rank's part of each accumulated gradient, 1-D; spilled ones are left out."""
     gradients = {}
-    for param, item in work.items():
+    for param in params:
         assert param.grad is not None
         if param.grad.backing is None:
-            gradients[param] = tensor = param.grad.tensor
-            # Else the algorithm is not read: it takes time for each parameter.
-            if tensor.dtype is torch.float16 and item.algorithm is Algorithm.MUON:
-                gradients[param] = memory_of_matrix(tensor)
+            gradients[param] = param.grad.tensor
     return gradients
 
 

@@ -30,10 +30,21 @@ chunks' `grad` sections."""
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The update of one parameter in a step: its scalars as one HYPER record."""
+    """The update of one parameter in a step: its scalars as one HYPER record.
+
+    first: that of the update before, for an optimizer of whole matrices. It puts the matrix in the
+    place of the gradient, and this update reads what became of the matrix there.
+    """
 
     param: Param
     hyper: npt.NDArray[Any]  # a HYPER record, shape ()
+    first: npt.NDArray[Any] | None = None
+
+    @property
+    def rows(self) -> bytes:
+        """The bytes of all scalars: equal for updates that do the same with equal gradients."""
+        first = b"" if self.first is None else self.first.tobytes()
+        return first + self.hyper.tobytes()
 
     @property
     def algorithm(self) -> Algorithm:

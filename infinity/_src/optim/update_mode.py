@@ -29,14 +29,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from infinity._src.memory.device import Device
-from infinity._src.optim.step import StepHooks, StepPipeline, accumulated_gradients, guard
-from infinity._src.optim.step_consensus import Grouped
+from infinity._src.optim.step import (
+    StepHooks,
+    StepPipeline,
+    UpdatingOptimizer,
+    accumulated_gradients,
+    first_updates,
+    guard,
+)
 from infinity._src.optim.update_jobs import Work
 from infinity._src.params.accumulator import AccumulatorState, GradAccumulator
 from infinity._src.params.buffers import GradBuffers
@@ -46,34 +52,6 @@ from infinity._src.params.reduce import GradReducer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
-
-
-class UpdatingOptimizer(Grouped, Protocol):
-    """The part of an optimizer that updates in backward use."""
-
-    @property
-    def params_with_states(self) -> list[Param]:
-        """Parameters that have states."""
-
-    def refresh_groups(self) -> None:
-        """Look up each parameter's group again, since a step begins."""
-
-    def preview(self, params: Sequence[Param]) -> tuple[list[Work], list[dict[str, Any]]]:
-        """Return the work of a step if it were taken now, and the states after it. Changes nothing.
-        """
-
-    def prepare(
-        self, gradients: Mapping[Param, torch.Tensor], *, owned: bool
-    ) -> Mapping[Param, torch.Tensor]:
-        """Do what must precede these parameters' updates in backward, and return the gradients
-        that the updates read. May block. Collective.
-
-        gradients: this rank's parts, 1-D. owned: their memory may be overwritten.
-        """
-
-    def work_of(self, params: Sequence[Param]) -> list[Work]:
-        """Return the work of the present step for these parameters, and advance their step counts.
-        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +104,10 @@ class UpdateMode(StepHooks):
     def submit(
         self,
         by_unit: dict[Unit, dict[Param, Work]],
-        optimizer: Grouped,  # noqa: ARG002 - for modes that update ahead of the step
+        optimizer: UpdatingOptimizer,
     ) -> None:
         pipeline = self._parts.pipeline
+        first_updates(by_unit, optimizer)
         # In the order in which the next forward opens the gates.
         for unit in pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
@@ -249,7 +228,7 @@ class DelayedUpdate(UpdateMode):
         self._delayed.close()
         self._gradients.close()
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: UpdatingOptimizer) -> None:
         # A skipped step does not count: the delay does not advance.
         if not by_unit:
             return
@@ -258,6 +237,7 @@ class DelayedUpdate(UpdateMode):
         if self._taken <= self._warmup:
             super().submit(by_unit, optimizer)
             return
+        first_updates(by_unit, optimizer)
         self._delayed.active = True
         # All units, also those without work: the copy of each gets the result of the last update.
         for unit in self._parts.pipeline.next_order(self._units):

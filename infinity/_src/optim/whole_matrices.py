@@ -20,6 +20,7 @@ from torch import nn
 
 from infinity._src.distributed.transport import Message
 from infinity._src.kernels.newton_schulz import flops, scratch_numel
+from infinity._src.memory.constants import UNITS_AHEAD
 from infinity._src.params.unit import Param
 
 HEADS = ("lm_head", "embed_out", "output", "head", "score", "classifier")
@@ -63,13 +64,14 @@ def is_hidden_matrix(
     return not others and not any(isinstance(module, tables) for module, _ in sites)
 
 
-def scratch_bytes(shapes: Sequence[Shape], itemsize: int, world: int) -> tuple[int, int]:
-    """Return the bytes on a CPU of the scratch of one matrix, in fp32, and of the whole matrices of
-    the flats that `world` ranks exchange at once. shapes: of a flat's parameters that are matrices.
-    itemsize: of gradients."""
+def scratch_bytes(shapes: Sequence[Shape], itemsize: int, world: int) -> tuple[int, int, int]:
+    """Return the bytes of the scratch of one matrix on a CPU, in fp32; of the whole matrices of the
+    flats that `world` ranks exchange at once; and of the copies of gradients that updates ahead of
+    their step read. shapes: of a flat's parameters that are matrices. itemsize: of gradients."""
     scratch = max((4 * scratch_numel(*shape[-2:]) for shape in shapes), default=0)
-    whole = itemsize * sum(map(math.prod, shapes)) if world > 1 else 0
-    return scratch, UNITS_EXCHANGED * whole
+    whole = itemsize * sum(map(math.prod, shapes))
+    exchanged = UNITS_EXCHANGED * whole if world > 1 else 0
+    return scratch, exchanged, UNITS_AHEAD * -(-whole // world)
 
 
 def device_bytes(shape: Sequence[int], others: Sequence[Shape], itemsize: int, world: int) -> int:

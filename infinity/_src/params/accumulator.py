@@ -140,6 +140,10 @@ class GradBacking(Protocol):
         """Return the memory that the caller is about to write. Holds the accumulator's values;
         undefined bytes for an empty accumulator. Blocks. Raises: AioError."""
 
+    def to_replace(self, accumulator: GradAccumulator) -> torch.Tensor:
+        """Return the accumulator's values, which the caller replaces with others for an update to
+        read. Blocks. Raises: AioError."""
+
 
 class AccumulatorReader(Protocol):
     """Reader of an accumulator's storage, asked before a write: a running update, or one that may
@@ -256,6 +260,11 @@ class GradAccumulator:
         self.backing, self.tensor = backing, tensor
         if values is not None:
             (tensor if backing is None else backing.read_for_write(self)).copy_(values)
+
+    def to_replace(self) -> torch.Tensor:
+        """Return spilled values, which the caller replaces; see `GradBacking.to_replace`."""
+        assert self.backing is not None
+        return self.backing.to_replace(self)
 
     def undo_move(self, tensor: torch.Tensor, backing: GradBacking | None) -> None:
         """Return to the memory before `move_to`, which has failed. The values are still there."""

@@ -131,6 +131,19 @@ class SpilledGradients:
         self._accumulated.setdefault(param.flat, set()).add(param)
         return tensor
 
+    def to_replace(self, accumulator: GradAccumulator) -> torch.Tensor:
+        """Return the accumulator's values, which the caller replaces with others for an update to
+        read. Waits for a write of the window to NVMe."""
+        tensor = self.read(accumulator)
+        flat = self._params[accumulator].flat
+        window = self._windows_of[flat]
+        self._end_write(window)
+        if not window.dirty:
+            window.dirty = True
+            # The last `flush` has counted a read of the values that go.
+            self._store.grads_read_bytes -= self._moved_bytes(flat)
+        return tensor
+
     # -- calls of backward and step ----------------------------------------------------------------
 
     def prefetch(self, unit: Unit) -> None:
