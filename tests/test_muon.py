@@ -528,3 +528,33 @@ def test_killed_between_the_two_updates_it_goes_on_with_the_same_bits(tmp_path: 
         assert_same(read(model), read(plain))
     inf.handle(model).close()
     inf.handle(plain).close()
+
+
+TIERS = {"device": ["device", "cpu", "nvme"], "cpu": ["cpu", "nvme"], "nvme": ["nvme"]}
+
+
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_any_placement_and_mode_has_the_bits_of_the_plain_loop(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    params = data.draw(st.sampled_from(list(TIERS)))
+    values = {
+        "params": params,
+        "optim": data.draw(st.sampled_from(TIERS[params])),
+        "ram": data.draw(st.sampled_from(["min", "60MB", "1GB"])),
+        "unit_bytes_max": data.draw(st.sampled_from([4096, 1 << 20])),
+        "generations": data.draw(st.sampled_from([1, 2])),
+        "grad_dtype": data.draw(st.sampled_from([None, torch.float32])),
+        "verify": data.draw(st.sampled_from(["full", "off"])),
+    }
+    chosen = dataclasses.replace(
+        SMALL,
+        steps=2,
+        factory=functools.partial(models.Small, layers=1, hidden=data.draw(st.integers(1, 40))),
+        grad_dtype=values["grad_dtype"],
+        dtype=data.draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        options=(("nesterov", data.draw(st.booleans())),),
+    )
+    run = harness.offloaded(chosen, policy(tmp_path_factory.mktemp("nvme"), **values))
+    assert_same(run, harness.reference(chosen))

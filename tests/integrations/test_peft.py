@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity as inf
+from infinity._src.kernels.newton_schulz import product_dtype
 from infinity.integrations.accelerate import attach
 from infinity.integrations.peft import (
     adapter_state_dict,
@@ -119,6 +120,23 @@ def test_losses_are_those_of_the_model_in_memory(kind: str, tmp_path: Path) -> N
     after = model.state_dict()
     for name, param in plain.named_parameters():
         assert torch.equal(after[name], before[name]) == (not param.requires_grad), name
+
+
+def test_muon_updates_adapters_as_torchs_muon(tmp_path: Path) -> None:
+    plain = adapted("lora")
+    model = offloaded(plain, tmp_path)
+    adapters = [param for param in plain.parameters() if param.requires_grad]
+    ours = inf.Muon(model.parameters(), lr=0.02)
+    assert all(map(ours.updates_matrix, ours.params_with_states))
+    losses = trained(model, ours, BATCHES)
+    expected = trained(plain, torch.optim.Muon(adapters, lr=0.02), BATCHES)
+    if product_dtype(torch.device("cpu")) is torch.bfloat16:
+        assert losses == expected
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+    else:
+        # The engine's products are in fp32 there.
+        assert losses == pytest.approx(expected, rel=0.05)
+    inf.handle(model).close()
 
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
