@@ -65,7 +65,10 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": inf.AdamW,
     "SGD": inf.SGD,
     "Lion": inf.Lion,
+    "Muon": inf.Muon,
 }
+_GROUP_KEYS = {"Muon": {"matrixwise", "transform_on"}}
+"""Keys of groups that are no arguments of the class."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -198,7 +201,8 @@ def _sum_over_ranks(model: nn.Module, world: int) -> None:
 
 
 class InfinityOptimizers(OptimizersContainer):
-    """torchtitan's optimizer container with infinity's optimizers, by name: AdamW, SGD, Lion.
+    """torchtitan's optimizer container with infinity's optimizers, by name: AdamW, SGD, Lion, Muon.
+    torchtitan's DistMuon is another one: it cuts projections of attention into heads.
 
     `implementation` is ignored: infinity has its own kernels. Raises: ValueError for another
     optimizer, for unknown arguments, and for a model that is not offloaded.
@@ -246,12 +250,13 @@ def _check_group(group: Any) -> None:
             f"optimizer_name={group.optimizer_name!r} of pattern {group.pattern!r} cannot update "
             f"offloaded states; choose one of {', '.join(_OPTIMIZERS)}"
         )
-    known = inspect.signature(_OPTIMIZERS[group.optimizer_name]).parameters
-    surplus = sorted(group.optimizer_kwargs.keys() - known.keys())
+    name = group.optimizer_name
+    known = inspect.signature(_OPTIMIZERS[name]).parameters.keys() | _GROUP_KEYS.get(name, set())
+    surplus = sorted(group.optimizer_kwargs.keys() - known)
     if surplus:
         raise ValueError(
             f"optimizer_kwargs of pattern {group.pattern!r} has {', '.join(surplus)}, which "
-            f"inf.{group.optimizer_name} does not take; leave it out"
+            f"inf.{name} does not take; leave it out"
         )
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
+from infinity._src.kernels.newton_schulz import product_dtype
 from tests.distributed.ranks import on_ranks
 
 pytest.importorskip("torchtitan")
@@ -155,10 +156,23 @@ def test_what_cannot_go_with_it_is_refused_by_name(case: str, tmp_path: Path) ->
         )
 
 
+def test_muon_of_the_configuration_is_torchs(tmp_path: Path) -> None:
+    """Matrices of Muon, the rest of AdamW; and all of Muon, whose rest gets AdamW, too."""
+    plain = titan.with_muon(titan.config(tmp_path))
+    plain.optimizer = titan.derive(plain.optimizer, titan.TorchOptimizers.Config)
+    expected = own_losses(plain)
+    ours = titan.with_muon(titan.config(tmp_path))
+    ours.optimizer.param_groups[0].optimizer_kwargs["matrixwise"] = True
+    close = 1e-5 if product_dtype(torch.device("cpu")) is torch.bfloat16 else 0.05
+    assert losses(tmp_path, ours) == pytest.approx(expected, rel=close)
+    alone = titan.with_muon(titan.config(tmp_path), alone=True)
+    assert losses(tmp_path, alone) == pytest.approx(expected, rel=close)
+
+
 def test_optimizers_are_refused_by_name(tmp_path: Path) -> None:
     found = titan.offloaded(titan.config(tmp_path), policy(tmp_path))
     for change, message in (
-        ({"optimizer_name": "DistMuon"}, "DistMuon.*AdamW, SGD, Lion"),
+        ({"optimizer_name": "DistMuon"}, "DistMuon.*AdamW, SGD, Lion, Muon"),
         ({"optimizer_kwargs": {"lr": 1e-3, "amsgrad": True}}, "amsgrad, which inf.AdamW"),
     ):
         other = titan.offloaded(titan.config(tmp_path), policy(tmp_path))

@@ -62,6 +62,8 @@ from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
 from torchtitan.components.optimizer import (  # noqa: E402
     LRSchedulersContainer,
+    OptimizersContainer,
+    ParamGroupConfig,
     default_adamw,
 )
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
@@ -209,6 +211,36 @@ def config(
     found.optimizer.implementation = "for-loop"
     found.metrics.log_freq = 1
     found.debug.seed = 0
+    return found
+
+
+class TorchOptimizers(OptimizersContainer):  # type: ignore[misc]
+    """torchtitan's optimizers, and torch's Muon for matrices that no rank has a part of."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc]
+        """No further options."""
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Any:
+        return getattr(torch.optim, name)
+
+
+def with_muon(found: Any, *, alone: bool = False) -> Any:
+    """Train hidden matrices by Muon, and the rest by AdamW. alone: the rest in Muon's group, too.
+    """
+    rest = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+    groups = [
+        ParamGroupConfig(
+            pattern=r".*" if alone else r"layers\..*(attention|feed_forward)\..*weight",
+            optimizer_name="Muon",
+            optimizer_kwargs={"lr": 8e-3, "adjust_lr_fn": "match_rms_adamw"},
+        ),
+        ParamGroupConfig(
+            pattern=".*", optimizer_name="AdamW", optimizer_kwargs={"lr": 8e-3, **rest}
+        ),
+    ]
+    found.optimizer.param_groups = groups[: 1 if alone else 2]
     return found
 
 
