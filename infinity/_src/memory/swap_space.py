@@ -522,7 +522,8 @@ class _Measurement:
                     (size - earlier) / (end - begin) for (begin, earlier), (end, size) in pairs
                 )
             if time.monotonic() - start > _ANSWER_S:
-                path = self._files[[len(seen) > 2 for seen in self._seen].index(False)].path
+                moved = [seen[-1][1] for seen in self._seen]
+                path = self._files[moved.index(min(moved))].path
                 text = f"the drive transferred almost nothing in {_ANSWER_S:.0f} s"
                 raise DeviceFailedError(text, errno=errno.ETIMEDOUT, path=path, op="read")
 

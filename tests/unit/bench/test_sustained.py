@@ -143,7 +143,9 @@ def test_the_command_writes_a_record_and_a_curve(
     assert "hottest drive, °C" in shown
     found = json.loads(record.read_text())
     assert found["schema"] == "infinity.bench.sustained/1" == report.SCHEMAS["sustained"]
-    assert found["summary"]["last_tenth"]["write_bytes_per_s"] > 0
+    # A busy host may complete no write in the last tenth.
+    assert found["bytes_written"] > 0
+    assert found["summary"]["last_tenth"]["write_bytes_per_s"] >= 0
     assert set(found["rows"][0]["write_latency"]) == {"count", "p50_s", "p99_s", "p999_s", "max_s"}
     assert set(found["after"]) == {"read", "write", "mixed"}
     # infinity plan --bench and Policy(io=) read it.
