@@ -48,7 +48,9 @@ CASES = {
     "fp16, scaled": dataclasses.replace(
         SMALL, dtype=torch.float16, scaler=(1024.0, 2), poisoned=(1,)
     ),
-    "gradients in fp32": dataclasses.replace(SMALL, grad_dtype=torch.float32),
+    "gradients in fp32": dataclasses.replace(
+        SMALL, grad_dtype=torch.float32, options=(("adjust_lr_fn", "original"),)
+    ),
     "groups, checkpointed": dataclasses.replace(SMALL, groups=True, checkpointing=False),
     "the rates of AdamW": dataclasses.replace(
         SMALL,
