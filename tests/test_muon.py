@@ -250,7 +250,9 @@ def test_the_step_consumes_the_gradients_of_matrices() -> None:
     optimizer = inf.Muon(model.parameters())
     batch = models.token_batches(1)[0]
     models.loss_of(model, batch).backward()
+    assert inf.handle(model).stats().matrices_s == 0
     optimizer.step()
+    assert inf.handle(model).stats().matrices_s > 0
     up, norm = model.blocks[0].up.weight, model.blocks[0].norm.weight  # type: ignore[union-attr]
     with pytest.raises(RuntimeError, match="the update took it"):
         up.grad.norm()

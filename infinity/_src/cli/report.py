@@ -55,11 +55,11 @@ class StepRecord:
     """One optimizer step. Times in seconds, sizes in bytes.
 
     step_s: the whole step. first_forward_s, last_backward_s, compute_s: the first forward, the last
-    backward, and all passes, without waits. io_wait_s: waits for units and for updates, in the
-    passes and outside of them. bytes_read, bytes_written: of the drives. params_read: the part of
-    bytes_read that passes read as parameters. grads_*, activations_*: the parts of spilled
-    gradients and of activations. ram_bytes: by the engine's plan. rss_bytes: of the process. alone:
-    no update was pending when the step began.
+    backward, and all passes with the transforms of matrices (Muon), without waits. io_wait_s: waits
+    for units and for updates, in the passes and outside of them. bytes_read, bytes_written: of the
+    drives. params_read: the part of bytes_read that passes read as parameters. grads_*,
+    activations_*: the parts of spilled gradients and of activations. ram_bytes: by the engine's
+    plan. rss_bytes: of the process. alone: no update was pending when the step began.
     """
 
     step: int

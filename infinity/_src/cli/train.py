@@ -804,6 +804,7 @@ class _Run:
         last = self.last
         start = time.monotonic()
         phase, loss = self._passes(batches)
+        transformed_s = self.handle.stats().matrices_s
         norm = None
         if options.clip:
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip))
@@ -824,6 +825,8 @@ class _Run:
             self.handle.flush()
         now = self.handle.stats()
         step_s = time.monotonic() - start
+        # Matrices that backward transformed count in its time.
+        phase.compute_s += now.matrices_s - transformed_s
         figures = meter.end(now, step=step)
         own = dataclasses.asdict(phase) | {
             "step": step,

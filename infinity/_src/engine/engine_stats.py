@@ -129,7 +129,9 @@ _OF_EXECUTOR = (
 )  # fmt: skip
 """Counters of the executor that `Stats` shows as they are."""
 _OF_UNSHARDER = ("gathered_bytes_peak", "demands", "demand_reads")
-_OF_PIPELINE = ("updates_ahead", "updates_withdrawn", "steps_undone", "older_chunks")
+_OF_PIPELINE = (
+    "updates_ahead", "updates_withdrawn", "steps_undone", "older_chunks", "matrices_s",
+)  # fmt: skip
 
 _OF_PLACEMENT = (
     "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "resident_bytes", "sums_bytes",
@@ -163,7 +165,8 @@ class Stats:
         counted when a transfer begins.
     io_wait_s: time that forward and backward waited for units. update_wait_s: time that
         `opt.step()`, `flush()` and other calls waited for updates. compute_s: time that the
-        executor's workers verified, updated and copied.
+        executor's workers verified, updated and copied. matrices_s: time that the program's thread
+        transformed matrices (`inf.Muon`), in `opt.step()` or in backward.
     ram_bytes: RAM that the engine holds by plan. ram_min_bytes: the least that works.
         ram_budget_bytes: the most that `Policy.ram` allows (None for "min").
     Parts of ram_bytes: pool_bytes: pinned staging buffers; grad_bytes: gradients; staging_bytes:
@@ -219,6 +222,7 @@ class Stats:
     grads_written_bytes: int
     io_wait_s: float
     update_wait_s: float
+    matrices_s: float
     compute_s: float
     ram_bytes: int
     ram_min_bytes: int

@@ -20,6 +20,7 @@ update="backward".
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -376,11 +377,13 @@ class Matrixwise(Optimizer):
             unit, held, arrival = arriving.pop(0)
             if arrival is not None:
                 arrival.wait()
+            start = time.perf_counter()
             try:
                 for matrix, whole in held.owned.items():
                     self._transform_matrix(matrix, whole)
             except StateInvalid as error:
                 faults.append(error)
+            pipeline.matrices_s += time.perf_counter() - start
             sends, receives = held.messages()
             leaving.append((held, _exchange(pipeline, f"results of {unit.name}", receives, sends)))
 

@@ -234,6 +234,7 @@ class StepPipeline:
         self.transaction = transaction
         # Units updated ahead of their step: number whose update stayed, and whose was undone.
         self.updates_ahead = self.updates_withdrawn = 0
+        self.matrices_s = 0.0  # the calling thread's time, in which it transforms whole matrices
         # True once updates of the coming step were submitted.
         self.begun = False
 
