@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -130,22 +131,24 @@ def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
 
 
 def _other_steps(job: Job) -> list[tuple[str, Job]]:
-    found = []
+    found: list[tuple[str, Job]] = []
     # Updates on the device must be deferred (`Policy` refuses other modes), so the other modes are
     # tried with updates on the CPU.
     on = ", on the CPU" if job.policy.update_on == "device" else ""
     here = job.replace(update_on="cpu")
+    tried: dict[str, dict[str, Any]] = {}
     if job.policy.update == "deferred" and job.policy.generations == 1:
-        found = [
-            (f"update backward (no clipping by norm){on}", here.replace(update="backward")),
-            (
-                f"update backward, two generations{on}",
-                here.replace(update="backward", generations=2),
-            ),
-            (f"update delayed (one step late){on}", here.replace(update="delayed")),
-        ]
+        tried = {
+            "update backward (no clipping by norm)": {"update": "backward"},
+            "update backward, two generations": {"update": "backward", "generations": 2},
+            "update delayed (one step late)": {"update": "delayed"},
+        }
     elif job.policy.update == "deferred":
-        found = [(f"update backward{on}", here.replace(update="backward"))]
+        tried = {"update backward": {"update": "backward"}}
+    for name, fields in tried.items():
+        # Other fields may refuse a mode: on_nonfinite="skip" of a DeepSpeed configuration does.
+        with contextlib.suppress(ValueError):
+            found.append((f"{name}{on}", here.replace(**fields)))
     if job.policy.durable:
         once = job.replace(durable=False, generations=job.policy.places, resident=None)
         found.append(("not durable", once))

@@ -843,6 +843,16 @@ def test_a_deepspeed_configuration_is_shown_and_planned(small: Path, ds_config: 
     assert any("overlap_comm=true" in note for note in found["deepspeed"]["notes"])
 
 
+def test_changes_of_a_deepspeed_configuration_are_those_that_its_policy_takes(
+    small: Path, ds_config: Path
+) -> None:
+    status, shown = plan(small, *MACHINE, "--ds-config", ds_config)
+    assert status == 0, shown
+    # A step that is not finite is skipped: no update may be taken before it is known.
+    assert "update backward, two generations" in shown
+    assert "no clipping by norm" not in shown
+
+
 def test_options_replace_a_deepspeed_configuration(small: Path, ds_config: Path) -> None:
     record = ds_config.with_name("plan.json")
     given = ["--params", "cpu", "--optim", "nvme", "--state", "compact", "--micro-batches", "1"]
