@@ -10,7 +10,7 @@ import argparse
 from infinity._src.base.options import Row, add_options
 from infinity._src.base.paths import argument
 from infinity._src.cli.trackers import TRACKERS
-from infinity._src.config.choices import CHOICES, SCHEDULES, field_rows, left_out
+from infinity._src.config.choices import CHOICES, OPTIMIZERS, SCHEDULES, field_rows, left_out
 
 # -- infinity train --------------------------------------------------------------------------------
 
@@ -45,7 +45,11 @@ _TILES = (
     Row("tile-experts", int, "stacks of experts in tiles of K, which compute as the model's eager "
         "implementation: inf.tile_experts (whole stacks)", "K"),
 )  # fmt: skip
-OPTIMIZERS = ("adamw", "muon")
+_OPTIMIZER = Row(
+    "optimizer", OPTIMIZERS, "adamw, or muon: inf.Muon for hidden matrices, with the factor of "
+    "match_rms_adamw, with which rates of AdamW fit, and AdamW for the rest (adamw)",
+    more={"default": OPTIMIZERS[0]},
+)  # fmt: skip
 _RANKS = ("zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback")
 _TRAINING = (
     # None by default, so that `infinity train` can tell them apart from those that were given.
@@ -57,9 +61,7 @@ _TRAINING = (
     Row("schedule", SCHEDULES, "order of micro-batches: all of them through a block before the "
         "next, each block recomputed in backward (inf.microbatched), or each through the whole "
         "model (vertical)", more={"default": "vertical"}),
-    Row("optimizer", OPTIMIZERS, "adamw, or muon: inf.Muon for hidden matrices, with the factor of "
-        "match_rms_adamw, with which rates of AdamW fit, and AdamW for the rest (adamw)",
-        more={"default": OPTIMIZERS[0]}),
+    _OPTIMIZER,
     Row("lr", 3e-5, "peak learning rate (3e-5)"),
     Row("warmup", 0, "steps of linear warm-up, then linear decay to a tenth (0)"),
     Row("weight-decay", 0.01, ""),
@@ -134,7 +136,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 def check_tiles(options: argparse.Namespace) -> None:
     """Raise ValueError for numbers of tiles that cut nothing (to keep layers whole, a user leaves
-    the option out), and for tiles of layers that have adapters.
+    the option out), and for tiles of layers that have adapters, or of matrices that Muon needs.
     """
     for name, least in (("tile_linears", 2), ("tile_loss", 2), ("tile_experts", 1)):
         count = getattr(options, name)
@@ -143,6 +145,11 @@ def check_tiles(options: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} {count} must be at least {least}; leave it out to "
                 "cut nothing"
             )
+    if options.optimizer == "muon" and options.tile_linears is not None:
+        raise ValueError(
+            f"--optimizer muon needs whole matrices, and --tile-linears {options.tile_linears} "
+            "cuts them; leave one out"
+        )
     for name in ("tile_linears", "tile_experts"):
         count = getattr(options, name)
         if options.lora is not None and count is not None:
@@ -236,6 +243,8 @@ _JOB = (
     # The default is None: the number that fits depends on the model.
     Row("seq", int, "tokens of a sequence (4096, or what the model has)"),
     Row("dtype", ("bfloat16", "float16", "float32"), "of the parameters that compute (bfloat16)"),
+    # None, too: a DeepSpeed configuration may name one.
+    _OPTIMIZER._replace(more={}),
     Row("ds-config", argument, "a DeepSpeed configuration (JSON): the plan is of what it asks for, "
         "and shows what each key became; options that are given replace it", "FILE"),
     *field_rows(

@@ -39,7 +39,7 @@ from infinity._src.cli.plan_tables import (
     format_seconds,
     show_tables,
 )
-from infinity._src.config.choices import SCHEDULES, given_fields
+from infinity._src.config.choices import OPTIMIZERS, SCHEDULES, given_fields
 from infinity._src.config.deepspeed import DeepSpeedRun, read_deepspeed
 from infinity._src.measure.report import check_target, write_record
 from infinity._src.memory import numa
@@ -49,7 +49,7 @@ from infinity._src.plan.machine import Figures, Machine, describe_machine, read_
 from infinity._src.plan.predict import Prediction, predict
 from infinity._src.plan.ranks import stages
 from infinity._src.plan.search import axes_of, is_exact, search, states_of, upgrades
-from infinity._src.plan.workload import Job, ModelShape, shape_of
+from infinity._src.plan.workload import Job, JobShape, ModelShape, shape_in, shape_of
 from infinity.aio import IoSettings
 from infinity.aio._memory_limits import memory_left_bytes
 from infinity.aio._probe import DirectoryProbe
@@ -373,7 +373,6 @@ def read_job(
         )
     _check_passes(options, policy, machine)
     _check_tiles(options, shape)
-    _check_resident(options, shape, machine, policy)
     micro_batches = options.micro_batches
     if micro_batches is None and run is not None and run.micro_batch_size is not None:
         micro_batches = run.accumulation_steps
@@ -389,10 +388,17 @@ def read_job(
         loss_tiles=options.tile_loss or 1,
         expert_tile=options.tile_experts or 0,
         schedule=options.schedule or SCHEDULES[0],
+        optimizer=options.optimizer or _optimizer_of(run),
     )
+    _check_resident(options, shape_in(job, shape), machine, policy)
     if micro_batches is not None:
         return job
     return fewest_micro_batches(shape, machine, job)
+
+
+def _optimizer_of(run: DeepSpeedRun | None) -> str:
+    named = run.optimizer[0].lower() if run is not None and run.optimizer is not None else ""
+    return named if named in OPTIMIZERS else OPTIMIZERS[0]
 
 
 def _sequence(options: argparse.Namespace, shape: ModelShape, batches: int) -> int:
@@ -460,7 +466,7 @@ def _check_tiles(options: argparse.Namespace, shape: ModelShape) -> None:
 
 
 def _check_resident(
-    options: argparse.Namespace, shape: ModelShape, machine: Machine, policy: inf.Policy
+    options: argparse.Namespace, shape: JobShape, machine: Machine, policy: inf.Policy
 ) -> None:
     """Refuse bytes of resident states that a process of the machine, or the model, does not have.
     """

@@ -151,6 +151,7 @@ def describe_way(job: Job) -> dict[str, str]:
     exchanges = [name for name in ("qwz", "qgz") if getattr(policy, name)]
     exchanges += [f"hpz {policy.hpz}"] if policy.hpz else []
     found = {
+        "optimizer": job.optimizer if job.optimizer != "adamw" else "",
         "micro-batches": batches,
         "update": update,
         "state": policy.state,
@@ -241,6 +242,8 @@ def calls(job: Job) -> list[str]:
         found.append(f"inf.tile_experts(model, experts={job.expert_tile})")
     if job.vertical:
         found.append(f"model = inf.microbatched(model, {job.micro_batches})")
+    if job.optimizer == "muon":
+        found.append("inf.Muon(model.parameters())")
     return found
 
 
@@ -264,6 +267,7 @@ def command(answer: Answer) -> str | None:
         words += ["--accumulate", job.micro_batches, "--schedule", job.schedule]
     words += ["--dtype", answer.dtype] if answer.dtype else []
     words += ["--checkpointing"] if job.checkpointing and not job.vertical else []
+    words += ["--optimizer", job.optimizer] if job.optimizer != "adamw" else []
     words += _policy_words(policy)
     tiles = {
         "--tile-linears": job.tiles if job.tiles > 1 else 0,

@@ -18,7 +18,6 @@ from infinity._src.base.console import make_table, say
 from infinity._src.base.sizes import format_size
 from infinity._src.config.deepspeed import DeepSpeedRun
 from infinity._src.config.deepspeed_keys import shown
-from infinity._src.memory.roofline import AtRest
 from infinity._src.plan.changes import Change
 from infinity._src.plan.machine import Machine
 from infinity._src.plan.memory import Need, TierBytes
@@ -34,7 +33,7 @@ JOB_FIELDS = (
     "tokens", "sequence", "micro_batches", "state", "update", "params", "optim", "grads",
     "activations", "resident", "grad_dtype", "checkpointing", "compute_s", "generations", "durable",
     "update_on", "tiles", "loss_tiles", "expert_tile", "zero", "accumulate", "qwz", "hpz", "qgz",
-    "error_feedback", "schedule",
+    "error_feedback", "schedule", "optimizer",
 )  # fmt: skip
 """Fields of a job and its policy that a record has, in this order."""
 SAME_MAX = 0.005
@@ -119,6 +118,7 @@ def _head(shape: ModelShape, found: Prediction) -> str:
         f"{', schedule vertical' if job.vertical else ''}; state "
         f"{job.policy.state}, update "
         f"{job.policy.update}{kept}{', on the GPU' if job.policy.update_on == 'device' else ''}"
+        f"{f', optimizer {job.optimizer}' if job.optimizer != 'adamw' else ''}"
     )
 
 
@@ -168,15 +168,15 @@ def _places(found: Prediction) -> Table:
     names = {
         "params": "parameters",
         "optim": "optimizer states",
-        "frozen": "frozen parameters",
         "grads": "spilled gradients",
+        "frozen": "frozen parameters",
     }
-    for field in dataclasses.fields(AtRest):
-        whole, there = getattr(everything, field.name), getattr(nvme, field.name)
+    for field, name in names.items():
+        whole, there = getattr(everything, field), getattr(nvme, field)
         if whole:
             share = f"{format_size(whole - there)} ({1 - there / whole:.0%})"
             table.add_row(
-                names[field.name],
+                name,
                 format_size(whole),
                 share,
                 f"{format_size(there)} ({there / whole:.0%})",
@@ -195,6 +195,14 @@ def _step(found: Prediction) -> Table:
         table.add_row(
             "written to NVMe", f"{format_size(total.written)}, {_per_param(found, total.written)}"
         )
+    work = found.matrices
+    if work.numel:
+        first, idle = format_size(found.on_nvme.first), format_size(found.on_nvme.idle)
+        table.add_row(
+            "whole matrices",
+            f"{format_count(work.numel)} parameters, {work.flops:.3g} FLOP of Newton-Schulz",
+        )
+        table.add_row("  first update", f"reads and writes {first}; the second leaves out {idle}")
     copied = found.copied
     if copied.total:
         table.add_row(
@@ -430,6 +438,7 @@ def prediction_record(found: Prediction) -> dict[str, Any]:
         "h2d_bytes": found.copied.h2d,
         "d2h_bytes": found.copied.d2h,
         "exchanged": exchange_record(found.exchanged),
+        "matrices": found.matrices._asdict(),
         "touched": found.touched,
         "gathered_again": found.again,
         "terms_s": found.terms_s,

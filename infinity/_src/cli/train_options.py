@@ -37,11 +37,6 @@ def check_options(options: argparse.Namespace) -> None:
     # Passes of the text and ranks count from it, up to what torch's generators take.
     if options.seed >= 1 << 63:
         raise ValueError(f"--seed {options.seed} must be less than 2**63")
-    if options.optimizer == "muon" and options.tile_linears is not None:
-        raise ValueError(
-            f"--optimizer muon needs whole matrices, and --tile-linears {options.tile_linears} "
-            "cuts them; leave one out"
-        )
     check_installed(options.report_to or ())
     if options.lora is not None:
         lora.check_installed()

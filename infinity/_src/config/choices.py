@@ -16,6 +16,7 @@ TIERS = ("device", "cpu", "nvme")
 GENERATIONS_MAX = 5
 """Bounded, since a drive has at most 8 swap files, some of which checkpoints by links use."""
 
+OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("horizontal", "vertical")
 """Orders of micro-batches: each through the whole model before the next, or all of them through a
 block before the next block (`inf.microbatched`)."""

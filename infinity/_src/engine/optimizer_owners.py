@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from infinity._src.config.policy import Policy
 from infinity._src.engine.ram_planner import PlacementPlanner
+from infinity._src.memory.ram_budget import idle_mask_of
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.step_consensus import describe_registration
@@ -272,7 +273,7 @@ class OptimizerRegistry:
                     "Policy(units=...)"
                 )
             formats[flat] = self._planner.state_format(flat, most)
-            idle_masks[flat] = _idle_mask(formats[flat], numels)
+            idle_masks[flat] = idle_mask_of(formats[flat], numels)
         return formats, idle_masks
 
     @property
@@ -330,14 +331,3 @@ class OptimizerRegistry:
                     self._reducer.accumulator(param)
         # Allocate the norms' scratch here, not in a step.
         self._grad_registry.reserve()
-
-
-def _idle_mask(form: Format, numels: Mapping[int, int]) -> int:
-    """Return the mask of the moments that fewer than half of a flat's elements have. numels:
-    elements by the number of their moments."""
-    total = sum(numels.values())
-    return sum(
-        1 << form.master_count + moment
-        for moment in range(form.count)
-        if 2 * sum(numel for count, numel in numels.items() if count > moment) < total
-    )

@@ -52,22 +52,28 @@ class Copied:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of a step in two parts: inside the window of the updates (as in `roofline.Traffic`),
-    and outside.
+    """Copies of a step in the parts of `roofline.Traffic`: inside the window of the updates,
+    outside, and of whole matrices.
     """
 
     beside_states: Copied = Copied()
     rest: Copied = Copied()
+    matrices: Copied = Copied()
 
     @property
     def total(self) -> Copied:
-        return self.beside_states + self.rest
+        return self.beside_states + self.rest + self.matrices
 
     def __add__(self, other: Copies) -> Copies:
-        return Copies(self.beside_states + other.beside_states, self.rest + other.rest)
+        return Copies(
+            self.beside_states + other.beside_states,
+            self.rest + other.rest,
+            self.matrices + other.matrices,
+        )
 
     def scaled(self, factor: float) -> Copies:
-        return Copies(self.beside_states.scaled(factor), self.rest.scaled(factor))
+        parts = (self.beside_states, self.rest, self.matrices)
+        return Copies(*(part.scaled(factor) for part in parts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,39 +98,45 @@ class LinkSpeed:
     def busy_time(self, copies: Copies) -> BusyTime:
         """Return the least time of each part of a step."""
         return BusyTime(
-            self.busy_s(copies.beside_states), self.busy_s(copies.rest), self.busy_s(copies.total)
-        )
+            self.busy_s(copies.beside_states), self.busy_s(copies.rest), self.busy_s(copies.total),
+            self.busy_s(copies.matrices),
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class BusyTime:
     """Least seconds that a resource is busy: inside the window of the updates, and outside.
 
-    total_s: for the step as one window; less than the sum of the two if the parts use different
-    directions.
+    total_s: for the step as one window; less than the sum of the parts if these use different
+    directions. matrices_s: while whole matrices are made (`memory.roofline`).
     """
 
     beside_states_s: float
     rest_s: float
     total_s: float
+    matrices_s: float = 0.0
 
     @classmethod
-    def sum_of(cls, beside_states_s: float, rest_s: float = 0.0) -> BusyTime:
+    def sum_of(
+        cls, beside_states_s: float, rest_s: float = 0.0, matrices_s: float = 0.0
+    ) -> BusyTime:
         """Return the times of a resource without directions."""
-        return cls(beside_states_s, rest_s, beside_states_s + rest_s)
+        return cls(beside_states_s, rest_s, beside_states_s + rest_s + matrices_s, matrices_s)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelBytes:
     """Bytes of a model that a step copies, over all GPUs: parameters that an update writes, its
     states in all (parameters among them), gradients as they wait, parameters that no optimizer
-    holds, activations of a micro-batch that wait in the CPU's memory or on drives."""
+    holds, activations of a micro-batch that wait in the CPU's memory or on drives. first: that the
+    first of two updates in a step moves in the CPU's memory."""
 
     params: float = 0.0
     states: float = 0.0
     grads: float = 0.0
     frozen: float = 0.0
     activations: float = 0.0
+    first: float = 0.0
 
 
 def copies(

@@ -118,6 +118,17 @@ class FlatNeed:
         return 1 << self.format.written_count if self.format.grad else 0
 
 
+def idle_mask_of(form: Format, numels: Mapping[int, int]) -> int:
+    """Return the mask of the moments that fewer than half of a flat's elements have. numels:
+    elements by the number of their moments."""
+    total = sum(numels.values())
+    return sum(
+        1 << form.master_count + moment
+        for moment in range(form.count)
+        if 2 * sum(numel for count, numel in numels.items() if count > moment) < total
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class StepLoad:
     """Load of a step on the drives, which determines the value of a resident byte.

@@ -12,6 +12,11 @@ before the next (`inf.microbatched`), and M is 1:
     delayed     2: by the update, and into a copy      1 read    1         M times
     (frozen)    2M                                     -         -         -
 
+An optimizer of whole matrices updates twice in a step: the first update moves the momentum, and the
+second one the masters. Both leave out what they do not need. `AtRest.first` has the bytes of the
+first one, `AtRest.idle` those that the second one leaves out: in exact 4 and 4 of 8 bytes at rest,
+so 10 + 4(M - 1) are read and 8 written for each parameter.
+
 In exact (2 bytes of parameter, 10 of other states) that is 14 + 4(M - 1) read and 12 written for
 each parameter in the first two modes; with "delayed", whose passes compute from the copy, 14 and 12
 for any M. Resident states move nothing. Units that stay gathered between two passes may save a
@@ -29,6 +34,9 @@ B_w:
     backward   = max(last backward + first forward, io of states and of their two passes)
                  + max(rest, io of the rest)
     delayed    = floor
+    matrices   = max(their transformation, io of the first updates, what links need), before the
+                 first forward and beside nothing: one more term. With "backward" backward waits for
+                 each matrix, beside the io of all: a term of the last backward.
 
 Links to GPUs (`infinity._src.memory.pcie`) and the CPU's memory need time, too: in each of the two
 parts that is one more term of the part's max.
@@ -42,7 +50,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from infinity._src.cabi.records import Section
 from infinity._src.memory.pcie import BusyTime
@@ -68,27 +76,40 @@ def update_threads(cpus: int, cores: int, ranks: int, *, on_gpu: bool) -> int:
     return max(1, cores // ranks - 1) if on_gpu else max(1, cpus // 4 // ranks)
 
 
+Moves = Sequence[tuple[float, float]]
+"""Shares of each section of a flat that the first and the second update of a step move."""
+
+
 @dataclasses.dataclass(frozen=True)
 class AtRest:
     """Bytes at rest by kind, of one parameter or of a whole model: the values that compute, the
     other states, spilled gradients.
 
-    frozen: parameters that no optimizer holds.
+    frozen: parameters that no optimizer holds. first: bytes that the first of a step's two updates
+    moves, where matrices are updated whole. idle: of the other states, bytes that the second one,
+    or the only one, leaves out.
     """
 
     params: float = 0.0
     optim: float = 0.0
     grads: float = 0.0
     frozen: float = 0.0
+    first: float = 0.0
+    idle: float = 0.0
 
     @classmethod
-    def per_param(cls, sections: Iterable[Section], *, held: bool = True) -> AtRest:
+    def per_param(
+        cls, sections: Iterable[Section], *, held: bool = True, moves: Moves = ()
+    ) -> AtRest:
         """Bytes per parameter in a state format, from its sections in order. held: by an optimizer;
         else it is frozen.
         """
-        params = optim = grads = 0.0
+        params = optim = grads = first = idle = 0.0
         for index, section in enumerate(sections):
             size = section.itemsize / section.group_numel
+            if index < len(moves):
+                first += moves[index][0] * size
+                idle += (1.0 - moves[index][1]) * size
             if section.name == "grad":
                 grads += size
             # The first section is the parameter that computes (`hi` of the exact state).
@@ -97,12 +118,17 @@ class AtRest:
             else:
                 optim += size
         # Frozen parameters have no optimizer states, and never a gradient to spill.
-        return cls(params, optim, grads) if held else cls(frozen=params)
+        return cls(params, optim, grads, 0.0, first, idle) if held else cls(frozen=params)
 
     @property
     def states(self) -> float:
-        """σ: everything that an update reads and writes."""
+        """σ: everything that an update reads and writes, if none of it is idle."""
         return self.params + self.optim
+
+    @property
+    def updated(self) -> float:
+        """Everything that the second update, or the only one, reads and writes."""
+        return self.states - self.idle
 
     @property
     def total(self) -> float:
@@ -114,6 +140,8 @@ class AtRest:
             self.optim + other.optim,
             self.grads + other.grads,
             self.frozen + other.frozen,
+            self.first + other.first,
+            self.idle + other.idle,
         )
 
     def scaled(self, *, params: float = 1.0, optim: float = 1.0, grads: float = 1.0) -> AtRest:
@@ -121,8 +149,9 @@ class AtRest:
         what is resident, or counts.
         """
         return AtRest(
-            self.params * params, self.optim * optim, self.grads * grads, self.frozen * params
-        )
+            self.params * params, self.optim * optim, self.grads * grads, self.frozen * params,
+            self.first * optim, self.idle * optim,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +216,8 @@ class Traffic:
     params_read: parameters for a forward or a backward; states: bytes that updates move, parameters
     that they read included; grads: spilled gradients; activations: bytes that wait for backward on
     a drive, written once and read once per micro-batch. beside_states: the part of `total` that can
-    only move in the window of the updates (see the module).
+    only move in the window of the updates (see the module). matrices: the part that moves before
+    that window, in first updates.
     """
 
     params_read: float
@@ -195,6 +225,7 @@ class Traffic:
     grads: Moved
     activations: Moved
     beside_states: Moved
+    matrices: Moved = Moved()
 
     @property
     def total(self) -> Moved:
@@ -203,7 +234,7 @@ class Traffic:
     @property
     def rest(self) -> Moved:
         """Traffic outside of the updates' window."""
-        return self.total - self.beside_states
+        return self.total - self.beside_states - self.matrices
 
 
 def traffic(
@@ -220,13 +251,16 @@ def traffic(
     # One read of the parameters is the update's own and counts among the states. With "backward"
     # the update has them in memory: backward has gathered them.
     fed = 0 if update == "backward" else 1
-    states = Moved(
-        fed * on_nvme.params + on_nvme.optim * how.optim_read, on_nvme.states * how.states_written
+    first = Moved(on_nvme.first, on_nvme.first)
+    states = first + Moved(
+        fed * on_nvme.params + (on_nvme.optim - on_nvme.idle) * how.optim_read,
+        on_nvme.updated * how.states_written,
     )
     gathers = (how.params_read - fed) * on_nvme.params + how.frozen_read * on_nvme.frozen
     grads = Moved(how.grads_read * on_nvme.grads, how.grads_written * on_nvme.grads)
     spilled = Moved(micro_batches * activations, micro_batches * activations)
-    return _in_its_time(gathers, states, grads, spilled, update, micro_batches, on_nvme.frozen)
+    parts = gathers, states, grads, spilled
+    return _in_its_time(*parts, update, micro_batches, on_nvme.frozen, first)
 
 
 def measured_traffic(
@@ -282,8 +316,10 @@ def _in_its_time(
     update: str,
     micro_batches: int,
     frozen: float,
+    first: Moved = Moved(),
 ) -> Traffic:
-    """Split traffic in two: bytes that must move in the window of the updates, and the rest."""
+    """Split traffic: bytes that must move in the window of the updates, `first`, which move before
+    it, and the rest."""
     if update == "delayed":
         # The update overlaps the whole next step, so everything may move in the window.
         window = Moved(params_read) + states + grads + activations
@@ -299,7 +335,9 @@ def _in_its_time(
         window = states + Moved(
             grads.read / micro_batches + frozen, activations.written / micro_batches
         )
-    return Traffic(params_read, states, grads, activations, window)
+    # First updates in backward are in the window, too.
+    matrices = Moved() if update == "backward" else first
+    return Traffic(params_read, states, grads, activations, window - matrices, matrices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,7 +375,7 @@ class Drives:
 @dataclasses.dataclass(frozen=True)
 class Compute:
     """Compute seconds of a step's passes, without waits: the first forward, the last backward, and
-    the passes between.
+    the passes between. matrices_s: of the transformation of whole matrices.
     """
 
     # An update's window is the first forward, and with "backward" also the last backward, so the
@@ -345,6 +383,7 @@ class Compute:
     first_forward_s: float
     last_backward_s: float
     between_s: float = 0.0
+    matrices_s: float = 0.0
 
     @classmethod
     def of(cls, forward_s: float, backward_s: float, micro_batches: int = 1) -> Compute:
@@ -354,6 +393,11 @@ class Compute:
     @property
     def total_s(self) -> float:
         """The whole step."""
+        return self.passes_s + self.matrices_s
+
+    @property
+    def passes_s(self) -> float:
+        """All passes."""
         return self.first_forward_s + self.between_s + self.last_backward_s
 
     @property
@@ -406,12 +450,18 @@ def limits(
     drives = drives or Drives(sys.float_info.max, sys.float_info.max)
     io_s = drives.io_s(moved.total)
     floor_s = max(compute.total_s, io_s, other_s)
+    matrices_s = max(
+        [compute.matrices_s, drives.io_s(moved.matrices), *(other.matrices_s for other in others)]
+    )
     if update == "delayed":
         # The whole step is one window, so all terms overlap, as in the floor.
-        schedule_s = floor_s
+        busy = (other.total_s - other.matrices_s for other in others)
+        windows_io_s = drives.io_s(moved.total - moved.matrices)
+        schedule_s = matrices_s + max([compute.passes_s, windows_io_s, update_s, *busy])
     elif update == "backward":
         # An update in backward may run from its gradient on until the next forward has ended.
-        window_s = max(window_s, compute.first_forward_s + compute.last_backward_s)
+        passes_s = compute.first_forward_s + compute.last_backward_s
+        window_s = max(window_s, passes_s + compute.matrices_s)
         states_s = max(drives.io_s(moved.beside_states), update_s)
         schedule_s = max(window_s, states_s) + max(
             compute.between_s, beyond_s, drives.io_s(moved.rest)
@@ -419,11 +469,11 @@ def limits(
     elif apart:
         # No pass computes while opt.step() updates, so compute hides no I/O of the window.
         states_s = max(drives.io_s(moved.beside_states), update_s)
-        schedule_s = max(window_s, states_s) + max(
-            compute.total_s, beyond_s, drives.io_s(moved.rest)
+        schedule_s = matrices_s + max(window_s, states_s) + max(
+            compute.passes_s, beyond_s, drives.io_s(moved.rest)
         )
     else:
-        schedule_s = deferred_s(
+        schedule_s = matrices_s + deferred_s(
             states_s=max(drives.io_s(moved.beside_states), update_s),
             rest_io_s=drives.io_s(moved.rest),
             # Time of links in the window lengthens the forward, and more I/O of states hides behind

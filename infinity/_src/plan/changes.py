@@ -60,8 +60,9 @@ def one_change(
     ]
     found = []
     for name, changed, other in tried:
-        if other.tokens < changed.world * (1 if choose_micro_batches else other.micro_batches):
-            # Some devices would have no token.
+        enough = changed.world * (1 if choose_micro_batches else other.micro_batches)
+        # Some devices would have no token.
+        if other.refusal or other.tokens < enough:
             continue
         chosen = fewest_micro_batches(shape, changed, other) if choose_micro_batches else other
         if chosen.micro_batches != other.micro_batches:
@@ -119,7 +120,8 @@ def _other_memory(
 
 def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
     """Predict with updates on the CPU and with updates on the GPUs. Empty where the CPU computes,
-    and where the update mode is not "deferred", the only mode of updates on a GPU.
+    where the optimizer refuses one, and where the update mode is not "deferred", the only mode of
+    updates on a GPU.
 
     The prediction does not decide where a run updates: `Policy.update_on` is "cpu" on every machine
     unless the user sets it. The default needs no GPU memory, and combines with every other setting.
@@ -127,6 +129,8 @@ def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
     if not now.machine.gpus or now.job.policy.update != "deferred":
         return []
     jobs = [now.job.replace(update_on=where) for where in UPDATES_ON]
+    if any(job.refusal for job in jobs):
+        return []
     return [now if job == now.job else predict(shape, now.machine, job) for job in jobs]
 
 

@@ -30,6 +30,8 @@ budget. Its parts, each at its peak in a step:
     one block at work,   activations of one block in backward, or the logits and their loss: the
     or logits and loss   larger, since they exist at different times; without checkpointing all
                          blocks and the logits
+    matrices in update   GPU, optimizer of whole matrices: those of the units that are exchanged at
+                         once, and scratch (`plan.matrices`)
     states in update     update on the GPU: chunks being read, updated and written
     tuning of tiles      where Triton computes tiles: memory to measure a kernel's configurations,
                          at the first product of a shape
@@ -84,13 +86,16 @@ from infinity._src.memory.ram_budget import (
     PlacementPlan,
     StepLoad,
     chunks_alike,
+    idle_mask_of,
     plan_placement,
     run_bytes_of,
 )
-from infinity._src.memory.roofline import AtRest
+from infinity._src.memory.roofline import AtRest, Moves
 from infinity._src.optim.grad_windows import windows_bytes
+from infinity._src.optim.whole_matrices import scratch_bytes
 from infinity._src.params.accumulator import NORM_PIECE_NUMEL
 from infinity._src.plan.machine import Machine
+from infinity._src.plan.matrices import chunk_shares, matrix_work, moves_of
 from infinity._src.plan.workload import FlatShape, Job, JobShape, ModelShape, UnitShape, shape_in
 from infinity.aio import Format
 from infinity.errors import BudgetError
@@ -161,7 +166,7 @@ def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, T
 
 def place_states(
     shape: JobShape, machine: Machine, job: Job, budget: int
-) -> tuple[list[FlatNeed], PlacementPlan]:
+) -> tuple[list[PlannedNeed], PlacementPlan]:
     """Return the needs of one rank and their placement under its `budget` of bytes. If the budget
     is too small, return the smallest placement; its `ram_bytes` exceed the budget. Neither counts
     the bytes of `beside_placement`.
@@ -171,7 +176,7 @@ def place_states(
     trained = (flat for flat, _ in shape.kinds_of_flats if flat.trainable)
     largest = max((numel for flat in trained for numel in flat.numels), default=0)
 
-    windows = _windows_bytes(shape, machine, job)
+    scratch = _windows_bytes(shape, machine, job) + _matrix_scratch_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
     # As in the engine's planner: gradients of a speculative update wait like deferred ones.
     load = StepLoad(
@@ -186,7 +191,7 @@ def place_states(
             ram_bytes,
             drive_count=machine.drives,
             # The norm of a gradient is computed in pieces, each widened to fp32.
-            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + windows,
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + scratch,
             resident=job.policy.resident_parts,
             load=load,
             spill=spill,
@@ -243,6 +248,19 @@ def _windows_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
     return shape.remember(key, count)
 
 
+def _matrix_scratch_bytes(shape: JobShape, machine: Machine, job: Job) -> int:
+    """Return the bytes of RAM in which an optimizer of whole matrices works; see
+    `Matrixwise.scratch_bytes`.
+    """
+    found, world = [(0, 0, 0)], 1 if machine.gpus else machine.world
+    for flat, _ in shape.kinds_of_flats:
+        shapes, itemsize = list(filter(None, flat.matrices)), job.grad_itemsize(flat.dtype)
+        scratch, exchanged, _ = scratch_bytes([] if machine.gpus else shapes, itemsize, world)
+        _, _, copied = scratch_bytes(shapes, itemsize, machine.world)
+        found.append((scratch, exchanged, copied * job.policy.speculates))
+    return sum(map(max, zip(*found, strict=True)))
+
+
 def _grad_sizes(unit: UnitShape, job: Job) -> tuple[int, ...]:
     """Return the bytes of the unit's gradients, in the dtype in which they wait."""
     return tuple(
@@ -290,7 +308,7 @@ class Placed:
     held: int
     outside: RamBeside
     left: int
-    needs: list[FlatNeed]
+    needs: list[PlannedNeed]
     plan: PlacementPlan
 
 
@@ -320,15 +338,17 @@ def boundary_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
 
 def _needs(
     shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False
-) -> list[FlatNeed]:
+) -> list[PlannedNeed]:
     """Return the FlatParameters as the placement sees them. grain: chunks in a piece. least: only
     one chunk of each kind, which is enough to find the sizes of staging buffers.
     """
-    needs: list[FlatNeed] = []
+    needs: list[PlannedNeed] = []
     seen: set[tuple[object, ...]] = set()
     for flat, _ in shape.kinds_of_flats:
-        held = state_format(job.policy.state, flat.dtype) if flat.trainable else None
-        size = chunk_numel(held or Format.RAW) * grain
+        widest = state_format(job.policy.state, flat.dtype) if flat.trainable else None
+        held = widest and state_format(job.policy.state, flat.dtype, flat.moments)
+        chunk = chunk_numel(widest or Format.RAW)
+        size = chunk * grain
         layout = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
         if least:
             # A staging buffer is as large as the largest chunk. The largest of one chunk of each
@@ -338,14 +358,28 @@ def _needs(
                 continue
             seen.add(kind)
             layout = dataclasses.replace(layout, shard_numel=min(layout.shard_numel, size))
-        needs.append(_need(flat, layout, held, job))
+        need = _need(flat, layout, held, job)
+        if held and flat.matrix_numel:
+            shares = chunk_shares(flat, machine.world, chunk)
+            moves = tuple(moves_of(held, shares, versioned=need.versions > 1))
+            numels = {1: flat.matrix_numel, 2: flat.numel - flat.matrix_numel}
+            idle = idle_mask_of(held, numels)
+            need = dataclasses.replace(need, moves=moves, idle_mask=idle)
+        needs.append(need)
     # Layers repeat: FlatParameters of one kind share a need.
     return needs if least else [needs[place] for place in shape.places_of_flats]
 
 
-def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) -> FlatNeed:
+@dataclasses.dataclass(frozen=True)
+class PlannedNeed(FlatNeed):
+    """A need whose chunks are pieces of a plan. moves: of its sections; empty: each once."""
+
+    moves: Moves = ()
+
+
+def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) -> PlannedNeed:
     if held is None:
-        return FlatNeed(
+        return PlannedNeed(
             layout,
             Format.RAW,
             job.policy.params,
@@ -360,7 +394,7 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
     grads = size * (2 if delayed else 1) if stores else 0
     spills = job.policy.grads == "nvme" and stores
     section = {2: GradSection.BF16, 4: GradSection.FP32}[itemsize]
-    return FlatNeed(
+    return PlannedNeed(
         layout,
         held,
         job.policy.params,
@@ -373,16 +407,22 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
     )
 
 
-def bytes_at_rest(needs: Sequence[FlatNeed], plan: PlacementPlan) -> tuple[AtRest, AtRest]:
+def bytes_at_rest(needs: Sequence[PlannedNeed], plan: PlacementPlan) -> tuple[AtRest, AtRest]:
     """Return the bytes of a rank's states by kind: (on all tiers, on NVMe)."""
-    found = [dict.fromkeys(("params", "optim", "grads", "frozen"), 0.0) for _ in range(2)]
+    found = [dict.fromkeys((each.name for each in dataclasses.fields(AtRest)), 0.0) for _ in "12"]
     for need, numel, mask, count in chunks_alike(plan.in_formats(needs), plan.nvme_masks):
+        assert isinstance(need, PlannedNeed)
         for index, section in enumerate(need.sections):
             first = "params" if need.held else "frozen"
             other = "grads" if need.kind(index) == "grad" else "optim"
             size = float(count * section.size_bytes(numel))
+            # A flat's window is read and written once more, for the matrices in it.
+            once_more = (float(bool(need.moves)), 1.0)
+            first_moves, moves = (*need.moves, once_more)[min(index, len(need.moves))]
             for totals in found if mask >> index & 1 else found[:1]:
                 totals[other if index else first] += size
+                totals["first"] += first_moves * size
+                totals["idle"] += (1.0 - moves) * size
     everything, nvme = (AtRest(**totals) for totals in found)
     return everything, nvme
 
@@ -450,6 +490,11 @@ class Way:
     need: Need
 
 
+def tile_counts(shape: ModelShape, job: Job) -> tuple[int, ...]:
+    """Return the numbers of tiles of linears to try: none if the optimizer needs whole matrices."""
+    return TILES if shape.has_linears and job.optimizer == "adamw" else ()
+
+
 def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
     """Return the number of tiles of the loss, each with at most `words` words of the vocabulary."""
     return max(1, -(-shape.vocabulary // words))
@@ -472,6 +517,7 @@ def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
         **_gradients(shape, machine, job, units),
         **(_returning_bytes(shape, machine, job, units) if machine.gpus else {}),
         **activation_bytes(shape, machine, job),
+        "matrices in update": matrix_work(shape, machine, job).device_bytes,
     }
     if machine.gpus:
         if job.policy.update_on == "device":
@@ -690,8 +736,8 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
                 f"inf.tile_linears(model, tiles={count})",
                 {"tiles": count},
             )
-            for count in TILES
-            if count > job.tiles and shape.has_linears
+            for count in tile_counts(shape, job)
+            if count > job.tiles
         ]
     ]
     found.append(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 
 from infinity._src.base.sizes import format_size, round_size
-from infinity._src.config.choices import SCHEDULES
+from infinity._src.config.choices import OPTIMIZERS, SCHEDULES
 from infinity._src.memory.pcie import (
     BusyTime,
     Copied,
@@ -38,6 +38,7 @@ from infinity._src.memory.roofline import (
     update_threads,
 )
 from infinity._src.plan.machine import CHECKSUMS_PER_CORE, Machine
+from infinity._src.plan.matrices import MatrixWork, matrix_work
 from infinity._src.plan.memory import (
     BESIDE_BUDGET,
     Need,
@@ -61,6 +62,9 @@ EFFICIENCY = 0.9
 benchmarks measure.
 """
 
+NEWTON_SCHULZ = "Newton-Schulz"
+"""Name of the term of a step in which matrices are transformed."""
+
 PASS_SHARE = 0.5
 """Share of the memory bandwidth that the engine's passes over data reach where the CPU computes:
 they also compute checksums and updates, and share the cores with forward and backward. Measured on
@@ -80,6 +84,7 @@ class Prediction:
     model_flops: floating-point operations of forward and backward, without recomputation, over all
         nodes.
     exchanged: bytes that one rank receives from other ranks.
+    matrices: work on whole matrices.
     limits, terms_s: the limits of a step, and the seconds that each resource is busy.
     touched: share of the parameters that a pass gathers; below 1 where tokens choose no expert of
         some tiles.
@@ -103,6 +108,7 @@ class Prediction:
     copied: Copied
     model_flops: float
     exchanged: Exchanges
+    matrices: MatrixWork
     limits: Limits
     terms_s: dict[str, float]
     step_s: float
@@ -180,6 +186,7 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
         moved=step.moved,
         copied=step.copied,
         exchanged=step.exchanged,
+        matrices=matrix_work(shape, machine, job),
         touched=step.touched,
         again=again,
         # By definition MFU does not count recomputation.
@@ -223,16 +230,18 @@ def time_step(
     touched = gathered_share(shape, job.expert_tile, -(-job.tokens // job.passes))
     moved = _without_untouched(_traffic(on_nvme, job, spilled), on_nvme, job, touched)
     moved = _with_again(moved, on_nvme, job, touched * again)
-    compute = _compute(shape, machine, job, at_rest.states, on_nvme, again)
+    compute = _compute(shape, machine, job, at_rest, on_nvme, again)
     off_device = waiting if policy.activations != "device" else 0.0
     sizes = _model_bytes(shape, machine, job, at_rest, off_device, touched)
     exchanged = exchanges(shape, machine, job, again)
     between = _apart(job, exchanged.copies())
-    copied = _copies(machine, job, sizes, between, again)
+    work = matrix_work(shape, machine, job)
+    copied = _copies(machine, job, sizes, between, again) + _matrix_copies(machine, job, work)
     busy = _busy_times(machine, job, sizes, moved, copied, between)
     busy |= _busy_beside(shape, machine, job, on_nvme, exchanged)
     terms = {
-        "compute": compute.total_s,
+        "compute": compute.passes_s,
+        **({NEWTON_SCHULZ: compute.matrices_s} if work.numel else {}),
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
         **{name: each.total_s for name, each in busy.items()},
     }
@@ -283,6 +292,10 @@ def check_job(job: Job, machine: Machine) -> None:
             f"{', '.join(below)} may rest on NVMe and the machine has no drive; give it one, or "
             "tiers above 'nvme'"
         )
+    if job.optimizer not in OPTIMIZERS:
+        raise ValueError(f"optimizer={job.optimizer!r} is not known; use {' or '.join(OPTIMIZERS)}")
+    if job.refusal:
+        raise ValueError(job.refusal)
     if job.policy.update_on == "device" and not machine.gpus:
         raise ValueError(
             "update_on='device' is for GPUs; here the CPU computes and updates: leave it out"
@@ -304,15 +317,19 @@ def check_job(job: Job, machine: Machine) -> None:
 
 
 def _compute(
-    shape: JobShape, machine: Machine, job: Job, states: float, on_nvme: AtRest, again: float
+    shape: JobShape, machine: Machine, job: Job, at_rest: AtRest, on_nvme: AtRest, again: float
 ) -> Compute:
     """Return the times of the passes. Without GPUs they include the engine's work on the same cores
     (`_beside`).
     """
-    found = _passes(shape, machine, job)
+    work, found = matrix_work(shape, machine, job), _passes(shape, machine, job)
+    matrices_s = work.seconds(machine)
     if machine.gpus:
-        return found
-    forward_s, backward_s, update_s = _beside(shape, machine, states)
+        return dataclasses.replace(found, matrices_s=matrices_s)
+    forward_s, backward_s, update_s = _beside(shape, machine, at_rest.updated)
+    # The same cores update momenta: they read gradients, and write matrices in their place.
+    first = 2 * at_rest.first + 2 * work.grad_bytes / machine.nodes
+    matrices_s += first / (PASS_SHARE * machine.dram_bytes_per_s)
     # A gather takes as long in backward as in forward.
     backward_s += again * job.gathers_again * forward_s
     # The same cores run the kernels and move the data: the update takes the longer of the two.
@@ -326,8 +343,9 @@ def _compute(
     first_s = forward_s + (update_s if job.policy.update == "deferred" else 0.0)
     between_s += update_s if job.policy.update == "delayed" else 0.0
     return Compute(
-        found.first_forward_s + first_s, found.last_backward_s + last_s, found.between_s + between_s
-    )
+        found.first_forward_s + first_s, found.last_backward_s + last_s,
+        found.between_s + between_s, matrices_s,
+    )  # fmt: skip
 
 
 def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, float, float]:
@@ -353,7 +371,9 @@ def _kernels_s(shape: ModelShape, machine: Machine, job: Job, on_nvme: AtRest) -
         machine.cores, machine.cores, machine.ranks, on_gpu=bool(machine.gpus)
     )
     trained = shape.trainable / machine.nodes
-    summed = {"full": 2.0, "sample": 1.0 + 1 / 16, "off": 0.0}[policy.verify] * on_nvme.states
+    summed = {"full": 2.0, "sample": 1.0 + 1 / 16, "off": 0.0}[policy.verify] * (
+        on_nvme.updated + on_nvme.first
+    )
     seconds = trained / machine.updates_per_core[policy.state] + summed / CHECKSUMS_PER_CORE
     return seconds / min(threads * machine.ranks, machine.cores)
 
@@ -462,7 +482,7 @@ def _of_node(rank: AtRest, ranks: int) -> AtRest:
 
 
 def _model_bytes(
-    shape: ModelShape,
+    shape: JobShape,
     machine: Machine,
     job: Job,
     at_rest: AtRest,
@@ -475,8 +495,9 @@ def _model_bytes(
     params, grads = shape.trained_bytes, waiting_grad_bytes(shape, job)
     return ModelBytes(
         params=touched * params / machine.nodes,
-        states=at_rest.states,
+        states=at_rest.updated,
         grads=grads / machine.nodes,
+        first=2 * at_rest.first + 2 * matrix_work(shape, machine, job).grad_bytes / machine.nodes,
         frozen=(_param_bytes(shape) - params) / machine.nodes,
         activations=activations,
     )
@@ -518,7 +539,18 @@ def _apart(job: Job, found: Copies) -> Copies:
     """Move all exchanges out of the window of an update on the device: no pass, and so no exchange,
     runs during that update.
     """
-    return Copies(rest=found.total) if job.policy.update_on == "device" else found
+    if job.policy.update_on == "device":
+        return Copies(rest=found.beside_states + found.rest, matrices=found.matrices)
+    return found
+
+
+def _matrix_copies(machine: Machine, job: Job, work: MatrixWork) -> Copies:
+    """Count the copies of matrices to all GPUs of a node, and back."""
+    each = work.grad_bytes / machine.nodes if machine.gpus else 0.0
+    copied = Copied(each, each)
+    if job.policy.update == "backward":
+        return Copies(beside_states=copied)
+    return Copies(matrices=copied)
 
 
 def _busy_times(
@@ -529,7 +561,10 @@ def _busy_times(
     # A GPU adds up the gradients of micro-batches in its own memory.
     added = 0.0 if machine.gpus else (job.micro_batches - 1) * sizes.grads
     early = updated if on_cpu else 0.0
-    window, rest = moved.beside_states, moved.rest
+    first = sizes.first
+    if job.policy.update == "backward":
+        early, first = early + first, 0.0
+    window, rest, matrices = moved.beside_states, moved.rest, moved.matrices
     found = {
         "CPU memory": BusyTime.sum_of(
             dram_s(
@@ -544,6 +579,12 @@ def _busy_times(
                 0.0,
                 machine.dram_bytes_per_s,
                 added_bytes=added,
+            ),
+            dram_s(
+                matrices.read + matrices.written,
+                copied.matrices.total,
+                first,
+                machine.dram_bytes_per_s,
             ),
         )
     }

@@ -20,6 +20,9 @@ reduction). With all three switches it is 0.75 M in bf16: 0.5, 0 and 0.25 (witho
 between two nodes carries as many bytes, both directions together.
 
 Under stages 1 and 2 parameters stay on every device, and a step gathers the updated values once.
+An optimizer of whole matrices sends each part of a matrix to the owner, and the result's part back,
+directly: `plan.matrices`.
+
 With each reduction ranks exchange a byte for each parameter: whether it has a gradient.
 
 A rank holds, under each ZeRO stage:
@@ -49,6 +52,7 @@ from infinity._src.memory.flat_layout import aligned_section_bytes
 from infinity._src.memory.pcie import Copied, Copies
 from infinity._src.memory.ram_budget import FlatNeed, PlacementPlan, chunks_alike
 from infinity._src.plan.machine import Machine
+from infinity._src.plan.matrices import matrix_work
 from infinity._src.plan.memory import (
     BESIDE_BUDGET,
     TierBytes,
@@ -66,6 +70,7 @@ class PlannedCollective:
 
     count: how often it runs; beside_updates: how often of these while updates run. inside, across:
     bytes that one rank receives each time, from ranks of its node and from other nodes.
+    before_updates: how often of `count` before the last updates, for whole matrices.
     """
 
     name: str
@@ -73,6 +78,7 @@ class PlannedCollective:
     beside_updates: int
     inside: float
     across: float
+    before_updates: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +118,14 @@ class Exchanges:
         """Return the bytes that one rank receives (h2d) and sends (d2h) inside its node. With
         `nodes`, those that all ranks of a node receive from and send to other nodes.
         """
-        window = rest = 0.0
+        window = rest = matrices = 0.0
         for found in self.each:
             size = found.across * self.ranks_of_node if nodes else found.inside
             window += found.beside_updates * size
-            rest += (found.count - found.beside_updates) * size
+            matrices += found.before_updates * size
+            rest += (found.count - found.beside_updates - found.before_updates) * size
         # A rank sends as many bytes as it receives.
-        return Copies(Copied(window, window), Copied(rest, rest))
+        return Copies(*(Copied(part, part) for part in (window, rest, matrices)))
 
 
 def exchanges(shape: JobShape, machine: Machine, job: Job, regathered: float) -> Exchanges:
@@ -172,6 +179,10 @@ def exchanges(shape: JobShape, machine: Machine, job: Job, regathered: float) ->
                 "reduction of gradients", times, times if late else int(in_backward), *reduced
             )
         )
+    work = matrix_work(shape, machine, job)
+    for name in ("matrices to their owners", "results back") if work.numel else ():
+        ways, before = work.received(machine), int(not in_backward)
+        found.append(PlannedCollective(name, 1, 1 - before, *ways, before_updates=before))
     return Exchanges(tuple(found), plain, machine.ranks, machine.nodes)
 
 

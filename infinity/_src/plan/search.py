@@ -27,8 +27,8 @@ from infinity._src.config.policy import Policy
 from infinity._src.memory.flat_layout import sections_of, state_format
 from infinity._src.memory.roofline import AtRest
 from infinity._src.plan.machine import Machine
+from infinity._src.plan.matrices import ChunkShares, moves_of
 from infinity._src.plan.memory import (
-    TILES,
     WORDS,
     activation_bytes,
     again_share,
@@ -37,6 +37,7 @@ from infinity._src.plan.memory import (
     gpu_need,
     loss_tiles,
     reserved_bytes,
+    tile_counts,
 )
 from infinity._src.plan.predict import (
     EFFICIENCY,
@@ -46,7 +47,7 @@ from infinity._src.plan.predict import (
     time_step,
     waiting_grad_bytes,
 )
-from infinity._src.plan.workload import Job, ModelShape, shape_in
+from infinity._src.plan.workload import Job, JobShape, ModelShape, shape_in
 
 PENALTY = 0.002
 """Share of a step that each departure from plain training costs in the comparison of two ways."""
@@ -128,7 +129,7 @@ def tilings_of(shape: ModelShape, job: Job, fixed: Collection[str]) -> dict[int,
     the largest first. Tiles change the memory of a device, what the vertical schedule can retain,
     and how many experts a pass gathers.
     """
-    linears = [job.tiles] if "tiles" in fixed else [1, *(TILES if shape.has_linears else ())]
+    linears = [job.tiles] if "tiles" in fixed else [1, *tile_counts(shape, job)]
     losses = [1, *(loss_tiles(shape, words) for words in WORDS)]
     losses = [job.loss_tiles] if "loss_tiles" in fixed else sorted(set(losses))
     experts = [job.expert_tile] if "expert_tile" in fixed else list(_expert_tiles(shape))
@@ -315,9 +316,10 @@ class _Search:
         passes = axes.pop("passes")
         for values in itertools.product(*axes.values()):
             fields = {name: value for each in values for name, value in each.items()}
-            # Settings that a policy refuses together.
+            # Settings that a policy refuses together, or the optimizer.
             with contextlib.suppress(ValueError):
-                found.append(self._job.replace(**fields))
+                way = self._job.replace(**fields)
+                found += [] if way.refusal else [way]
         # Fields of passes are the job's, so each policy is checked once.
         for each, job in itertools.product(passes, found):
             job = job.replace(**each)
@@ -456,22 +458,24 @@ class _Search:
         state = job.policy.state
         if state not in self._at_rest:
             share = 1 / self._machine.nodes
-            total = states_of(self._shape, state)
+            total = states_of(shape_in(self._job, self._shape), state)
             self._at_rest[state] = total.scaled(params=share, optim=share)
         return self._at_rest[state]
 
 
-def states_of(shape: ModelShape, state: str) -> AtRest:
-    """Return the bytes of a model's states in the format of `Policy.state`, without padding."""
+def states_of(shape: JobShape, state: str) -> AtRest:
+    """Return the bytes of a model's states in the format of `Policy.state`, without padding, and
+    without second moments that no update uses."""
     total = AtRest()
     for flat, count in shape.kinds_of_flats:
-        held = state_format(state, flat.dtype) if flat.trainable else None
-        each = (
-            AtRest(frozen=flat.dtype.itemsize)
-            if held is None
-            else AtRest.per_param(sections_of(held, flat.dtype.itemsize))
-        )
-        total += each.scaled(params=count * flat.numel, optim=count * flat.numel)
+        for moments, numel in ((1, flat.matrix_numel), (2, flat.numel - flat.matrix_numel)):
+            held = state_format(state, flat.dtype, moments) if flat.trainable else None
+            each = AtRest(frozen=flat.dtype.itemsize)
+            if held is not None:
+                shares = ChunkShares(float(moments == 1), float(moments == 2), 0.0)
+                sections = sections_of(held, flat.dtype.itemsize)
+                each = AtRest.per_param(sections, moves=moves_of(held, shares))
+            total += each.scaled(params=count * numel, optim=count * numel)
     return total
 
 

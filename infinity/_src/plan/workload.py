@@ -28,15 +28,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NewType, TypeVar
 
 import torch
 
+from infinity._src.config.choices import OPTIMIZERS
 from infinity._src.config.policy import Policy
 from infinity._src.kernels.tiling.tiled_module import STACK_WEIGHTS
 from infinity._src.memory.device_capacity import UnitBytes
 from infinity._src.memory.flat_layout import plan_flat
+from infinity._src.optim.muon import Matrixwise
+from infinity._src.optim.whole_matrices import is_hidden_matrix
 from infinity._src.params.discover import UnitSpec, find_units
 
 _Result = TypeVar("_Result")
@@ -52,16 +55,36 @@ UNIT_BYTES_MAX = 512 << 20
 @dataclasses.dataclass(frozen=True)
 class FlatShape:
     """A FlatParameter as the engine would make it. numels: elements of its parameters, in order.
-    trainable: an optimizer will hold it.
+    trainable: an optimizer will hold it. matrices: for each parameter its shape if an optimizer of
+    whole matrices updates it so, else (); empty: no parameter is.
     """
 
     numels: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
+    matrices: tuple[tuple[int, ...], ...] = ()
 
     @property
     def numel(self) -> int:
         return sum(self.numels)
+
+    @property
+    def matrix_numel(self) -> int:
+        """Elements of the parameters that are updated as whole matrices."""
+        return sum(math.prod(shape) for shape in self.matrices if shape)
+
+    @property
+    def moments(self) -> int:
+        """Moments for which a flat has space: one if all its parameters are matrices."""
+        return 1 if self.matrices and all(self.matrices) else 2
+
+    def without(self, numels: Iterable[int]) -> FlatShape:
+        """Return the flat without a parameter of each of these numbers of elements."""
+        left, matrices = list(self.numels), list(self.matrices)
+        for numel in numels:
+            place = left.index(numel)
+            del left[place], matrices[place : place + 1]
+        return dataclasses.replace(self, numels=tuple(left), matrices=tuple(matrices))
 
     def gathered_bytes(self, world: int = 1) -> int:
         """Count the bytes of the gathered values, with the padding between and behind them in the
@@ -214,6 +237,19 @@ class ModelShape:
                 ),
                 stacks=(),
             )
+            for unit in self.units
+        )
+        return dataclasses.replace(self, units=tuple(units))
+
+    @functools.cached_property
+    def without_matrices(self) -> ModelShape:
+        """The model for an optimizer of single elements."""
+        # Layers repeat: flats that are alike stay one object.
+        plain = {flat: dataclasses.replace(flat, matrices=()) for flat, _ in self.kinds_of_flats}
+        if all(flat.matrices == () for flat in plain):
+            return self
+        units = (
+            dataclasses.replace(unit, flats=tuple(plain[flat] for flat in unit.flats))
             for unit in self.units
         )
         return dataclasses.replace(self, units=tuple(units))
@@ -386,8 +422,8 @@ class ModelShape:
 
 
 JobShape = NewType("JobShape", ModelShape)
-"""A model with its stacks cut into the job's tiles (`shape_in`). A function that takes a
-`ModelShape` and a job takes the uncut model."""
+"""A model with its stacks cut into the job's tiles, as the job's optimizer sees it (`shape_in`). A
+function that takes a `ModelShape` and a job takes the uncut model."""
 
 
 @functools.lru_cache(maxsize=65536)  # called often, and a model has few distinct FlatParameters
@@ -496,12 +532,12 @@ def _unit(
     """Group a unit's parameters as `discover.build` does: by dtype and by whether they are trained.
     linears, embeddings: names of the modules of these classes. experts: of a layer.
     """
-    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    groups: dict[tuple[torch.dtype, bool], list[tuple[int, tuple[int, ...]]]] = {}
     found, stacks = [], []
     for entry in spec.entries:
         parameter = entry.parameter
         key = (parameter.dtype, parameter.requires_grad and not frozen)
-        numels = groups.setdefault(key, [])
+        params = groups.setdefault(key, [])
         holders = {name.removesuffix(".weight") for name in entry.names}
         # A weight that a module of another class shares cannot be tiled: that module needs it
         # whole.
@@ -514,9 +550,12 @@ def _unit(
         *_, last = entry.names[0].split(".")
         if experts and parameter.dim() == 3 and len(parameter) == experts and last in STACK_WEIGHTS:
             stacks.append(StackShape(list(groups).index(key), parameter.numel(), experts))
-        numels.append(parameter.numel())
+        shape = tuple(parameter.shape)
+        hidden = is_hidden_matrix(shape, entry.whole_shape, entry.names, entry.sites)
+        params.append((parameter.numel(), shape if hidden and key[1] else ()))
     flats = tuple(
-        FlatShape(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items()
+        FlatShape(tuple(n for n, _ in params), *key, tuple(shape for _, shape in params))
+        for key, params in groups.items()
     )
     return UnitShape(spec.name, flats, tuple(found), spec.around, tuple(stacks))
 
@@ -577,6 +616,7 @@ class Job:
     tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss along the
         vocabulary (`inf.tile_loss`); 1: whole logits. expert_tile: experts in a tile of a stack
         (`inf.tile_experts`); 0: whole stacks.
+    optimizer: of `config.choices.OPTIMIZERS`; "muon" updates hidden matrices whole.
     """
 
     policy: Policy
@@ -589,6 +629,7 @@ class Job:
     loss_tiles: int = 1
     expert_tile: int = 0
     schedule: str = "horizontal"
+    optimizer: str = OPTIMIZERS[0]
 
     def replace(self, **fields: Any) -> Job:
         """Return a copy with some fields changed; fields that a job does not have are the policy's.
@@ -601,6 +642,21 @@ class Job:
         # A policy with a tier on NVMe must name a directory. A plan opens none, so any name works.
         fields.setdefault("nvme", self.policy.nvme or ["."])
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **fields), **own)
+
+    @property
+    def refusal(self) -> str:
+        """Reason why the optimizer cannot step under the policy, or with these tiles; "": it can.
+        """
+        if self.optimizer == "adamw":
+            return ""
+        name = f"optimizer={self.optimizer!r}"
+        if self.tiles > 1:
+            return f"{name} needs whole matrices, and tiles={self.tiles} cuts them; leave one out"
+        try:
+            Matrixwise.check_policy(self.policy, name)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     @property
     def vertical(self) -> bool:
@@ -674,8 +730,10 @@ _JOB_FIELDS = frozenset(field.name for field in dataclasses.fields(Job))
 
 
 def shape_in(job: Job, shape: ModelShape) -> JobShape:
-    """Return the model with its stacks cut into the job's tiles; a cut shape is returned as is."""
-    return JobShape(cut_experts(shape, job.expert_tile))
+    """Return the model with its stacks cut into the job's tiles, and with matrices if the job's
+    optimizer updates them; such a shape is returned as is."""
+    seen = shape.without_matrices if job.optimizer == "adamw" else shape
+    return JobShape(cut_experts(seen, job.expert_tile))
 
 
 def cut_experts(shape: ModelShape, tile: int) -> ModelShape:
@@ -702,12 +760,9 @@ def _cut_unit(unit: UnitShape, index: int, tile: int) -> list[UnitShape]:
     """Return the unit without its stacks, unless nothing remains of it, followed by the tiles."""
     if not unit.stacks:
         return [unit]
-    numels = [list(flat.numels) for flat in unit.flats]
-    for stack in unit.stacks:
-        numels[stack.flat].remove(stack.numel)
     rest = tuple(
-        dataclasses.replace(flat, numels=tuple(left))
-        for flat, left in zip(unit.flats, numels, strict=True)
+        flat.without(stack.numel for stack in unit.stacks if stack.flat == index_of)
+        for index_of, flat in enumerate(unit.flats)
     )
     found, around = [], unit.around
     if any(flat.numels for flat in rest):
@@ -729,12 +784,19 @@ def _cut_unit(unit: UnitShape, index: int, tile: int) -> list[UnitShape]:
 
 
 def _flats_of_tile(unit: UnitShape, experts: int) -> tuple[FlatShape, ...]:
-    groups: dict[tuple[torch.dtype, bool], list[int]] = {}
+    found: dict[int, FlatShape] = {}
     for stack in unit.stacks:
         flat = unit.flats[stack.flat]
-        part = groups.setdefault((flat.dtype, flat.trainable), [])
-        part.append(experts * stack.numel // stack.experts)
-    return tuple(FlatShape(tuple(part), *key) for key, part in groups.items())
+        tile = found.setdefault(stack.flat, dataclasses.replace(flat, numels=(), matrices=()))
+        place = flat.numels.index(stack.numel)
+        # The experts are the first dimension of a stack.
+        cut = tuple((experts, *shape[1:]) if shape else () for shape in flat.matrices[place:])
+        found[stack.flat] = dataclasses.replace(
+            tile,
+            numels=(*tile.numels, experts * stack.numel // stack.experts),
+            matrices=tile.matrices + cut[:1],
+        )
+    return tuple(found.values())
 
 
 def touched_share(experts: int, chosen: int, tile: int, tokens: int) -> float:

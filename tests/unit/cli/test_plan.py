@@ -308,6 +308,45 @@ def test_the_vertical_schedule_is_planned_as_told(small: Path, tmp_path: Path) -
     assert "--schedule vertical checkpoints each block" in shown
 
 
+def test_muon_is_planned_with_its_bytes_flops_and_room(small: Path, tmp_path: Path) -> None:
+    arguments = [*MACHINE, "--ram", "1GiB", "--gpus", "2", "--resident", "params=0",
+                 "--resident", "optim=0", "--json", tmp_path / "plan.json"]  # fmt: skip
+    plans = {}
+    for optimizer in ("adamw", "muon"):
+        status, shown = plan(small, *arguments, "--optimizer", optimizer)
+        assert status == 0, shown
+        plans[optimizer] = json.loads((tmp_path / "plan.json").read_text())
+        for wanted in (
+            "optimizer muon",
+            "matrices in update",
+            "matrices to their owners",
+            "results back",
+            "whole matrices",
+            "FLOP of Newton-Schulz",
+            "first update",
+            "Newton-Schulz, alone",
+        ):
+            assert (wanted in shown) == (optimizer == "muon"), wanted
+    record = plans["muon"]
+    adamw, muon = (each["plan"] for each in plans.values())
+    assert muon["job"]["optimizer"] == "muon"
+    numel = 12 * (4 * 512 * 512 + 3 * 512 * 1408)
+    assert (muon["matrices"]["numel"], adamw["matrices"]["numel"]) == (numel, 0)
+    assert muon["matrices"]["device_bytes"] == muon["gpu"]["parts"]["matrices in update"]
+    assert 4 * numel <= muon["on_nvme"]["first"] < 4.2 * numel
+    assert 3.5 * numel < adamw["written_bytes"] - muon["written_bytes"] < 4 * numel
+    assert record["calls"] == ["inf.Muon(model.parameters())"]
+    words = record["command"].split()
+    options = build_parser().parse_args(words[words.index("train") :])
+    check_options(options)
+    assert options.optimizer == "muon"
+    # The search takes it, too, and a mistake is one line.
+    status, shown = searched(small, *MACHINE, "--optimizer", "muon")
+    assert (status, "optimizer" in shown) == (0, True)
+    status, shown = plan(small, *MACHINE, "--optimizer", "muon", "--tile-linears", "2")
+    assert (status, "--tile-linears 2 cuts them; leave one out" in shown) == (2, True)
+
+
 def test_changes_that_change_nothing_are_one_line(small: Path) -> None:
     status, shown = plan(small, *MACHINE, "--ram", "64GiB", "--tokens-per-step", "1000000")
     assert status == 0, shown
@@ -789,6 +828,45 @@ def test_deepseek_v3_has_the_documented_answer(machine: str, tmp_path: Path) -> 
     assert "It fits." in shown
 
 
+KIMI_K2 = {
+    "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "vocab_size": 163_840, "hidden_size": 7168, "intermediate_size": 18_432,
+    "moe_intermediate_size": 2048, "num_hidden_layers": 61, "first_k_dense_replace": 1,
+    "n_routed_experts": 384, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "max_position_embeddings": 131_072, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_kimi_k2_has_the_documented_forecast(optimizer: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| `{optimizer}` \| (.* TB .*) \|$", page, flags=re.MULTILINE)
+    (options,) = re.findall(
+        r"^infinity plan MODEL (.*?) --optimizer muon\n", page, flags=re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "config.json").write_text(json.dumps(KIMI_K2))
+    target = tmp_path / "plan.json"
+    given = [*options.replace("\\\n", "").split(), "--optimizer", optimizer, "--json", target]
+    status, shown = searched(tmp_path, *given)
+    assert status == 0, shown
+    record = json.loads(target.read_text())
+    told, params = record["plan"], record["model"]["params"]
+    assert params == 1_026_408_209_408
+    assert (told["job"]["update"], told["job"]["expert_tile"]) == ("backward", 24)
+    assert row.split(" | ") == [
+        f"{(told['at_rest']['params'] + told['at_rest']['optim']) / 1e12:.1f} TB",
+        f"{told['read_bytes'] / params:.2f}",
+        f"{told['written_bytes'] / params:.2f}",
+        f"{told['terms_s']['drives']:,.0f} s",
+        f"{told['terms_s'].get('Newton-Schulz', 0):,.0f} s",
+        f"{told['step_s']:,.0f}",
+    ]
+
+
 # -- from DeepSpeed --------------------------------------------------------------------------------
 
 DS_CONFIG = {
@@ -851,6 +929,18 @@ def test_changes_of_a_deepspeed_configuration_are_those_that_its_policy_takes(
     # A step that is not finite is skipped: no update may be taken before it is known.
     assert "update backward, two generations" in shown
     assert "no clipping by norm" not in shown
+
+
+def test_muon_of_a_deepspeed_configuration_is_planned(small: Path, ds_config: Path) -> None:
+    muon = {"type": "Muon", "params": {"lr": 1e-3, "ns_method": "standard"}}
+    config = {**DS_CONFIG, "optimizer": muon, "gradient_clipping": 0.0}
+    ds_config.write_text(json.dumps(config))
+    record = ds_config.with_name("plan.json")
+    arguments = [small, *MACHINE, "--ds-config", ds_config, "--json", record]
+    for given, wanted in (([], "muon"), (["--optimizer", "adamw"], "adamw")):
+        status, shown = plan(*arguments, *given)
+        assert status == 0, shown
+        assert json.loads(record.read_text())["plan"]["job"]["optimizer"] == wanted
 
 
 def test_options_replace_a_deepspeed_configuration(small: Path, ds_config: Path) -> None:

@@ -110,18 +110,19 @@ def states_bytes(found: Prediction) -> float:
     return found.nvme.bytes - found.nvme.parts.get("spare ranges", 0.0)
 
 
-@pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
+@pytest.mark.parametrize("state", ["exact", "bf16", "compact", "exact muon"])
 @pytest.mark.parametrize("ram", mostly_slow(["min", "150MiB", "250MiB", "1GiB"], "min", "250MiB"))
 def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> None:
     model = copy.deepcopy(large())
     shape = shape_of(model)
+    state, _, optimizer = state.partition(" ")
     inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram=ram, state=state))
-    inf.AdamW(model.parameters())
+    (inf.Muon if optimizer else inf.AdamW)(model.parameters())
     stats, (disk_bytes, spare_bytes) = inf.handle(model).stats(), disk_of(model)
     inf.handle(model).close()
     size = stats.ram_min_bytes if ram == "min" else parse_size(ram)
     machine = describe_machine(gpus=0, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
-    job = job_of(tokens=64, sequence=64, state=state)
+    job = job_of(tokens=64, sequence=64, state=state, optimizer=optimizer or "adamw")
     found = predict(shape, with_budget(machine, shape, job, size), job)
     assert found.policy_ram == size
     assert found.budget_bytes == stats.ram_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Collection, Iterator
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from infinity._src.base.sizes import GIB
+from infinity._src.config.choices import OPTIMIZERS
 from infinity._src.plan.machine import KINDS, Machine, describe_machine
 from infinity._src.plan.memory import gpu_need
 from infinity._src.plan.predict import Prediction, predict
@@ -35,7 +38,6 @@ from infinity._src.plan.workload import (
     StackShape,
     UnitShape,
 )
-from tests.marks import mostly_slow
 from tests.plans import job_of
 
 WIDTHS = {"small": (1024, 8), "middle": (4096, 16), "large": (8192, 40)}
@@ -46,19 +48,19 @@ def model_of(size: str, experts: int = 0, words: int = 32000) -> ModelShape:
     width, layers = WIDTHS[size]
     bf16 = torch.bfloat16
     hidden = 4 * width
-    square = (width * width,) * 4
-    mlp = (width * hidden,) * 3
-    stack = experts * 3 * width * hidden // 8
+    square, mlp = ((width, width),) * 4, ((width, hidden),) * 3
+    stack = (experts, 3 * hidden // 8, width)
     linears = tuple(LinearShape(f"q{index}.weight", 0, width, width) for index in range(4))
     units = [UnitShape("embed", (FlatShape((words * width,), bf16, True),))]
     for layer in range(layers):
-        flat = FlatShape((*square, stack) if experts else square + mlp, bf16, True)
-        stacks = (StackShape(0, stack, experts),) if experts else ()
+        matrices = (*square, stack) if experts else square + mlp
+        flat = FlatShape(tuple(map(math.prod, matrices)), bf16, True, matrices)
+        stacks = (StackShape(0, math.prod(stack), experts),) if experts else ()
         units.append(UnitShape(f"layers.{layer}", (flat,), linears, (), stacks))
     head = LinearShape("head.weight", 0, words, width)
     units.append(UnitShape("head", (FlatShape((words * width,), bf16, True),), (head,)))
     shape = ModelShape(size, tuple(units), 0, layers, width, width, hidden, words, 8192)
-    routed = layers * stack * 2 // max(experts, 1)
+    routed = layers * math.prod(stack) * 2 // max(experts, 1)
     dense = layers * (4 * width * width + (0 if experts else 3 * width * hidden))
     active = words * width + dense + (routed if experts else 0)
     chosen = {"experts": experts, "chosen": 2} if experts else {}
@@ -130,10 +132,10 @@ def every_way(
     ]
     for values in itertools.product(*axes):
         fields = {name: value for each in values for name, value in each.items()}
-        try:
-            yield job.replace(**fields)
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            way = job.replace(**fields)
+            if not way.refusal:
+                yield way
 
 
 def ways_of(shape: ModelShape, machine: Machine, job: Job, exact: bool, count: int) -> list[Job]:
@@ -143,11 +145,20 @@ def ways_of(shape: ModelShape, machine: Machine, job: Job, exact: bool, count: i
     return chance.sample(every, min(count, len(every)))
 
 
-@pytest.mark.parametrize("seed", mostly_slow(range(3), 1, 2))
-def test_no_way_drawn_at_random_is_faster_and_no_bound_is_above_its_way(seed: int) -> None:
+QUICK = [(1, "adamw"), (2, "muon")]
+
+
+@pytest.mark.parametrize(
+    ("seed", "optimizer"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+     for each in itertools.product(range(3), OPTIMIZERS)],
+)
+def test_no_way_drawn_at_random_is_faster_and_no_bound_is_above_its_way(
+    seed: int, optimizer: str
+) -> None:
     chance = random.Random(seed)
     shape, machine = MODELS[seed], drawn_machine(chance)
-    job, exact = drawn_job(chance, machine), seed == 1
+    job, exact = drawn_job(chance, machine).replace(optimizer=optimizer), seed == 1
     found = search(shape, machine, job, exact=exact)
     ways = ways_of(shape, machine, job, exact, 40)
     check_against(found, shape, machine, ways)
@@ -165,7 +176,7 @@ def test_no_way_drawn_at_random_is_faster_and_no_bound_is_above_its_way(seed: in
 def test_a_brute_force_search_finds_nothing_faster(seed: int) -> None:
     chance = random.Random(1000 + seed)
     machine = drawn_machine(chance)
-    job = drawn_job(chance, machine)
+    job = drawn_job(chance, machine).replace(optimizer=OPTIMIZERS[seed % 3 == 2])
     for shape in MODELS:
         found = search(shape, machine, job, exact=seed % 2 == 1)
         check_against(found, shape, machine, ways_of(shape, machine, job, seed % 2 == 1, 300))
