@@ -175,7 +175,7 @@ def test_gradients_of_a_block_that_add_up_over_slices_are_refused_where_they_hav
     # Two units of 1 MiB gathered, their gradients, and one being made.
     passes = Passes(device_bytes=5 * MIB)
     check_gatherable(model, specs, MIB, CPU, 5 * MIB, passes)
-    with pytest.raises(ValueError, match=r"adds up .* until its last slice: name smaller modules"):
+    with pytest.raises(ValueError, match=r"adds up .* block's last slice: name smaller modules"):
         check_gatherable(model, specs, MIB, CPU, 4 * MIB, passes)
 
 

@@ -6,10 +6,10 @@
     GradProxy         the tensor in `p.grad`, which answers the loop from the accumulator
     GradRegistry      the accumulators of one model: their scratch, and norms over all ranks
 
-Invariants. The log is replayed with one fp32 operation per entry, so clipping needs no pass over
-the gradients and loses no bits. A norm is that of the fp32 gradient with the log replayed, bit for
-bit what torch computes there, for parameters of up to `NORM_PIECE_NUMEL` elements. A larger one
-takes the norm of its pieces' norms, which bounds the scratch.
+Invariants. Update kernels and readers replay the log with one fp32 operation per entry, so clipping
+needs no pass over the gradients and rounds as in torch. A norm is bit for bit what torch computes
+for the fp32 gradient after these operations, for parameters of up to `NORM_PIECE_NUMEL` elements.
+For a larger parameter it is the norm of the norms of pieces, which bounds the scratch.
 
 One case rounds: adding a gradient to an accumulator with a log first replays the log in fp32 and
 rounds to the accumulator's dtype, because the log's factors apply only to the sum so far.
@@ -53,8 +53,7 @@ _REPLAYED: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "clamp_min": torch.Tensor.clamp_min_,
     "clamp_max": torch.Tensor.clamp_max_,
 }
-"""In-place operations on an fp32 tensor, by kind of log entry; the kernels use `LogKind` for them.
-"""
+"""In-place operations on an fp32 tensor, by kind of log entry (`LogKind` in the kernels)."""
 
 
 def is_exact(entry: LogEntry) -> bool:
@@ -65,8 +64,8 @@ def is_exact(entry: LogEntry) -> bool:
 
 
 def norm_there(gradient: torch.Tensor) -> torch.Tensor:
-    """Compute the norm of a gradient by the rule of `GradAccumulator`, as a scalar on its device.
-    Launches kernels and waits for none."""
+    """Return a gradient's norm as a scalar on the gradient's device, in pieces as
+    `GradAccumulator` computes it. Launches kernels and does not wait for them."""
     if gradient.numel() <= NORM_PIECE_NUMEL:
         norm: torch.Tensor = torch.linalg.vector_norm(gradient.float())
         return norm
@@ -146,21 +145,21 @@ class GradBacking(Protocol):
 
 
 class AccumulatorReader(Protocol):
-    """Reader of an accumulator's storage, asked before a write: a running update, or one that may
-    be undone and repeated from this storage."""
+    """Update that reads an accumulator's storage: a running one, or one that may be undone and
+    repeated with the same gradient. The accumulator calls it before each write."""
 
     def before_write(self, accumulator: GradAccumulator, /) -> None:
         """Block until the accumulator may be written."""
 
 
 class ReadByUpdate:
-    """Reader that is a running update. One object serves all accumulators that the update reads."""
+    """A running update as a reader. One object serves all accumulators that the update reads."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
 
     def before_write(self, _accumulator: GradAccumulator) -> None:
-        # Nearly always it is done, and this spares a call.
+        # The update has nearly always ended, and then no function is called.
         if not self._ticket.done:
             wait_through(self._ticket)
 
@@ -179,12 +178,13 @@ class GradAccumulator:
 
     `tensor` is the accumulator's storage, 1-D CPU, of the gradient dtype: this rank's part of the
     parameter (all of it on one rank, nothing where the shard holds none). `guard` sets the reader
-    that is asked before the storage is written, so that a pending update has read the gradient
-    first. If the accumulator has a `backing`, the backing stores the values, and `tensor` reads it
-    each time. Updates read a backing by themselves, so such an accumulator needs no reader.
+    that is called before each write to the storage, so that a pending update has read the gradient
+    first. If the accumulator has a `backing`, the backing stores the values, and `tensor` reads
+    them from there at each access. The executor makes a write to NVMe wait for updates that read
+    the gradient, so such an accumulator needs no reader.
     """
 
-    proxy: torch.Tensor  # what `p.grad` is while the accumulator holds a gradient
+    proxy: torch.Tensor  # the value of `p.grad` while the accumulator holds a gradient
 
     def __init__(
         self,
@@ -205,20 +205,21 @@ class GradAccumulator:
         self._reader: AccumulatorReader | None = None
         self._d2h: Ticket | None = None  # the copy from the device that fills the storage
         self._offloaded_in = -1  # number of the backward whose gradient was copied out last
-        # The sum that `prefetch_to_device` copies, and that the next gradient is added to.
+        # The copy that `prefetch_to_device` started, and the sum on the device that it fills;
+        # backward adds the next gradient to this sum.
         self._h2d: tuple[Ticket, torch.Tensor] | None = None
-        self._device_norm: torch.Tensor | None = None  # on the device: what `_part_norm` will be
+        self._device_norm: torch.Tensor | None = None  # `read_device_norms` sets `_part_norm` to it
         self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
         self._part_norm: float | None = None  # this rank's part
         # 2-norm of this rank's part before the log; valid while there is a log.
         self._raw_norm: float | None = None
         self._accumulations = 0  # since the accumulator was last empty
-        self._accumulations_before = 1  # the count the accumulator reached when it was last emptied
-        # Whether this rank's whole sum waits for a reduction, besides the values of the
-        # accumulator.
+        self._accumulations_before = 1  # the count when the accumulator was last emptied
+        # Whether this rank has an unreduced sum of the parameter (`UnreducedGrads`).
         self.unreduced = False
-        self._on_zero = on_zero  # sets that sum to zeros
-        self._overwritten = False  # the loop may still have the proxy of the lost values
+        self._on_zero = on_zero  # sets the unreduced sum to zeros
+        # Other gradients overwrote the values on NVMe; the loop may still hold the old proxy.
+        self._overwritten = False
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -232,7 +233,7 @@ class GradAccumulator:
 
     @tensor.setter
     def tensor(self, tensor: torch.Tensor) -> None:
-        # Without backing. A copy from the device may still be writing it.
+        # With a backing, `storage` is on meta, and has only the size and dtype.
         self.storage = tensor
         self.numel, self.dtype = tensor.numel(), tensor.dtype
         self.whole = self.numel == self.shape.numel()  # this rank holds all of the gradient
@@ -244,8 +245,9 @@ class GradAccumulator:
 
     @property
     def _shaped(self) -> torch.Tensor:
-        """Storage in the parameter's shape where the accumulator has all of it. Reductions of torch
-        may order a 2-D sum differently from a 1-D one, and norms must match to the bit."""
+        """Storage, in the parameter's shape if this rank holds the whole gradient. torch may order
+        the sum over a 2-D tensor differently than over a 1-D one, and norms must match to the bit.
+        """
         self.wait_d2h()
         if self.backing is None:
             return self._own_shaped
@@ -267,7 +269,8 @@ class GradAccumulator:
         return self.backing.to_replace(self)
 
     def undo_move(self, tensor: torch.Tensor, backing: GradBacking | None) -> None:
-        """Return to the memory before `move_to`, which has failed. The values are still there."""
+        """Restore the memory and backing from before a `move_to` that failed. They still hold the
+        values."""
         self.backing, self.tensor = backing, tensor
 
     def wait_d2h(self) -> None:
@@ -288,7 +291,7 @@ class GradAccumulator:
 
         Raises: RuntimeError if `current` is the proxy of another parameter.
         """
-        # Nearly every call: the loop has left `p.grad` alone.
+        # The usual case: the loop has not assigned `p.grad`.
         if current is self.proxy and not self._overwritten:
             return self.state
         if current is None:
@@ -301,13 +304,12 @@ class GradAccumulator:
                 )
         else:
             self._assign(current)
-        # Still set: `current` is the old proxy or an alias; any other value would have cleared the
-        # mark.
+        # `empty` clears the mark for any other value: `current` is the old proxy or an alias of it.
         if self._overwritten:
             raise RuntimeError(
-                f"{self.name}.grad was removed, and set again after new gradients had come: it had "
-                "spilled to NVMe, and its values are gone; keep `p.grad.materialize()` instead, "
-                "and assign that"
+                f"{self.name}.grad was set to None, and later to the old gradient again, whose "
+                "values on NVMe newer gradients have overwritten: they are gone; keep "
+                "`p.grad.materialize()` instead, and assign that"
             )
         return self.state
 
@@ -317,10 +319,10 @@ class GradAccumulator:
                 f"{self.name}.grad was replaced by a tensor of shape {tuple(grad.shape)}; the "
                 f"engine takes one of shape {tuple(self.shape)}, and only on one rank"
             )
-        # Otherwise the tensor would be added to the gradient that it replaces.
+        # Empty first: `accumulate` would add the tensor to the gradient that the loop replaced.
         self.empty()
         self.accumulate(grad)
-        # The loop may change its tensor later.
+        # Wait for the copy: the loop may change the tensor after this call.
         self.wait_d2h()
 
     def accumulate(self, grad: torch.Tensor) -> None:
@@ -331,7 +333,7 @@ class GradAccumulator:
         """
         self._refuse_consumed()
         source = grad.detach() if grad.requires_grad else grad
-        # An update that is under way may still read the gradient before this one.
+        # A running update may still read the previous gradient.
         self._before_write()
         if self.registry.grad_offload is not None and source.device == self.proxy.device:
             self._accumulate_on_device(source, self.registry.grad_offload)
@@ -343,8 +345,9 @@ class GradAccumulator:
             source = source.reshape(target.shape)
         empty = self.state is AccumulatorState.EMPTY
         self._accumulations = 1 if empty else self._accumulations + 1
-        # The last gradient of this step, if it is like the previous step: the data is hot in the
-        # caches now. A spilled one is read back from NVMe for a later norm.
+        # Compute the norm at the step's last gradient, as counted in the previous step, while the
+        # data is in the CPU's caches. For a spilled accumulator compute it at each gradient: a
+        # later norm would read the values back from NVMe.
         last = self._accumulations >= self._accumulations_before or self.backing is not None
         self._forget_norms()
         norm = None
@@ -366,13 +369,13 @@ class GradAccumulator:
     def _refuse_consumed(self) -> None:
         if self.state is AccumulatorState.CONSUMED:
             raise RuntimeError(
-                f"a new gradient of {self.name} while the one before, which an update took, is "
-                "still in p.grad: call zero_grad() after opt.step(); with update='backward' and "
-                "with inf.Muon gradients cannot add up over steps"
+                f"a new gradient of {self.name} arrived while p.grad still is the previous one, "
+                "which an update consumed: call zero_grad() after opt.step(); with "
+                "update='backward' and with inf.Muon gradients cannot add up over steps"
             )
 
     def expect_reduction(self, current: torch.Tensor | None) -> bool:
-        """Note a gradient of this rank that is reduced later. current: the value of `p.grad`.
+        """Record a gradient of this rank that is reduced later. current: the value of `p.grad`.
         Returns whether it is the first one since the accumulator was cleared or reduced."""
         # Read first: `empty` clears the mark.
         first = not self.unreduced or current is None
@@ -411,8 +414,8 @@ class GradAccumulator:
 
     def prefetch_to_device(self, offload: GradOffload) -> None:
         """Start copying the sum so far to the device, where backward adds the next gradient. Does
-        nothing for an accumulator with a backing or a log, and after this backward's gradient has
-        come."""
+        nothing for an accumulator with a backing or a log, and if this backward has already
+        produced a gradient."""
         # After this backward's gradient another is unlikely, and the copy to RAM is in flight.
         came = self._offloaded_in == offload.backward_count
         if (
@@ -513,7 +516,7 @@ class GradAccumulator:
                 f"{self.name}.grad was scaled or clamped more than {LOG_MAX} times since it was "
                 "accumulated; multiply the factors first and scale once"
             )
-        # The norm before the first entry: `_bounded` proves finiteness from it without a pass.
+        # From the norm before the first entry `_bounded` proves that all elements are finite.
         if not self.log:
             self._raw_norm = self._known_norm()
         self.log.extend(entries)
@@ -523,7 +526,7 @@ class GradAccumulator:
 
     def norm(self, order: float = 2.0) -> float:
         """Return the norm of the whole gradient, in fp32. With several ranks a collective: every
-        rank must ask."""
+        rank must call it."""
         self._require_held("norm")
         return self.registry.norms([self], order)[0]
 
@@ -536,17 +539,17 @@ class GradAccumulator:
             or math.isfinite(self.part_norm())
         ):
             return True
-        # Squares overflow from 1.8e19 on, so an infinite norm does not yet condemn the gradient.
+        # The norm may be infinite although all elements are finite: above 1.8e19 squares overflow.
         with self.registry.scratch_lock:
             return all(bool(piece.isfinite().all()) for piece in self._replayed())
 
     def _bounded(self) -> bool:
-        """True when the norm before the log, and the factors, prove every element finite. No
-        element is larger than the norm, and rounding is monotone, so an element stays finite if the
-        norm does. Saves a pass over gradients that were clipped."""
+        """True when the norm before the log, and the log, prove every element finite. No element is
+        larger than the norm, and rounding is monotone, so an element stays finite if the norm does.
+        Saves a pass over gradients that were clipped."""
         if not self.log or self._raw_norm is None:
             return False
-        # Rounded like the elements, so that the bound holds for each.
+        # Round the bound as the kernels round elements, so that it holds for each element.
         bound = self._raw_norm
         for kind, value in self.log:
             if not math.isfinite(value) or (kind == "div" and value == 0.0):
@@ -596,10 +599,10 @@ class GradAccumulator:
     def _require_held(self, operation: str) -> None:
         if self.state is AccumulatorState.CONSUMED:
             raise RuntimeError(
-                f"{operation} on the gradient of {self.name}: the update took it during backward, "
-                "as Policy(update='backward') says, or inf.Muon in opt.step(). Clipping by norm or "
+                f"{operation} on the gradient of {self.name}: the update took it during backward "
+                "(Policy(update='backward')), or in opt.step() (inf.Muon). Clipping by norm or "
                 "value, GradScaler and changing gradients need update='deferred', before "
-                "opt.step(); transformers' Trainer takes no norm "
+                "opt.step(); transformers' Trainer computes no norm "
                 "after infinity.integrations.transformers.embed(trainer); clear gradients with "
                 "zero_grad(set_to_none=True)"
             )
@@ -623,7 +626,7 @@ class GradAccumulator:
 
     def _apply_log(self) -> None:
         """Replay the log on the storage: in fp32, then rounded to the accumulator's dtype."""
-        # The device's copy lacks the log, so it is not the sum any more.
+        # The prefetched sum on the device lacks the log's operations.
         self.cancel_prefetch()
         with self.registry.scratch_lock:
             start = 0
@@ -645,10 +648,10 @@ class GradAccumulator:
             yield part.view(self.shape) if part.numel() == self.shape.numel() else part
 
     def _compute_norm(self, order: float) -> float:
-        # This rank has no elements: the norm of the other parts stays.
+        # No elements on this rank: a value that does not change the norm over all ranks.
         if not self.numel:
             return 0.0 if order >= 0 else math.inf
-        # In one pass, with the same bits as below.
+        # One pass, with the same bits as the code below.
         if order == 2.0 and not self.log and self.numel <= NORM_PIECE_NUMEL:
             norm = bf16_norm(self.tensor)
             if norm is not None:
@@ -666,9 +669,9 @@ class GradRegistry:
     """Gradient accumulators of one model: the fp32 scratch that they share, and their norms over
     all ranks.
 
-    gather: returns the lists of floats that all ranks give it, in the order of ranks, and is called
-    with the same length on all; None on one rank. grad_offload: copies gradients from a device with
-    separate memory.
+    gather: takes a list of floats, of the same length on all ranks, and returns the lists of all
+    ranks, in the order of ranks; None on one rank. grad_offload: copies gradients from a device
+    with separate memory.
     """
 
     def __init__(
@@ -676,7 +679,7 @@ class GradRegistry:
     ) -> None:
         self.accumulators: list[GradAccumulator] = []
         self.scratch_lock = threading.Lock()  # autograd has one thread per device
-        self.grad_offload = grad_offload  # where the device has separate memory
+        self.grad_offload = grad_offload
         self._gather = gather
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._factor: tuple[torch.Tensor, int, float] | None = None
@@ -759,7 +762,7 @@ class GradRegistry:
             for accumulator, squares in zip(
                 self.accumulators, zip(*rows, strict=True), strict=True
             ):
-                # A loop: newer Pythons' `sum` rounds differently.
+                # `sum` compensates rounding errors from Python 3.12 on; `reduce` never does.
                 total = functools.reduce(operator.add, squares)
                 accumulator._norm = to_fp32(math.sqrt(total)) if total >= 0 else math.nan
         return [accumulator._norm for accumulator in accumulators if accumulator._norm is not None]
@@ -857,14 +860,14 @@ class GradProxy(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        # `Module.to` and `.cpu()` assign the conversion's result: this gradient, if nothing
-        # changes. An at-rest parameter does the same.
+        # `Module.to` and `.cpu()` assign the converted gradient; if they change nothing, this is a
+        # proxy of the same accumulator.
         if not (isinstance(value, GradProxy) and value.accumulator is self.accumulator):
             raise_unsupported(self.accumulator.name, "`.data =`")
 
     __reduce_ex__ = _refusing("pickling")
     __deepcopy__ = _refusing("deepcopy")
-    # These reach the storage past the dispatcher, and would return a null pointer.
+    # These methods read the storage without the dispatcher, and would return a null pointer.
     data_ptr = _refusing("data_ptr")
     untyped_storage = _refusing("untyped_storage")
     storage = _refusing("storage")
@@ -959,15 +962,11 @@ def _foreach_scaling(kind: str) -> Callable[..., None]:
             if isinstance(grad, GradProxy):
                 scale(grad, factor)
             else:
-                _check_factor_of_plain(factor)
+                if isinstance(factor, GradProxy):
+                    raise_unsupported(factor.accumulator.name, "being a factor")
                 grad.mul_(factor) if kind == "mul" else grad.div_(factor)
 
     return foreach
-
-
-def _check_factor_of_plain(value: object) -> None:
-    if isinstance(value, GradProxy):
-        raise_unsupported(value.accumulator.name, "being a factor")
 
 
 def _clamp(
@@ -1014,11 +1013,8 @@ def _foreach_zero(grads: Sequence[torch.Tensor]) -> None:
 def _unscale(
     grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor
 ) -> None:
-    """GradScaler.unscale_: report gradients that are not finite, then multiply by the inverse
-    scale.
-
-    With several ranks a collective: they must agree on whether the step is skipped.
-    """
+    """Implement `GradScaler.unscale_`: report gradients that are not finite, then multiply by the
+    inverse scale. With several ranks a collective: all ranks skip the step, or none does."""
     plain = [grad for grad in grads if not isinstance(grad, GradProxy)]
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
@@ -1031,7 +1027,7 @@ def _unscale(
 
 
 def _alias(grad: GradProxy) -> GradProxy:
-    # `detach()` and autograd's views alias it; `GradAccumulator.reconcile` recognizes them by the
+    # For `detach()` and autograd's views. `GradAccumulator.reconcile` recognizes an alias by its
     # accumulator.
     return GradProxy.of(grad.accumulator, grad.device)
 

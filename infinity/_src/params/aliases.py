@@ -3,13 +3,16 @@
 The offload gives a parameter other memory. A tensor that shares the old memory (`weight.t()`,
 `weight.detach()`, an entry of a `state_dict()`) must follow the parameter, or be refused by name:
 
-    followed   tensors over a range of one parameter, which compute its values: an `Alias` each
-    refused    two parameters, or a buffer, over the same memory; another leaf; another dtype; a
-               tensor that goes beyond the parameter; numpy arrays
+    followed   a tensor over a range of one parameter becomes a view of the sharded parameter
+               (`Alias`)
+    refused    two parameters, or a parameter and a buffer, over the same memory; a separate leaf
+               that requires a gradient; a tensor of another dtype, or with elements outside of the
+               parameter; a numpy array
 
-Tensors that only C++ holds do not follow: an earlier graph keeps the old values, and a backward
-through it is refused (`hooks.module_params`). The graph of a followed view is rebuilt at each use,
-so its gradients may be summed in another order than in a plain loop, which makes the view once.
+Tensors that only C++ code holds do not follow: a graph that was recorded earlier keeps the old
+values, and `hooks.module_params` refuses a backward through it. The engine rebuilds the graph of a
+followed view at each use, so gradients may be summed in another order than in a plain loop, which
+makes the view once.
 
 Tied weights, one parameter under several names, are found by `infinity._src.params.discover`.
 """
@@ -34,7 +37,8 @@ from infinity._src.params.sharded_param import Alias
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Bytes [start, stop) of a device, or of one storage on meta, that a tensor lies in."""
+    """Bytes [start, stop) that a tensor occupies: addresses on a device, or offsets in a storage on
+    meta."""
 
     where: object
     start: int
@@ -70,13 +74,14 @@ def find_aliases(model: nn.Module) -> list[Alias]:
     misfit = ""
     for _ in range(2):
         found, missed = _living_aliases(gc.get_objects(), entries, known, shared)
-        # The user may be a graph in C++: then the search finds nothing.
+        # A storage has more users than were found: `gc.freeze()` may hide them. (A graph in C++ may
+        # be the user, too; no search finds that.)
         if (missed or reduced) and gc.get_freeze_count():
             found, _ = _living_aliases(_objects_and_frozen(), entries, known, shared)
         misfit = next(filter(None, (_misfit(pair, model) for pair in found)), "")
         if not misfit:
             return [_alias(pair) for pair in found]
-        # The tensor may be garbage in a cycle: then no code can use it.
+        # The tensor may be garbage in a reference cycle: collect it, and search again.
         del found
         gc.collect()
     raise ValueError(misfit)
@@ -104,8 +109,8 @@ def _places(
 
 
 def _objects(entry: FoundParameter) -> list[torch.Tensor]:
-    """The Parameter objects of a parameter: several only where a model on meta declares them tied.
-    """
+    """Return the Parameter objects of a parameter: one, or several that a model on meta declares
+    tied."""
     held = (module._parameters[attr] for module, attr in entry.sites)
     return list({id(each): each for each in held if each is not None}.values())
 
@@ -118,7 +123,7 @@ def _place_of(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> Iterator[_
     start, stop = (each * tensor.element_size() for each in _span(tensor))
     where: object = ("meta", storage._cdata)
     if not tensor.is_meta:
-        # Two storages may share memory: that of a file, or of a numpy array.
+        # Compare addresses: two storages may share a mapped file, or a numpy array.
         where, base = str(tensor.device), storage.data_ptr()
         start, stop = base + start, base + stop
     yield _Place(where, start, stop, name, is_buffer)
@@ -151,16 +156,16 @@ def _further(one: _Place | None, other: _Place) -> _Place:
 def _shared_text(one: _Place, other: _Place) -> str:
     if not one.is_buffer and not other.is_buffer:
         return (
-            f"{one.name} and {other.name} are two parameters over the same memory; offloaded, each "
-            "gets memory of its own, and they would train apart. Before inf.offload, make them one "
-            "Parameter (`module.weight = other.weight`), or give one its own memory "
+            f"{one.name} and {other.name} are two parameters over the same memory; inf.offload "
+            "gives each separate memory, so their values would diverge. Before inf.offload, make "
+            "them one Parameter (`module.weight = other.weight`), or give one separate memory "
             "(`parameter.data = parameter.data.clone()`)"
         )
     buffer, parameter = (one.name, other.name) if one.is_buffer else (other.name, one.name)
     return (
-        f"the buffer {buffer} shares the memory of the parameter {parameter}; offloaded, it would "
-        "keep the values of now while the parameter trains. Before inf.offload, register a copy "
-        "(`.clone()`), or compute it in forward from the parameter"
+        f"the buffer {buffer} shares the memory of the parameter {parameter}; inf.offload moves "
+        "the parameter, and the buffer would keep the present values. Before inf.offload, register "
+        "a copy as the buffer (`.clone()`), or compute it in forward from the parameter"
     )
 
 
@@ -168,8 +173,7 @@ def _users_unknown(
     known: Iterable[torch.Tensor], entries: Iterable[FoundParameter]
 ) -> dict[int, int]:
     """Return the storages of parameters that unknown tensors use, and the number of these tensors.
-    Of a buffer alone no tensor follows, and many a buffer is a view whose base is never seen again.
-    """
+    Storages that only buffers use do not matter: buffers do not move."""
     storages = {
         storage._cdata: storage
         for entry in entries
@@ -189,8 +193,9 @@ def _living_aliases(
     shared: dict[int, int],
 ) -> tuple[list[tuple[torch.Tensor, FoundParameter]], bool]:
     """Return the tensors among `objects` that share elements with a parameter, each with that
-    parameter, and whether a storage has other users. shared: each storage, with the number of its
-    unknown users. Raises: ValueError for parameters that a DistributedDataParallel reduces."""
+    parameter, and whether some storage has users that are not among `objects`. shared: each
+    storage, with the number of its unknown users. Raises: ValueError for parameters that a
+    DistributedDataParallel reduces."""
     by_storage: dict[int, list[tuple[int, int, FoundParameter]]] = {}
     for entry in entries:
         storage = storage_of(entry.parameter)
@@ -236,8 +241,9 @@ def _refuse_reduced(wrapper: nn.Module, known: dict[int, Any]) -> None:
 
 
 DDP = (
-    "DistributedDataParallel was built around this model, and would reduce gradients that it never "
-    "gets: offload the module without it (the engine reduces gradients over the ranks itself)"
+    "DistributedDataParallel was built around this model, and would wait for gradients that "
+    "offloaded parameters never give it: offload the module without it (the engine reduces "
+    "gradients over the ranks itself)"
 )
 
 
@@ -254,13 +260,13 @@ def _misfit(pair: tuple[torch.Tensor, FoundParameter], model: nn.Module) -> str:
     start, last = _span(tensor)
     reason, holders = "", []
     if tensor.is_leaf and tensor.requires_grad and tensor._base is not parameter:
-        reason = "it is a leaf of its own, which would train apart"
+        reason = "it is a leaf of its own, whose values would diverge from the parameter's"
     elif type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_conj() or tensor.is_neg():
         reason = f"it is a {type(tensor).__name__}"
     elif tensor.dtype != parameter.dtype:
         reason = f"it has another dtype, {tensor.dtype}"
     elif not parameter.is_contiguous():
-        reason = "the parameter is not contiguous, and will be"
+        reason = "the parameter is not contiguous, and inf.offload makes it contiguous"
     elif start < first or last > stop:
         reason = "it goes beyond that parameter"
     elif not tensor.is_leaf and tensor._base is not parameter:
@@ -273,9 +279,9 @@ def _misfit(pair: tuple[torch.Tensor, FoundParameter], model: nn.Module) -> str:
         return ""
     return (
         f"a tensor of shape {tuple(tensor.shape)} shares the memory of {entry.names[0]}, and "
-        f"cannot follow the parameter when that is offloaded: {reason}. Its holder is "
+        f"cannot follow the parameter when inf.offload moves it: {reason}. Its holder is "
         f"{', '.join(holders) or 'an object that Python does not show'}: hold the Parameter "
-        "itself, or a copy (`.clone()`), or drop it before inf.offload"
+        "itself, or a copy (`.clone()`), or drop the tensor before inf.offload"
     )
 
 
@@ -285,9 +291,9 @@ def _resizable(tensor: torch.Tensor) -> bool:
 
 
 def _holders(tensor: torch.Tensor, model: nn.Module, mine: object) -> list[str]:
-    """Name the holders of a tensor other than `mine`: attributes of modules, variables of running
-    functions, else objects and containers. Empty: Python shows none."""
-    # By its id: a comprehension that uses the tensor would hold it in a cell.
+    """Name the holders of a tensor other than `mine`: attributes of modules and variables of
+    running functions; if none is found, other objects. Empty: Python shows no holder."""
+    # Compare by id: a comprehension that uses the tensor would hold it in a cell.
     key = id(tensor)
     names = [
         f"{type(model).__name__}.{prefix}{'.' if prefix else ''}{attr}"

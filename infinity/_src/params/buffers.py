@@ -6,8 +6,8 @@
 
 Building an optimizer allocates memory for the gradients of its parameters, so a step allocates
 nothing. A trainable parameter without an optimizer gets memory at its first gradient; on a GPU its
-whole flat gets pinned memory. Flats that spill have no buffer: `infinity._src.params.spill` has
-their gradients.
+whole flat gets pinned memory. Flats that spill have no buffer: `infinity._src.params.spill` stores
+their gradients on NVMe.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class GradBuffers:
         self._shards = FlatBuffers(
             lambda flat: flat.layout.shard_numel, self.dtype, self._device, shown=rank == 0
         )
-        self._placed: set[Param] = set()  # accumulators that have their storage here, or spill
-        self._unheld: set[Param] = set()  # accumulators that `hold` has placed, for no optimizer
+        self._placed: set[Param] = set()  # parameters whose accumulators have their final storage
+        self._unheld: set[Param] = set()  # parameters without optimizer, which `hold` has placed
         self.spilled: SpilledGradients | None = None
 
     def dtype(self, flat: Flat) -> torch.dtype:
@@ -53,7 +53,7 @@ class GradBuffers:
         return self._shards.size_bytes
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Allocate memory for the flats without memory. Existing memory and its gradients stay."""
+        """Allocate memory for the flats without memory. Other flats keep memory and gradients."""
         # A flat that spills has windows instead (`SpilledGradients`).
         self._shards.allocate([flat for flat in flats if not self.spills(flat)])
 
@@ -87,7 +87,7 @@ class GradBuffers:
         Spilled: on "meta"."""
         start, _, numel = param.flat.layout.shard_range(param.param_index, self._rank)
         if self.spills(param.flat):
-            # On meta: the accumulator takes size and dtype from it; the values are in the windows.
+            # The accumulator reads size and dtype from this tensor; the values are in windows.
             return torch.empty(numel, dtype=self.dtype(param.flat), device="meta")
         shard = self._shards.get(param.flat)
         if shard is None:
@@ -166,15 +166,15 @@ class GradBuffers:
 
 
 class UnreducedGrads:
-    """Whole gradients of one rank, which micro-batches inside `no_sync` add up and the last one
-    reduces over the ranks.
+    """Sums of one rank's whole gradients. Micro-batches inside `no_sync` add to them; the last
+    micro-batch of the step reduces them over the ranks.
 
     For ZeRO stage 1, and every stage with accumulate="local": a step then has one reduction, at the
-    cost of memory for the whole model's gradients. Sums have the dtype in which gradients wait, as
-    in a plain loop. One thread uses it at a time. dtype_of: that dtype, for each flat.
+    cost of memory for the whole model's gradients. One thread uses the object at a time. dtype_of:
+    accumulation dtype of a flat.
 
-    offload: of a device with separate memory. The sums rest in pinned memory. When backward reaches
-    their unit, they are copied to the device, which adds to them, as for accumulators.
+    offload: None on the CPU. With separate device memory the sums rest in pinned memory; when
+    backward reaches a unit, its sums are copied to the device, which adds the new gradients.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class UnreducedGrads:
         total = self._sum_of(param)
         present = self._present.setdefault(param.unit, set())
         with torch.no_grad():
-            # In the dtype of the sum, in which a plain loop adds.
+            # Convert first: a plain loop adds in the dtype of the sum.
             source = grad.detach().reshape(-1).to(total.dtype)
             if self._offload is not None and param.numel:
                 if param in present:
@@ -219,21 +219,19 @@ class UnreducedGrads:
                     source = there.add_(source)
                     del self._h2d[param]
                 self._d2h[param] = self._offload.copy_out(source, total)
-            # The first is copied, so that clearing costs no pass over memory.
+            # Copy the first gradient, so that clearing a sum needs no pass over memory.
             elif param in present:
                 total.add_(source)
             else:
                 total.copy_(source)
         present.add(param)
-        # The sum now has a real term.
         self._zeroed.get(param.unit, set()).discard(param)
 
     def prefetch(self, unit: Unit) -> None:
         """Start copying the unit's sums to the device, since backward has reached it. Does not
         block."""
         for param in self._present.get(unit, ()) if self._offload is not None else ():
-            # A sum that is being copied to RAM has just got its gradient: no other will follow
-            # soon.
+            # A sum that is being copied to RAM has just got a gradient, and rarely gets a second.
             if param.numel and (param not in self._d2h or self._d2h[param].filled):
                 self._to_device(param)
 
@@ -283,9 +281,9 @@ class UnreducedGrads:
             waiting.get(param.unit, set()).discard(param)
 
     def pop(self, unit: Unit) -> tuple[dict[Param, list[torch.Tensor]], list[Ticket]]:
-        """Remove and return the sums of the unit, each [numel], and the tickets of the copies that
-        load them; an empty list for zeros. On the CPU the tensors are views: the caller reads them
-        before anything is added again."""
+        """Remove and return the sums of the unit, each a list of one [numel] tensor (an empty list
+        for zeros), and the tickets of the copies to the device. On the CPU the tensors are views,
+        which the caller must read before the next `add`."""
         found: dict[Param, list[torch.Tensor]] = {
             param: [] for param in self._zeroed.pop(unit, set())
         }
@@ -300,7 +298,7 @@ class UnreducedGrads:
                 tickets.append(ticket)
                 del self._h2d[param]
         except BaseException:
-            # Return the memory of copies in flight to torch.
+            # torch reuses the memory of these copies, so wait for them.
             cancel_and_wait(tickets)
             raise
         return found, tickets
@@ -322,8 +320,8 @@ class UnreducedGrads:
 
 
 class DevicePrefetch:
-    """Copies of earlier micro-batches' sums to the device, made before backward adds to them there.
-    One thread uses it at a time.
+    """Prefetch of earlier micro-batches' sums to the device, where backward adds new gradients to
+    them. One thread uses the object at a time.
 
     A unit's sums stay until a use of the *next* unit ends: a unit's last gradient may come shortly
     after its use has ended.
@@ -331,7 +329,8 @@ class DevicePrefetch:
 
     def __init__(self, offload: GradOffload) -> None:
         self.offload = offload
-        self._use_ended: dict[Unit, bool] = {}  # units with prefetched sums
+        # For each unit with prefetched sums: whether one of its uses has ended.
+        self._use_ended: dict[Unit, bool] = {}
 
     def start(self, unit: Unit) -> None:
         """Start copying the unit's sums to the device, since backward has reached it. Does not
@@ -343,9 +342,9 @@ class DevicePrefetch:
                 param.grad.prefetch_to_device(self.offload)
 
     def unit_done(self, unit: Unit) -> None:
-        """Note that a use of the unit has ended. Drops sums of earlier units without gradients,
-        such as idle experts, which would exhaust the device. Blocks while these are being copied.
-        """
+        """Record that a use of the unit has ended. Drops prefetched sums of earlier units that got
+        no gradient, such as idle experts: they would exhaust the device's memory. Blocks while they
+        are being copied."""
         if unit not in self._use_ended:
             return
         ended = [each for each, is_ended in self._use_ended.items() if is_ended]
@@ -356,8 +355,8 @@ class DevicePrefetch:
 
     def backward_end(self) -> None:
         """End a backward, also an aborted one. Blocks as `unit_done` does."""
-        # Also after an aborted backward: by this number accumulators tell whether they have the
-        # running backward's gradient.
+        # Accumulators compare this number to know whether the running backward has already produced
+        # their gradient.
         self.offload.backward_count += 1
         for unit in list(self._use_ended):
             self._cancel(unit)

@@ -42,23 +42,23 @@ READ_AHEAD = BUFFERS // 2
 
 
 class ChunkPipeline(Generic[ItemT, BufferT]):
-    """Read ahead, transform, write behind. `run` takes items in order; one thread uses it, once.
+    """Read ahead, transform, write behind. `run` passes items through in order, and is called once.
 
-    For each item, in this order:
+    `run` calls for each item, in this order:
 
         read(item, buffer)        starts reading into the buffer, up to `ahead` items early
-        transform(item, buffer)   changes it, when its read is done
+        transform(item, buffer)   changes the buffer after its read
         write(item, buffer)       starts writing; without `write` the buffer is free at once
-        finish(item, buffer)      progress, checks; the write is waited for if this raises
+        finish(item, buffer)      reports progress, checks; if it raises, `run` waits for the write
 
-    Instead of `read`, `look_ahead` may get the next `ahead` items, the coming one first, and
-    start separate reads; then a buffer is taken only when its item is transformed. `reusable`
-    waits until a buffer's write has taken its bytes, `wait_read` until its read is done.
-    `read_failed` gets an item whose read failed; the item is neither transformed nor written.
-    Without it `run` raises.
+    With `look_ahead` instead of `read`, the caller starts its reads into other memory: `look_ahead`
+    gets the next `ahead` items, and `run` acquires a buffer only when it transforms an item.
+    `reusable` waits until a write has copied the buffer's bytes, `wait_read` until a read has
+    ended. `read_failed` gets an item whose read failed; the item is neither transformed nor
+    written. Without `read_failed`, `run` raises.
 
-    Items are taken from their iterator as late as reads allow, so the iterator can decide late
-    which one comes next.
+    `run` takes items from their iterator as late as reads allow, so the iterator can decide late
+    which item is next.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         wait_read: Callable[[ItemT, Ticket], None] = lambda _item, ticket: ticket.wait(),
         read_failed: Callable[[ItemT, AioError], object] | None = None,
     ) -> None:
-        # With nothing ahead `run` would end before its first item.
+        # With `ahead=0`, `run` would end before its first item.
         assert ahead > 0, ahead
         self._ahead = ahead
         self._transform = transform
@@ -96,16 +96,16 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
     def run(self, items: Iterable[ItemT]) -> None:
         """Pass all items through. Blocks until the last write has taken its bytes.
 
-        Raises: the first fault of a read, a write or a callback; then, too, no transfer is in
-        flight.
+        Raises: the first fault of a read, a write or a callback, when no transfer is in flight any
+        more.
         """
         source = iter(items)
         try:
             while (coming := self._next(source)) is not None:
-                item, buffer, well = coming
-                if well:
+                item, buffer, read_ok = coming
+                if read_ok:
                     self._transform(item, buffer)
-                if well and self._write is not None:
+                if read_ok and self._write is not None:
                     # Queue it before anything can raise: the buffer is not free until the write has
                     # ended.
                     self._writing.append((buffer, self._write(item, buffer)))
@@ -120,13 +120,13 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
             self._wait_for_all()
 
     def _next(self, source: Iterator[ItemT]) -> tuple[ItemT, BufferT, bool] | None:
-        """The coming item, its buffer, and whether its read went well; None at the end."""
+        """Return the next item, its buffer, and whether its read succeeded; None at the end."""
         if self._read is None:
-            # No more than `ahead` are taken, so the iterator decides late what comes next.
+            # Take at most `ahead` items, so that the iterator decides late which one is next.
             self._waiting.extend(itertools.islice(source, self._ahead - len(self._waiting)))
             if not self._waiting:
                 return None
-            # Before the buffer is acquired, which may wait for a write: reads continue meanwhile.
+            # Start reads first: acquiring the buffer may wait for a write.
             self._look_ahead(tuple(self._waiting))
             return self._waiting.popleft(), self._acquire(), True
         # Take an item only if a buffer will be available: a taken item must be read.
@@ -143,7 +143,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
     def _await_read(self) -> tuple[ItemT, BufferT, bool]:
         # Peek only: the read leaves the queue below, after the wait.
         item, buffer, ticket = self._reading[0]
-        well = True
+        read_ok = True
         try:
             self._wait_read(item, ticket)
         except AioError as error:
@@ -151,11 +151,11 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
             if self._read_failed is None:
                 raise
             self._read_failed(item, error)
-            well = False
+            read_ok = False
         # Removed after the wait: after Ctrl-C during the wait, the end of `run` still waits for the
         # read.
         self._reading.popleft()
-        return item, buffer, well
+        return item, buffer, read_ok
 
     def _acquire(self) -> BufferT:
         """Return a free buffer, or wait until the oldest write's buffer is reusable."""
@@ -179,7 +179,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
                 with contextlib.suppress(AioError):
                     ticket.wait()
             except RankFailed:
-                # The device is stuck, and this transfer may wait for it.
+                # The device hangs, so this transfer may never end: keep its buffers allocated.
                 _KEPT.append(self)
 
 
@@ -188,7 +188,7 @@ def slab_buffers(size_bytes: int, count: int = BUFFERS) -> Iterator[list[Bytes]]
     """Allocate buffers in one slab, each a multiple of 4096 bytes. No transfer may use them when
     the context ends.
     """
-    # So that every buffer begins at a multiple of 4096, as the slab does.
+    # O_DIRECT needs buffers that begin at multiples of 4096, as the slab does.
     size = round_up(size_bytes, 4096)
     # One slab has huge pages, which a drive's speed depends on, and needs one check of free memory.
     with Slab(count * size) as slab:
@@ -224,9 +224,9 @@ def spans_of(param: Param, rank: int) -> Iterator[ParamSpan]:
 
 
 class ChunkBuffer:
-    """Memory for the sections of one chunk, as large as the largest chunk that it was assigned.
+    """Memory for the sections of one chunk at a time; it grows to the largest chunk so far.
 
-    `fetch` and `store` start transfers; wait for one before the next.
+    `fetch` and `store` start transfers. The caller waits for one before it starts the next.
     """
 
     def __init__(self, store: StateStore) -> None:
@@ -250,7 +250,6 @@ class ChunkBuffer:
             self._at.append(size)
             # Sections begin at multiples of 64, so they are aligned for every dtype.
             size += round_up(section.size_bytes(numel), 64)
-        # Memory only grows, to the size of the largest chunk.
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8)
 
@@ -264,9 +263,8 @@ class ChunkBuffer:
         return self._move(JobKind.STORE, sections)
 
     def section(self, index: int, start: int, numel: int) -> Bytes:
-        """Elements [start, start + numel) of a section as bytes, writable. A begun group of
-        elements counts whole.
-        """
+        """Return elements [start, start + numel) of a section as writable bytes, rounded up to
+        whole groups of its encoding."""
         section = self.records.sections[index]
         low = self._at[index] + section.size_bytes(start)
         memory: Bytes = self._memory.numpy()
@@ -276,5 +274,5 @@ class ChunkBuffer:
         base = self._memory.data_ptr()
         addresses = {section: base + self._at[section] for section in sections}
         flat = self.records.flat
-        # DEMAND: a thread waits for it.
+        # DEMAND: the calling thread waits for this transfer.
         return self._store.move_chunk(flat, self._chunk, kind, addresses, priority=Priority.DEMAND)

@@ -21,8 +21,8 @@ log = logging.getLogger("infinity")
 
 @contextlib.contextmanager
 def run_all(*steps: Callable[[], object]) -> Iterator[None]:
-    """After the block, however it ends, run every step in turn, also if an earlier step raised. The
-    first failure is raised; later ones are logged."""
+    """After the block, however it ends, run every step in turn, also if an earlier step raised.
+    Raises the first failure, and logs later ones."""
     failure: BaseException | None = None
     try:
         yield
@@ -46,20 +46,18 @@ def run_all(*steps: Callable[[], object]) -> Iterator[None]:
 def cancel_and_wait(tickets: Sequence[Ticket]) -> KeyboardInterrupt | None:
     """Cancel these reads, and block until none of them writes to its buffers.
 
-    Returns an interrupt that arrived meanwhile, for the caller to raise once the memory is freed.
-    Faults of updates stay in their tickets, and failed reads will be repeated.
+    Returns a KeyboardInterrupt that arrived meanwhile, for the caller to raise once the memory is
+    freed. Drops faults of the reads: their callers repeat them.
     """
     interrupt = None
     for ticket in tickets:
-        # Reads that no drive has started are dropped.
+        # This drops reads that no drive has started.
         ticket.cancel()
-        # A cancelled read may have begun: its memory is free only once it has ended.
+        # A read that has begun writes to its memory until it ends.
         while not ticket.filled:
             try:
                 with contextlib.suppress(AioError):
                     ticket.wait_filled()
             except KeyboardInterrupt as error:
-                # Raised later by the caller: the memory is not free while a transfer may write
-                # there.
                 interrupt = error
     return interrupt

@@ -1,11 +1,11 @@
 """Initialisation of a model from scratch, one parameter in memory at a time: `init=` of `offload`.
 
-The user's function builds the model as it always does, with torch's own constructors and random
-numbers, under a dispatch mode. A tensor of `DEFERRED_BYTES_MIN` or more gets no memory: it is a
-FakeTensor, and each operation on it is recorded. A random operation also runs once on a temporary
-tensor, so that the generator advances as in RAM; the generator's previous state is recorded. Later
-`read_into` repeats the operations of one parameter from the recorded generator states: the same
-bits as in RAM, in any order.
+The user's function builds the model with torch's constructors and random numbers, as without
+offloading, but under a dispatch mode. A tensor of `DEFERRED_BYTES_MIN` or more gets no memory: it
+is a FakeTensor, and each operation on it is recorded. A random operation also runs once on a
+temporary tensor, so that the generator advances as in RAM; the generator's previous state is
+recorded. Later `read_into` repeats the operations of one parameter from the recorded generator
+states: the same bits as in RAM, in any order of parameters.
 
 Cost: each random number is drawn twice, and once more where the function reads a value that depends
 on it (rejection sampling of `trunc_normal_`). Memory: two of the largest tensors at a time, all
@@ -41,7 +41,7 @@ _OVERWRITES = frozenset(
 """Operations that overwrite all earlier values of a tensor."""
 
 _Memory = dict[int, tuple[torch.UntypedStorage, int]]
-"""Memory of storages: the tensor that holds each, and the first byte there."""
+"""For storages that have values for now: the memory that holds them, and their first byte there."""
 
 
 class DeferredModel:
@@ -55,7 +55,7 @@ class DeferredModel:
     def __init__(self, build: Callable[[], nn.Module], *, shown: bool = True) -> None:
         name = getattr(build, "__qualname__", None) or repr(build)
         self.label = f"the model that init={name} builds"
-        # The total to be drawn is unknown.
+        # No total: it is unknown how many values the function draws.
         line = ProgressLine("drawing initial values", None, shown=shown)
         self._recorder = _Recorder(line.advance)
         with line, self._recorder:
@@ -84,8 +84,8 @@ class DeferredModel:
         return self._tensors[name]
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out`, of the tensor's shape on the CPU, with its values; they are cast to its
-        dtype. Blocks while they are computed."""
+        """Fill `out`, a CPU tensor of the named tensor's shape, with the values, cast to the dtype
+        of `out`. Blocks while they are computed."""
         tensor = self._tensors[name].detach()
         if isinstance(tensor, FakeTensor):
             tensor = self._recorder.replay(tensor, out)
@@ -162,7 +162,7 @@ class _Recorder(TorchDispatchMode):
         self._ops: list[_Op] = []
         # Indices of the operations that made or changed a storage, in order.
         self._history: dict[int, list[int]] = {}
-        # References keep the keys unique. The tensors have no memory.
+        # Keys are addresses, so these references keep them unique. The storages have no memory.
         self._storages: dict[int, torch.UntypedStorage] = {}
         # One for all draws: freed tensors would fragment malloc's heap.
         self._scratch = torch.UntypedStorage(0)
@@ -187,7 +187,7 @@ class _Recorder(TorchDispatchMode):
             with self._fakes:
                 out = func(*args, **kwargs)
         except FAKE_HAS_NO_VALUES:
-            # `tensor.any().item()`: rejection sampling repeats until no value is outside.
+            # The function reads a value, as rejection sampling does: `tensor.any().item()`.
             return self._at_once(func, args, kwargs)
         self._record(func, args, kwargs, out, given, changed)
         return out
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
         if not makes and not changed:
             return # a view: references describe it completely
         if not given:
-            # Defaults may differ when it is repeated.
+            # torch's defaults may differ when the operation is repeated.
             kwargs = {**kwargs, "device": torch.device("cpu"), "dtype": _tensors(out)[0].dtype}
         args, kwargs = self._refs((args, kwargs))
         generator = state = None
@@ -243,7 +243,8 @@ class _Recorder(TorchDispatchMode):
 
     def _draw(self, op: _Op) -> None:
         """Run a random operation only to advance its generator."""
-        # If it overwrites values, they do not matter: the generator only counts elements.
+        # An operation that overwrites its tensor may run on any memory: its random numbers depend
+        # only on the number of elements.
         scratch: _Memory = {}
         for ref in op.changes if op.overwrites else ():
             if self._scratch.nbytes() < ref.size_bytes:
@@ -315,8 +316,8 @@ class _Recorder(TorchDispatchMode):
         out: torch.Tensor | None = None,
     ) -> None:
         """Compute the last values of a storage, and everything that they depend on."""
-        # Compute other storages separately: here they may be ahead of the operation that reads
-        # them.
+        # Not in `there`, where other storages have their last values: an operation may have read
+        # earlier ones.
         found: _Memory = {}
         for op in self._needed(storage):
             if op.makes == {storage} and out is not None and op.func._schema.name == "aten::empty":
@@ -335,7 +336,7 @@ class _Recorder(TorchDispatchMode):
         for skipping in (True, False):
             wanted = self._closure(storage, skipping=skipping)
             last = self._last_overwrite(storage)
-            # Values that are overwritten later may have been read before.
+            # Skip overwritten values only if no needed operation has read them before.
             if not any(
                 index < last and self._ops[index].feeds_others(storage) for index in wanted
             ):
@@ -349,7 +350,7 @@ class _Recorder(TorchDispatchMode):
     def _closure(self, storage: int, *, skipping: bool) -> set[int]:
         last = self._last_overwrite(storage) if skipping else -1
         wanted: set[int] = set()
-        # A storage, and the index before which its operations matter.
+        # Pairs of a storage and an index: its operations before that index matter.
         to_do, done = [(storage, len(self._ops))], dict[int, int]()
         while to_do:
             key, end = to_do.pop()
@@ -390,7 +391,7 @@ def _makes_large(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
         return False
-    # On meta, only for the size: no memory, no random numbers.
+    # Run it on meta to learn the size: this needs no memory, and draws no random numbers.
     like = func(*args, **{**kwargs, "device": torch.device("meta")})
     return any(leaf.numel() * leaf.itemsize >= DEFERRED_BYTES_MIN for leaf in _tensors(like))
 

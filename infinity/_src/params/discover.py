@@ -167,8 +167,8 @@ def _refuse_held(name: str, parameter: ShardedParameter) -> NoReturn:
     held = f"the engine of {type(link.owner.model).__name__}, as {link.param.name}"
     if link.owner.closed:
         raise ValueError(
-            f"{name} has no values: {held}, held it, and was closed; build that module anew "
-            "(inf.export_safetensors before close() keeps the values, and load= takes them up)"
+            f"{name} has no values: {held}, held it, and was closed; build that module again "
+            "(inf.export_safetensors before close() saves the values, and load= reads them)"
         )
     raise ValueError(
         f"{name} is offloaded already: {held}, holds it. A parameter has one engine: offload one "
@@ -210,8 +210,8 @@ def find_parameters(model: nn.Module) -> list[FoundParameter]:
 def _merge_declared_ties(
     declared: Iterable[tuple[str, dict[str, str]]], by_name: dict[str, FoundParameter]
 ) -> None:
-    """Make entries that a module's `all_tied_weights_keys` (target name -> source name) declares
-    tied one entry. declared: these dicts, each with the prefix of its names.
+    """Merge entries that a module's `all_tied_weights_keys` (target name -> source name) declares
+    tied. declared: these dicts, each with the prefix of its names.
     """
     for start, ties in declared:
         for target, source in ties.items():
@@ -340,7 +340,7 @@ class _Finder:
                 self._claim(module, module, subtree)
                 return
         if id(module) in self._blocks:
-            # Its largest parameter cannot be split, and determines the memory.
+            # The block's largest parameter cannot be split, and determines the memory.
             largest = max((self._bytes([entry]) for entry in subtree), default=0)
             bytes_max = max(bytes_max, largest)
         self._claim(module, module, self._own(module))
@@ -402,7 +402,7 @@ class _Finder:
             if is_piece:
                 run.append(spec)
         gone |= self._fold(run)
-        # In one pass: a model may have thousands.
+        # One pass over the units: a model may have thousands.
         self._specs = [spec for spec in self._specs if id(spec) not in gone]
 
     def _fold(self, run: list[UnitSpec]) -> set[int]:
@@ -569,7 +569,7 @@ def _check_room(
 ) -> None:
     sizes = [spec.size for spec in specs]
     gathered, fresh = gathered_capacity(sizes, passes), fresh_capacity(sizes, passes)
-    # With slices one gradient at a time is fresh, and the sums stay.
+    # With slices only one gradient at a time is fresh, beside the sums of the block.
     made = fresh if slices is None else slices.capacity_bytes(passes)
     if gathered + made <= device_bytes:
         return
@@ -579,12 +579,13 @@ def _check_room(
         fix = f"all parameters stay gathered, {format_size(gathered)}: use zero=3"
     elif gathered_capacity(one_pass, passes) + fresh_capacity(one_pass, passes) <= device_bytes:
         fix = (
-            f"inf.microbatched adds up the gradients of a block there, {format_size(made)} as they "
-            "wait, until its last slice: name smaller modules in inf.microbatched(blocks=...), use "
-            "a narrower grad_dtype, or a loop over micro-batches without it"
+            "inf.microbatched adds up the gradients of a block on the device, "
+            f"{format_size(made)}, until the block's last slice: name smaller modules in "
+            "inf.microbatched(blocks=...), use a narrower grad_dtype, or a loop over "
+            "micro-batches without inf.microbatched"
         )
     else:
-        # Nested units may need more memory together than such tiles.
+        # At most half of the unit: the quotient ignores that nested units need memory together.
         room_bytes = min(device_bytes // times_at_once(passes), largest.size.gathered // 2)
         fix = _refusal(model, largest, room_bytes)
     raise ValueError(
@@ -618,8 +619,8 @@ def check_gatherable(
     passes: Passes,
     slices: SliceGrads | None = None,
 ) -> None:
-    """Refuse units that the device can never hold, and log linears larger than `unit_bytes_max`,
-    which work.
+    """Refuse units that the device can never hold, and warn of linears larger than
+    `unit_bytes_max`, which are gathered whole.
 
     device_bytes: total memory of the computing device. passes: its use. slices: gradients that
     slices add up. Raises: ValueError naming the largest parameter, its size, the bytes of gathers
@@ -655,7 +656,7 @@ def tiles_needed(shape: Sequence[int], size_bytes: int, tile_bytes_max: int) -> 
     """Return the smallest number of tiles along the output features of a weight [out, in] with
     which no tile is larger than `tile_bytes_max`.
 
-    size_bytes: of the weight. A single row that is larger gives the number of rows.
+    size_bytes: of the weight. If a single row is larger, the result is the number of rows.
     """
     rows, columns = shape
     tiles = max(1, -(-size_bytes // max(tile_bytes_max, 1)))
@@ -707,7 +708,7 @@ def _refused_experts(stack: str, model: nn.Module, spec: UnitSpec, room_bytes: i
     text = f"{experts} experts of {stack} take {format_size(size_bytes)} gathered at once"
     fitting = min(experts - 1, experts * room_bytes // max(size_bytes, 1))
     if fitting < 1:
-        return f"{text}: a single one needs more memory"
+        return f"{text}: a single one needs more memory than there is"
     return (
         f"{text}: inf.tile_experts(model, experts={fitting}, names=[{stack!r}]) before inf.offload "
         "gathers a few at a time"
@@ -807,7 +808,7 @@ def _named_blocks(model: nn.Module, named: Named, argument: str) -> list[nn.Modu
 
 
 def list_children(module: nn.Module, *, dicts: bool = True) -> Iterator[nn.Module]:
-    """The children of the outermost lists of modules below `module` that hold parameters. dicts:
+    """Yield the children with parameters of the outermost lists of modules below `module`. dicts:
     ModuleDicts of several are lists, too."""
     for child in module.children():
         if is_list(child) if dicts else isinstance(child, nn.ModuleList):
@@ -827,8 +828,8 @@ def _members(container: nn.Module) -> Iterator[nn.Module]:
 
 
 # -- order of calls --------------------------------------------------------------------------------
-# Usually a forward names the children that it calls; methods of the module that it calls are
-# searched, too.
+# The order is read from the source of each `forward`, which usually names the children that it
+# calls. If `forward` calls methods of its module, their source is read, too.
 #
 #     class Block: mlp, attn, norm are registered in this order
 #         def forward(self, x): return x + self.mlp(self.attn(self.norm(x)))     norm, attn, mlp
@@ -850,8 +851,8 @@ class Call(NamedTuple):
 
 
 def call_order(model: nn.Module) -> dict[nn.Module, Call]:
-    """Return the first calls of a model's modules, but for modules that no forward names, and
-    modules inside those."""
+    """Return the first call of each module of the model. Modules that no forward names are missing,
+    with all modules inside them."""
     calls: dict[nn.Module, Call] = {}
 
     def place(module: nn.Module, looped: bool) -> None:
@@ -883,7 +884,7 @@ def _used_by(kind: type[nn.Module]) -> dict[str, bool]:
     """Return the attributes that a class's forward uses, and whether a loop uses them."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     known, found = _USED.get(kind, (None, {}))
-    # Users replace forwards.
+    # A user may have replaced the class's forward since the last call.
     if code is None or known is not code:
         found = {}
         for name, repeated in _used(kind, "forward", set()):
@@ -893,11 +894,9 @@ def _used_by(kind: type[nn.Module]) -> dict[str, bool]:
 
 
 def _used(kind: type[nn.Module], method: str, seen: set[str]) -> Iterator[tuple[str, bool]]:
-    """Yield the attributes that a method uses, and whether in a loop. Methods of the class are
-    replaced by the attributes that they use.
-
-    Nothing of a method without Python source.
-    """
+    """Yield the attributes that a method uses, and whether in a loop. In place of another method of
+    the class, yields the attributes that the other method uses. Yields nothing if the method has no
+    Python source."""
     seen.add(method)
     try:
         source = inspect.getsource(inspect.unwrap(getattr(kind, method)))

@@ -8,7 +8,7 @@
                               transformers the tensors are converted, one group at a time
     init=function             `init()` builds the model, which is initialised one tensor at a time
 
-Values pass in small pieces (`FlatValues`), which are written while the next are filled, so a model
+Values pass in small pieces (`FlatValues`); a piece is written while the next is filled, so a model
 on the meta device is never in memory as a whole. Any part of a file can be read, so a tile, or a
 rank's shard, needs no memory besides its pieces (`_FileSource`). Other sources return whole
 weights, one at a time: each stays until its last piece is copied, and a tiled weight until its last
@@ -47,13 +47,12 @@ from infinity.errors import WeightsError
 
 @runtime_checkable
 class TensorSource(Protocol):
-    """Named tensors that are read one at a time: a `load=` of `inf.offload`, beside a callable, a
-    mapping and files.
+    """Named tensors that are read one at a time: one of the kinds of `load=` of `inf.offload`.
 
     Names and shapes are read before any tensor, and must be those of the model's state dict (one
     name of a tied parameter is enough; buffers that are not persistent are omitted). A source may
     also have `dtype(name) -> torch.dtype`: then an integer tensor for a floating parameter is
-    detected before anything is loaded. On several ranks each reads all.
+    detected before anything is loaded. On several ranks, every rank reads all tensors.
     """
 
     def names(self) -> Iterable[str]:
@@ -63,8 +62,9 @@ class TensorSource(Protocol):
         """Return the shape of one tensor, without reading it."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor, of any floating dtype where the model's is. Called once for each name of
-        the model; the tensor is copied and dropped before the next is read.
+        """Read one tensor; for a floating tensor of the model, any floating dtype will do. Called
+        once for each name of the model; the engine copies and drops the tensor before it reads the
+        next.
         """
 
 
@@ -83,8 +83,8 @@ BAND_BYTES = 4 * MIB
 
 @dataclasses.dataclass
 class Faults:
-    """Tensors that do not fit a model. missing: names, each with its shape and bytes. wrong:
-    sentences about tensors of another shape or kind. unexpected: names, each with its origin.
+    """Tensors that do not fit a model. missing: names, each with shape and bytes. wrong: sentences
+    about tensors of another shape or kind. unexpected: names, each with file and byte range.
     """
 
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -139,7 +139,7 @@ class NamedTensors(abc.ABC):
 
     @property
     def converting_bytes(self) -> int:
-        """Return the most RAM that reading needs besides the result, if it converts tensors."""
+        """Return the most RAM that a read needs besides its result, if it converts tensors."""
         return 0
 
     def origin(self, name: str) -> str:  # noqa: ARG002 - of the interface
@@ -147,9 +147,8 @@ class NamedTensors(abc.ABC):
         return ""
 
     def explain(self, name: str) -> Faults:  # noqa: ARG002 - of the interface
-        """Return what is wrong with the source tensors of the model's tensor `name`. Empty: no
-        details.
-        """
+        """Return the faults of the source tensors that are converted into the model's tensor
+        `name`. Empty: none are known."""
         return Faults()
 
 
@@ -165,14 +164,14 @@ class FileTensors(NamedTensors):
     @abc.abstractmethod
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Fill `out`, one-dimensional and of any floating dtype if the tensor is floating, with the
-        tensor's elements from `start` on, in row-major order. Small parts, one after another, take
-        no longer than the whole.
+        tensor's elements from `start` on, in row-major order. Reading a tensor in small consecutive
+        parts takes no longer than reading it whole.
         """
 
 
 class LastRows:
-    """The rows of a tensor that were converted last. They stay in memory for further parts of the
-    tensor, until their last element or others are read.
+    """The rows of a tensor that were converted last. They stay in memory for reads of further
+    parts, until their last element or other rows are read.
     """
 
     def __init__(self) -> None:
@@ -196,7 +195,7 @@ class LastRows:
         first, last = start // row, -(-end // row)
         while first < last:
             if not self._has(name, first * row):
-                # Before others are converted, so that memory never has both.
+                # Free these rows before others are converted, so that memory never holds both.
                 self.held = None
                 made = convert(first, min(first + step, last)).reshape(-1)
                 self.held = name, first * row, made
@@ -215,8 +214,8 @@ class LastRows:
 
 
 Fill = Callable[[int, torch.Tensor], None]
-"""Fills a one-dimensional CPU tensor of the parameter's dtype with its elements from the given one
-on, in row-major order."""
+"""Fills a one-dimensional CPU tensor of the parameter's dtype with the parameter's elements from
+the given index on, in row-major order."""
 
 Keep = Callable[[torch.Tensor], None]
 
@@ -236,8 +235,8 @@ class OpenSource(abc.ABC):
 
     @abc.abstractmethod
     def open(self, param: Param) -> Fill:
-        """Open a parameter. If the source gives its values only as a whole, they are in memory as
-        long as the returned function: drop it before another is opened.
+        """Return the function that fills pieces of a parameter. If the source returns only whole
+        weights, the function keeps one in memory: drop it before the next call.
         """
 
     @property
@@ -261,7 +260,7 @@ class OpenSource(abc.ABC):
         Raises: ValueError naming buffers that cannot be computed.
         """
         lost: list[Buffer] = []
-        # A buffer made under inference mode could not be changed in training.
+        # Training cannot change a buffer that was made in inference mode.
         with torch.inference_mode(False), torch.no_grad():
             for buffer in find_buffers(self._model):
                 if buffer.persistent:
@@ -351,8 +350,8 @@ class FlatValues:
         offsets, numels = self._flat.layout.offsets, self._flat.layout.numels
         at = self._begin + start
         end = at + out.numel()
-        # From the last parameter that begins here or before. Zeros: padding between parameters is
-        # stored and checked like all else.
+        # Begin with the last parameter that starts at or before `at`. Padding between parameters
+        # gets zeros: it is stored and verified like parameters.
         filled, index = at, max(bisect.bisect_right(offsets, at) - 1, 0)
         with torch.inference_mode(False), torch.no_grad():
             while index < len(offsets) and offsets[index] < end:
@@ -382,7 +381,7 @@ def _from_memory(values: torch.Tensor) -> Fill:
     """
     values = values.detach()
     if not values.is_contiguous():
-        # By its bytes: torch does not copy packed dtypes.
+        # Copy it as bytes: torch does not copy packed dtypes.
         values = bytes_of(values).view(values.dtype)
     flat = values.view(-1)
 
@@ -392,7 +391,7 @@ def _from_memory(values: torch.Tensor) -> Fill:
     return fill
 
 
-# -- all kinds -------------------------------------------------------------------------------------
+# -- kinds of sources ------------------------------------------------------------------------------
 
 
 class _ModuleSource(OpenSource):
@@ -449,9 +448,9 @@ class _ReceivedSource(OpenSource):
 
 
 class _WholeSource(OpenSource):
-    """A source that returns whole weights: a weight is read once for all its pieces and tiles, and
-    freed with the last. All weights of a module are held together if its tiles have parts of
-    several (experts); weights of two modules never are.
+    """A source that returns whole weights. It reads a weight once for all pieces and tiles, and
+    frees it after the last. If the tiles of a module have parts of several weights (experts), all
+    these weights are in memory together; weights of two modules never are.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -501,7 +500,7 @@ class _MadeSource(_WholeSource):
         """Fill `out`, of the whole weight's shape, with its values."""
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        # Fresh: a user's function may hold the tensor that it fills.
+        # A new tensor: a user's function may keep the tensor that it filled before.
         whole = torch.empty(shape, dtype=dtype)
         self._make(name, whole)
         return whole
@@ -637,7 +636,7 @@ class _NamedSource(_WholeSource):
         if tuple(value.shape) != shape:
             raise WeightsError(
                 f"{label} read {name} with shape {tuple(value.shape)} where it had stated {shape}; "
-                "let shape and read say the same",
+                "make shape() and read() agree",
                 tensors=(name,),
             )
         return value
@@ -741,9 +740,8 @@ class _FileSource(_NamedSource):
         self._fill_rows(name, tile, start, out)
 
     def _fill_rows(self, name: str, tile: torch.Tensor, start: int, out: torch.Tensor) -> None:
-        """Fill `out` with a tile's elements from `start` on, if its rows are not contiguous in the
-        weight. Bands are read with the bytes between the rows: C tiles side by side read the weight
-        about C times.
+        """Fill `out` with elements from `start` on of a tile with only some of the weight's
+        columns. Reads bands of whole rows, so C tiles side by side read the weight about C times.
         """
         begin, apart, row = int(tile.storage_offset()), tile.stride()[0], math.prod(tile.shape[1:])
         end = start + out.numel()
@@ -856,8 +854,8 @@ def find_buffers(model: nn.Module) -> Iterator[Buffer]:
 def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> None:
     """Recompute buffers that are in no checkpoint, as Hugging Face models can.
 
-    `_init_weights(module)` of the model around writes them (rotary frequencies, position ids). Its
-    writes to parameters that are still on meta have no effect.
+    `_init_weights(module)` of the innermost model around the module writes them (rotary
+    frequencies, position ids). It may also write parameters on meta, without effect.
     """
     stranded: list[str] = []
     for buffer in lost:
@@ -871,7 +869,7 @@ def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> No
             for value in module._parameters.values()
             if value is not None and not value.is_meta
         ]
-        # `_init_weights` would initialise real parameters again.
+        # `_init_weights` would initialise parameters with memory again.
         if owner is not None and not held:
             # It may draw random numbers, which must not change the user's sequence.
             with torch.random.fork_rng(devices=[]):
@@ -918,7 +916,7 @@ def _is_poisoned(out: torch.Tensor) -> bool:
     if out.numel() == 0 or out.dtype == torch.bool or kind in ("packed", "quantized"):
         return False
     if kind != "whole":
-        # For a filled tensor the first element decides.
+        # The first element of a filled tensor is hardly ever NaN; then the others are not read.
         return bool(out.reshape(-1)[0].isnan()) and bool(out.isnan().all())
     return bool((out == torch.iinfo(out.dtype).min).all()) and torch.iinfo(out.dtype).min != 0
 
@@ -957,8 +955,8 @@ def place_of(files: SourceFiles) -> str:
 
 
 def identity_of(files: SourceFiles) -> str:
-    """Identify the contents of these files by paths, sizes, times and headers; a reboot changes
-    nothing. Empty for no files. Raises: OSError.
+    """Identify the contents of these files by paths, sizes, times and headers, which survive a
+    reboot. Empty for no files. Raises: OSError.
     """
     if not files:
         return ""
@@ -982,12 +980,12 @@ def identity_of(files: SourceFiles) -> str:
 class ModuleBuffers:
     """Buffers of one model. One thread uses it at a time.
 
-    follow: copy rank 0's after each backward.
+    follow: copy rank 0's buffers after each backward.
     """
 
     def __init__(self, model: nn.Module, comm: Comm, *, follow: bool) -> None:
         self._comm = comm
-        # By module and name: a module may assign another tensor.
+        # Not the tensors themselves: a module may assign another tensor to the attribute.
         self._places = [(each.module, each.attr, each.names[0]) for each in find_buffers(model)]
         self._follow = follow and comm.world > 1
         self._in_no_sync = False

@@ -1,7 +1,7 @@
 """Copies of parameters, which gathers read instead of the tier.
 
-    DelayedParams     the values before the update that is still running, in RAM
-    SecondaryShards   shards that were gathered before, on the device or in RAM
+    DelayedParams     values from before the running update, in RAM
+    SecondaryShards   shards stored after an earlier gather, on the device or in RAM
 
 Delayed parameters: a step computes with them while the update before it is still running.
 
@@ -10,8 +10,8 @@ Delayed parameters: a step computes with them while the update before it is stil
                          updates t in place                     (step t+2 computes with the result)
     step t+1         gathers from the delayed parameters, in RAM
 
-On a device with separate memory they are pinned, and only a gather of the unit waits for their
-copy: on one rank the executor copies, on several the gather stream does.
+With separate device memory, delayed parameters are pinned, and only a gather of the unit waits for
+the copy to the device: the executor copies on one rank, the gather stream on several.
 
 Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 5.2, one-step delayed parameter
 update (update="delayed").
@@ -36,8 +36,9 @@ class DelayedCopy:
     """Copy of a unit's delayed shards into its gathered flats; a ticket (`infinity.aio.Ticket`) on
     one rank.
 
-    parts: for each flat the read that fills its delayed shard, the place in the gathered flat, and
-    the shard. One thread uses it at a time. A communication stream calls only `run`.
+    parts: for each flat the read that fills its delayed shard, the target range of the gathered
+    flat, and the delayed shard. One thread uses the object at a time. A communication stream calls
+    only `run`.
     """
 
     def __init__(
@@ -60,18 +61,17 @@ class DelayedCopy:
         """
         for read, target, shard in self._parts:
             read.wait_filled()
-            # On the communication stream's CUDA stream, as the following all_gather. The shard is
-            # pinned.
+            # Queued on the CUDA stream of the following all_gather. The shard is pinned.
             target.copy_(shard, non_blocking=True)
 
     def advance(self) -> None:
         """Begin the copies if all shards are read. Never blocks."""
-        # On a CPU the thread that needs the unit makes the copies.
+        # On the CPU the thread that needs the unit copies, in `wait_filled`.
         if self._device.copies and all(read.filled for read, _, _ in self._parts):
             self._begin()
 
     def _begin(self) -> None:
-        """Begin the copies that have not begun; all of them, unless it raises."""
+        """Begin the copies that have not begun."""
         for _, target, shard in [] if self._cancelled else self._parts[self._begun :]:
             if self._device.copies:
                 size_bytes = shard.numel() * shard.element_size()
@@ -81,7 +81,7 @@ class DelayedCopy:
             else:
                 with torch.no_grad():
                     target.copy_(shard)
-            # Recorded after the copy: repeating a copy writes the same values.
+            # Count it after the copy: after an interrupt a copy may be repeated, but not skipped.
             self._begun += 1
 
     @property
@@ -127,8 +127,8 @@ class DelayedCopy:
 class DelayedParams:
     """A second copy in RAM of this rank's shards of the parameters that an optimizer holds.
 
-    active: training computes with them; until then only memory is allocated. One thread uses it at
-    a time.
+    active: training computes with delayed parameters; before that, only memory is allocated. One
+    thread uses the object at a time.
     """
 
     def __init__(self, store: StateStore, device: Device) -> None:
@@ -155,8 +155,8 @@ class DelayedParams:
         return self._shards.size_bytes
 
     def __contains__(self, flat: Flat) -> bool:
-        """Return whether training computes with delayed values of the flat. A flat that an
-        optimizer got since the last step has neither delayed values nor an update yet.
+        """Return whether training computes with delayed values of the flat. A flat that was added
+        to an optimizer since the last step has no delayed values yet, and no update.
         """
         return flat in self._tickets
 
@@ -168,8 +168,8 @@ class DelayedParams:
         """Start reading the unit's values at rest, before its next update is submitted. Returns
         whether they changed.
 
-        Earlier updates must have been waited for, and copies of the unit (`Unsharder.end_copies`).
-        Does not block.
+        The caller has waited for earlier updates, and for copies of the unit
+        (`Unsharder.end_copies`). Does not block.
         """
         # The reads precede the update, since the executor runs a chunk's jobs in order.
         stale = [flat for flat in unit.flats if flat in self._stale]
@@ -180,15 +180,15 @@ class DelayedParams:
         return bool(stale)
 
     def outdated(self, unit: Unit) -> None:
-        """Record that an update of the unit was submitted: from the next step on values at rest are
-        newer.
+        """Record that an update of the unit was submitted: its values at rest will be newer than
+        the delayed ones.
         """
-        # Only marked: the next step still computes with the previous values.
+        # `refresh` reads them later: the next step still computes with the previous values.
         self._stale.update(flat for flat in unit.flats if flat in self._shards)
 
     def copy_to(self, unit: Unit, rank: int) -> DelayedCopy:
-        """Return the copy of the unit's shards into its gathered flats, which have memory. It has
-        not begun.
+        """Return a copy, not begun, of the unit's delayed shards into its gathered flats, which
+        must have memory.
         """
         parts = []
         for flat in unit.flats:
@@ -212,7 +212,7 @@ class DelayedParams:
             self._shards[flat][start : start + values.numel()].copy_(values)
 
     def close(self) -> None:
-        """Free the memory. Pending reads must have been waited for."""
+        """Free the memory. No read may be in flight."""
         self._tickets.clear()
         self._stale.clear()
         self._shards.close()
@@ -222,20 +222,23 @@ class DelayedParams:
 # -- secondary shards ------------------------------------------------------------------------------
 # Copies of gathered weights, the source of the next all_gather.
 #
-#     params="device", stage 3    this rank's shard, on the device; others' from the other ranks
-#     hpz (ZeRO++, section 3.2)   shards of this rank and its counterparts; others' from this node
+#     params="device", stage 3    stores this rank's shard, on the device; an all_gather over all
+#                                 ranks delivers the others
+#     hpz (ZeRO++, section 3.2)   stores shards of this rank and of its counterparts on other nodes;
+#                                 an all_gather inside the node delivers the others
 #
-# They hold the gathered bits, also if quantized, so values do not depend on the source. The
-# program's order alone decides whether a unit is stored, so all ranks gather from the same source.
+# Secondary shards hold the gathered bits, also after quantization, so values do not depend on the
+# source. Whether a unit is stored depends only on the order of calls, which is equal on all ranks,
+# so all ranks gather from the same source.
 
 
 class SecondaryShards:
     """The secondary shards of one model, on the device or in RAM (where: "device" or "cpu").
 
-    ranks: the ranks whose shards this one stores. One thread uses it at a time, except that the
-    gather stream calls the functions that `store` and `load` return, in its order. On a device with
-    separate memory these functions do not wait: their copies are queued on the communication
-    stream's CUDA stream, and its next collective is launched meanwhile.
+    ranks: the ranks whose shards this rank stores. One thread uses the object at a time, except
+    that the gather stream calls the functions that `store` and `load` return, in the order of its
+    collectives. With separate device memory these functions do not wait: they queue copies on the
+    CUDA stream of the collectives.
     """
 
     def __init__(
@@ -292,9 +295,9 @@ class SecondaryShards:
         return work
 
     def _both(self, flat: Flat) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return for each rank the stored shard, and its range of the gathered flat."""
+        """Return for each rank its stored shard, and its range of the gathered flat."""
         shards = flat.tensor.view(-1, flat.layout.shard_numel)
-        # A loop: indexing by a list would copy the list to the device, and the stream would wait.
+        # Not `shards[ranks]`: torch would copy the list to the device, and the stream would wait.
         return [(self._parts[flat][place], shards[rank]) for place, rank in enumerate(self.ranks)]
 
     def forget(self, unit: Unit) -> None:

@@ -3,8 +3,8 @@
     fill piece k+1     |  copy piece k to slots, checksums  |  write what is in slots
     (this thread)      |  (executor's threads)              |  (drives)
 
-Memory for whole flats is fresh for each flat: the kernel clears and maps it page by page, which
-takes longer than to copy the values from the page cache.
+A buffer for each whole flat would be slower: the kernel would clear and map its memory page by
+page, which takes longer than copying the values from the page cache.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ class PieceWriter:
         begin: int,
         tickets: list[Ticket] | None,
     ) -> None:
-        """Fill pieces of a shard, and write those of this rank's: `fill(start, out)` gets a CPU
-        tensor for the elements from `start` on, with `begin` for the shard's first. tickets: gets a
-        ticket for each written piece; None: another rank's shard. Blocks until the last piece is
-        filled. Raises: AioError; errors of `fill`.
+        """Fill the pieces of a shard, and write them if it is this rank's shard.
+
+        `fill(start, out)` fills a CPU tensor with the elements from `start` on; the shard's first
+        element is number `begin`. tickets: gets the ticket of each written piece; None: another
+        rank's shard, which is not written. Blocks until the last piece is filled. Raises: AioError;
+        errors of `fill`.
         """
         if not self._buffers:
             found = self._memory.enter_context(slab_buffers(self._size, PIECES))
@@ -67,7 +69,7 @@ class PieceWriter:
         for first in range(0, len(layout.chunks), together):
             buffer, busy = self._buffers[0]
             if busy is not None:
-                # Its bytes are in slots then, on their way to the drive.
+                # The buffer is free when the executor has copied its bytes to slots.
                 busy.wait_filled()
             start = first * layout.chunk_numel
             numel = min(together * layout.chunk_numel, layout.shard_numel - start)

@@ -23,13 +23,14 @@ The schedule remembers the order of a phase that deviated. If the phase followed
 the next expected order also has the units that it skipped (a layer dropped at random), unless the
 phase before skipped them, too.
 
-Only demands decide, so ranks that demand the same units predict the same.
+Predictions depend only on demands, so ranks that demand the same units predict the same.
 
 `PassTracker` knows which phase runs, and whether a backward is done with a unit. A forward call
 that needs a unit makes the backward expect a use, which ends when backward has passed the call. One
-backward may have the uses of several forwards. So uses are counted until a backward has ended all
-of them and freed its graph, or a step is taken, after which earlier graphs are useless. A use
-without a backward makes the count too high: then gradients are reduced late, never early.
+backward may end the uses of several forwards. So `PassTracker` counts uses until a backward has
+ended all of them and freed its graph, or the optimizer steps, after which earlier graphs cannot
+run. A use without a backward makes the count too high: then gradients are reduced late, never
+early.
 """
 
 from __future__ import annotations
@@ -115,14 +116,14 @@ class Schedule:
         # The latest phase that ended; evaluation has a separate entry, since it interleaves.
         self._ended: dict[bool, _Trace | None] = {}
         self._phase = Phase.TRAIN
-        self._trace = _Trace()  # the one that is followed
-        self._cursor = 0  # the place that comes next
-        self._skipped: int | None = None  # the next place before the last demand jumped
+        self._trace = _Trace()  # the trace that this phase follows
+        self._cursor = 0  # the place expected next
+        self._skipped: int | None = None  # the cursor before the last demand moved it ahead
         self._taken: set[int] = set()  # places that a demand took
         self._record: list[int] | None = None
         self._record_places: list[int] = []  # places that the record's demands took; -1: none
-        self._foreseen = 0  # demands of the record
-        self._matching: list[_Trace] = []  # begin as the record does
+        self._foreseen = 0  # demands of the record that were predicted
+        self._matching: list[_Trace] = []  # traces that begin like the record
         self.deviations = 0
         # Another training forward follows the current one, not a backward.
         self.forward_follows = False
@@ -148,10 +149,10 @@ class Schedule:
     def end(self) -> None:
         """End the phase: remember its order, and which trace it followed."""
         if self._record:
-            # A full-length order in `_matching` has occurred before.
+            # A trace in `_matching` of the record's length equals the record.
             new = all(len(one.order) != len(self._record) for one in self._matching)
             trace = self._remembered(self._record, set())
-            # Moved to the end, so that it is expected next time.
+            # Remember the completed order last: the latest trace is expected next time.
             if new and self._foreseen * 2 > len(self._trace.order):
                 trace = self._remembered(*self._completed(self._record))
             evaluates = self._phase is Phase.EVAL
@@ -343,12 +344,12 @@ class PassTracker:
     def __init__(self) -> None:
         self._forward: Phase | None = None
         self.in_backward = False
-        self._uses: dict[Unit, int] = {}  # that forwards expect of a backward
-        # Of these, uses of forwards without gradients. No backward comes for them, except for a
-        # checkpoint around the whole model.
+        self._uses: dict[Unit, int] = {}  # uses that a backward is expected to end
+        # The part of `_uses` from forwards without gradients. No backward follows these forwards,
+        # except under a checkpoint around the whole model.
         self._eval_uses: dict[Unit, int] = {}
-        self._ended: dict[Unit, int] = {}  # of `_uses`, in backwards that freed their graph
-        self._ended_now: dict[Unit, int] = {}  # in this backward
+        self._ended: dict[Unit, int] = {}  # uses ended by backwards that freed their graph
+        self._ended_now: dict[Unit, int] = {}  # uses ended by this backward
         self._retains_graph = False  # the graph of this backward may run again
 
     @property
@@ -364,8 +365,8 @@ class PassTracker:
     def forward_start(self, *, trains: bool) -> None:
         """Begin an outermost forward; trains: with gradients.
 
-        Drops the uses of earlier forwards without gradients: those were evaluation, perhaps on one
-        rank only, and never get a backward.
+        Drops the uses of earlier forwards without gradients: these forwards were an evaluation,
+        perhaps on one rank only, and no backward follows them.
         """
         if trains:
             for unit, count in self._eval_uses.items():

@@ -2,8 +2,7 @@
 
     slab   [ flat 0 | pad | flat 1 | pad | ...          ]   each from a multiple of 64 bytes on
 
-Gradients, parameters of the step before and secondary shards all lie in such buffers. The
-constructor gets their sizes and dtypes.
+They hold gradients, delayed parameters and secondary shards.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class FlatBuffers:
         self._own: dict[Flat, Slab] = {} # flats with a separate slab
 
     def allocate(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Allocate memory for the flats without memory, and return these. Other flats keep their
-        memory and its contents.
+        """Allocate memory for the flats without memory, and return these flats. Other flats keep
+        memory and contents.
 
         Raises: MemoryError, before anything has changed; DeviceCopyError.
         """

@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd into their accumulators, reduced over the ranks on the way.
+"""Reduction of gradients over the ranks, between autograd and the gradients' accumulators.
 
     one rank        accumulate_grad(p, grad) -> accumulate(p, grad)
     several ranks   accumulate_grad(p, grad) -> unit_done -> reduce-scatter, while backward goes on
@@ -9,10 +9,10 @@
 With update="backward" the mode takes complete gradients in place of `accumulate`
 (`UpdateHooks.on_gradient`).
 
-A unit is reduced by one exchange, in a separate communication stream. The exchange also unites
-flags of the parameters with a gradient. A parameter that only some ranks used gets the mean with
-zeros for the other ranks, as with DDP(find_unused_parameters=True); one that no rank used gets no
-gradient.
+The gradients of a unit are reduced together, in a separate communication stream. The ranks also
+combine flags that say which parameters have a gradient. If only some ranks used a parameter, its
+mean counts zeros for the other ranks, as with DDP(find_unused_parameters=True); if no rank used it,
+it gets no gradient.
 
 Units are reduced when backward is done with them, in the same order on all ranks. If ranks may use
 different units, all units are reduced in a fixed order instead (`ReduceOrder`).
@@ -62,7 +62,7 @@ class PendingReduce:
 
     unit: Unit
     op: PendingCollective
-    flats: list[Flat]  # flats that learn
+    flats: list[Flat]  # the unit's flats with `learns`
     means: list[torch.Tensor]  # [shard] each, in the dtype in which gradients wait
     size_bytes: int  # of fresh gradients that it holds
     # Kept alive until the computing stream waits for the communication stream's, which reads them.
@@ -86,10 +86,10 @@ class PendingReduce:
         reduced. Raises: RankFailed."""
         # The host reads the flags, so it waits for the communication stream's kernels.
         self.op.finished()
-        # Then `wait`: it raises if a rank has failed, before flags of an aborted collective are
-        # read, and orders this stream after the communication stream's.
+        # `wait` raises if a rank has failed, before flags of an aborted collective are read, and
+        # orders this stream after the communication stream's.
         self.op.wait()
-        # Only now: the communication stream reads these gradients until the op is done.
+        # Not earlier: the communication stream reads these gradients until the op is done.
         self.held.clear()
         found = []
         flags = iter(self.present.tolist())
@@ -144,7 +144,7 @@ class FlagBuffers:
         return self._memory[self._turn * size :][:numel]
 
     def close(self) -> None:
-        """Free the memory. Nothing may be under way."""
+        """Free the memory. No flags may be in flight."""
         self._memory = torch.empty(0, dtype=torch.uint8)
         for slab in self._slabs:
             self._device.unpin(slab)
@@ -155,11 +155,11 @@ class FlagBuffers:
 class ReduceScatter:
     """Reduces gradients of one model. One thread uses it at a time.
 
-    flats: all that are trainable at first. dtype_of: accumulation dtype of gradients. reduce_dtype:
-    communication dtype; None: the same. qgz: send int4 groups. error_feedback: keep qgz's rounding
-    errors in CPU memory and add them to the next gradients. offload: of a device with separate
-    memory; there the executor copies the errors in when the reduction starts, and back when its
-    result is taken.
+    flats: those that are trainable at set-up. dtype_of: accumulation dtype of gradients.
+    reduce_dtype: communication dtype; None: the same. qgz: send int4 groups. error_feedback: keep
+    qgz's rounding errors in CPU memory and add them to the next gradients. offload: copies from a
+    device with separate memory; None on the CPU. With it, the executor copies the errors to the
+    device when a reduction starts, and back when `take` returns the result.
     """
 
     def __init__(
@@ -238,8 +238,8 @@ class ReduceScatter:
         after: Sequence[Ticket] = (),
     ) -> PendingReduce:
         """Begin the reduction of a unit. Blocks only for error feedback that is still being copied
-        to RAM. `gradients` must not change until it is done. size_bytes: of the gradients that are
-        freed then. after: copies that load some of them.
+        to RAM. `gradients` must not change until the reduction is done. size_bytes: bytes of
+        gradients that are freed then. after: tickets of copies that load some of the gradients.
 
         Raises: ValueError for a dtype that ranks do not reduce.
         """
@@ -264,7 +264,7 @@ class ReduceScatter:
         held = dict(gradients)
         errors, tickets = self._fetch_errors(flats)
         tickets += after
-        # Errors in RAM change in place, without copies.
+        # On the CPU the reduction changes the errors in place, without copies.
         returned = errors if self._offload is not None else {}
 
         def work(collectives: Collectives) -> None:
@@ -290,7 +290,8 @@ class ReduceScatter:
         """Return this rank's part of each gradient that some rank has. Blocks until they are
         reduced. Raises: RankFailed."""
         shards = pending.shards(self._comm.rank)
-        # After `op`: the compute stream, and so these copies, now follow the communication stream.
+        # `shards` made the compute stream wait for the communication stream; these copies run on
+        # the compute stream.
         self._store_errors(pending)
         return shards
 
@@ -380,7 +381,7 @@ class ReduceScatter:
             errors.zero_()
 
     def close(self) -> None:
-        """Free the memory. Nothing may be under way."""
+        """Free the memory. No reduction may be in flight."""
         self._stored.clear()
         self._errors.close()
         self._flags.close()
@@ -421,8 +422,7 @@ def _title(unit: Unit) -> str:
 
 
 def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
-    """Write the sum of the terms to `target` [numel], added in the dtype of the first; zeros
-    without any."""
+    """Write the sum of the terms to `target` [numel]; zeros without terms."""
     if not terms:
         target.zero_()
         return
@@ -452,7 +452,8 @@ class ReduceOrder:
         self._done = set(unused)
 
     def done(self, unit: Unit) -> list[Unit]:
-        """Note that backward is done with a unit. Returns the units whose turn it is, in order."""
+        """Record that backward is done with a unit. Returns the units whose turn it is, in order.
+        """
         self._done.add(unit)
         begin = self._next
         while self._next < len(self._units) and self._units[self._next] in self._done:
@@ -469,10 +470,11 @@ class GradReducer:
     """The gradients of one model. One thread uses it at a time.
 
     reduce_scatter: on several ranks. unreduced: sums of `no_sync` micro-batches, if the policy has
-    them. order: of reductions, if ranks may use different units; None: when backward is done with a
-    unit. grad_offload: of a device with separate memory; sums are copied back there to add further
-    gradients. mode: may take each complete gradient (this rank's part), and is notified of units
-    that became idle before their gradients were reduced.
+    them. order: of reductions, if ranks may use different units; None: a unit is reduced when
+    backward is done with it. grad_offload: copies from a device with separate memory; then sums are
+    also copied back to the device, which adds further gradients. mode: may take each complete
+    gradient (this rank's part), and is notified of units that became idle before their gradients
+    were reduced.
     """
 
     def __init__(
@@ -497,7 +499,7 @@ class GradReducer:
         # True inside `no_sync` with `unreduced`: a later backward reduces the gradients.
         self.reduces_later = False
         self._pending: deque[PendingReduce] = deque()
-        # In the accumulation dtype, in which slices add them up (`inf.microbatched`).
+        # Bytes in the accumulation dtype: slices of `inf.microbatched` add up gradients in it.
         sizes = (
             [flat.layout.numel * buffers.dtype(flat).itemsize for flat in unit.flats]
             for unit in units
@@ -512,8 +514,8 @@ class GradReducer:
         # Several ranks: this backward's gradients whose reduction has not begun.
         self._fresh: dict[Unit, dict[Param, torch.Tensor]] = {}
         self._fresh_bytes = 0
-        self.wait_s = 0.0  # for reductions
-        self.fresh_bytes_peak = 0  # the most that autograd's gradients took here at once
+        self.wait_s = 0.0  # time for which this thread waited for reductions
+        self.fresh_bytes_peak = 0  # the most bytes of fresh gradients at once
 
     def dtype(self, flat: Flat) -> torch.dtype:
         return self._buffers.dtype(flat)
@@ -592,7 +594,7 @@ class GradReducer:
                 self._prefetch.start(unit)
 
     def unit_done(self, unit: Unit) -> None:
-        """Note that a use of the unit has ended. On several ranks start to reduce its gradients;
+        """Record that a use of the unit has ended. On several ranks start to reduce its gradients;
         each rank keeps its shard of the mean. Blocks while too many units are in flight."""
         if self._comm.world == 1:
             self._flush_unit(unit)
@@ -628,7 +630,7 @@ class GradReducer:
         self._fresh.clear()
         self._fresh_bytes = 0
         while self._pending:
-            # An exchange reads the gradients and writes the means: both must outlive it.
+            # The reduction reads the gradients and writes the means: both must outlive it.
             assert self._reduce_scatter is not None
             self._reduce_scatter.drop(self._pending[0])
             self._pending.popleft()
@@ -696,12 +698,12 @@ class GradReducer:
     def replace(self, param: Param, part: torch.Tensor) -> None:
         """Replace the gradient by `part` (this rank's); all ranks must. Raises: the error of the
         mode's `before_assign`; then the gradient is unchanged."""
-        # First, before any change: it raises if the gradient is too late.
+        # Before any change: it raises if the gradient is too late.
         self._mode.before_assign(param)
-        # Makes `accumulate` replace the accumulator's gradient instead of adding to it.
+        # With `p.grad = None`, `accumulate` replaces the gradient instead of adding to it.
         param.at_rest.grad = None
         self.accumulate(param, part)
-        # The tensor is the loop's, which may change it from here on.
+        # Wait for the copy: the loop may change its tensor after this call.
         self.accumulator(param).wait_d2h()
 
     def accumulate(self, param: Param, grad: torch.Tensor) -> None:
@@ -775,7 +777,7 @@ class GradReducer:
     def _reduce_all(self, units: Sequence[Unit]) -> None:
         """Start the reductions of the trainable units among these."""
         for unit in units:
-            # Also without a gradient here: another rank may have one.
+            # Also if this rank has no gradient of the unit: another rank may have one.
             if any(flat.learns for flat in unit.flats):
                 self._reduce(unit)
 

@@ -1,12 +1,12 @@
 """Reserved extents of the swap files: the executor redirects failed writes to them.
 
-    fill       some on each drive, before anything fails: a failing drive has no capacity left
-    settle     after moves: the chunk's extent is the reserved one, the bad one is never used again,
-               one warning says so, and other reserved extents take their place
-    rehome     a checkpoint has links to the files that they are in: reserve others, in new files
+    fill       reserve some extents on each drive before a write fails: later it may be full
+    settle     after redirected writes: record the reserved extents as the chunks', retire the bad
+               extents, log a warning, and reserve other extents
+    rehome     reserve extents in new files, because a checkpoint has links to the present files
 
-The executor moves writes by itself (native/executor/failed_writes.c), amid a step. This module
-settles the moves between steps.
+The executor redirects writes by itself (native/executor/failed_writes.c), during a step. This
+module settles them between steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from infinity.errors import AioError
 log = logging.getLogger("infinity.memory")
 
 Adopt = Callable[[MovedWrite, SwapExtent, SwapExtent], bool]
-"""Replaces the first extent by the second in the chunk that has it. Returns False if none has."""
+"""Replaces the first extent by the second in the chunk that has it. Returns False if no chunk does.
+"""
 
 
 class ReservedExtents:
@@ -101,7 +102,7 @@ class ReservedExtents:
                 fresh += self._space.reserve_on(
                     [drive], [ExtentRequest(self._size_bytes, self._layer)]
                 )
-            # OSError: a lost drive does not even report its free space.
+            # OSError: a lost drive cannot report its free space.
             except (AioError, OSError) as error:
                 self._tell_full(error)
         self._give(fresh)
@@ -123,7 +124,7 @@ class ReservedExtents:
             spare = self._held.pop((move.to_file, move.to_drive, move.to_offset))
             bad = SwapExtent(move.drive, move.offset, move.size_bytes, move.file)
             if not adopt(move, bad, spare):
-                # The owner frees the extent by its old place.
+                # The extent has another owner, who will free it by its old place.
                 self._space.exchange(bad, spare)
             self.retire(bad)
         if moves:
@@ -164,7 +165,7 @@ class ReservedExtents:
         if not self._told_full:
             self._told_full = True
             log.warning(
-                "no more reserved ranges, so a failed write may end the run: %s", error
+                "no space for more reserved ranges, so a failed write may end the run: %s", error
             )
 
     def _give(self, places: Sequence[SwapExtent]) -> None:

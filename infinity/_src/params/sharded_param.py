@@ -1,24 +1,26 @@
 """Parameters at rest: objects that module and optimizer hold while the values rest on a tier.
 
 An at-rest parameter is an nn.Parameter with shape, dtype, device and `requires_grad`, and no
-storage. Operations on metadata work. Operations on values get the tensor that the owner (the life
-cycle) has at that moment: the gathered parameter inside forward, a window on it inside `gather()`;
-otherwise they raise `ParameterReleased` with the name. Operations that would detach the parameter
-from the engine (`.data =`, `share_memory_`, pickle, deepcopy, `autograd.grad`) always raise: each
-caused a silent loss or a segfault.
+storage. Operations on metadata work. Operations on values use the tensor that the owner (the
+model's `Lifecycle`) returns at that moment: the gathered parameter inside forward, a window on it
+inside `gather()`; otherwise they raise `ParameterReleased` with the name. Operations that would
+detach the parameter from the engine (`.data =`, `share_memory_`, pickle, deepcopy, `autograd.grad`)
+always raise: torch would lose values silently, or crash.
 
-`replace_by_sharded` makes the model's own Parameter object one, so that all that refers to it (an
-optimizer, a closure, another module) goes on referring to the parameter. A tensor that shared the
-parameter's memory becomes a `ShardedView` in the same way.
+`replace_by_sharded` turns the model's Parameter object itself into an at-rest parameter, so that
+all references to it (in an optimizer, a closure, another module) stay valid. A tensor that shared
+the parameter's memory becomes a `ShardedView` in the same way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
+from torch import nn
 
 from infinity._src.base.torch_compat import (
     METADATA,
@@ -33,20 +35,17 @@ from infinity.errors import EngineClosed, ParameterReleased
 
 if TYPE_CHECKING:
     from infinity._src.params.unit import Param
-import contextlib
-
-from torch import nn
 
 Tensor = torch.Tensor
-# Looked up on the class, attributes are descriptors, which the stubs omit.
+# On the class, attributes such as `grad` are descriptors, which torch's type stubs omit.
 _TENSOR: Any = torch.Tensor
 _GRAD: Any = _TENSOR.grad
 
 
 class ParamHost(Protocol):
-    """The life cycle of a model, which answers for its at-rest parameters."""
+    """The owner of at-rest parameters: the `Lifecycle` of their model."""
 
-    tier: str  # of the values, for messages
+    tier: str  # where the values rest, for messages
 
     closed: bool
 
@@ -103,8 +102,8 @@ class ShardedParameter(torch.nn.Parameter):
         """Count of changes of the values: optimizer steps and writes."""
         return self.infinity_link.param.unit.generation
 
-    # `.grad` of every parameter is read and set several times a step (clip, step, zero_grad). This
-    # goes straight to C: 0.7 us instead of 4 by way of `__torch_function__`.
+    # A loop reads and sets `.grad` of every parameter several times a step (clip, step, zero_grad).
+    # This property calls C directly: 0.7 us instead of 4 us through `__torch_function__`.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The gradient's proxy, or None."""
@@ -120,11 +119,11 @@ class ShardedParameter(torch.nn.Parameter):
     def grad(self) -> None:
         _grad_set(_GRAD.__set__, (self, None), {})
 
-    # torch does not call `__torch_function__` for it.
+    # torch does not call `__torch_function__` for `set_`.
     def set_(  # type: ignore[override]
         self, source: Any = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Set the values if they can be written, as parametrizations do."""
+        """Copy the values of `source`, if the parameter is gathered; parametrizations call this."""
         if args or kwargs or not isinstance(source, Tensor):
             raise_forbidden(self, "`set_` to a storage", _WRITE)
         _set_values(self, source, "`set_`")
@@ -195,7 +194,7 @@ class ShardedParameter(torch.nn.Parameter):
 class Alias:
     """A tensor over the elements of a contiguous parameter from `offset` on.
 
-    tracks: gradients go through it to the parameter (it was made by an operation on it).
+    tracks: an operation on the parameter made the tensor, so gradients flow to the parameter.
     """
 
     tensor: torch.Tensor
@@ -279,7 +278,8 @@ class ShardedView(torch.Tensor):
 
 def replace_by_sharded(original: Tensor, sharded: ShardedParameter | ShardedView) -> None:
     """Exchange the contents of the objects `original` and `sharded`, so that `original` is the
-    at-rest parameter. Users' attributes stay on it. Raises: ValueError if C++ refers to it weakly.
+    at-rest parameter. Users' attributes stay on `original`. Raises: ValueError if C++ code holds a
+    weak reference to `original`.
     """
     name = sharded.infinity_link.param.name
     attributes = dict(original.__dict__)
@@ -287,8 +287,9 @@ def replace_by_sharded(original: Tensor, sharded: ShardedParameter | ShardedView
         exchange(original, sharded)
     except RuntimeError as error:
         raise ValueError(
-            f"{name} cannot be offloaded in its place: C++ code holds a weak reference to it "
-            f"({error}); drop that before inf.offload (a CUDA graph, a compiled call)"
+            f"{name} cannot become an offloaded parameter: C++ code holds a weak reference to it "
+            f"({error}); before inf.offload, drop the object that holds the reference (a CUDA "
+            "graph, a compiled call)"
         ) from error
     original.__dict__.update({**attributes, **original.__dict__})
 
@@ -299,15 +300,16 @@ def raise_released(link: EngineLink, operation: str) -> NoReturn:
     # After close gather() cannot help, so do not recommend it.
     if link.owner.closed:
         raise EngineClosed(
-            f"{operation} on {name}: the engine of its model was closed, and the values with it"
+            f"{operation} on {name}: the engine of its model was closed, and its values are gone"
         )
     where = link.owner.tier
     if is_replicating():
         raise ParameterReleased(
-            f"torch.nn.DataParallel copies {name} to other devices, and it is on {where}: an "
-            "offloaded model computes on one device of a process. Start a process for each device "
-            "(torchrun --nproc-per-node N), or let this one see one (CUDA_VISIBLE_DEVICES=0); "
-            "transformers' Trainer wraps the model where it sees several"
+            f"torch.nn.DataParallel copies {name} to other devices, but the parameter is on "
+            f"{where}: an offloaded model computes on one device of a process. Start a process for "
+            "each device (torchrun --nproc-per-node N), or let this process see one device "
+            "(CUDA_VISIBLE_DEVICES=0); transformers' Trainer wraps the model in DataParallel if it "
+            "sees several"
         )
     raise ParameterReleased(
         f"{name} is on {where}, and {operation} wants its values outside of the model's forward. "
@@ -415,7 +417,7 @@ def _data_set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any
 
 
 def _set_values(parameter: ShardedParameter, value: Tensor, operation: str) -> None:
-    """Copy `value` into the parameter where it can be written now."""
+    """Copy `value` into the parameter if it is gathered now, else raise."""
     link = parameter.infinity_link
     tensor = link.owner.readable(link.param) if not link.owner.closed else None
     if tensor is None:
@@ -429,7 +431,7 @@ def _set_values(parameter: ShardedParameter, value: Tensor, operation: str) -> N
         return
     here = (tuple(tensor.shape), tensor.dtype, tensor.device)
     given = (tuple(value.shape), value.dtype, value.device)
-    # Otherwise values rounded to another dtype would be stored in the old dtype.
+    # A cast would round the values, and the parameter would keep its dtype unnoticed.
     if given != here:
         raise ValueError(
             f"{operation} of shape {given[0]}, {given[1]} on {given[2]}, to {link.param.name}: "
@@ -444,7 +446,7 @@ def _set_values(parameter: ShardedParameter, value: Tensor, operation: str) -> N
 def _grad_set(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     parameter, value = args
     link = parameter.infinity_link
-    # Proxies and None are assigned as they are; an ordinary tensor has new values.
+    # Assign a proxy or None itself; copy an ordinary tensor, which has new values.
     if type(value) is Tensor and not link.owner.closed:
         if value.shape != parameter.shape:
             raise ValueError(
@@ -605,10 +607,10 @@ _PARTING = frozenset(
 
 
 class Rollback:
-    """Record of a model before its offload: the attributes of its modules, their parameters,
-    buffers, children and hooks. `undo` restores them, whatever has changed.
+    """Record of a model before its offload: attributes, parameters, buffers, children and hooks of
+    its modules. `undo` restores them, whatever has changed since.
 
-    `replace`, `keep` and `refuse` change tensors, and record their previous state.
+    `replace`, `keep` and `refuse` record what to restore of tensors and graphs.
     """
 
     def __init__(self, model: nn.Module) -> None:

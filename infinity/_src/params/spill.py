@@ -1,7 +1,7 @@
 """Gradients spilled to NVMe: a section of their chunks, accessed through staging memory in RAM.
 
     backward reaches a unit   read its gradients of earlier micro-batches into a window
-    a gradient comes          copy or add it in the window; take its norm there, and cache it
+    a gradient arrives        copy or add it in the window; take its norm there, and cache it
     the unit is done          write the window to the chunks' `grad` section
     opt.step()                write the windows that remain; then updates read the sections
 
@@ -50,7 +50,7 @@ class SpilledGradients:
     values block.
 
     Bytes moved over the drives are added to `store.grads_read_bytes` and `grads_written_bytes`,
-    reads by updates included.
+    including reads by updates.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SpilledGradients:
         device.pin(self._slab)
         self._windows_of: dict[Flat, _StagingWindow] = {}
         self._turn = 0
-        # Flats whose unit was done while gradients were missing: the next call writes them.
+        # Flats whose unit was done while gradients were missing: the next `unit_done` writes them.
         self._due: list[Flat] = []
         self._accumulated: dict[Flat, set[Param]] = {}  # in this backward
         self._expected: dict[Flat, int] = {}  # count of gradients in the last backward
@@ -140,7 +140,7 @@ class SpilledGradients:
         self._end_write(window)
         if not window.dirty:
             window.dirty = True
-            # The last `flush` has counted a read of the values that go.
+            # The last `flush` counted a read of the old values, which no update reads any more.
             self._store.grads_read_bytes -= self._moved_bytes(flat)
         return tensor
 
@@ -241,7 +241,8 @@ class SpilledGradients:
             self._store.grads_read_bytes += self._moved_bytes(flat)
             return window
         for param in flat.params:
-            # Held, but in no `p.grad`: writing this window will overwrite its values.
+            # The accumulator has values on NVMe, but no `p.grad` refers to them: the next write of
+            # this window overwrites them.
             if param.grad is not None and param.grad.state is AccumulatorState.HELD:
                 param.grad.mark_overwritten()
         return window
@@ -336,16 +337,14 @@ class SpilledGradients:
             self._mark_failed_dirty()
             self._store.recover()
             name = window.flat.unit.name
-            message = (
-                f"the spilled gradients of {name} cannot be written; parameters and states are"
-            )
-            error.args = (f"{message} sound: {error}",)
+            told = "cannot be written; parameters and states are sound"
+            error.args = (f"the spilled gradients of {name} {told}: {error}",)
             raise
         window.writing = None
 
     def _mark_failed_dirty(self) -> None:
-        """After a failed write, mark every window whose write failed as dirty. One error is enough:
-        after it the drive refused the other writes."""
+        """After a failed write, mark every window whose write failed as dirty. Drops the further
+        errors: the drive refused these writes because of the first fault."""
         for window in self._windows_of.values():
             if window.writing is None:
                 continue

@@ -50,8 +50,8 @@ PLACES = (
 """A record's fields for the places of its run, its second run, and its gradients."""
 
 DEFINED_TOGETHER = 64
-"""Flats whose chunks the executor gets in one call. A call checks arrays: for the few chunks of one
-flat that takes nearly as long as for all.
+"""Number of flats whose chunks one call of the executor defines. Each call checks its arrays, which
+takes nearly as long for one flat as for several.
 """
 
 
@@ -84,9 +84,9 @@ class ShardRecords:
     """One rank's shard of a flat at rest: chunk records, their ids in the executor, their places on
     NVMe.
 
-    `sections` and `records["section_*"]` agree; a section of a chunk is resident (an address) or in
-    the chunk's run. Records of versioned chunks are not updated: only the executor knows which
-    place is live.
+    `sections` and `records["section_*"]` agree. A section of a chunk is resident (an address in
+    RAM) or in the chunk's run (contiguous bytes on NVMe). Records of versioned chunks, which have
+    two places, are not updated: only the executor knows which place is live.
     """
 
     flat: Flat
@@ -113,15 +113,15 @@ class ShardRecords:
         return addresses
 
     def grad_bytes(self, numel: NumelT) -> NumelT:
-        """Bytes of the spilled gradients of chunks with so many elements, at the end of their
-        runs."""
+        """Return the bytes of spilled gradients, at the end of the run of a chunk of `numel`
+        elements."""
         return aligned_section_bytes(self.sections[-1], numel) if self.format.grad else 0 * numel
 
     def wants(
         self, chunks: npt.NDArray[np.intp], layers: tuple[int, int]
     ) -> dict[int, list[ExtentRequest]]:
-        """Return the extents that each of these chunks needs, in the order of `PLACES`; first and
-        second runs lie in these layers.
+        """Return the extents that each of these chunks needs, in the order of `PLACES`. layers: of
+        the swap space, for first and second runs.
         """
         records = self.records[chunks]
         if not self.versioned:
@@ -156,7 +156,7 @@ class ShardRecords:
         self, before: ShardRecords, section: int, source: int, chunks: npt.NDArray[np.intp]
     ) -> None:
         """Copy the checksums of a section of these chunks from their first place in `before`."""
-        # The last chunk is shorter, and so has fewer.
+        # The last chunk is shorter, and so has fewer checksums.
         for numel in np.unique(self.records["numel"][chunks]).tolist():
             pieces, alike = piece_count(numel), chunks[self.records["numel"][chunks] == numel]
             self.sums[0, alike, section * pieces : (section + 1) * pieces] = before.sums[
@@ -176,8 +176,8 @@ class ShardRecords:
 
 
 class _Wanted(NamedTuple):
-    """Needed memory of one section of a flat's chunks: addresses, chunks without memory, and bytes
-    of each."""
+    """Memory to allocate for one section of a flat's chunks: the address field of all chunks, which
+    chunks lack memory, and the bytes of each of these."""
 
     addresses: npt.NDArray[np.uint64]
     resident: npt.NDArray[np.bool_]
@@ -202,8 +202,8 @@ def unplaced(
     versioned: bool,
     sums_on: bool,
 ) -> ShardRecords:
-    """Make the records of a flat's chunks, without places. Sections in `masks[chunk]` belong in
-    runs.
+    """Make the records of a flat's chunks, without places. The sections in `masks[chunk]` will lie
+    in the chunk's run, other sections in RAM.
 
     key: of the first chunk; the other chunks have the next keys.
     """
@@ -255,7 +255,7 @@ _SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.F
 
 
 def _makes_master(before: ShardRecords, now: ShardRecords) -> bool:
-    """Return whether an fp32 master is new, which begins as the parameter's value."""
+    """Return whether `now` adds an fp32 master, which starts as the parameter's value."""
     return now.format.master is Master.FP16 and 1 not in sections_carried(before.format, now.format)
 
 
@@ -282,7 +282,8 @@ class StateReader(Protocol):
     """A running save, which copies states while training continues."""
 
     def before_write(self, flats: Sequence[Flat]) -> None:
-        """Note that jobs which write states of these flats come next. They run after the reads."""
+        """Prepare for jobs that write states of these flats: they must run after this save's reads.
+        """
 
     def wait_read(self, flats: Sequence[Flat]) -> None:
         """Block until states of these flats have been read."""
@@ -291,11 +292,11 @@ class StateReader(Protocol):
 class StateStore:
     """All flats of a model at rest. Not safe from several threads at once.
 
-    sums_on: keep checksums, which the executor verifies. generations: of optimizers' flats, 1 or 2;
-    layers: of the swap space for first and second places. In separate layers all flats have two.
-    shown: whether long waits show progress. before_write: called before states are written.
-    remember_bad: records a range with a failed write for later processes; None: nothing outlives
-    the process.
+    sums_on: keep checksums, which the executor verifies. generations: places of each chunk with an
+    optimizer, 1 or 2. layers: of the swap space, for first and second places; with others than
+    (0, 0) chunks without an optimizer have two places, too. shown: whether long waits show
+    progress. before_write: called before states are written. remember_bad: records a range with a
+    failed write for later processes; None: nothing outlives the process.
     """
 
     def __init__(
@@ -325,7 +326,7 @@ class StateStore:
             if space is not None and space.files
             else None
         )
-        self._slabs: dict[Slab, int] = {}  # and how many of its bytes are in use
+        self._slabs: dict[Slab, int] = {}  # with the number of bytes in use
         self._flats: dict[Flat, ShardRecords] = {}
         self._key = 0
         self.nvme_bytes = 0
@@ -385,8 +386,8 @@ class StateStore:
         self.will_write([flats[index] for index in changed])
         self.wait_for_reader([flats[index] for index in changed])
         self.settle_moves()
-        # Slots of failed writes hold the only copy, and are freed with the old chunks: write them
-        # now, or raise the drive's error before any change.
+        # Slots of failed writes hold the only copy of their bytes, and are freed with the old
+        # chunks: write them now, or raise the drive's error before any change.
         if changed and self._executor.stats().kept_chunks:
             self._executor.recover().wait()
             self.settle_moves()
@@ -423,7 +424,7 @@ class StateStore:
     def will_write(self, flats: Sequence[Flat]) -> None:
         """Announce jobs that write states of these flats. They run after a save has read them."""
         self._before_write()
-        # A durable run compares it to detect changes to commit.
+        # A durable run compares this count to detect changes to commit.
         self.writes += 1
         # Read once: another thread may call `guard` meanwhile.
         reader = self._reader
@@ -458,8 +459,8 @@ class StateStore:
     def fetch(
         self, flat: Flat, section: int, address: int, *, priority: Priority, on_device: bool = False
     ) -> Ticket:
-        """Start copying one section of the shard to `address`, which holds shard_numel elements;
-        on_device: the address is there. Does not block.
+        """Start copying one section of the shard to `address`, where shard_numel elements fit;
+        on_device: the address is in device memory. Does not block.
         """
         shard = self._flats[flat]
         if section == 0:
@@ -467,7 +468,7 @@ class StateStore:
             self.params_read_bytes += (
                 int(shard.records["numel"][on_nvme].sum()) * shard.sections[0].itemsize
             )
-        # After kernels that still read the target.
+        # The copy must run after kernels that still read the target.
         if on_device:
             self._device.behind()
         return self._move(
@@ -560,7 +561,7 @@ class StateStore:
                 # Each parameter starts a new group, so its last group is not shared.
                 first = (low - span.start) // kind.group_numel * kind.itemsize
                 buffer[first : kind.size_bytes(high - span.start)] = 0
-            # Without an update an fp32 master is the parameter's value.
+            # A new fp32 master starts as the parameter's value.
             if shard.format.master is Master.FP16:
                 param = torch.empty(span.numel, dtype=flat.dtype)
                 self.move_chunk(flat, index, JobKind.FETCH, {0: param.data_ptr()}).wait()
@@ -611,8 +612,8 @@ class StateStore:
     # -- chunks that cannot be read ----------------------------------------------------------------
 
     def chunk_at(self, chunk: int) -> ChunkAt | None:
-        """Return the chunk with this id of the executor; None: of another store. Any thread may
-        call it.
+        """Return the chunk with this id of the executor; None: it belongs to another store. Any
+        thread may call this method.
         """
         # A copy: the training thread may change formats meanwhile.
         for flat, shard in list(self._flats.items()):
@@ -648,20 +649,20 @@ class StateStore:
         return list(found.values())
 
     def has_older(self, at: ChunkAt) -> bool:
-        """Return whether a chunk's second place may have states of an earlier step; `exchange` and
-        a read decide.
+        """Return whether a chunk's second place may have states of an earlier step; only a read
+        after `exchange` shows whether they are sound.
         """
         now = self._executor.look(self._flats[at.flat].ids[at.index : at.index + 1])[0]
         # A newer generation belongs to an undone step.
         return self._sums_on and bool(now["other_generation"] < now["generation"])
 
     def exchange(self, at: ChunkAt) -> None:
-        """Exchange a chunk's committed states with those before its last update, in its second
-        place; or back. Blocks until no job is pending. Raises: ValueError if the second place
-        has none.
+        """Exchange a chunk's first and second place: the second has the states from before the last
+        update. A second call exchanges them back. Blocks until no job is pending. Raises:
+        ValueError if the second place has no states.
         """
         self.will_write((at.flat,))
-        # The last read may still be in its queue.
+        # The executor may not have removed the last read from its queue yet.
         self._executor.wait_all()
         self._executor.exchange(self._flats[at.flat].ids[at.index : at.index + 1])
 
@@ -672,7 +673,7 @@ class StateStore:
         """
         assert self._space is not None
         assert self._spares is not None
-        # A failed write may have moved the second place, without an extent yet.
+        # First settle failed writes, which may have moved the second place to a reserved extent.
         self.settle_moves()
         ids = self._flats[at.flat].ids[at.index : at.index + 1]
         now = self._executor.look(ids)[0]
@@ -695,7 +696,7 @@ class StateStore:
             self._space.free(fresh)
             raise
         if not self._put_place(int(now["key"]), bad, fresh):
-            # The owner frees the extent by its old place.
+            # The extent has another owner, who will free it by its old place.
             self._space.exchange(bad, fresh)
         self._spares.retire(bad)
         return bad
@@ -709,8 +710,8 @@ class StateStore:
             self._executor.recover().wait()
 
     def units_of_chunks(self) -> npt.NDArray[np.int32]:
-        """Return the index of each chunk's unit, by the executor's id of the chunk; -1: of another
-        store.
+        """Return the index of each chunk's unit, by the executor's id of the chunk; -1: the chunk
+        belongs to another store.
         """
         top = max((int(shard.ids.max(initial=-1)) for shard in self._flats.values()), default=-1)
         owners: npt.NDArray[np.int32] = np.full(top + 1, -1, dtype=np.int32)
@@ -909,13 +910,13 @@ class StateStore:
         """Find the places of `before` that fit the chunks of `shard` without changing contents of
         `before`.
         """
-        # Formats with states have sections there that new ones would overwrite, and a durable run's
-        # last commit names places that must not change.
+        # In a format with states, new sections would overwrite old ones at these places; and places
+        # that a durable run's last commit names must not change.
         if before.format is not Format.RAW or self._places_named:
             return {}
         there = {(place.layer, place.drive, place.offset): place for place in before.places}
         old = before.records
-        # The parameter is first in its run: it keeps its place, or is not in the run in both.
+        # The parameter is first in its run. It must be in the run before and after, or in neither.
         alike = (old["section_at"][:, 0] < 0) == (shard.records["section_at"][:, 0] < 0)
         columns = [
             (old[file].tolist(), old[drive].tolist(), old[offset].tolist())
@@ -941,8 +942,8 @@ class StateStore:
         return found
 
     def _shorten(self, shard: ShardRecords) -> None:
-        """Free the extents for states behind parameters that a commit names: the states get other
-        places.
+        """Trim extents to the parameters in them, which a commit names. The states, for which the
+        rest was reserved, get other places.
         """
         held: dict[tuple[int, int, int], int] = {}
         for offset, file, drive in PLACES[:2]:
@@ -981,7 +982,7 @@ class StateStore:
         """Give every resident section an address: its address in `before`, so that no section is in
         memory twice, or one in new slabs. Returns these slabs.
         """
-        # A section of consecutive chunks is contiguous, so that one device copy takes it.
+        # Equal sections of consecutive chunks are adjacent, so that one device copy moves them all.
         wanted: list[_Wanted] = []
         for shard in made:
             old = before.get(shard.flat)
@@ -1037,7 +1038,7 @@ class StateStore:
             self._move(now, JobKind.STORE, 1, master.data_ptr(), Priority.DEMAND).wait()
 
     def _drop(self, shard: ShardRecords, *, stays: ShardRecords) -> None:
-        # First, so that the executor does not use places that another chunk gets.
+        # Drop the chunks first: then the executor does not use places that another chunk gets.
         self._executor.drop(shard.ids)
         shared = {(place.layer, place.drive, place.offset): place for place in stays.places}
         for place in shard.places:

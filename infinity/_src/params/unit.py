@@ -91,7 +91,7 @@ class Param:
     gathered: torch.nn.Parameter = dataclasses.field(init=False)
     # Version counter of `gathered` while it has no memory; set with it. No generation is as high.
     evicted_version: int = dataclasses.field(init=False)
-    # None until the first call of `GradReducer.slot`.
+    # None until the first call of `GradReducer.accumulator`.
     grad: GradAccumulator | None = None
 
     # Without tensors: printing one without storage would crash the interpreter.
@@ -126,13 +126,13 @@ def keys_of(names: Iterable[str], place: TilePlace | None) -> tuple[str, ...]:
     """Return the state dict names of a parameter with these module tree names; place: see
     `place_at`.
     """
-    # Names of other parameters are keys.
+    # Only a tile's names differ from state dict names.
     return tuple(names) if place is None else tuple(whole_name(name) or name for name in names)
 
 
 class ClosedWindow(NamedTuple):
     """A leaf on a parameter's gathered storage that `gather()` returned, and that a graph may hold.
-    version: its version counter for the unit's values of `generation`."""
+    version: the leaf's version counter while the unit has the values of `generation`."""
 
     param: Param
     tensor: weakref.ref[torch.Tensor]
@@ -179,7 +179,7 @@ class Unit:
     index: int
     name: str
     modules: tuple[torch.nn.Module, ...]
-    around: tuple[int, ...] = ()  # indices of units in use whenever it is: see `UnitBytes`
+    around: tuple[int, ...] = ()  # indices of units in use whenever this one is: see `UnitBytes`
     block: int | None = None  # number of the module around it that runs in slices
     # In the order in which all ranks read, gather and reduce them.
     flats: list[Flat] = dataclasses.field(default_factory=list)
@@ -187,9 +187,10 @@ class Unit:
     params: list[Param] = dataclasses.field(default_factory=list)
     # Written only by `move_to`.
     state: UnitState = SHARDED
-    refs: int = 0  # uses: forwards, backwards and windows; it may be evicted only at 0
-    taken: bool = False  # forward has taken a parameter out of its module since it got the unit
-    # A collective that does not return may still write to its memory, which is never freed.
+    refs: int = 0  # uses: forwards, backwards and windows; the unit may be evicted only at 0
+    # Forward has replaced or deleted an attribute that is a parameter, since the unit was acquired.
+    taken: bool = False
+    # A collective that does not return may still write to the unit's memory, so it is never freed.
     stuck: bool = False
     generation: int = 0  # counts the optimizer steps and writes that changed its values
     # The generation that the version counters of its gathered parameters show, if any.

@@ -1,7 +1,7 @@
 """Unsharder: allocates units' memory on the device, and loads it.
 
     unshard(u)   begin to load u unless loaded -> prefetch the schedule's next units -> wait for u
-    release(u)   u is not in use: it stays, until its memory is wanted
+    release(u)   u is not in use any more: it stays until another unit needs its memory
 
 `UnitState` (`params.unit`) has the states of a unit, and the transitions. A released unit keeps its
 memory until another unit needs it, so the units at a turning point (last in forward, first in
@@ -14,9 +14,10 @@ A unit is filled by reads of this rank's shards, then by an all_gather of the ot
     one rank        tickets                                           ready when they are filled
     several ranks   tickets -> gather stream: all_gather, store       ready when these are done
 
-On several ranks all of this follows the program alone, never the times at which reads end. Every
-rank unshards and evicts the same units in the same order, and no rank cancels a collective that has
-begun, since the others wait for it. A rank whose update failed lacks its shard of the unit. Then no
+On several ranks all decisions depend on the program's calls alone, never on the times at which
+reads end. Every rank unshards and evicts the same units in the same order, and no rank cancels a
+collective that has begun, since the others wait for it. A rank whose update failed lacks its shard
+of the unit. Then no
 rank gathers the unit (`distributed.comm_streams`), and all ranks, which wait for it, undo the step
 (`optim.step`).
 
@@ -90,10 +91,10 @@ class PendingUpdate:
 
 
 class ParamVersion(NamedTuple):
-    """The version of the values in a unit's memory, or being loaded. Neither flag: the values at
-    rest.
+    """The version of the values that a unit's memory holds, or is being loaded with. Without flags:
+    the values at rest.
 
-    delayed: the values before a delayed update. quantized: as communicated, in int8 groups.
+    delayed: the values before a delayed update. quantized: rounded to int8 groups, as communicated.
     """
 
     delayed: bool = False
@@ -179,7 +180,7 @@ class Unsharder:
 
     def unshard(self, unit: Unit) -> None:
         """Block until the unit is unsharded, with its current values."""
-        # Also for a gathered unit: the captured graph would keep its address.
+        # Also for a gathered unit: a captured CUDA graph would keep the address of its memory.
         self._device.refuse_capture(f"the gather of {unit.name}")
         # First raise faults, and undo updates that ran ahead of their step, before the values are
         # used. Without an alarm this costs two comparisons.
@@ -228,7 +229,8 @@ class Unsharder:
         """Return whether the unit holds another version than the running training pass uses; with
         `window`: than the version at rest, for `gather()`.
         """
-        # A closed window may get a gradient when its unit is SHARDED again.
+        # Without memory a unit counts as at rest: a closed window may get a gradient after its unit
+        # was evicted.
         version = self._versions[unit] if unit.state is not SHARDED else AT_REST
         if window:
             return version != AT_REST
@@ -261,7 +263,7 @@ class Unsharder:
             args = _BACKWARD if self._passes.in_backward else _FORWARD
             self._timeline.add("compute", unit.name, since_ns, time.monotonic_ns(), args)
         self._mode.unit_released(unit)
-        # Not only at eviction: another stream may be current then.
+        # Record the use now as well as at eviction, when another stream may be current.
         if unit.state is not SHARDED:
             unsharded_param.note_use(unit, self._device)
         # Units in use may have exceeded the bound: free the excess.
@@ -274,7 +276,7 @@ class Unsharder:
         """
         size_bytes = unit.size_bytes
         if priority is Priority.DEMAND:
-            # Free prefetches of mispredicted units.
+            # Evict units that were prefetched by a wrong prediction.
             while not self._make_room(size_bytes, NEVER) and self._evict_prefetched(unit):
                 pass
         # Recorded before the state changes, so that an interrupt in between leaves no unrecorded
@@ -293,8 +295,8 @@ class Unsharder:
         """Allocate the unit's memory. On one rank a demand may evict idle units; a prefetch tries
         once.
         """
-        # Other ranks' devices may have capacity, and all ranks must evict the same units. With
-        # whole parameters all units are in use.
+        # On several ranks nothing is evicted here: other ranks' devices may not lack memory, and
+        # all ranks must evict the same units. Whole parameters are never evicted.
         alone = self._comm.world == 1 and not self._never_evict
         while True:
             try:
@@ -332,7 +334,7 @@ class Unsharder:
         )
 
     def _no_room(self, unit: Unit, error: torch.OutOfMemoryError) -> str:
-        # Its bytes are already recorded.
+        # `_gathered_bytes` already includes this unit.
         units = self._gathered_bytes - unit.size_bytes
         others = max(self._device.allocated_bytes() - units, 0)
         return (
@@ -354,7 +356,7 @@ class Unsharder:
         if update is not None and not update.opened:
             # Marked first: a gate is opened only once, even if it has escaped.
             update.opened = True
-            # The update writes to this memory: kernels that still read it come first.
+            # The update writes to this memory after kernels that still read it.
             self._device.behind()
             if update.gate.open(self.targets(unit)):
                 self._begin(unit, [update.ticket], version)
@@ -384,7 +386,7 @@ class Unsharder:
         rank's shards.
         """
         self._versions[unit] = version
-        # Secondary shards serve the next pass, which needs the version at rest.
+        # Store secondary shards only in the encoding that passes use: `gather()` may load another.
         key = (unit.generation, version) if version.quantized == self._quantized else None
         self._pending.begin(
             unit, tickets, key, quantized=version.quantized, delayed=delayed
@@ -437,7 +439,7 @@ class Unsharder:
         try:
             unsharded_param.evict(unit, self._device)
         finally:
-            if unit.state is SHARDED:  # an interrupt may arrive before or after this
+            if unit.state is SHARDED:  # not if an interrupt came before the transition
                 self._unbook(unit)
         self._heap.freed()
         if interrupt is not None:
@@ -517,7 +519,7 @@ class Unsharder:
 
     def _may_evict(self, unit: Unit) -> bool:
         """Return whether the unit is idle, without transfers into its memory."""
-        # A SHARDED unit is recorded while its memory is being allocated.
+        # `_versions` contains a SHARDED unit while its memory is being allocated.
         if unit.refs or unit is self._unsharding or unit.state is SHARDED or unit in self._kept:
             return False
         if self._comm.world > 1:
@@ -533,7 +535,7 @@ class Unsharder:
         if unit.state is SHARDED:
             return
         if self._never_evict:
-            # A script's tensors are in this memory: keep it, and reload.
+            # Keep whole parameters' memory, where users may have tensors, and drop the values.
             self._cancel(unit)
         else:
             self._evict(unit)
@@ -691,7 +693,7 @@ class Unsharder:
         self._cancel(unit)
         # This call opens the gate; `_fill` must not open it a second time.
         update.opened = True
-        # The update writes to this memory: kernels that still read it come first.
+        # The update writes to this memory after kernels that still read it.
         self._device.behind()
         if gate.open(self.targets(unit)):
             self._begin(unit, [ticket], self._trained(unit))
@@ -788,7 +790,7 @@ class Unsharder:
         """Return which tiles of experts to gather, the same on all ranks. Collective if parameters
         are sharded.
 
-        here: whether tokens of this rank chose an expert of each.
+        here: for each tile, whether tokens of this rank chose one of its experts.
         """
         # Whole parameters all stay gathered, so that a rank may evaluate alone.
         if self._never_evict and self._comm.world > 1:
@@ -830,7 +832,7 @@ class Unsharder:
         if unit.refs == 0 and not self._never_evict:
             self._evict(unit)
         elif unit.refs == 0 and self._versions[unit].quantized:
-            # The all_gather quantizes weights, not this method.
+            # Only an all_gather quantizes weights, so gather the unit again.
             self.renew(unit)
         else:
             # `_finish_pending` has ended all transfers: the unit stays UNSHARDED.
@@ -838,7 +840,7 @@ class Unsharder:
                 copy_(param.flat.tensor[param.offset :][: param.numel], flat_value)
 
     def close(self) -> None:
-        """Evict everything. Pending work must have been waited for."""
+        """Evict all units. No update may be pending."""
         self._pending.close()
         self._updates.clear()
         for unit in list(self._versions):
@@ -849,8 +851,8 @@ class Unsharder:
 class PendingUnshard:
     """A unit's load in flight.
 
-    op: of the gather stream; None on one rank. delayed: one of the tickets: a copy that `advance`
-    or `wait_filled` begins.
+    op: the collective on the gather stream; None on one rank. delayed: on one rank, the ticket that
+    copies delayed parameters; `advance` or `wait_filled` begins the copy.
     """
 
     tickets: Sequence[Ticket]
@@ -901,7 +903,7 @@ class PendingUnshards:
     or STALE. A load is recorded before its unit is PENDING and removed after it, so that an
     interrupt never leaves a PENDING unit without a load.
 
-    secondary: copies of shards, the source instead of the tier.
+    secondary: stored copies of shards; units are gathered from them instead of from the tier.
     """
 
     def __init__(
@@ -1002,7 +1004,7 @@ class PendingUnshards:
         fill = self._by_unit[unit]
         interrupt = fill.cancel_and_wait()
         unit.stuck = unit.stuck or fill.stuck
-        # Recorded at submission, but not stored.
+        # The secondary shards were recorded at submission, but a refused collective stored none.
         if fill.op is not None and fill.op.refused:
             self.changed(unit)
         unit.move_to(STALE)
@@ -1010,7 +1012,7 @@ class PendingUnshards:
         return interrupt
 
     def changed(self, unit: Unit) -> None:
-        """Forget the unit's secondary shards: its weights have changed, or were not stored."""
+        """Forget the unit's secondary shards: the weights have changed, or were not stored."""
         if self.secondary is not None:
             self.secondary.forget(unit)
 
@@ -1031,7 +1033,7 @@ class PendingUnshards:
 
         def work(collectives: Collectives) -> None:
             with torch.no_grad():
-                # Before the other ranks get this shard.
+                # This rank's delayed shard must be in place before the all_gather sends it.
                 if delayed is not None:
                     delayed.run()
                 collectives.all_gather([_parts(flat) for flat in plain])
@@ -1040,7 +1042,7 @@ class PendingUnshards:
                     store()
 
         how = " in int8 groups" if quantized else ""
-        # Waited for before the launch, because a launched collective delays later ones.
+        # The collective is launched only after `needs`: once launched, it delays later ones.
         needs = tickets if delayed is None else [*tickets, *delayed.reads]
         excuses = self._access.may_undo if self._access.undoes_together else None
         return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, needs, excuses)

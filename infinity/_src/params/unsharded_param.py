@@ -37,8 +37,8 @@ _EVICTED_VERSIONS = itertools.count(0xC000_0000)
 
 
 class UnshardedParameter(torch.nn.Parameter):
-    """An unsharded parameter: a plain one but for `.data` and `set_`, since writes through them
-    would be undetected, and lost.
+    """An unsharded parameter. It overrides `.data` and `set_`, because torch's would let a write go
+    undetected, and be lost.
     """
 
     infinity_name: str
@@ -80,9 +80,8 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def empty_flat(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An evicted flat of `layout` on `device`. Made outside inference mode: an inference tensor
-    cannot be refilled.
-    """
+    """Make an evicted flat of `layout` on `device`, outside of inference mode, whose tensors cannot
+    be refilled."""
     with torch.inference_mode(False):
         flat = torch.empty(layout.numel, dtype=dtype, device=device)
     resize_storage(flat, 0)
@@ -111,9 +110,9 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
 
 
 def allocate(unit: Unit, device: Device | None = None, *, insist: bool = True) -> None:
-    """Give the unit's flats their memory, with undefined contents: it is STALE. Blocks only if
-    memory is short. insist: retry after emptying torch's cache. Raises: torch.OutOfMemoryError.
-    After any error on a device no flat has memory.
+    """Allocate memory for the unit's flats, with undefined contents: the unit becomes STALE. Blocks
+    only if memory is short. insist: retry after emptying torch's cache. Raises:
+    torch.OutOfMemoryError. After any error on a device no flat has memory.
     """
     if device is None:
         _grow(unit)
@@ -136,7 +135,8 @@ def _allocate_on(unit: Unit, device: Device) -> None:
         with device.allocation():
             _grow(unit)
     except BaseException:
-        # The state has no memory. No kernel has used it, so no stream needs recording.
+        # The unit stays SHARDED, without memory. No kernel has used the memory, so no stream needs
+        # to be recorded.
         _free(unit)
         raise
     stream = device.stream
@@ -208,7 +208,7 @@ def stamp(unit: Unit) -> list[int]:
     """Set the version counters of the unit's gathered parameters to its generation, and return
     them.
     """
-    # By generation: gathering the same values again must not count as a modification.
+    # The counter is the generation: gathering the same values again is no modification.
     if unit.closed_windows:
         _stamp_windows(unit)
     versions = [unit.generation] * len(unit.params)

@@ -5,9 +5,9 @@
     Unsharder     that backward has ended             backward_end(), or backward_aborted()
     GradReducer   the loop assigns a gradient         before_assign(param)
 
-`infinity._src.optim.update_mode` has the whole interface, and the modes. The modes need the
-optimizer's step, a layer above this one. So this half of the interface is declared here, and calls
-follow the imports.
+`infinity._src.optim.update_mode` has the whole interface, and the modes, which import the
+optimizer's step, a layer above this one. This half of the interface is declared here so that no
+import points up.
 """
 
 from __future__ import annotations

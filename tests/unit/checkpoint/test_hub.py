@@ -564,5 +564,5 @@ def test_a_source_that_is_wrong_is_caught() -> None:
         assert (source.reads == {}) is (kind is Typed)
     source = Counted(state)
     source.read = lambda name: state[name][:1]  # type: ignore[method-assign]
-    with pytest.raises(WeightsError, match=r"had stated .*; let shape and read say the same"):
+    with pytest.raises(WeightsError, match=r"had stated .*; make shape\(\) and read\(\) agree"):
         inf.offload(meta, CPU, load=source)

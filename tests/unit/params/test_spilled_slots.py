@@ -334,7 +334,7 @@ def test_a_gradient_that_was_put_aside_is_no_silent_zero() -> None:
     for index in (13, 14):
         model.params[index].at_rest.grad = None
     model.do("backward", 0, 4)  # without a gradient for the first parameter of each flat
-    with pytest.raises(RuntimeError, match="set again after new gradients had come"):
+    with pytest.raises(RuntimeError, match="newer gradients have overwritten"):
         accumulator.reconcile(kept)
 
 
