@@ -280,9 +280,8 @@ static void INF_ISA(muon_momentum)(int32_t format, const inf_block *at, const fl
     }
     if (inf_format_moments(format) == INF_MOMENTS_FP32) return;
     const int64_t whole = (at->numel + INF_QUANT_GROUP - 1) / INF_QUANT_GROUP * INF_QUANT_GROUP;
-    for (int64_t i = at->numel; i < whole; i++) m[i] = 0.0f; /* must not affect the scale */
     INF_ISA(fill_random)(random, hyper->key, at->element, whole);
-    INF_ISA(store_moment)(format, at, 0, m, random);
+    INF_ISA(store_moment)(format, at, 0, m, random); /* zero to the end of its last group */
 }
 
 /* The step of a master, whose signs in a second moment (halves_from_even) are cleared. */

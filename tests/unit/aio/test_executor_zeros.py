@@ -115,6 +115,19 @@ def test_signs_of_a_store_that_has_not_ended_are_read(backend: str, tmp_path: Pa
     rig.close()
 
 
+def test_zeros_that_an_update_leaves_out_stay_zeros_in_a_new_version(
+    backend: str, tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path, backend, chunk_count=1, zeros=NEW, versioned=True)
+    sections = begun(rig)
+    rig.executor.commit(rig.ids)
+    masters = hyper_row_muon(step_size=0.1, decay=0.999).reshape(1)
+    rig.update({0: gradient()}, hyper=masters, leaves=MOMENTS).wait()
+    update_sections(records.Format.SPLIT, sections, gradient(), masters[0])
+    assert (zeros_of(rig), same(rig.read(0), sections)) == (MOMENTS, True)
+    rig.close()
+
+
 def test_a_store_makes_the_sections_it_writes_real(backend: str, tmp_path: Path) -> None:
     rig = Rig(tmp_path, backend, chunk_count=1, zeros=NEW)
     sections = begun(rig)

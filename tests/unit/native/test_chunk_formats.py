@@ -17,6 +17,7 @@ from infinity._src.cabi.records import (
     HYPER,
     QUANT_GROUP,
     SEG,
+    Algorithm,
     Format,
     GradDtype,
     GradSection,
@@ -24,7 +25,12 @@ from infinity._src.cabi.records import (
     Moments,
     piece_count,
 )
-from infinity._src.kernels.hyper import hyper_row_adamw
+from infinity._src.kernels.hyper import (
+    hyper_row_adamw,
+    hyper_row_muon,
+    hyper_row_muon_momentum,
+)
+from infinity._src.optim.update_jobs import sections_updated
 from tests.oracle import update_sections
 from tests.unit.native.states import Array, native_update
 from tests.unit.native.test_update_kernels import as_bf16, assert_same_sections, states
@@ -82,11 +88,15 @@ class Chunk:
             for index, section in enumerate(self.sections)
         ]
 
-    def update(self, segs: Array, given_mask: int = 0, verify: int = 1) -> int:
+    def update(
+        self, segs: Array, given_mask: int = 0, verify: int = 1, *, row: Any = ROW, absent: int = 0
+    ) -> int:
+        """absent: mask of sections that are left out."""
         scratch = np.zeros_like(self.sums)
-        hypers = np.array([ROW], HYPER)
+        hypers = np.array([row], HYPER)
         places = [ffi.cast("uint8_t *", section.ctypes.data) for section in self.sections]
         places += [ffi.NULL] * (6 - len(places))
+        places = [ffi.NULL if absent >> at & 1 else place for at, place in enumerate(places)]
         return int(
             lib.inf_chunk_update(
                 self.pointer,
@@ -123,6 +133,27 @@ FORMATS = [
     Format(Master.SPLIT, Moments.BF16, 2),
     Format(Master.FP16, Moments.Q8, 2),
 ]
+
+
+@pytest.mark.parametrize("state_format", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "row",
+    [hyper_row_muon_momentum(momentum=0.9, nesterov=True), hyper_row_muon(step_size=0.1, decay=1)],
+    ids=["momentum", "masters"],
+)
+def test_an_update_takes_the_sections_that_it_needs_and_no_others(
+    row: Any, state_format: Format
+) -> None:
+    """The same ones as for Python, which leaves the others out."""
+    needed = sections_updated(state_format, Algorithm(int(row["algorithm"])))
+    for absent in range(1 << state_format.written_count):
+        sections, grad = states(state_format, QUANT_GROUP, 0, odd=False)
+        chunk = Chunk(state_format, sections)
+        before = [section.copy() for section in sections]
+        code = chunk.update(segment(0, QUANT_GROUP, 0, grad), row=row, absent=absent)
+        assert code == (BAD_PLAN if absent & needed else OK)
+        for at, section in enumerate(before):
+            assert needed >> at & 1 or np.array_equal(chunk.sections[at], section)
 
 
 @settings(max_examples=60, deadline=None)
