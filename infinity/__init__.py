@@ -23,16 +23,13 @@ if TYPE_CHECKING:
         offloaded_modules,
     )
     from infinity._src.engine.interchange import (
-        Restored,
-        Save,
         export_dcp,
         export_safetensors,
         load_dcp,
         load_deepspeed,
         load_safetensors,
-        restore,
-        save,
     )
+    from infinity._src.engine.save_restore import Restored, Save, restore, save
     from infinity._src.engine.step_log import StepLog
     from infinity._src.kernels.tiling.tile_experts import tile_experts
     from infinity._src.kernels.tiling.tile_model import tile_linears, tile_loss
@@ -63,15 +60,15 @@ _HOMES = {
     "load_dcp": "infinity._src.engine.interchange",
     "load_deepspeed": "infinity._src.engine.interchange",
     "load_safetensors": "infinity._src.engine.interchange",
-    "save": "infinity._src.engine.interchange",
+    "save": "infinity._src.engine.save_restore",
     "tile_experts": "infinity._src.kernels.tiling.tile_experts",
     "tile_linears": "infinity._src.kernels.tiling.tile_model",
     "tile_loss": "infinity._src.kernels.tiling.tile_model",
     "microbatched": "infinity._src.microbatch.microbatched",
     "slices_of": "infinity._src.microbatch.microbatched",
-    "restore": "infinity._src.engine.interchange",
-    "Save": "infinity._src.engine.interchange",
-    "Restored": "infinity._src.engine.interchange",
+    "restore": "infinity._src.engine.save_restore",
+    "Save": "infinity._src.engine.save_restore",
+    "Restored": "infinity._src.engine.save_restore",
     "TensorSource": "infinity._src.params.materialize",
     "StepLog": "infinity._src.engine.step_log",
 }

@@ -266,7 +266,7 @@ ALLOWED: dict[str, str] = {
     "params/accumulator.py: factor": "the factor of clipping, made of these norms, once a step",
     "params/accumulator.py: _foreach_norm": "norms as the loop wants them, when it has just waited",
     "kernels/update.py: run": "a kernel reads the gradient in pinned memory, once",
-    "kernels/rounding.py: sqrt_exact": "the CPU's way; on a GPU it is a kernel",
+    "kernels/random_bits.py: sqrt_exact": "the CPU's way; on a GPU it is a kernel",
     "optim/elementwise.py: _step": "a class of torch.optim computes on the CPU",
     "optim/state_access.py: encode_values": "the same",
     "params/unshard.py: read": "state_dict() and single values, between steps",

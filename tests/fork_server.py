@@ -16,6 +16,7 @@ NAMES = (
     "infinity._src.kernels.hyper",
     "infinity._src.optim.kernel_optimizers",
     "infinity._src.engine.interchange",
+    "infinity._src.engine.save_restore",
     "infinity._src.checkpoint.restore",
     "infinity._src.checkpoint.reader",
     "tests.campaign_life",

@@ -26,7 +26,7 @@ from infinity._src.cabi.records import (
     Moments,
 )
 from infinity._src.kernels.hyper import hyper_row_adamw
-from infinity._src.kernels.rounding import mix64
+from infinity._src.kernels.random_bits import mix64
 from infinity._src.kernels.update import check_update
 
 Array = npt.NDArray[Any]

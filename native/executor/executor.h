@@ -21,7 +21,7 @@
  *   memory/numa.c
  *   memory/slab.c
  *   executor/executor.c       clocks, threads, queues, spans
- *   executor/meter.c executor/chunk_state.c executor/slot_plan.c executor/submission.c
+ *   executor/meter.c executor/chunk_places.c executor/slot_plan.c executor/submission.c
  *   executor/slots.c executor/drive.c executor/compute.c executor/device.c
  *   executor/failed_writes.c
  *   executor/prefetch.c
@@ -560,7 +560,7 @@ void inf_meter_moved(inf_drive *drive, int32_t op, int64_t bytes);
 /* called before the number in flight changes, and before it is read */
 void inf_meter_tick(inf_drive *drive, int64_t now_ns);
 
-/* chunk_state.c, all [locked] */
+/* chunk_places.c, all [locked] */
 bool inf_run_moves(const inf_run *run); /* whether it will write its chunk's other place */
 /* the plan of the chunk at its other place, which is written next */
 inf_chunk inf_chunk_other(const inf_chunk *chunk);

@@ -61,7 +61,7 @@ INF_INLINE inf_keys inf_keys_of(uint64_t key, int64_t element) {
     return (inf_keys){(uint32_t)mixed + (uint32_t)element, (uint32_t)(mixed >> 32)};
 }
 
-/* The random bits of the element `index` after the keys' (infinity/_src/kernels/rounding.py). */
+/* The random bits of the element `index` after the keys' (infinity/_src/kernels/random_bits.py). */
 INF_INLINE uint32_t inf_random(uint32_t index, inf_keys keys) {
     uint32_t h = index + keys.low;
     h ^= h >> 16;

@@ -35,7 +35,7 @@ from infinity._src.base.console import say
 from infinity._src.base.progress import format_left
 from infinity._src.base.sizes import format_size
 from infinity._src.cli.page_style import BLUE, ORANGE
-from infinity._src.engine.step_stats import micro_batches_text
+from infinity._src.engine.step_limits import micro_batches_text
 from infinity._src.memory.roofline import (
     EXAMPLE_TBW,
     WEAR_LEAST_S,

@@ -90,15 +90,15 @@ from infinity._src.cli.stop_signals import name_of, status_of
 from infinity._src.cli.torchrun import Joined, joined
 from infinity._src.cli.trackers import Tracker, open_trackers, reported
 from infinity._src.cli.train_errors import is_foreseen, say_error, text_of_error
-from infinity._src.cli.train_options import (
+from infinity._src.cli.train_setup import (
     check_options,
     learning_rate,
     make_optimizer,
     policy_of,
     slices_of,
 )
+from infinity._src.engine.step_limits import micro_batches_text
 from infinity._src.engine.step_log import StepMeter
-from infinity._src.engine.step_stats import micro_batches_text
 from infinity._src.measure import hardware
 from infinity._src.measure.swap import SwapTask, measure_swap
 from infinity._src.memory.flat_layout import state_format

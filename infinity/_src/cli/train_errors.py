@@ -13,7 +13,7 @@ from infinity._src.base.console import say, to_stderr
 from infinity._src.base.torch_compat import is_out_of_memory
 from infinity._src.cli.stop_signals import Stopped
 from infinity._src.cli.torchrun import Joined
-from infinity._src.cli.train_options import slices_of
+from infinity._src.cli.train_setup import slices_of
 from infinity.errors import DriveLostError, InfinityError
 
 _FORESEEN = (ValueError, InfinityError, OSError)

@@ -44,7 +44,7 @@ from infinity._src.checkpoint.save import Saver
 from infinity._src.config.policy import Policy
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.transport import Transport
-from infinity._src.engine.access import Background, EngineAccess
+from infinity._src.engine.access_checks import Background, EngineAccess
 from infinity._src.engine.node_resources import NodeResources, open_node_resources
 from infinity._src.engine.optimizer_owners import OptimizerRegistry
 from infinity._src.engine.ram_planner import PlacementPlanner

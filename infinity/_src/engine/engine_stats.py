@@ -9,7 +9,7 @@ from typing import Any
 
 from infinity._src.base.sizes import format_size
 from infinity._src.base.telemetry import PhaseFigures
-from infinity._src.engine.step_stats import StepTerms
+from infinity._src.engine.step_limits import StepTerms
 from infinity._src.hooks.activation_offload import ActivationFigures
 from infinity._src.memory.ram_budget import PlacementPlan, name_parts
 from infinity._src.optim.step import StepPipeline

@@ -35,7 +35,7 @@ from infinity._src.distributed.topology import check_launched
 from infinity._src.distributed.transport import Transport
 from infinity._src.engine.build import build_engine, sum_slices_as_they_wait
 from infinity._src.engine.engine_stats import Stats
-from infinity._src.hooks.gather_window import chosen_params, gather
+from infinity._src.hooks.gather_context import chosen_params, gather
 from infinity._src.hooks.joint_backward import JointBackward
 from infinity._src.hooks.module_params import check_copies, detach_params
 from infinity._src.memory.device import compute_device

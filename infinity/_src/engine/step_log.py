@@ -28,7 +28,7 @@ from infinity._src.base.telemetry import PhaseFigures, now_ns
 from infinity._src.base.version import __version__
 from infinity._src.engine.engine_stats import DriveFigures, Stats
 from infinity._src.engine.handle import Handle, handle
-from infinity._src.engine.step_stats import known_bandwidths
+from infinity._src.engine.step_limits import known_bandwidths
 
 OWN_FIGURES = frozenset({
     "kind", "step", "loss", "step_s", "compute_s", "io_wait_s", "update_wait_s", "update_s",

@@ -32,7 +32,7 @@ values below 2^-127 may become zero. Dequantized values are clamped to bf16's ra
 
 **Stochastic rounding** (`key`) chooses one of the two neighbours, with probabilities that preserve
 the expected value (to 2^-24), and only depends on (seed, step, parameter, element):
-infinity/_src/kernels/rounding.py.
+infinity/_src/kernels/random_bits.py.
 
 **Not finite**: a group with infinity or NaN has the scale NaN, and all its values decode to NaN.
 
@@ -48,7 +48,7 @@ import torch
 
 from infinity._src.kernels import choice
 from infinity._src.kernels.quantized import DTYPES, VALUE_MOST, Quantized, check_groups
-from infinity._src.kernels.rounding import random_bits, shift_right
+from infinity._src.kernels.random_bits import random_bits, shift_right
 from infinity._src.kernels.trial import Trial, sample
 
 # 2^-126, the least normal fp32: the minimum of scales.

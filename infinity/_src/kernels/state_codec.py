@@ -44,7 +44,7 @@ import numpy as np
 import torch
 
 from infinity._src.cabi.records import QUANT_GROUP, Format, GradSection, Master, Moments
-from infinity._src.kernels.rounding import random_bits, shift_right, sqrt_exact
+from infinity._src.kernels.random_bits import random_bits, shift_right, sqrt_exact
 
 _NAN_BITS, _INFINITY_BITS, _MAGNITUDE = 0x7FC00000, 0x7F800000, 0x7FFFFFFF
 # 2^-94, so that code 1 of moment 1 is not zero; and the largest finite bf16.

@@ -42,7 +42,7 @@ from infinity._src.cabi.records import (
 )
 from infinity._src.kernels import choice
 from infinity._src.kernels.hyper import hyper_row_adamw, hyper_row_lion, hyper_row_sgd
-from infinity._src.kernels.rounding import sqrt_exact
+from infinity._src.kernels.random_bits import sqrt_exact
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.kernels.trial import SAMPLE_NUMEL, Trial, sample
 

@@ -30,7 +30,7 @@ from infinity._src.memory.device import Device
 from infinity._src.memory.device_capacity import overlap_bytes
 from infinity._src.optim.grad_windows import GradWindows
 from infinity._src.optim.step import UpdatingOptimizer, guard
-from infinity._src.optim.step_consensus import Grouped, values_of
+from infinity._src.optim.step_consensus import Grouped, first_anywhere, values_of
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.accumulator import AccumulatorState
@@ -341,8 +341,8 @@ class BackwardUpdate(UpdateMode):
         # The policy is the same on all ranks, so none enters the collective below.
         if self._on_nonfinite == "ignore":
             return
-        finite = [_is_finite(param, grad) for param, grad in gradients.items()]
-        bad = self._parts.pipeline.first_on_any_rank(list(gradients), [not flag for flag in finite])
+        flags = [not _is_finite(param, grad) for param, grad in gradients.items()]
+        bad = first_anywhere(self._parts.pipeline.comm, list(gradients), flags)
         if bad is None:
             return
         # Other units are updated already, so the step can be neither taken nor skipped.

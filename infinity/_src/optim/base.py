@@ -18,9 +18,10 @@ import torch
 from infinity._src.base.torch_compat import OptimizerBase
 from infinity._src.base.wording import TRAINERS
 from infinity._src.config.policy import Policy
-from infinity._src.kernels.rounding import rounding_key
+from infinity._src.kernels.random_bits import rounding_key
 from infinity._src.optim.state_access import States
-from infinity._src.optim.step import StepPipeline, refuse_nonfinite
+from infinity._src.optim.step import StepPipeline
+from infinity._src.optim.step_consensus import nonfinite_anywhere, refuse_nonfinite
 from infinity._src.optim.update_jobs import Work
 from infinity._src.params.accumulator import AccumulatorState, is_exact
 from infinity._src.params.reduce import GradReducer
@@ -277,7 +278,7 @@ class Optimizer(OptimizerBase, abc.ABC):
                 engine.pipeline.settle()
             engine.pipeline.check_idle(live[engine])
             # All gradients are checked before any state changes, so a refused step has no effect.
-            bad = engine.pipeline.check_finite(live[engine])
+            bad = nonfinite_anywhere(engine.pipeline.comm, live[engine])
             proceeds = refuse_nonfinite(bad, engine.on_nonfinite) and proceeds
             if live[engine]:
                 # Waits for the updates of the step before, and raises their faults before counts

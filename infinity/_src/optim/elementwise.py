@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.base.progress import ProgressLine
-from infinity._src.kernels.rounding import rounding_key
+from infinity._src.kernels.random_bits import rounding_key
 from infinity._src.optim.base import LogEntry, Optimizer, StepEngine
 from infinity._src.optim.state_access import decode_values, encode_values, span_sections
 from infinity._src.optim.step import half_done

@@ -53,6 +53,7 @@ from infinity._src.optim.base import (
     two_betas,
 )
 from infinity._src.optim.step import StepPipeline, half_done
+from infinity._src.optim.step_consensus import first_anywhere
 from infinity._src.optim.update_jobs import Work, memory_of_matrix
 from infinity._src.optim.whole_matrices import (
     Matrix,
@@ -289,7 +290,7 @@ class Matrixwise(Optimizer):
                 exchanged = self._shapes(param.unit.params)
                 needed[param] = device_bytes(param.shape, exchanged, itemsize, pipeline.world)
         flags = [size_bytes > free for size_bytes in needed.values()]
-        lacks = pipeline.first_on_any_rank(list(needed), flags)
+        lacks = first_anywhere(pipeline.comm, list(needed), flags)
         if lacks is not None:
             device = pipeline.device.torch_device
             raise MemoryLimitError(

@@ -36,6 +36,7 @@ from infinity._src.optim.step import (
     gradients_in_ram,
     guard,
 )
+from infinity._src.optim.step_consensus import nonfinite_anywhere
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import UpdateMode
@@ -221,7 +222,7 @@ class SpeculativeUpdate(UpdateMode):
         work = {item.param: item for item in holder.preview(params)[0]}
         firsts = {param: item for param, item in work.items() if item.first is not None}
         # Its matrix would be refused. The step says what becomes of such gradients.
-        if firsts and self._parts.pipeline.check_finite(list(firsts)):
+        if firsts and nonfinite_anywhere(self._parts.pipeline.comm, list(firsts)):
             return
         in_place = self._parts.unsharder.can_update_in_place(unit)
         # The gathered unit gets the new parameters; an undo marks it stale.

@@ -14,8 +14,7 @@ Clipping and unscaling come before the step: the loop calls torch's functions on
 records the scalings (`infinity._src.params.accumulator`), and updates replay them.
 
 If a gradient is not finite on some rank, all ranks raise, skip the step or take it, as
-`Policy.on_nonfinite` says: `check_finite` and `refuse_nonfinite`, called by
-infinity/_src/optim/base.py.
+`Policy.on_nonfinite` says (infinity/_src/optim/step_consensus.py).
 
 This is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
 
@@ -65,7 +64,6 @@ import torch
 
 from infinity._src.base.alarm import Alarm
 from infinity._src.base.torch_compat import profiled
-from infinity._src.base.wording import listed
 from infinity._src.cabi.records import MASK_PARAM_IN_MEMORY, Algorithm
 from infinity._src.distributed.comm_streams import PendingCollective
 from infinity._src.distributed.communicator import Comm
@@ -98,7 +96,6 @@ from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.errors import (
     AioError,
     DriveLostError,
-    NonFiniteGradient,
     StateInvalid,
     StepUndone,
 )
@@ -215,7 +212,7 @@ class StepPipeline:
         self._passes, self._schedule = progress.passes, progress.schedule
         self._clock, self._waits = progress.clock, progress.waits
         self._device = device
-        self._comm = comm
+        self.comm = comm
         self._mode = mode
         self._alarm = alarm
         self._heap = heap
@@ -240,7 +237,7 @@ class StepPipeline:
 
     def prepare_jobs(self, flats: Sequence[Flat]) -> None:
         """Prepare the jobs of these flats. Call it again when formats or places have changed."""
-        self._jobs = {flat: jobs_of_flat(self._store, flat, self._comm.rank) for flat in flats}
+        self._jobs = {flat: jobs_of_flat(self._store, flat, self.comm.rank) for flat in flats}
         self._first_masks.clear()
 
     # -- faults and waiting ------------------------------------------------------------------------
@@ -248,7 +245,7 @@ class StepPipeline:
     @property
     def undoes_together(self) -> bool:
         """True where a fault of one rank's update undoes the step on all ranks."""
-        return self.transaction is not None and self._comm.world > 1
+        return self.transaction is not None and self.comm.world > 1
 
     @property
     def update_failed(self) -> bool:
@@ -268,14 +265,14 @@ class StepPipeline:
             return
         if isinstance(fault.__cause__, DriveLostError):
             # A step cannot be undone on a lost drive: raise the drive's error.
-            self._comm.report_failure(fault.__cause__)
+            self.comm.report_failure(fault.__cause__)
             raise fault.__cause__.with_traceback(None)
         if self.transaction is not None and not (self.undoes_together or self._final):
             # Raised once: training may continue after the undo.
             self._fault = None
             raise self._undo(self.transaction, fault.__cause__ or fault)
         # Peers wait in collectives for this rank; without a report they would time out.
-        self._comm.report_failure(fault)
+        self.comm.report_failure(fault)
         raise fault
 
     def _undo(
@@ -341,7 +338,7 @@ class StepPipeline:
         fault. Collective where ranks undo steps together.
         """
         if self.undoes_together:
-            if failed_anywhere(self._comm, error):
+            if failed_anywhere(self.comm, error):
                 self._undo_for(error)
         elif error is not None:
             self.set_fault(half_done(error))
@@ -352,12 +349,12 @@ class StepPipeline:
         the fault of its gather, if any. Collective.
         """
         assert self.transaction is not None, "one generation undoes nothing"
-        cause = cause_of_undo(self._comm, error)
+        cause = cause_of_undo(self.comm, error)
         try:
             undone = self._undo(self.transaction, cause, read)
         except BaseException as error:
             # The other ranks restore the last commit, and this rank cannot.
-            self._comm.report_failure(error)
+            self.comm.report_failure(error)
             raise
         raise undone
 
@@ -366,7 +363,7 @@ class StepPipeline:
         Collective. Raises: StepUndone on all ranks if an update of one has failed.
         """
         fault = self._fault_of_update()
-        if failed_anywhere(self._comm, fault):
+        if failed_anywhere(self.comm, fault):
             self.undo_together()
         self._unagreed = False
 
@@ -478,24 +475,9 @@ class StepPipeline:
         Raises: RanksDiverged; ValueError for an lr, or another number, that differs on a rank.
         """
         # Not with one rank: a description costs a pass over the groups.
-        if self._comm.world > 1:
+        if self.comm.world > 1:
             description = describe_step(optimizer, params)
-            self._comm.check_same_numbers(description.what, description.numbers, description.names)
-
-    def check_finite(self, params: Sequence[Param]) -> list[Param]:
-        """Return the parameters whose gradient is not finite on some rank. Collective: all ranks
-        pass the same parameters.
-        """
-        # Each rank has a shard of the gradient, so an inf may be on one rank only.
-        bad = self._comm.all_reduce_any(
-            [param.grad is not None and not param.grad.finite() for param in params]
-        )
-        return [param for param, is_bad in zip(params, bad, strict=True) if is_bad]
-
-    def first_on_any_rank(self, params: Sequence[Param], flags: Sequence[bool]) -> Param | None:
-        """Return the first of these parameters whose flag is set on some rank. Collective."""
-        found = self._comm.all_reduce_any(flags)
-        return next((param for param, flag in zip(params, found, strict=True) if flag), None)
+            self.comm.check_same_numbers(description.what, description.numbers, description.names)
 
     def check_idle(self, params: Sequence[Param]) -> None:
         """Raise RuntimeError if a forward, a backward or `gather()` uses the unit of one of these
@@ -607,11 +589,11 @@ class StepPipeline:
 
     @property
     def rank(self) -> int:
-        return self._comm.rank
+        return self.comm.rank
 
     @property
     def world(self) -> int:
-        return self._comm.world
+        return self.comm.world
 
     @property
     def device(self) -> Device:
@@ -627,7 +609,7 @@ class StepPipeline:
         """Start an exchange of tensors with the other ranks. Never blocks. Collective. what: its
         name, the same on all ranks.
         """
-        return self._comm.submit_all_gather(
+        return self.comm.submit_all_gather(
             what, lambda collectives: collectives.exchange(sends, receives)
         )
 
@@ -795,20 +777,3 @@ def half_done(error: BaseException) -> StateInvalid:
     )
     fault.__cause__ = error
     return fault
-
-
-def refuse_nonfinite(bad: Sequence[Param], mode: str) -> bool:
-    """Apply `on_nonfinite` to the parameters that `check_finite` found. Returns whether the step is
-    taken.
-
-    Raises: NonFiniteGradient when mode is "raise".
-    """
-    if not bad or mode == "ignore":
-        return True
-    if mode == "skip":
-        return False
-    names = listed((param.name for param in bad), most=3)
-    raise NonFiniteGradient(
-        f"gradients of {names} are not finite; no state was changed. Policy(on_nonfinite='skip') "
-        "skips such steps, 'ignore' applies them"
-    )

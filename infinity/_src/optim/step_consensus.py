@@ -11,8 +11,8 @@ rounding: processors differ in the last bits of a scheduler's or a norm's result
 With two generations ranks also agree on the outcome of a step: whether an update failed on any rank
 (`failed_anywhere`), and with which errors (`cause_of_undo`).
 
-Ranks agree on gradients that are not finite in `StepPipeline.check_finite`
-(infinity/_src/optim/step.py).
+Before a step ranks agree whether a gradient is not finite on any of them (`nonfinite_anywhere`).
+All raise, skip the step or take it, as `Policy.on_nonfinite` says (`refuse_nonfinite`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from infinity._src.base.wording import listed
 from infinity._src.distributed.communicator import Comm, digest_of_text, fingerprinted
 from infinity._src.params.unit import Param
-from infinity.errors import PeerFailed
+from infinity.errors import NonFiniteGradient, PeerFailed
 
 _TEXT_MAX = 500
 """Characters of an error message that a rank sends to the other ranks."""
@@ -102,6 +103,40 @@ def describe_registration(optimizer: Grouped, params: Sequence[Param]) -> list[s
     groups, found = _values_by_group(optimizer, params, lambda _name, value: f"{value:.6g}")
     rules = [json.dumps(group) for group in groups]
     return [_title(optimizer, params), *(f"{name} with {rules[place]}" for name, place in found)]
+
+
+def nonfinite_anywhere(comm: Comm, params: Sequence[Param]) -> list[Param]:
+    """Return the parameters whose gradient is not finite on some rank. Collective: all ranks pass
+    the same parameters.
+    """
+    # Each rank has a shard of the gradient, so an inf may be on one rank only.
+    bad = comm.all_reduce_any(
+        [param.grad is not None and not param.grad.finite() for param in params]
+    )
+    return [param for param, is_bad in zip(params, bad, strict=True) if is_bad]
+
+
+def first_anywhere(comm: Comm, params: Sequence[Param], flags: Sequence[bool]) -> Param | None:
+    """Return the first of these parameters whose flag is set on some rank. Collective."""
+    found = comm.all_reduce_any(flags)
+    return next((param for param, flag in zip(params, found, strict=True) if flag), None)
+
+
+def refuse_nonfinite(bad: Sequence[Param], mode: str) -> bool:
+    """Apply `on_nonfinite` to the parameters that `nonfinite_anywhere` found. Returns whether the
+    step is taken.
+
+    Raises: NonFiniteGradient when mode is "raise".
+    """
+    if not bad or mode == "ignore":
+        return True
+    if mode == "skip":
+        return False
+    names = listed((param.name for param in bad), most=3)
+    raise NonFiniteGradient(
+        f"gradients of {names} are not finite; no state was changed. Policy(on_nonfinite='skip') "
+        "skips such steps, 'ignore' applies them"
+    )
 
 
 def failed_anywhere(comm: Comm, fault: BaseException | None) -> bool:

@@ -62,7 +62,7 @@ class UpdateHooks:
 
 
 class Access(Protocol):
-    """Checks before values are read or written (`infinity._src.engine.access`)."""
+    """Checks before values are read or written (`infinity._src.engine.access_checks`)."""
 
     def before_pass(self) -> None:
         """An outermost forward is about to begin. Raises: ProcessGroupChanged."""

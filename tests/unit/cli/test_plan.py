@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 from infinity._src.base.sizes import MIB  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.plan import read_shape, run_plan  # noqa: E402
-from infinity._src.cli.train_options import check_options  # noqa: E402
+from infinity._src.cli.train_setup import check_options  # noqa: E402
 from infinity._src.memory.host_overhead import PIECES_BYTES  # noqa: E402
 from infinity._src.plan.predict import EFFICIENCY  # noqa: E402
 from tests import tiny_llama  # noqa: E402

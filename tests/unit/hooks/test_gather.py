@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity._src.hooks.gather_window import gather
+from infinity._src.hooks.gather_context import gather
 from infinity.errors import ParameterReleased
 from tests.unit.hooks import models
 from tests.unit.hooks.rig import Rig, at_rest

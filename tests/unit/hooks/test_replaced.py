@@ -15,7 +15,7 @@ import torch.nn.utils.parametrize as parametrize
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity._src.hooks.gather_window import gather
+from infinity._src.hooks.gather_context import gather
 from infinity.errors import ParameterReleased, ReplacedOutsideEngine, WeightWritten
 from tests.marks import alternating
 from tests.unit.hooks import models

@@ -11,7 +11,7 @@ import torch
 
 from infinity._src.cabi.records import Format, GradSection, HyperFlag, Master, Moments, chunk_numel
 from infinity._src.kernels.hyper import hyper_row_lion, hyper_row_sgd
-from infinity._src.kernels.rounding import rounding_key
+from infinity._src.kernels.random_bits import rounding_key
 from tests.oracle import update_sections
 
 SGD_OPTIONS: list[dict[str, Any]] = [

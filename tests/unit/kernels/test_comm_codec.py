@@ -21,7 +21,7 @@ from infinity._src.kernels import comm_codec as wire
 from infinity._src.kernels.comm_codec import decode, decode_sum, encode, sum_in_order
 from infinity._src.kernels.quantize import dequantize, quantize
 from infinity._src.kernels.quantized import DTYPES, codes_bytes, wire_bytes
-from infinity._src.kernels.rounding import rounding_key
+from infinity._src.kernels.random_bits import rounding_key
 from tests import forks
 
 pytestmark = pytest.mark.filterwarnings(

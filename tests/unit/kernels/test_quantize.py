@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from infinity._src.kernels import choice
 from infinity._src.kernels.quantize import dequantize, levels_of, quantize
 from infinity._src.kernels.quantized import DTYPES, GROUP_NUMEL_LEAST, Quantized
-from infinity._src.kernels.rounding import random_bits, rounding_key
+from infinity._src.kernels.random_bits import random_bits, rounding_key
 from tests import oracle
 from tests.marks import mostly_slow
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from infinity._src.cabi.records import QUANT_GROUP, Format, Master, Moments
 from infinity._src.kernels import state_codec
-from infinity._src.kernels.rounding import rounding_key
+from infinity._src.kernels.random_bits import rounding_key
 from tests import oracle
 from tests.marks import mostly_slow
 from tests.unit.native.states import random_bits as odd_bits

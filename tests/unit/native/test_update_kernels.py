@@ -21,7 +21,7 @@ from infinity._src.kernels.hyper import (
     hyper_row_muon_momentum,
     hyper_row_sgd,
 )
-from infinity._src.kernels.rounding import rounding_key
+from infinity._src.kernels.random_bits import rounding_key
 from tests.oracle import decode_sections, encode_sections, random_bits, update_sections
 from tests.unit.native.states import Array, native_update
 from tests.unit.native.states import random_bits as odd_bits

@@ -14,7 +14,7 @@ from infinity._src.kernels import comm_codec as wire
 from infinity._src.kernels.comm_codec import decode_sum, encode, sum_in_order
 from infinity._src.kernels.quantize import DTYPES
 from infinity._src.kernels.quantized import wire_bytes
-from infinity._src.kernels.rounding import rounding_key
+from infinity._src.kernels.random_bits import rounding_key
 from tests.unit.native.states import random_bits as odd_bits
 
 KEY = rounding_key(1, 2, "weight")

@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint import save
-from infinity._src.engine.access import EngineAccess
+from infinity._src.engine.access_checks import EngineAccess
 from infinity._src.memory import drive_health
 from infinity._src.params import unshard
 from infinity.errors import DeviceFailedError, DriveLostError, EngineClosed, StateInvalid

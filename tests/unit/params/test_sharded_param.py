@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity._src.hooks.gather_window import gather
+from infinity._src.hooks.gather_context import gather
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity.errors import EngineClosed, ParameterReleased, ReplacedOutsideEngine
 from tests.unit.hooks import models

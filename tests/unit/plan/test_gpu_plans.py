@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 import infinity as inf  # noqa: E402
 from infinity._src.base.sizes import GIB, MIB  # noqa: E402
 from infinity._src.cli.plan import read_shape  # noqa: E402
-from infinity._src.engine.step_stats import StepTerms  # noqa: E402
+from infinity._src.engine.step_limits import StepTerms  # noqa: E402
 from infinity._src.memory.roofline import Moved  # noqa: E402
 from infinity._src.plan.changes import fewest_micro_batches, one_change, where_updates_run  # noqa: E402
 from infinity._src.plan.machine import Machine, describe_machine  # noqa: E402

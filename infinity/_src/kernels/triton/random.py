@@ -1,4 +1,4 @@
-"""Random bits of infinity/_src/kernels/rounding.py inside Triton kernels, and floats rounded on
+"""Random bits of infinity/_src/kernels/random_bits.py inside Triton kernels, and floats rounded on
 their bits.
 
 Integer arithmetic only, with the same bits on every device, in the interpreter and in the C

@@ -1,5 +1,5 @@
-"""Options of `infinity train`: contradictions among them, the policy, and the learning rate that
-they ask for.
+"""Set-up of `infinity train` from its options: the policy, the optimizer and its learning rate.
+Contradictions among options raise. arguments.py declares the options.
 """
 
 from __future__ import annotations

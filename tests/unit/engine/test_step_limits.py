@@ -10,7 +10,7 @@ import pytest
 
 from infinity._src.base.sizes import format_size
 from infinity._src.base.telemetry import Marks, PhaseClock, Timeline
-from infinity._src.engine.step_stats import Bandwidths, StepTerms, bandwidths_of, fit_drives
+from infinity._src.engine.step_limits import Bandwidths, StepTerms, bandwidths_of, fit_drives
 from infinity._src.memory.pcie import Copied, Copies, ModelBytes, copies
 from infinity._src.memory.roofline import AtRest, Drives, traffic
 from infinity.aio._stats import Window

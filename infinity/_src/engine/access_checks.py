@@ -1,5 +1,5 @@
 """Checks of an engine before values are read or written: it is open, and nothing has failed in the
-background. `Handle.gather` itself is in hooks/gather_window.py.
+background. `Handle.gather` itself is in hooks/gather_context.py.
 """
 
 from __future__ import annotations
