@@ -11,6 +11,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.engine.handle import offload
+from infinity._src.kernels import newton_schulz
 from infinity._src.kernels.newton_schulz import (
     flops,
     orthogonalize,
@@ -208,6 +210,39 @@ def test_torchs_two_optimizers_are_two_here(tmp_path: Path) -> None:
         runs.append((losses, harness.values_of(model)))
         inf.handle(model).close()
     assert_same(runs[1], runs[0])
+
+
+def test_products_are_in_fp32_on_cpus_without_bf16_instructions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    monkeypatch.setattr(newton_schulz, "bf16_instructions", lambda: ("amx_bf16",))
+    coarse = orthogonalize(matrix)
+    monkeypatch.setattr(newton_schulz, "bf16_instructions", lambda: ())
+    assert product_dtype(torch.device("cuda")) is torch.bfloat16
+    fine = orthogonalize(matrix)
+    # Only the result is rounded to bf16.
+    exact = newton_schulz_of_torch_in(torch.float64, matrix)
+    assert (fine - exact).norm() < 0.2 * (coarse - exact).norm()
+
+
+def newton_schulz_of_torch_in(dtype: torch.dtype, matrix: torch.Tensor) -> torch.Tensor:
+    with mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor.to(dtype)):
+        return newton_schulz_of_torch(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+
+
+def test_a_matrix_that_is_unfrozen_later_is_transformed() -> None:
+    model = inf.offload(models.make(models.Small), inf.Policy())
+    up = model.blocks[0].up.weight  # type: ignore[union-attr]
+    up.requires_grad_(False)
+    optimizer = inf.Muon(model.parameters(), lr=0.02)
+    for batch in models.token_batches(2):
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        up.requires_grad_(True)
+    assert inf.handle(model).optimizer_state(up)["momentum_buffer"].norm() > 0
+    inf.handle(model).close()
 
 
 class Mixed(nn.Module):
@@ -461,14 +496,17 @@ def test_the_plan_counts_no_scratch_for_embeddings_and_no_traffic_of_second_mome
     tmp_path: Path,
 ) -> None:
     block = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
-    model = nn.ModuleDict({"embed": nn.Embedding(512, 64), "blocks": nn.ModuleList([block])})
+    # Most of its elements have second moments.
+    table = nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64))
+    blocks = nn.ModuleList([block, table])
+    model = nn.ModuleDict({"embed": nn.Embedding(512, 64), "blocks": blocks})
     inf.offload(model.bfloat16(), policy(tmp_path, **MIN))
     optimizer = inf.Muon(model.parameters())
     parts = inf.handle(model).parts
     flats = parts.split.flats
     assert optimizer.scratch_bytes(dict.fromkeys(flats, Format.SPLIT)) == 4 * scratch_numel(64, 64)
     idle = {flat.params[0].name: parts.tiers.planner.idle_masks[flat] for flat in flats}
-    assert idle.pop("embed.weight") == 0
+    assert idle.pop("embed.weight") == idle.pop("blocks.1.0.weight") == 0
     assert set(idle.values()) == {0b1000}
     inf.handle(model).close()
 

@@ -199,9 +199,8 @@ def check(case: Case, results: list[tuple[Told, Told]]) -> None:
         pytest.param("whole parameters", "read", (1,), 1, marks=pytest.mark.ranks),
         pytest.param("secondary shards", "read", (0,), 1, marks=pytest.mark.ranks),
         pytest.param("a class of torch", "read", (1,), 1, marks=pytest.mark.ranks),
-        # Its first updates fail, while the other rank waits for parts of matrices.
-        ("muon", "read", (1,), 1),
-        pytest.param("muon", "write", (0,), 1, marks=pytest.mark.ranks),
+        # One of its first updates fails, while the other rank waits for parts of matrices.
+        ("muon", "write", (0,), 1),
         pytest.param("unused parameters", "read", (0,), 1, marks=pytest.mark.ranks),
         ("unused parameters", "write", (1,), 1),
         ("deferred", "gather", (1,), 1),

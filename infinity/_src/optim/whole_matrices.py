@@ -157,7 +157,7 @@ class UnitMatrices:
         start, numel = matrix.part_of(self._rank)
         _, element, _ = param.flat.layout.shard_range(param.param_index, self._rank)
         at = matrix.start + start - element
-        return part[at : at + numel] if numel else part[:0]
+        return part[at : at + numel]
 
     def messages(self) -> tuple[list[Message], list[Message]]:
         """Return the messages that bring parts to their owners: to send, and to receive."""

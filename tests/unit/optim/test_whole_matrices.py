@@ -3,9 +3,11 @@ and delivers their messages."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Sequence
+from unittest import mock
 
 import torch
 from hypothesis import given, settings
@@ -61,10 +63,12 @@ def deliver(messages: Sequence[tuple[Sequence[Message], Sequence[Message]]]) -> 
 @given(
     flats=st.lists(st.lists(SHAPES, min_size=1, max_size=4), min_size=1, max_size=2),
     world=st.integers(1, 3),
+    device=st.booleans(),
 )
 def test_every_matrix_is_whole_once_and_every_part_comes_back(
-    flats: list[list[tuple[int, ...]]], world: int
+    flats: list[list[tuple[int, ...]]], world: int, device: bool
 ) -> None:
+    """device: matrices lie in memory of their own, as on a GPU."""
     unit = Unit(0, "unit", ())
     unit.flats = []
     for shapes in flats:
@@ -85,10 +89,12 @@ def test_every_matrix_is_whole_once_and_every_part_comes_back(
     by_param = matrices_of(params, world)
     matrices = [each for param in params for each in by_param[param]]
     check_owners(matrices, world)
-    ranks = [
-        UnitMatrices(matrices, parts[rank], rank=rank, world=world, device=CPU)
-        for rank in range(world)
-    ]
+    there = mock.patch.object(torch.Tensor, "to", lambda tensor, _: tensor.clone())
+    with there if device else contextlib.nullcontext():
+        ranks = [
+            UnitMatrices(matrices, parts[rank], rank=rank, world=world, device=CPU)
+            for rank in range(world)
+        ]
     deliver([held.messages() for held in ranks])
     assert sorted(map(id, matrices)) == sorted(id(each) for held in ranks for each in held.owned)
     for rank, held in enumerate(ranks):
