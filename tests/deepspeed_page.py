@@ -49,7 +49,7 @@ DeepSpeed's, a note says how. No key is ignored silently:
 - `aio` inside of `zero_optimization`, as on Hugging Face's page, is read like `aio` at the top;
   `bfloat16` is an old name of `bf16`, and `zero_optimization: true` means stage 1.
 
-Stage 0, with `"stage": 0` or without `zero_optimization`, splits and offloads nothing in DeepSpeed.
+Stage 0, with `"stage": 0` or without `zero_optimization`, shards and offloads nothing in DeepSpeed.
 `inf.Policy.from_deepspeed` and `infinity train` refuse it, and name stages 1 to 3. `initialize` of
 `infinity.compat.deepspeed` takes it as stage 1, with the same numbers, and logs that; optimizer
 states are then in CPU memory.

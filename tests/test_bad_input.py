@@ -196,7 +196,7 @@ class mounted:
                 "update": "backward",
                 "generations": 2,
             },
-            "update='backward' updates units in the order of each rank's own backward",
+            "update='backward' updates units in the order of the rank's backward",
         ),
         ({"sync_module_states": 1}, "sync_module_states=1 is not known"),
         ({"broadcast_buffers": None}, "broadcast_buffers=None is not known"),

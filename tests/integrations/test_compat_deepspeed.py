@@ -680,7 +680,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "open auto": (
         {"config": config(optimizer={"type": "AdamW", "params": {"lr": "auto"}})},
-        r'optimizer.params.lr: "auto" is for the trainer to fill',
+        r'optimizer.params.lr: a trainer must replace "auto"',
     ),
     "open auto of batches": (
         {"config": config(gradient_accumulation_steps="auto")}, "gradient_accumulation_steps",

@@ -347,7 +347,7 @@ def test_a_refused_key_says_what_to_do(name: str) -> None:
     for nothing in [*off, None]:
         run = read(*beside, (name, nothing))
         assert dataclasses.replace(run, notes=plain.notes, keys=plain.keys) == plain
-        assert run.notes == plain.notes, "a key that asks for nothing needs no line"
+        assert run.notes == plain.notes, "a key that requests nothing needs no line"
 
 
 def test_every_key_has_one_of_three_fates_and_its_case() -> None:
@@ -394,7 +394,7 @@ def test_an_optimizer_on_nvme_is_there_in_stage_2() -> None:
     section = Z + "offload_optimizer."
     run = read((section + "device", "nvme"), (section + "nvme_path", "/a"), stage=2)
     assert (run.policy["optim"], run.policy["nvme"]) == ("nvme", ["/a"])
-    assert any("DeepSpeed keeps them in CPU memory" in note for note in run.notes)
+    assert any("DeepSpeed keeps optimizer states in CPU memory" in note for note in run.notes)
 
 
 def test_two_paths_are_striped_and_say_so() -> None:
@@ -444,7 +444,7 @@ def test_zero_plus_plus_is_of_stage_3() -> None:
         (Z + "zero_quantized_weights", True), (Z + "zero_quantized_gradients", True), stage=2
     )
     assert not {"qwz", "qgz", "hpz"} & run.policy.keys()
-    assert sum("it is of stage 3" in note for note in run.notes) == 2
+    assert sum("no effect below stage 3" in note for note in run.notes) == 2
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_a_secondary_shard_of_other_ranks_is_refused() -> None:
     found = message(value, world_size=16, ranks_per_node=8)
     assert "zero_hpz_partition_size=4: " in found
     assert "a DeviceMesh of (4, 4)" in found
-    assert "do not split" in message(config((Z + "zero_hpz_partition_size", 3)), world_size=8)
+    assert "cannot form groups" in message(config((Z + "zero_hpz_partition_size", 3)), world_size=8)
 
 
 def test_drives_take_their_own_bounds() -> None:
@@ -486,7 +486,7 @@ def test_aio_where_hugging_face_has_it() -> None:
 def test_bf16_and_fp16_exclude_each_other() -> None:
     found = message(config(*BF16, *FP16))
     assert "bf16.enabled=true and fp16.enabled=true" in found
-    assert "set the other to false" in found
+    assert "set one of them to false" in found
 
 
 def test_the_old_name_of_bf16() -> None:
@@ -513,7 +513,7 @@ def test_gradients_of_bf16_that_are_not_finite() -> None:
 
 def test_a_dtype_that_says_another() -> None:
     found = message(config(*BF16, ("data_types.param_dtype", "fp16")))
-    assert 'data_types.param_dtype="float16" is not what' in found
+    assert 'data_types.param_dtype="float16" contradicts' in found
 
 
 @pytest.mark.parametrize(
@@ -531,7 +531,7 @@ def test_autocast_needs_its_dtype_and_exact_weights() -> None:
     assert "without torch_autocast.dtype" in message(config(on))
     assert "torch_autocast.dtype=" in message(config(on, ("torch_autocast.dtype", "fp32")))
     pair = (on, ("torch_autocast.dtype", "bf16"), (Z + "zero_quantized_weights", True))
-    assert "DeepSpeed refuses the two together" in message(config(*pair))
+    assert "DeepSpeed refuses both together" in message(config(*pair))
     assert read(("torch_autocast.enabled", False)).autocast is None
 
 
@@ -725,7 +725,7 @@ def test_a_policy_needs_only_what_its_fields_depend_on() -> None:
     assert inf.Policy.from_deepspeed(value).zero == 3
     run = inf.read_deepspeed(value, keep_auto=True)
     assert f'{P}lr="auto": as the trainer fills it' in run.notes
-    with pytest.raises(ValueError, match=r"zero_optimization\.offload_param\.device: \"auto\""):
+    with pytest.raises(ValueError, match=r"zero_optimization\.offload_param\.device: a trainer"):
         inf.Policy.from_deepspeed(config((Z + "offload_param.device", AUTO)))
     filled = inf.Policy.from_deepspeed(
         config((Z + "offload_param.device", AUTO)), auto={Z + "offload_param.device": "cpu"}
@@ -765,7 +765,7 @@ BAD_FILES = {
     "": "line 1, column 1",
     "[1, 2]": "write a JSON object",
     "3": "write a JSON object",
-    '{"bf16": {"enabled": true,}}': "plain JSON: comments and commas",
+    '{"bf16": {"enabled": true,}}': "remove comments and trailing commas",
     '{// comment\n"bf16": {}}': "line 1, column 2",
     '{"bf16": {}, "bf16": {}}': '"bf16" twice in one object: keep one',
     '{"bf16": {"enabled": true, "enabled": false}}': '"enabled" twice in one object',
@@ -775,7 +775,7 @@ BAD_FILES = {
     '{"train_batch_size": ' + "9" * 5000 + "}": "integer string conversion",
     '{"train_batch_size": ' + "9" * 4000 + "}": "train_batch_size=an integer of 13288 bits",
     '{"train_batch_size": 1e300}': "train_batch_size=1e+300: give a whole number",
-    "[" * 100_000: "too deep",
+    "[" * 100_000: "nested deeper",
     '{"a":' * 900 + "1" + "}" * 900: "a={'a': {'a': {...}}}: there is no such key",
     '{"zero_optimization": 3}': "zero_optimization=3: give an object",
     '{"zero_optimization": "auto"}': 'zero_optimization="auto": give an object',
@@ -827,7 +827,7 @@ def test_a_path_that_is_none(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_bytes(b"\xff\xfe{}")
-    assert "no text in UTF-8" in message(path)
+    assert "not UTF-8 text" in message(path)
     assert "Is a directory" in message(tmp_path)
 
 
@@ -859,8 +859,8 @@ def test_an_unknown_key_names_the_nearest(name: str) -> None:
 
 @pytest.mark.parametrize("name", [3, None, ("a",), b"stage"])
 def test_names_are_texts(name: Any) -> None:
-    assert "names of keys are texts" in message({name: 1})
-    assert "names of keys are texts" in message({"bf16": {name: 1}})
+    assert "a key must be a text" in message({name: 1})
+    assert "a key must be a text" in message({"bf16": {name: 1}})
 
 
 def test_a_mapping_in_itself() -> None:

@@ -14,12 +14,12 @@ from infinity._src.base.paths import argument
 
 TIERS = ("device", "cpu", "nvme")
 GENERATIONS_MAX = 5
-"""Bounded, since a drive has at most 8 swap files, some of which checkpoints by links use."""
+"""A drive has at most 8 swap files, and checkpoints made of hard links use some of them."""
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("horizontal", "vertical")
-"""Orders of micro-batches: each through the whole model before the next, or all of them through a
-block before the next block (`inf.microbatched`)."""
+"""Orders of micro-batches (`inf.microbatched`). horizontal: each micro-batch runs through the whole
+model before the next one. vertical: all micro-batches run through a block before the next block."""
 
 _SWITCH = (False, True)
 CHOICES: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType({
@@ -50,8 +50,9 @@ CHOICES: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType({
 
 
 class _Option(NamedTuple):
-    """The option of a field. kind: that of `Row`, for a field without choices. default: the
-    policy's, for `infinity train`. name: the option's, if it differs from the field's.
+    """A command-line option that sets a field of `Policy`. text: its help. kind: as in `Row`, for a
+    field without choices. default: the policy's, for `infinity train`. name: the option's name, if
+    it differs from the field's.
     """
 
     text: str
@@ -68,13 +69,13 @@ _OPTIONS: dict[str, _Option] = {
         "directory on an NVMe drive; repeat for several drives", None, [argument], "DIR",
     ),
     "ram": _Option(
-        'memory for offloading: "512MiB", or "min" (a share of what is available)', None, str,
+        'memory for offloading: "512MiB", or "min" (a share of the available memory)', None, str,
         "SIZE",
     ),
     "grads": _Option("nvme: gradients that do not fit in RAM go to the drives (cpu)", "cpu"),
     "activations": _Option("where inputs of checkpointed blocks are stored (device)", "device"),
     "resident": _Option(
-        "how much of a tier on NVMe to keep in memory, for each process: params=0.5 or optim=8GiB; "
+        "part of the states on NVMe that each process keeps in memory: params=0.5 or optim=8GiB; "
         "repeat for both (as much as --ram allows)", None, [str], "KIND=PART",
     ),
     "io_backend": _Option("the system's interface to the drives (auto)", "auto"),
@@ -95,7 +96,7 @@ _OPTIONS: dict[str, _Option] = {
         "device: the GPU updates states, which stream through it; needs --update deferred; the "
         "same bits (cpu)", "cpu",
     ),
-    # None by default, so that `infinity train` can refuse it beside other updates.
+    # The default is None, so that `infinity train` can refuse the option with other updates.
     "delayed_warmup": _Option(
         "first steps that --update delayed runs as deferred (40)", None, int, "STEPS",
     ),
@@ -145,8 +146,8 @@ def field_rows(*fields: str, **texts: str) -> list[Row]:
 
 
 def left_out() -> dict[str, None]:
-    """Return None for the option of each field: the defaults of a command that must know which
-    options were given.
+    """Return a default of None for each option, for a command that must know which options the user
+    gave.
     """
     return dict.fromkeys(option.name or field for field, option in _OPTIONS.items())
 

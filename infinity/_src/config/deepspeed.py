@@ -2,7 +2,7 @@
 
     file or mapping -> names and values checked against the table (`deepspeed_keys.py`), "auto"
     filled -> `DeepSpeedRun`: fields of `inf.Policy`, dtype, loss scaling, batch sizes, optimizer,
-    scheduler, and a note for each key that means nothing here, or something else
+    scheduler, and a note for each key that has no effect, or a different effect, in this engine
 
 Dtypes are names, so that this module imports no torch.
 """
@@ -41,11 +41,11 @@ from infinity.aio import IoSettings
 
 @dataclasses.dataclass(frozen=True)
 class KeyMeaning:
-    """One key of a configuration as written, its value, its status, and its meaning here
-    (`became`).
+    """One key of a configuration as written, its value, its status (`fate`), and its meaning in
+    this engine (`became`).
 
-    fate: its status: "mapped", "no meaning", "refused" (with a value that requests nothing), or
-    "left out" (its default differs here).
+    fate: "mapped", "no meaning", "refused" (with a value that requests nothing), or "left out"
+    (the configuration lacks the key, and the engine's default differs from DeepSpeed's).
     """
 
     key: str
@@ -67,17 +67,17 @@ def load(config: Any) -> tuple[str, Mapping[str, Any]]:
         found = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{where}: line {error.lineno}, column {error.colno}: {error.msg}. It must be plain "
-            "JSON: comments and commas at the end, which DeepSpeed takes, have to go"
+            f"{where}: line {error.lineno}, column {error.colno}: {error.msg}. The configuration "
+            "must be plain JSON: remove comments and trailing commas, which DeepSpeed accepts"
         ) from None
     except RecursionError:
-        raise ValueError(f"{where}: objects lie in each other too deep; it has no such key") from (
-            None
-        )
+        raise ValueError(
+            f"{where}: objects are nested deeper than any known key; correct the brackets"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
     if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: {shown(found)} is no configuration; write a JSON object")
+        raise ValueError(f"{where}: {shown(found)} is not a configuration; write a JSON object")
     return where, found
 
 
@@ -86,7 +86,7 @@ def _text_of(config: str | os.PathLike[str]) -> tuple[str, str]:
     try:
         return str(path), path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{path}: it is no text in UTF-8; write it as JSON") from None
+        raise ValueError(f"{path}: not UTF-8 text; write the configuration as JSON") from None
     except (OSError, ValueError) as error:
         # Launchers pass configurations as base64.
         if (text := _decoded(os.fspath(config))) is not None:
@@ -124,7 +124,9 @@ class _Entry:
 
 
 def collected(config: Mapping[str, Any]) -> Given:
-    """Collect the keys of a configuration with their rows. null counts as missing."""
+    """Collect the keys of a configuration with their rows of the table. A key whose value is null
+    counts as missing.
+    """
     entries: dict[str, _Entry] = {}
     config = _moved(config)
     torch_section = _torch_schedule(config)
@@ -165,8 +167,8 @@ def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _torch_schedule(config: Mapping[str, Any]) -> str | None:
-    """Return the section with the arguments of a torch schedule, which is not checked; None without
-    one.
+    """Return the name of the section with a torch schedule's arguments, whose names are not
+    checked; None for other schedules.
     """
     scheduler = config.get("scheduler")
     if not isinstance(scheduler, Mapping):
@@ -186,7 +188,7 @@ def _walk(
 ) -> Iterator[tuple[ConfigKey, str, Any]]:
     for name, value in values.items():
         if not isinstance(name, str):
-            raise ValueError(f"{section}{shown(name)}: names of keys are texts")
+            raise ValueError(f"{section}{shown(name)}: a key must be a text")
         written = section + name
         if value is None or written == untouched:
             # The name is checked, too: null under an unknown name is a mistake.
@@ -203,8 +205,8 @@ def _walk(
 
 
 def _unknown(written: str, value: Any) -> str:
-    """Return the message for an unknown key, with the nearest known one: of the same name in
-    another section, in its section, anywhere.
+    """Return the message for an unknown key. It suggests a known key: the only one with the same
+    last part, else the nearest name in the same section, else the nearest name of all.
     """
     known = sorted({*SPELLINGS, *SECTIONS})
     section, _, last = written[:200].rpartition(".")
@@ -217,15 +219,16 @@ def _unknown(written: str, value: Any) -> str:
         or [by_last[one] for one in difflib.get_close_matches(last, by_last, 1, 0.75)]
         or difflib.get_close_matches(written[:200], known, 1, 0.5)
     )
-    fix = f'write "{near[0]}", the nearest that is' if near else "leave it out"
+    fix = f'write "{near[0]}", the nearest known key' if near else "leave it out"
     name = written if len(written) <= 80 and written.isprintable() else shown(written)
     return f"{name}={shown(value)}: there is no such key; {fix} (docs/deepspeed-config.md)"
 
 
 class Given:
-    """Values of a configuration by the names of their rows, and notes on what they mean here.
+    """Values of a configuration by the names of their rows, and notes on their effect in this
+    engine.
 
-    untouched: the arguments of a schedule of torch.
+    untouched: the arguments of a torch schedule, which are not checked.
     """
 
     def __init__(self, entries: dict[str, _Entry], untouched: Mapping[str, Any]) -> None:
@@ -262,8 +265,8 @@ class Given:
                 lacking.append(entry.written)
         if lacking:
             raise ValueError(
-                f'{listed(lacking)}: "auto" is for the trainer to fill, before it is read; write '
-                f"the value, or give it as auto={{{lacking[0]!r}: ...}}"
+                f'{listed(lacking)}: a trainer must replace "auto" before the engine reads the '
+                f"configuration; write the value, or pass auto={{{lacking[0]!r}: ...}}"
             )
 
     def check(self) -> None:
@@ -311,12 +314,12 @@ class Given:
         return f"{entry.written}={shown(entry.value)}"
 
     def became(self, name: str, text: str) -> None:
-        """Record a key's meaning here, unless its value is an open "auto"."""
+        """Record a given key's effect in this engine, unless its value is an open "auto"."""
         if name in self._entries and not self._is_auto(name):
             self._became[name] = text
 
     def differs(self, name: str, text: str) -> None:
-        """Record that a key, or its default, has another meaning here."""
+        """Record that a key, or its default, has another effect in this engine."""
         self._differs[name] = text
 
     def meanings(self) -> tuple[KeyMeaning, ...]:
@@ -339,11 +342,11 @@ class Given:
         if name in self._differs:
             return self._differs[name]
         if entry.key.fate == REFUSED:
-            return "asks for nothing"
+            return "requests nothing"
         return self._became.get(name, entry.key.to)
 
     def notes(self) -> tuple[str, ...]:
-        """Return a line for each key without a meaning, or with another meaning, here."""
+        """Return a line for each key that has no effect, or another effect, in this engine."""
         return tuple(
             f"{self.show(SPELLINGS[found.key].name)}: {found.became}"
             for found in self.meanings()
@@ -382,14 +385,14 @@ class DeepSpeedRun:
 
     policy: fields for `inf.Policy.from_deepspeed(run)`. dtype: "bfloat16" or "float16", to which
     parameters are cast; None: not cast. autocast: the dtype of autocast around forward; "float16"
-    without `loss_scaling` needs torch's GradScaler. clip_norm: 0.0: none. optimizer: (name of a
-    class of `inf` or, for `inf.Elementwise`, of torch.optim; arguments; of Muon `adam_lr`, too: the
-    rate of what is no matrix). scheduler: (name of a
+    without `loss_scaling` needs torch's GradScaler. clip_norm: 0.0: no clipping. optimizer: (name
+    of a class of `inf` or, for `inf.Elementwise`, of torch.optim; arguments; for Muon also
+    `adam_lr`, the learning rate of parameters that are not matrices). scheduler: (name of a
     DeepSpeed or torch schedule; arguments). cast_inputs: cast floating inputs of forward to fp16.
-    buffer_dtype: dtype of floating buffers, except those of keep_in_fp32 ("auto": named by a
-    transformers model). managed_accumulation: the engine counts micro-batches. drop_last: of a
-    loader created by the engine. notes: a line for each key without a meaning, or with another
-    meaning, here. keys: all keys, in order.
+    buffer_dtype: dtype of floating buffers, except buffers named by keep_in_fp32 ("auto": a
+    transformers model names them). managed_accumulation: the engine counts micro-batches.
+    drop_last: setting of a loader that the engine creates. notes: a line for each key that has no
+    effect, or another effect, in this engine. keys: all keys, in order.
     """
 
     policy: Mapping[str, Any]
@@ -475,8 +478,8 @@ def _run(given: Given, world_size: int, ranks_per_node: int | None) -> DeepSpeed
 def _precision(given: Given) -> tuple[str | None, LossScaling | None]:
     if given["bf16.enabled"] and given["fp16.enabled"]:
         raise ValueError(
-            f"{given.show('bf16.enabled')} and {given.show('fp16.enabled')}: a model has one of "
-            "them; set the other to false"
+            f"{given.show('bf16.enabled')} and {given.show('fp16.enabled')}: a model has one dtype;"
+            " set one of them to false"
         )
     dtype, scaling = None, None
     if given["bf16.enabled"]:
@@ -485,14 +488,14 @@ def _precision(given: Given) -> tuple[str | None, LossScaling | None]:
         dtype, scaling = "float16", _loss_scaling(given)
     for section, name in (("bf16.", "bfloat16"), ("fp16.", "float16")):
         for key in given.below(section) if dtype != name else ():
-            given.became(section + key, f"nothing: {section}enabled is off")
+            given.became(section + key, f"no effect: {section}enabled is off")
     if dtype is not None:
         given.became(f"{'bf' if dtype == 'bfloat16' else 'fp'}16.enabled", f"dtype={dtype!r}")
     wanted = given["data_types.param_dtype"]
     if wanted is not None and wanted != (dtype or "float32"):
         raise ValueError(
-            f"{given.show('data_types.param_dtype')} is not what bf16.enabled and fp16.enabled "
-            f"say ({dtype or 'float32'}): leave it out, or set the one that it means"
+            f"{given.show('data_types.param_dtype')} contradicts bf16.enabled and fp16.enabled "
+            f"({dtype or 'float32'}): leave it out, or enable the section of this dtype"
         )
     return dtype, scaling
 
@@ -501,7 +504,7 @@ def _loss_scaling(given: Given) -> LossScaling:
     static = given["fp16.loss_scale"] or None
     least = {"fp16.loss_scale_window": 1, "fp16.min_loss_scale": 1, "fp16.hysteresis": 1}
     for name, limit in least.items():
-        # A static scale uses none of these, and DeepSpeed does not check them.
+        # A static scale uses none of these keys, and DeepSpeed then does not check them.
         if static is None and given[name] < limit:
             raise ValueError(
                 f"{given.show(name)}: give a whole number, {limit} or more, with dynamic loss "
@@ -509,7 +512,7 @@ def _loss_scaling(given: Given) -> LossScaling:
             )
     for key, value in given.below("fp16.").items():
         dynamic = key not in ("enabled", "auto_cast", "loss_scale")
-        unused = "nothing: the scale is static"
+        unused = "no effect: the scale is static"
         given.became(f"fp16.{key}", unused if dynamic and static else f"{key}={value!r}")
     return LossScaling(
         static=static,
@@ -518,7 +521,7 @@ def _loss_scaling(given: Given) -> LossScaling:
         min_scale=float(given["fp16.min_loss_scale"]),
         hysteresis=given["fp16.hysteresis"],
         consecutive_hysteresis=given["fp16.consecutive_hysteresis"],
-        # As in ZeRO's optimizers.
+        # ZeRO's optimizers do so.
         raise_at_min=True,
     )
 
@@ -535,7 +538,7 @@ def _autocast(given: Given) -> str | None:
     if given["zero_optimization.zero_quantized_weights"]:
         raise ValueError(
             f"{given.show('torch_autocast.enabled')} and "
-            f"{given.show('zero_optimization.zero_quantized_weights')}: DeepSpeed refuses the two "
+            f"{given.show('zero_optimization.zero_quantized_weights')}: DeepSpeed refuses both "
             "together; set one of them to false"
         )
     return dtype
@@ -553,7 +556,7 @@ def _policy(
     stage = given[_ZERO + "stage"]
     if stage == 0:
         raise ValueError(
-            f"{given.show(_ZERO + 'stage')} splits and offloads nothing: set "
+            f"{given.show(_ZERO + 'stage')} shards and offloads nothing: set "
             "zero_optimization.stage to 1, 2 or 3, or train without the engine"
         )
     fields: dict[str, Any] = {"zero": stage}
@@ -569,7 +572,7 @@ def _policy(
         fields["activations"] = "cpu"
         given.differs(
             "activation_checkpointing.cpu_checkpointing",
-            "activations='cpu': of every checkpointed call, not of DeepSpeed's own only",
+            "activations='cpu': for every checkpointed call, not only DeepSpeed's",
         )
     fields |= _io(given)
     return fields
@@ -582,7 +585,7 @@ def _bfloat16(given: Given, stage: int) -> dict[str, Any]:
     given.became(check, f"on_nonfinite={fields['on_nonfinite']!r}")
     if stage == 3 and given[check]:
         given.differs(
-            check, "on_nonfinite='skip'; with stage 3 DeepSpeed takes the step all the same"
+            check, "on_nonfinite='skip'; with stage 3 DeepSpeed takes the step nevertheless"
         )
     if given[states]:
         fields["state"] = "bf16"
@@ -598,8 +601,8 @@ def _device(given: Given, section: str, old: str) -> str:
         return device
     if any(given.below(section)):
         raise ValueError(
-            f"{given.show(old)} and {section.rstrip('.')}: the second is the first's new form; "
-            f"leave {old} out"
+            f"{given.show(old)} and {section.rstrip('.')}: the section replaces the old key; leave "
+            f"{old} out"
         )
     return "cpu" if given[old] else "none"
 
@@ -616,7 +619,7 @@ def _tiers(given: Given, stage: int) -> dict[str, Any]:
     if stage < 3 and optim == "nvme":
         given.differs(
             _OPTIM + "device",
-            f"optim='nvme'; with stage {stage} DeepSpeed keeps them in CPU memory all the same",
+            f"optim='nvme'; with stage {stage} DeepSpeed keeps optimizer states in CPU memory",
         )
     if optim == "none":
         given.differs(
@@ -638,7 +641,7 @@ def _drives(given: Given, tiers: Mapping[str, Any], dtype: str | None) -> dict[s
     for section, tier in ((_PARAM, tiers["params"]), (_OPTIM, tiers["optim"])):
         path = given[section + "nvme_path"]
         if tier != "nvme":
-            given.became(section + "nvme_path", f"nothing: these states rest on {tier!r}")
+            given.became(section + "nvme_path", f"no effect: these states rest on {tier!r}")
         elif path and path != "none":
             given.became(section + "nvme_path", f"nvme={path!r}")
             paths += [path] if path not in paths else []
@@ -656,7 +659,7 @@ def _drives(given: Given, tiers: Mapping[str, Any], dtype: str | None) -> dict[s
         fields["resident"] = {"params": size_bytes}
         given.became(kept, f"resident={{'params': {size_bytes}}}")
     elif given.has(kept):
-        given.became(kept, "nothing: parameters do not rest on NVMe")
+        given.became(kept, "no effect: parameters do not rest on NVMe")
     return fields
 
 
@@ -664,15 +667,15 @@ def _exchange(
     given: Given, stage: int, dtype: str | None, world_size: int, ranks_per_node: int | None
 ) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    waits, travels = given["data_types.grad_accum_dtype"], given["communication_data_type"]
-    given.became("communication_data_type", f"reduce_dtype={travels!r}")
-    if waits is not None:
-        fields["grad_dtype"] = waits
-        given.became("data_types.grad_accum_dtype", f"grad_dtype={waits!r}")
-        # The engine's default is grad_dtype, DeepSpeed's the dtype of parameters.
-        travels = travels or dtype
-    if travels is not None:
-        fields["reduce_dtype"] = travels
+    accumulated, reduced = given["data_types.grad_accum_dtype"], given["communication_data_type"]
+    given.became("communication_data_type", f"reduce_dtype={reduced!r}")
+    if accumulated is not None:
+        fields["grad_dtype"] = accumulated
+        given.became("data_types.grad_accum_dtype", f"grad_dtype={accumulated!r}")
+        # The engine reduces in grad_dtype by default, DeepSpeed in the parameters' dtype.
+        reduced = reduced or dtype
+    if reduced is not None:
+        fields["reduce_dtype"] = reduced
     size = given[_ZERO + "zero_hpz_partition_size"]
     for name, field, value in (
         ("zero_quantized_weights", "qwz", True),
@@ -683,7 +686,7 @@ def _exchange(
         if not asked or (asked is not True and asked <= 1):
             continue
         if stage < 3:
-            given.differs(_ZERO + name, "nothing: it is of stage 3, in DeepSpeed too")
+            given.differs(_ZERO + name, "no effect below stage 3, in DeepSpeed too")
             continue
         if field == "hpz":
             _check_hpz(given, size, world_size, ranks_per_node)
@@ -694,11 +697,12 @@ def _exchange(
 
 def _check_hpz(given: Given, size: int, world_size: int, ranks_per_node: int | None) -> None:
     text = given.show(_ZERO + "zero_hpz_partition_size")
-    # DeepSpeed limits the size to the world's.
+    # DeepSpeed limits the size to the number of ranks, too.
     size = min(size, max(world_size, 1))
     if world_size % size:
         raise ValueError(
-            f"{text}: {world_size} ranks do not split into groups of it; give a divisor"
+            f"{text}: {world_size} ranks cannot form groups of this size; give a divisor of "
+            f"{world_size}"
         )
     node = min(ranks_per_node or size, world_size)
     if node != size:
@@ -726,8 +730,8 @@ def _io(given: Given) -> dict[str, Any]:
 
 
 def _batches(given: Given, world_size: int) -> tuple[int | None, int, int | None]:
-    """Return (micro-batch size, accumulation steps, batch size): batch = micro-batch x steps x
-    ranks; each may be missing.
+    """Return (micro-batch size, accumulation steps, batch size), with batch = micro-batch x steps x
+    ranks. The configuration may lack any of them.
     """
     if type(world_size) is not int or world_size < 1:
         raise ValueError(f"world_size={world_size!r}: give the number of ranks, 1 or more")
@@ -810,7 +814,7 @@ def _check_optimizer(config: Mapping[str, Any]) -> None:
     raise ValueError(
         f"optimizer.type={shown(kind)} is refused: there is no such optimizer here; take one of "
         f"{', '.join(sorted({name for name, _, _ in OPTIMIZERS.values()}))}, or leave it out and "
-        "give an optimizer of infinity's own"
+        "pass an optimizer of infinity"
     )
 
 
@@ -844,8 +848,8 @@ def _optimizer(given: Given) -> tuple[str, dict[str, Any]] | None:
 
 
 def _muon(given: Given, arguments: dict[str, Any]) -> None:
-    """Convert the arguments of DeepSpeed's Muon to those of `inf.Muon`, and `adam_lr`. Raises:
-    ValueError for what DeepSpeed computes otherwise.
+    """Convert the arguments of DeepSpeed's Muon to the arguments of `inf.Muon`, and `adam_lr`.
+    Raises: ValueError for settings with which DeepSpeed computes another update.
     """
     if arguments.pop("ns_method", "gram") != "standard":
         raise ValueError(
@@ -860,8 +864,8 @@ def _muon(given: Given, arguments: dict[str, Any]) -> None:
         )
     if not arguments.pop("adam_w_mode", True):
         raise ValueError(
-            "optimizer.params.adam_w_mode=false with Muon: what is no matrix gets AdamW here; set "
-            "true, or leave it out"
+            "optimizer.params.adam_w_mode=false with Muon: the engine updates parameters that are "
+            "not matrices with AdamW; set true, or leave it out"
         )
     arguments.pop("torch_adam", None)
     shared = arguments.pop("lr", None)
@@ -873,8 +877,8 @@ def _muon(given: Given, arguments: dict[str, Any]) -> None:
     given.became(_PARAMS + "eps", f"adam_eps={arguments['adam_eps']!r}")
     given.differs(
         "optimizer.type",
-        "inf.Muon: the iteration of torch.optim.Muon, in which products round in another order, "
-        "and norms are 1e-7 or more, where DeepSpeed adds 1e-7",
+        "inf.Muon iterates as torch.optim.Muon: its products round in another order than "
+        "DeepSpeed's, and it clamps norms to 1e-7, where DeepSpeed adds 1e-7",
     )
 
 
@@ -883,7 +887,7 @@ def _elementwise(name: str) -> str:
 
 
 def _without_kernel(name: str, arguments: Mapping[str, Any]) -> str:
-    slow = _elementwise(name) + ": no kernel, and `step()` waits"
+    slow = _elementwise(name) + ": it has no kernel, and `step()` waits for the update"
     if name == "Adam" and not arguments["weight_decay"]:
         return f"inf.AdamW, the same update while no parameter group decays; else {slow}"
     return slow
@@ -896,7 +900,7 @@ def _adam(given: Given, kind: str, arguments: dict[str, Any]) -> str:
     if torch_adam and decoupled and not given.has(_PARAMS + "weight_decay"):
         # torch.optim.AdamW's default.
         arguments["weight_decay"] = 1e-2
-    # Without decay both are the same update, but parameter groups may have a decay.
+    # Without weight decay both are the same update, but parameter groups may set one.
     return "AdamW" if decoupled else "Adam"
 
 

@@ -20,7 +20,7 @@ from typing import Any
 MAPPED, NO_MEANING, REFUSED, LEFT_OUT = "mapped", "no meaning", "refused", "left out"
 AUTO = "auto"
 LARGEST = (1 << 63) - 1
-"""Largest integer of a configuration: sys.maxsize, some defaults of DeepSpeed."""
+"""Largest integer that a configuration may have: sys.maxsize, a default of DeepSpeed's."""
 
 # -- Values ----------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ def _flag(value: Any) -> bool:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError
-    # First, since converting larger integers to float overflows.
+    # Refused first: `math.isfinite` raises OverflowError for large integers.
     if isinstance(value, int) and abs(value) > LARGEST:
         raise ValueError
     if not math.isfinite(value):
@@ -211,7 +211,7 @@ DTYPE = fitting('"fp32", "bf16" or "fp16"', _torch_name, _torch_name)
 HALF = fitting(
     '"bf16" or "fp16"', lambda value: _torch_name(value) in ("bfloat16", "float16"), _torch_name
 )
-# Only these names, in upper or lower case.
+# For this key DeepSpeed accepts only these names, in upper or lower case.
 COMM_DTYPE = fitting(
     DTYPE.text,
     lambda value: isinstance(value, str) and value.lower() in ("fp16", "bf16", "fp32"),
@@ -246,7 +246,6 @@ class Off:
 
 
 def _as_flag(value: Any) -> Any:
-    """Convert 0 and 1 to bool; return other values unchanged."""
     return bool(value) if isinstance(value, int) and value in (0, 1) else value
 
 
@@ -255,7 +254,7 @@ def _is_same(value: Any, one: Any) -> bool:
 
 
 def off_at(*values: Any) -> Off:
-    """Values equal to one of `values`. true is not a number, but 0 and 1 are truth values."""
+    """Values equal to one of `values`. 0 and 1 also equal false and true; true does not equal 1."""
 
     def tells(value: Any) -> bool:
         return any(
@@ -300,9 +299,9 @@ class ConfigKey:
     """One key: its dotted name, its status (`fate`), its allowed values, and its meaning here
     (`to`).
 
-    to: the field of a mapped key; else why it has no meaning, or what to do instead. default:
-    DeepSpeed's default. off: of a refused key. policy: a field of the policy depends on it. also:
-    its other names in the same section.
+    to: the field that a mapped key sets; else why the key has no meaning, or what to do instead.
+    default: DeepSpeed's default. off: values of a refused key that request nothing. policy: a field
+    of the policy depends on the key. also: further names of the key in the same section.
     """
 
     name: str
@@ -364,7 +363,7 @@ def _flat(groups: Iterable[tuple[ConfigKey, ...]]) -> tuple[ConfigKey, ...]:
 _NOT_A_SUM = "gradients are summed in fp32 and rounded once, so nothing overflows on the way"
 _ONE_GROUP = "ranks split states only"
 BATCHES = _flat((
-    mapped("train_batch_size", whole(1), "`train_batch_size`; one of the three may be left out"),
+    mapped("train_batch_size", whole(1), "`train_batch_size`; one of these three is optional"),
     mapped("train_micro_batch_size_per_gpu", whole(1), "`micro_batch_size`"),
     mapped("gradient_accumulation_steps", whole(1), "`accumulation_steps`"),
     mapped(
@@ -429,7 +428,7 @@ PRECISION = _flat((
         mapped("auto_cast", FLAG, '`cast_inputs`: floating inputs of forward go to fp16', False),
         mapped("loss_scale", number(0), "`loss_scaling.static`; 0: dynamic", 0.0),
         mapped(
-            "initial_scale_power", whole(0, 127), f"`initial_scale` {_UNUSED_SCALE}: 2 to it", 16
+            "initial_scale_power", whole(0, 127), f"log2 of `initial_scale` {_UNUSED_SCALE}", 16
         ),
         mapped("loss_scale_window", whole(-LARGEST), f"`window` {_UNUSED_SCALE}", 1000),
         mapped("hysteresis", whole(-LARGEST), f"`hysteresis` {_UNUSED_SCALE}", 2),
@@ -464,7 +463,7 @@ PRECISION = _flat((
         mapped("buffer_dtype", DTYPE, "`buffer_dtype`: floating buffers are cast"),
         mapped(
             "keep_in_fp32_modules", KEPT,
-            '`keep_in_fp32`: buffers that buffer_dtype does not cast; "auto": those that a '
+            '`keep_in_fp32`: buffers that buffer_dtype does not cast; "auto": buffers that a '
             "transformers model names", AUTO,
         ),
     ),
@@ -642,7 +641,7 @@ IO = _flat((
             '`activations="cpu"`: for every checkpointed call, not only DeepSpeed\'s', False,
             policy=True,
         ),
-        ignored("partition_activations", FLAG, "there are no model-parallel ranks to split them"),
+        ignored("partition_activations", FLAG, "there are no model-parallel ranks"),
         ignored("contiguous_memory_optimization", FLAG, "torch's allocator holds the inputs"),
         ignored("number_checkpoints", COUNT, "the engine needs no count of checkpointed calls"),
         ignored(
@@ -753,7 +752,7 @@ UPDATES = _flat((
     ignored("zero_force_ds_cpu_optimizer", FLAG, "the engine always uses its own optimizers"),
 ))  # fmt: skip
 
-# -- What is printed, measured and saved -----------------------------------------------------------
+# -- Logs, monitors and checkpoints ----------------------------------------------------------------
 
 _NO_MONITOR = "the engine writes nothing; `inf.StepLog` records steps"
 _NO_PROFILE = "`handle.stats()` and `handle.trace()` show times"

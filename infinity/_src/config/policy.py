@@ -1,5 +1,5 @@
-"""The user's policy: tiers and encoding of states, and the mode of updates. Validated once,
-here.
+"""The user's settings (`Policy`): tiers and encoding of states, mode of updates. `Policy` validates
+them once, when it is built.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ THREADS_MAX = 512
 class Policy:
     """Settings of an offloaded model. Every field has a working default.
 
-    params, optim, grads, activations: the lowest tier of these states: "device", "cpu" or "nvme"; a
-        remaining budget keeps them on a higher one. grads="nvme" spills gradients that exceed an
+    params, optim, grads, activations: the lowest tier of these states: "device", "cpu" or "nvme".
+        The part that fits in the remaining `ram` rests on a higher tier. grads="nvme" spills
+        gradients that exceed an
         explicit `ram`. `activations`: inputs of checkpointed calls (torch.utils.checkpoint, or
         `gradient_checkpointing_enable()`) of at least 64 KiB, which are offloaded during forward
         and prefetched in backward. "cpu" is for models that compute on another device; the memory
@@ -286,8 +287,8 @@ class Policy:
         ):
             section = "offload_param" if fields["params"] == "nvme" else "offload_optimizer"
             raise ValueError(
-                f'zero_optimization.{section}.device="nvme" without nvme_path: name a directory '
-                "there, in nvme=, or in $INFINITY_NVME_DIR"
+                f'zero_optimization.{section}.device="nvme" without nvme_path: set nvme_path, '
+                "nvme= or $INFINITY_NVME_DIR to a directory"
             )
         policy = cls(**fields)
         _log_once(run.notes)
@@ -347,15 +348,15 @@ class Policy:
     def _check_together(self) -> None:
         if self.update == "backward" and self.on_nonfinite == "skip" and not self.speculates:
             raise ValueError(
-                "update='backward' cannot honour on_nonfinite='skip': when a gradient that is not "
-                "finite is met, other units of the step are updated already. Use generations=2, "
-                "on_nonfinite='raise' or 'ignore', or update='deferred'"
+                "update='backward' cannot honour on_nonfinite='skip': when the engine finds a "
+                "gradient that is not finite, it has already updated other units. Use "
+                "generations=2, on_nonfinite='raise' or 'ignore', or update='deferred'"
             )
         if self.find_unused_parameters and self.update == "backward":
             raise ValueError(
-                "update='backward' updates units in the order of each rank's own backward, and "
-                "find_unused_parameters=True lets ranks differ in it: use update='deferred' or "
-                "'delayed'"
+                "update='backward' updates units in the order of the rank's backward, and with "
+                "find_unused_parameters=True this order may differ between ranks: use "
+                "update='deferred' or 'delayed'"
             )
         self._check_durable()
         if self.update_on == "device" and self.update != "deferred":
@@ -365,9 +366,9 @@ class Policy:
             )
         if self.update == "delayed" and self.generations > 1:
             raise ValueError(
-                "update='delayed' keeps one generation: it computes with the parameters of the "
-                "step before while the update is "
-                "made; use update='deferred' or 'backward' with generations=2, or generations=1"
+                "update='delayed' keeps one generation: forward computes with the parameters of "
+                "the step before while the update runs; use update='deferred' or 'backward' with "
+                "generations=2, or generations=1"
             )
         for kind, tier in (("params", self.params), ("optim", self.optim)):
             if kind in (self.resident or {}) and tier != "nvme":
@@ -381,13 +382,13 @@ class Policy:
             return
         if self.generations < 2:
             raise ValueError(
-                f"damaged={self.damaged!r} takes states of an earlier step, and generations=1 has "
-                "none: set generations=2"
+                f"damaged={self.damaged!r} needs the states of an earlier step, and generations=1 "
+                "keeps none: set generations=2"
             )
         if self.verify != "full":
             raise ValueError(
-                f"damaged={self.damaged!r} takes older states only where all their checksums are "
-                f"right: set verify='full' instead of {self.verify!r}"
+                f"damaged={self.damaged!r} uses older states only if all their checksums match: "
+                f"set verify='full' instead of {self.verify!r}"
             )
 
     def _check_durable(self) -> None:
@@ -416,13 +417,13 @@ class Policy:
             )
         if self.verify == "off":
             raise ValueError(
-                "durable runs need checksums to know what a crash left: set verify='full' "
-                "or 'sample'"
+                "durable runs need checksums to find states that a crash left incomplete: set "
+                "verify='full' or 'sample'"
             )
         if self.durable_every > 1 and self.update == "backward":
             raise ValueError(
                 f"durable_every={self.durable_every} overwrites steps in between, and "
-                "update='backward' takes updates back: use update='deferred', or durable_every=1"
+                "update='backward' undoes updates: use update='deferred', or durable_every=1"
             )
 
     @property
@@ -569,14 +570,14 @@ class Policy:
                 "empty"
             )
         for path in given:
-            # Before it is made absolute: parent directories may have braces in their names.
+            # Checked before `absolute` adds parent directories, whose names may have braces.
             check_directory_pattern(Path(path))
         paths = tuple(absolute(path, "nvme") for path in given)
         if self.durable and paths and is_directory_pattern(paths[0]):
             raise ValueError(
                 f"nvme={[str(path) for path in paths]}: a durable run keeps the manifests of all "
-                "ranks in the first directory: name one there that is the same on every rank; the "
-                "others may differ"
+                "ranks in the first directory: its name must be the same on every rank; further "
+                "directories may have {rank} in their names"
             )
         if len({path.resolve() for path in paths}) != len(paths):
             raise ValueError(f"nvme={[str(path) for path in paths]} names a directory twice")
@@ -601,7 +602,6 @@ _logged: set[str] = set()
 
 
 def _log_once(notes: Sequence[str]) -> None:
-    """Log each note on a configuration once per process."""
     for note in notes:
         if note not in _logged:
             _logged.add(note)
@@ -609,7 +609,7 @@ def _log_once(notes: Sequence[str]) -> None:
 
 
 def _launched(variable: str) -> int | None:
-    """Read a launcher's number of ranks from the environment; None without one."""
+    """Return the number of ranks that a launcher has set in the environment, else None."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 

@@ -2,10 +2,10 @@
 memory.
 
 Each round runs all arms in turn; figures are medians over the rounds. "cache": the kernel updates
-two pieces again and again. "memory": it updates states far larger than the caches, and each round
-also measures the memory's bandwidth. In-place additions measure the bandwidth, the faster of
-`a += 1` and `a += b`; a copy would measure less, since it also reads the lines that it overwrites.
-`torch.optim.AdamW(fused=True)` on fp32 is measured from memory only: in cache it is mostly the
+two pieces repeatedly. "memory": the kernel updates states far larger than the caches, and each
+round also measures the memory's bandwidth, by the faster of the in-place additions `a += 1` and
+`a += b`; a copy would measure less, since a copy also reads the cache lines that it overwrites.
+`torch.optim.AdamW(fused=True)` on fp32 is measured from memory only: in cache, most of its time is
 overhead of `step()`.
 """
 
@@ -38,7 +38,7 @@ STATES = {
     "compact": Format(Master.SPLIT8, Moments.Q8, 2),
     "fp32": Format.FP32,
 }
-"""Formats by their names: `Policy.state` of bf16 parameters, and `exact` of fp32 ones."""
+"""Formats by name: a `Policy.state` of bf16 parameters, or "fp32" for fp32 parameters."""
 
 Progress = Callable[[str, float], None]
 
@@ -49,8 +49,8 @@ _LR, _BETAS, _EPS, _DECAY, _STEP = 1e-4, (0.9, 0.999), 1e-8, 0.1, 10
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One thing to time. Each of `parts` runs on a separate thread; together they update `numel`
-    parameters.
+    """One computation to time. Each of `parts` runs on a separate thread; together they update
+    `numel` parameters.
     """
 
     name: str
@@ -66,7 +66,8 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One arm's figures. of_memory: its traffic over the memory's bandwidth; None from cache."""
+    """One arm's figures. of_memory: the arm's traffic over the memory's bandwidth; None from cache.
+    """
 
     name: str
     isa: str
@@ -81,7 +82,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class AdamFigures:
-    """Rows of one measurement, with its settings."""
+    """Rows and settings of one measurement."""
 
     rows: tuple[Row, ...]
     threads: int
@@ -106,43 +107,44 @@ def _upper(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def _codes(noise: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
-    """Return 8-bit codes from 1 to 127. They suit both moments: the second one has no sign."""
+    """Return 8-bit codes from 1 to 127, which are valid for both moments: second moments are not
+    negative.
+    """
     codes: npt.NDArray[np.int8] = np.clip(np.abs(noise) * 40, 1, 127).astype(np.int8)
     return codes
 
 
-def _moved(slab: Slab, offset: int, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a copy in the slab."""
+def _copied(slab: Slab, offset: int, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
     place = slab.array(values.dtype, offset=offset, count=values.size)
     place[:] = values
     return place
 
 
 class _States:
-    """States and a gradient of one format, with plausible values, as the kernels take them."""
+    """States and a gradient of one format, with plausible values, as arguments of the kernels."""
 
     def __init__(self, state: Format, numel: int) -> None:
         self.state = state
         self.numel = numel
         self._kept: list[tuple[npt.NDArray[Any], ...]] = []
         sections, grad, self.kind = self._values(state, numel)
-        # Where the engine has them: pages of a slab. An array of numpy starts 16 bytes after a
-        # page's start, so half of all vectors would cross a cache line.
+        # The engine keeps states in pages of a slab. A numpy array starts 16 bytes after a page's
+        # start, so half of its vectors would cross a cache line.
         starts = [0]
         for array in (*sections, grad):
             starts.append(-(-(starts[-1] + array.nbytes) // _PAGE_BYTES) * _PAGE_BYTES)
         slab = Slab(starts[-1])
         self.sections = [
-            _moved(slab, start, array) for start, array in zip(starts, sections, strict=False)
+            _copied(slab, start, array) for start, array in zip(starts, sections, strict=False)
         ]
-        self.grad = _moved(slab, starts[-2], grad)
+        self.grad = _copied(slab, starts[-2], grad)
 
     @staticmethod
     def _values(
         state: Format, numel: int
     ) -> tuple[list[npt.NDArray[Any]], npt.NDArray[Any], GradDtype]:
         """Return (the sections, the gradient, its dtype)."""
-        # Repeat a generated part: one core generates about 1 GB of random numbers a second.
+        # Generate a part and repeat it: one core generates about 1 GB of random numbers a second.
         noise = np.random.default_rng(0).standard_normal(min(numel, 1 << 20)).astype(np.float32)
         master = np.resize(noise, numel)
         # Moments far from denormals, which cost the kernel about 17 times a normal element
@@ -161,7 +163,7 @@ class _States:
             sections = [hi, lo, *(_upper(moment) for moment in moments)]
         else:
             scales = np.array([0.01, 1e-4], np.float32)
-            # The last section: one bf16 for each moment of a group.
+            # The last section has a bf16 scale for each moment of a group.
             sections = [
                 hi,
                 (lo >> 8).astype(np.int8),
@@ -229,13 +231,14 @@ class _States:
 
         def run() -> None:
             code = lib.inf_chunk_update(*arguments)
-            assert code == -1, f"the pass refuses its own checksums: {code}"
+            assert code == -1, f"the pass finds a wrong checksum in section {code}"
 
         return run
 
 
 def _hyper_row() -> npt.NDArray[np.void]:
-    """Make a HYPER record, as `infinity._src.kernels.hyper.hyper_row_adamw`, which needs torch."""
+    """Make a HYPER record without torch, which `infinity._src.kernels.hyper.hyper_row_adamw` needs.
+    """
     row = np.zeros((), HYPER)
     row["decay"] = 1.0 - _LR * _DECAY
     row["beta1"], row["one_minus_beta1"] = _BETAS[0], 1.0 - _BETAS[0]
@@ -267,8 +270,8 @@ def measure_adam(
     """
     if not native.available():
         raise ValueError(
-            f"there are no native kernels to measure ({native.reason()}); `infinity doctor` says "
-            "what to do"
+            f"there are no native kernels to measure ({native.reason()}); `infinity doctor` shows "
+            "the fix"
         )
     if threads < 1 or rounds < 1:
         raise ValueError(f"--threads {threads}, --rounds {rounds}: both must be at least 1")
@@ -279,8 +282,8 @@ def measure_adam(
         )
     if _BYTES_PER_PARAM * numel > (left := memory_left_bytes()):
         raise ValueError(
-            f"--numel {numel} takes about {format_size(_BYTES_PER_PARAM * numel)} of memory, and "
-            f"{format_size(left)} are left; use a smaller one"
+            f"--numel {numel} needs about {format_size(_BYTES_PER_PARAM * numel)} of memory, and "
+            f"{format_size(left)} are available; use a smaller number"
         )
     say = progress or (lambda _phase, _share: None)
     before = native.isa()
@@ -302,8 +305,8 @@ def _arms(numel: int, threads: int) -> list[Arm]:
     """Make an arm for each kernel and instruction set, with `numel` parameters per thread."""
     found = []
     for name, state in STATES.items():
-        # Separate states: the pass verifies the checksums that it stored last, and the update alone
-        # would change the states without them.
+        # Separate states: the fused pass verifies the checksums that it stored last, and the plain
+        # update changes states without updating checksums.
         plain = [_States(state, numel) for _ in range(threads)]
         summed = [_States(state, numel) for _ in range(threads)]
         updates, passes = [one.update() for one in plain], [one.fused_pass() for one in summed]
@@ -335,7 +338,7 @@ def _torch_arm(numel: int, threads: int, undo: contextlib.ExitStack) -> tuple[li
         return [], ""
     undo.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(threads)
-    # torch divides the work itself; a parameter per thread would only lengthen its loop.
+    # torch divides one parameter over its threads; several would only lengthen its loop.
     parameter = torch.randn(numel, requires_grad=True)
     parameter.grad = torch.randn(numel)
     optimizer = torch.optim.AdamW(
@@ -360,7 +363,7 @@ def _additions(numel: int, threads: int) -> list[Arm]:
 
     arrays = [(np.ones(numel, np.float32), np.ones(numel, np.float32)) for _ in range(threads)]
     return [
-        # Each reads and writes 4 B of the left side; the second reads 4 B of the right side, too.
+        # Per element, both read and write 4 B of the left side; `a += b` also reads 4 B of `b`.
         Arm("a += 1", "", "", numel * threads, 8, [add(left, one) for left, _ in arrays]),
         Arm("a += b", "", "", numel * threads, 12, [add(left, right) for left, right in arrays]),
     ]
@@ -374,7 +377,7 @@ def _measure(
     say: Progress,
     limit: Sequence[Arm] = (),
 ) -> tuple[list[Row], float]:
-    """Time the arms in turns. Returns (a row per arm, the limit's bytes per second or 0)."""
+    """Time the arms in turn. Returns (a row per arm, the limit's bytes per second or 0)."""
     rates: list[list[float]] = [[] for _ in arms]
     shares: list[list[float]] = [[] for _ in arms]
     limits: list[float] = []
@@ -382,7 +385,7 @@ def _measure(
     repeats = [1 if limit else _repeats(pool, arm) for arm in arms]
     for number in range(rounds):
         if limit:
-            # In every round, since an arm's share refers to the bandwidth of the same round.
+            # An arm's share refers to the bandwidth of the same round.
             limits.append(max(one.numel * one.traffic / _seconds(pool, one, 1) for one in limit))
         for index, arm in enumerate(arms):
             say(f"{where} {number + 1}/{rounds}", index / len(arms))
@@ -414,7 +417,7 @@ def _repeats(pool: ThreadPoolExecutor, arm: Arm) -> int:
 
 
 def _seconds(pool: ThreadPoolExecutor, arm: Arm, repeats: int) -> float:
-    # Select in every run: the previous arm may have used another instruction set.
+    # The previous arm may have selected another instruction set.
     if arm.isa:
         native.select_isa(arm.isa)
 

@@ -38,15 +38,15 @@ from infinity.errors import AioError
 DEFAULT_SIZE_BYTES = 4 * GIB
 
 _DESCRIPTION = (
-    "What this machine gives to training with states on NVMe. Without a benchmark's name: "
-    "swap, in under a minute.\n"
+    "Measure what limits training with states on NVMe on this machine. Without a benchmark's name "
+    "swap runs, in less than a minute.\n"
     "\n"
-    "  swap   read, write and mixed bandwidth of one or several drives, beside the limit "
-    "(fio where it is installed)\n"
+    "  swap   read, write and mixed bandwidth of one or several drives, compared with fio if it "
+    "is installed\n"
     "  adam   the update kernels: parameters per second and share of the memory's bandwidth\n"
-    "  copy   copies between pinned or pageable memory and a CUDA device, where there is one\n"
+    "  copy   copies between pinned or pageable memory and a CUDA device, if there is one\n"
     "\n"
-    "Each lists its options: infinity bench swap --help"
+    "Options of a benchmark: infinity bench swap --help"
 )
 
 
@@ -77,41 +77,41 @@ _COMMON = (
 )
 _SWAP = (
     Row("dir", [argument], "directory on the drive; repeat for several drives (default: "
-        "$INFINITY_NVME_DIR, else a directory of yours on a drive)", "DIR"),
-    Row("size", _size, "swap to use in all, for example 4G; the limit needs as much again "
-        "(default: 4G, or an eighth of the free space)", "SIZE"),
-    Row("block-size", _size, "bytes per I/O request (as training: what suits the backend, 1M with "
-        "io_uring, whole chunks with threads)", "SIZE"),
+        "$INFINITY_NVME_DIR, else your cache directory, the current one or /var/tmp)", "DIR"),
+    Row("size", _size, "size of all swap files together, for example 4G; the limit needs as much "
+        "again (default: 4G, or an eighth of the free space)", "SIZE"),
+    Row("block-size", _size, "bytes per I/O request (the backend's default, as in training: 1M "
+        "with io_uring, whole chunks with threads)", "SIZE"),
     Row("depth", 32, "requests in flight per drive (32)"),
     Row("rounds", 3, "rounds; the median is reported (3)"),
-    Row("seconds", 1.5, "at most this long per phase and round (1.5)"),
-    Row("backend", BACKENDS, "I/O backend (auto: the best there is)", more={"default": "auto"}),
-    Row("checksums", CHECKSUMS, "off: the drive and the rings alone; full: every chunk copied, its "
-        "checksums computed and compared, as training does; sample: compared in part (off)",
+    Row("seconds", 1.5, "longest time of a phase in a round (1.5)"),
+    Row("backend", BACKENDS, "I/O backend (auto: the best that works)", more={"default": "auto"}),
+    Row("checksums", CHECKSUMS, "off: measure the drive and the rings alone; full: copy every "
+        "chunk, compute and compare its checksums, as training does; sample: compare a part (off)",
         more={"default": "off"}),
     Row("limit", REFERENCES, "what to compare with: fio, plain preads and pwrites (probe), "
-        "nothing (off), or fio where it is installed (auto)", more={"default": "auto"}),
+        "nothing (off), or fio if it is installed, else probe (auto)", more={"default": "auto"}),
     Row("verify", False, "read everything back and compare all checksums, not a sample; with "
-        "--checksums again at the end"),
-    Row("sustained", float, "run the reads and writes of optimizer steps for so many minutes, past "
-        "the drive's cache; a row for each second, latencies of single requests, and the rates "
-        "afterwards (--size: an eighth of the free space)", "MINUTES"),
-    Row("for", argument, "also say what the measured rates mean for training this model here: a "
-        "directory with a config.json, or that file", "MODEL", {"dest": "model"}),
-    Row("tbw", float, "with --for: terabytes written that one drive is rated for (an example)",
+        "--checksums also at the end"),
+    Row("sustained", float, "run the reads and writes of optimizer steps for this many minutes, "
+        "longer than the drive's cache lasts; shows a row for each second, latencies of single "
+        "requests, and the rates afterwards (--size: an eighth of the free space)", "MINUTES"),
+    Row("for", argument, "also predict the training of this model on this machine from the "
+        "measured rates: a directory with a config.json, or that file", "MODEL", {"dest": "model"}),
+    Row("tbw", float, "with --for: terabytes that one drive is rated to be written (an example)",
         "TB"),
-    Row("sweep", False, "find the best block size and depth, then measure with them; the JSON is "
-        "what Policy(io=FILE) reads"),
+    Row("sweep", False, "find the best block size and depth, then measure with them; "
+        "Policy(io=FILE) reads the JSON"),
     Row("sweep-blocks", _sizes, "block sizes to try (256K,512K,1M,2M,4M and whole chunks)", "LIST",
         {"default": sweep.BLOCKS}),
     Row("sweep-depths", _integers, "depths to try (4,8,16,32,64)", "LIST",
         {"default": sweep.DEPTHS}),
 )  # fmt: skip
 _ADAM = (
-    Row("threads", 1, "threads (1, as an executor's worker)"),
+    Row("threads", 1, "threads (1, as one worker of an executor)"),
     Row("rounds", 5, "rounds; the median is reported (5)"),
     Row("numel", adam.MEMORY_NUMEL,
-        f"parameters of the runs from memory ({adam.MEMORY_NUMEL >> 20}Mi)"),
+        f"number of parameters of the runs from memory ({adam.MEMORY_NUMEL >> 20}Mi)"),
 )  # fmt: skip
 _COPY = (
     Row("blocks", _sizes, "bytes per copy (256K,1M,4M,16M,64M)", "LIST",
@@ -142,15 +142,15 @@ def _add_benchmarks(parser: argparse.ArgumentParser) -> None:
 
 
 def describe_bench(parser: argparse.ArgumentParser) -> None:
-    """Add all benchmarks to the parser of a completion script, and the options of swap, which
-    may be given without its name.
+    """Add all benchmarks to the parser of a completion script, and swap's options, since users may
+    leave out the name swap.
     """
     add_options(parser, (*_SWAP, *_COMMON))
     _add_benchmarks(parser)
 
 
 class Meaning(NamedTuple):
-    """Forecast of a model's training from measured rates: lines for people, and the record."""
+    """Forecast of a model's training from measured rates: lines to print, and the JSON record."""
 
     lines: tuple[str, ...]
     record: dict[str, Any]
@@ -165,16 +165,16 @@ def main(
 ) -> int:
     """Run `python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status.
 
-    read_model: reads the model of --for and the rating of --tbw; a forecast needs layers above this
-    one.
+    read_model: reads the model of --for and the rating of --tbw. The caller passes this function,
+    since forecasts belong to layers above this one.
     """
     wait_passively()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Without a name the arguments are those of swap; --help is for the whole command.
+    # Without a benchmark's name the arguments are swap's; --help is the whole command's.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, "swap")
     options = build_parser().parse_args(arguments)
-    # With the name of the benchmark, so that a record says what ran.
+    # The record's command includes the name of the benchmark.
     options.command = arguments
     return run(options, read_model)
 
@@ -183,7 +183,7 @@ def run(
     options: argparse.Namespace,
     read_model: Callable[[Path, float | None], Forecast] | None = None,
 ) -> int:
-    """Measure as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake."""
+    """Run the benchmark of `options`. Exit status: 0, 1 for a fault, 2 for a user's mistake."""
     configure_logging()
     # With JSON on standard output the tables go to standard error.
     console = Console(stderr=options.json is not None and str(options.json) == "-")
@@ -203,8 +203,7 @@ def run(
                 say(console, line, markup=False)
         write_record(record, options.json)
         draw(record, options.plot)
-    # AioError is an OSError, so it comes first: a fault of a drive is no mistake on the command
-    # line.
+    # AioError is an OSError, so its clause comes first: a drive's fault is not a user's mistake.
     except AioError as error:
         say_error(console, error)
         return 1
@@ -218,20 +217,22 @@ def _forecast(
     options: argparse.Namespace,
     read_model: Callable[[Path, float | None], Forecast] | None,
 ) -> Forecast | None:
-    """Read the model of --for, before minutes of measuring. None without one."""
+    """Read the model of --for, so that a mistake is found before minutes of measuring. None without
+    --for.
+    """
     if options.benchmark != "swap":
         return None
     if options.model is None:
         if options.tbw is not None:
-            raise ValueError(f"--tbw {options.tbw} without --for, which it belongs to: add --for")
+            raise ValueError(f"--tbw {options.tbw} has no effect without --for: add --for")
         return None
     if read_model is None:
-        raise ValueError("--for is an option of the command `infinity bench` alone")
+        raise ValueError("--for works only in `infinity bench`: use it, or leave --for out")
     return read_model(options.model, options.tbw)
 
 
 def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure, show, and return the record."""
+    """Measure the drives, show the figures, and return the record."""
     _check_sweep(options)
     directories = options.dir or hardware.default_directories()
     # Check first, since `_default_size` reads the free space.
@@ -260,33 +261,33 @@ def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _check_sweep(options: argparse.Namespace) -> None:
-    """Raise ValueError for options that --sweep, or its absence, would leave without effect."""
+    """Raise ValueError for options that have no effect with --sweep, or without it."""
     for option, unused in (
         ("--sweep-blocks", options.sweep or options.sweep_blocks == sweep.BLOCKS),
         ("--sweep-depths", options.sweep or options.sweep_depths == sweep.DEPTHS),
     ):
         if not unused:
-            raise ValueError(f"{option} without --sweep, which it belongs to: add --sweep")
+            raise ValueError(f"{option} has no effect without --sweep: add --sweep")
     if options.sweep and options.block_size is not None:
-        raise ValueError("--block-size beside --sweep, which finds it: leave one out")
+        raise ValueError("--sweep finds the block size: leave out --block-size, or --sweep")
 
 
 def _run_sustained(
     options: argparse.Namespace, directories: Sequence[Path], console: Console
 ) -> dict[str, Any]:
-    """Measure minutes of load instead, show, and return the record."""
+    """Measure minutes of load, show the figures, and return the record."""
     for name, unused in (("sweep", False), ("verify", False), ("checksums", "off")):
         if getattr(options, name) != unused:
             raise ValueError(
-                f"--{name} beside --sustained, which measures the drives alone: leave one out"
+                f"--{name} with --sustained, which measures the drives alone: leave one of them out"
             )
     if options.limit not in ("auto", "off"):
         raise ValueError(
-            f"--limit {options.limit} beside --sustained, which compares a drive with itself: "
-            "leave one out"
+            f"--limit {options.limit} with --sustained, which compares a drive's first minutes "
+            "with its last: leave one of them out"
         )
     options.limit = "off"
-    # Without a most: only much data fills the cache of a large drive.
+    # No upper limit: only much data fills the cache of a large drive.
     swap = _swap_task(options, directories, math.inf)
     thermometers = [path for directory in directories for path in thermometers_of(directory)]
     task = sustained.SustainedTask(
@@ -322,7 +323,7 @@ def _swap_task(
 
 
 def run_adam(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure, show, and return the record."""
+    """Measure the update kernels, show the figures, and return the record."""
     with progress_bar(console) as progress:
         figures = adam.measure_adam(
             threads=options.threads, rounds=options.rounds, numel=options.numel, progress=progress
@@ -332,7 +333,7 @@ def run_adam(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def run_copy(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure, show, and return the record. A missing device is reported, and is no error."""
+    """Measure copies, show the figures, and return the record. A missing device is not an error."""
     with progress_bar(console) as progress:
         figures = device_copy.measure_copy(
             blocks=options.blocks, rounds=options.rounds, progress=progress
@@ -349,9 +350,9 @@ _BENCHMARKS: dict[str, Callable[[argparse.Namespace, Console], dict[str, Any]]] 
 
 
 def _default_size(directories: Sequence[Path], most: float) -> int:
-    """Return `most` bytes, or for each directory an eighth of the least free space, if that is
-    less.
+    """Return `most` bytes, or an eighth of the smallest free space times the number of directories,
+    if that is less.
     """
     free = min(shutil.disk_usage(directory).free for directory in directories)
-    # At least what `SwapTask` accepts, so that its error reports the missing space.
+    # At least the size that `SwapTask` accepts, so that its error reports the missing space.
     return max(int(min(most, free // 8 * len(directories))), 4 * CHUNK_BYTES)

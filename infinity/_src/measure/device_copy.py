@@ -1,8 +1,8 @@
 """Copies between CPU memory and a CUDA device: pinned and pageable, both ways, by block size.
 
-Blocks of one size follow one another on one stream (two for "both ways") until a fixed number of
-bytes has moved; times end when the device has finished. Without a device the result has no rows and
-gives the reason; that is not an error.
+Copies of blocks of one size follow one another on one stream (two for "both ways") until they have
+moved a fixed number of bytes. The time includes their completion on the device. Without a device
+the result has no rows and gives the reason; this is not an error.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MOVED_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Figures of one memory, direction and block size. of_best: the rate over the best rate of
-    pinned memory in the same direction.
+    """Figures of one kind of memory, direction and block size. of_best: the rate over the best rate
+    of pinned memory in the same direction.
     """
 
     memory: str
@@ -114,8 +114,8 @@ class _Buffers:
 
         self._torch = torch
         pinned = memory == "pinned"
-        # One pair for each direction: "both ways" must not use the same memory twice. Write all of
-        # it, since the kernel may map untouched zeros to one shared page.
+        # One pair for each direction: "both ways" must not use the same memory twice. `add_` writes
+        # all bytes, since the kernel may map untouched zeros to one shared page.
         self._host = [torch.zeros(size_bytes, dtype=torch.uint8).add_(7) for _ in range(2)]
         if pinned:
             self._host = [one.pin_memory() for one in self._host]

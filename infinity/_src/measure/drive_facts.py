@@ -1,9 +1,9 @@
 """Facts of the drives below a directory: PCIe links and RAID from sysfs, temperature and wear from
 SMART.
 
-A directory lies on one block device, which may be put together from others (its `slaves`): RAID,
-LVM. Each drive at the bottom has its own link and its own health. SMART is read by smartctl or
-nvme-cli, whichever is installed, and mostly for root only; `reason` says why it was not read.
+A directory is on one block device, which RAID or LVM may compose of several (its `slaves` in
+sysfs). Each physical drive has a link and a health. smartctl or nvme-cli, whichever is installed,
+reads SMART, mostly for root only; `Health.reason` says why SMART was not read.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ from infinity._src.base.sizes import format_size
 
 SYSFS = Path("/sys")
 WORN_PERCENT = 90
-"""From this share of a drive's rated life on, `Drive.warnings` says so."""
+"""Share of a drive's rated life from which on `Drive.warnings` warns."""
 _TOOL_S = 10.0
 _KELVIN = 273
 # NVMe counts data in thousands of blocks of 512 bytes.
 _DATA_UNIT_BYTES = 512_000
-# The bit of an NVMe drive's critical warnings for its temperature; all others are failures.
+# Bit of an NVMe drive's critical warnings that stands for its temperature; all other bits are
+# failures.
 _HOT = 2
-# Share of a link's bits that are data, by transfers per second; later generations have 128b/130b.
+# Share of data in a link's bits, by 10^9 transfers per second; faster generations have 128/130.
 _ENCODING = {2.5: 0.8, 5.0: 0.8}
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """PCIe link of a drive, now and at most. Speeds in 10^9 transfers per second and lane."""
+    """PCIe link of a drive: its current and its largest speed and width. Speeds are in 10^9
+    transfers per second and lane.
+    """
 
     speed_gt_s: float
     width: int
@@ -44,7 +47,7 @@ class Link:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second that the link carries each way, before the protocol's overhead."""
+        """Bytes per second that the link carries in each direction, including protocol overhead."""
         share = _ENCODING.get(self.speed_gt_s, 128 / 130)
         return self.speed_gt_s * 1e9 / 8 * share * self.width
 
@@ -66,9 +69,9 @@ class Raid:
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """Figures of a drive's SMART; None for those that it does not have. used_percent: of the life
-    that the drive is rated for, may exceed 100. hot: the drive warns of its temperature. reason:
-    why nothing was read, or "".
+    """Figures of a drive's SMART; None for a figure that the drive does not report. used_percent:
+    share of the drive's rated life, which may exceed 100. hot: the drive warns of its temperature.
+    reason: why SMART was not read, or "".
     """
 
     source: str = ""
@@ -83,8 +86,7 @@ class Health:
 
 @dataclasses.dataclass(frozen=True)
 class Drive:
-    """One drive at the bottom. link: None for a drive without a PCIe link, such as a virtual one.
-    """
+    """One physical or virtual drive. link: None for a drive without a PCIe link."""
 
     device: str
     link: Link | None
@@ -105,13 +107,13 @@ class Drive:
         return f"{self.device}: {', '.join(parts)}"
 
     def warnings(self) -> Iterator[str]:
-        """Yield what a buyer or owner should do something about."""
+        """Yield a line, with a fix, for each problem of the drive."""
         link, health = self.link, self.health
         if link is not None and link.reduced:
             yield (
                 f"{self.device}: its link runs at {link.speed_gt_s:g} GT/s x{link.width}, of "
-                f"{link.speed_max_gt_s:g} GT/s x{link.width_max}; use another slot, and see the "
-                "BIOS about lanes that slots share"
+                f"{link.speed_max_gt_s:g} GT/s x{link.width_max}; use another slot, and check in "
+                "the BIOS whether slots share lanes"
             )
         if health.failing:
             yield f"{self.device}: SMART warns of a failure; replace the drive"
@@ -126,7 +128,7 @@ class Drive:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Facts of all drives below one directory, and of the array that they make, if any."""
+    """Facts of all drives below one directory, and of their RAID array, if there is one."""
 
     drives: tuple[Drive, ...] = ()
     raid: Raid | None = None
@@ -173,8 +175,8 @@ def facts_of_block(block: Path, health_of: Callable[[str], Health] | None = None
 
 
 def thermometers_of(directory: str | os.PathLike[str], sysfs: Path = SYSFS) -> tuple[Path, ...]:
-    """Return the files of sysfs with the temperatures of the drives below a directory, which any
-    user may read; () where the kernel has none.
+    """Return the files of sysfs with the temperatures of the drives below a directory; () if the
+    kernel reports none. Every user may read these files.
     """
     device = Path(directory).stat().st_dev
     return thermometers_of_block(
@@ -183,19 +185,19 @@ def thermometers_of(directory: str | os.PathLike[str], sysfs: Path = SYSFS) -> t
 
 
 def thermometers_of_block(block: Path) -> tuple[Path, ...]:
-    """Return the same for a block device's folder in sysfs."""
+    """Return the temperature files of the drives below a block device's folder in sysfs."""
     found = [_thermometer(node) for node in dict.fromkeys(_below(block)) if not _slaves(node)]
     return tuple(path for path in found if path is not None)
 
 
 def temperature_c(thermometer: Path) -> float | None:
-    """Read a thermometer; None for one that cannot be read now."""
+    """Read a temperature file, in °C; None if reading fails."""
     found = _leading(thermometer)
     return None if found is None else found / 1000
 
 
 def _thermometer(node: Path) -> Path | None:
-    # The kernel's module nvme has it at the controller, drivetemp at the disk's device.
+    # The kernel's module nvme puts the file at the controller, drivetemp at the disk's device.
     for folder in (*_controllers(node), node / "device"):
         for pattern in ("hwmon*/temp1_input", "hwmon/hwmon*/temp1_input"):
             for path in sorted(folder.glob(pattern)):
@@ -211,7 +213,9 @@ def _with_temperature(health: Health, node: Path) -> Health:
 
 
 def _below(block: Path) -> Iterator[Path]:
-    """Yield the whole device of a block device, and all that it is put together from."""
+    """Yield the whole device of a block device (of a partition, the drive), then all devices that
+    compose it.
+    """
     if not block.exists():
         return
     folder = block.resolve()
@@ -243,7 +247,7 @@ def _raid(node: Path) -> Raid | None:
 
 
 def _link(node: Path) -> Link | None:
-    """Return the link of the PCI device next above a drive."""
+    """Return the link of the nearest PCI device above a drive in sysfs."""
     for start in _controllers(node) or [node]:
         for folder in (start, *start.parents):
             found = [
@@ -259,9 +263,9 @@ def _link(node: Path) -> Link | None:
 
 
 def _controllers(node: Path) -> list[Path]:
-    """Return the folders of an NVMe drive's controllers; [] for another drive."""
+    """Return the folders of an NVMe drive's controllers; [] for other kinds of drives."""
     if node.parent.name.startswith("nvme-subsys"):
-        # With several paths the kernel puts the drive below its subsystem, beside its controllers.
+        # With several paths, the kernel puts drive and controllers into the subsystem's folder.
         beside = sorted(node.parent.glob("nvme[0-9]*"))
         return [path.resolve() for path in beside if path.name != node.name]
     return [node.parent] if re.fullmatch(r"nvme\d+", node.parent.name) else []
@@ -291,7 +295,7 @@ def _number(path: Path) -> int | None:
 
 
 def _leading(path: Path) -> float | None:
-    """Read the number at the begin of a file: "16.0 GT/s PCIe"."""
+    """Read the number at the start of a file: 16.0 of "16.0 GT/s PCIe"."""
     found = re.match(r"\d+(\.\d+)?", _text(path))
     return float(found.group()) if found else None
 
@@ -310,7 +314,7 @@ def read_health(device: str) -> Health:
 
 def _ask(command: Sequence[str], parse: Callable[[Any], Health]) -> Health:
     try:
-        # Whatever its exit status says: smartctl sets bits of it for a drive that once had errors.
+        # The exit status is ignored: smartctl sets bits of it for a drive that once had errors.
         done = subprocess.run(
             command,
             check=False,
@@ -337,7 +341,7 @@ def parse_smartctl(found: dict[str, Any]) -> Health:
     log = _part(found, "nvme_smart_health_information_log")
     # Adapters without a thermometer write 0.
     temperature = _float(_part(found, "temperature").get("current")) or None
-    # From version 7.5 on smartctl says it for every kind of drive.
+    # From version 7.5 on smartctl reports the used life of every kind of drive.
     used = _float(_part(found, "endurance_used").get("current_percent"))
     written = _float(log.get("data_units_written"))
     passed = _part(found, "smart_status").get("passed")
@@ -349,7 +353,8 @@ def parse_smartctl(found: dict[str, Any]) -> Health:
         used if used is not None else _float(log.get("percentage_used")),
         None if written is None else int(written) * _DATA_UNIT_BYTES,
         _float(log.get("available_spare")),
-        # An NVMe drive that is only hot has not passed, either.
+        # Without warning bits `passed` decides. With them it does not: a hot NVMe drive that works
+        # has not passed, either.
         *((passed is False, False) if warning is None else _failing_and_hot(warning)),
     )
     if passed is None and temperature is None and not log:
@@ -367,11 +372,11 @@ def parse_nvme(found: dict[str, Any]) -> Health:
     value = _float(warning.get("value") if isinstance(warning, dict) else warning)
     used = _float(found.get("percent_used"))
     if kelvin is None and used is None:
-        return Health("nvme", str(found.get("error") or "nvme-cli named no figures"))
+        return Health("nvme", str(found.get("error") or "nvme-cli reported no figures"))
     return Health(
         "nvme",
         "",
-        # A drive that does not report its temperature has 0.
+        # 0: the drive does not report its temperature.
         kelvin - _KELVIN if kelvin else None,
         used,
         None if written is None else int(written) * _DATA_UNIT_BYTES,

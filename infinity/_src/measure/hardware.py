@@ -1,4 +1,4 @@
-"""Hardware of a measurement: the machine, its drives, directories to measure in."""
+"""Hardware of a measurement: the machine, its drives, and directories to measure in."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import psutil
 from infinity._src.base.paths import absolute
 from infinity.aio._file_system import file_system_type
 
-# Swap on these would take the memory that it is meant to save.
+# Swap files on these file systems would take memory instead of saving it.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
 def machine() -> dict[str, Any]:
-    """Name, CPU, cores, memory, kernel and Python of this machine, ready for JSON."""
+    """Return name, CPU, cores, memory, kernel and Python of this machine, ready for JSON."""
     huge_pages = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     return {
         "host": platform.node(),
@@ -43,7 +43,7 @@ def cpu_model() -> str:
         return platform.machine()
     for line in text.splitlines():
         key, _, value = line.partition(":")
-        # x86 has the first key, some ARM boards the second, others neither.
+        # x86 has "model name", some ARM boards "Model", other machines neither.
         if key.strip() in {"model name", "Model"}:
             return value.strip()
     return platform.machine()
@@ -102,7 +102,7 @@ def default_directories(free_bytes_min: int = 1 << 28) -> list[Path]:
     named = os.environ.get("INFINITY_NVME_DIR")
     if named:
         return [absolute(part, "$INFINITY_NVME_DIR") for part in named.split(os.pathsep) if part]
-    # An empty variable counts as unset, as the XDG specification has it.
+    # An empty variable counts as unset, by the XDG specification.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     temporary = Path("/var/tmp")  # noqa: S108 - swap files there are nameless and private
     candidates = [cache, absolute(".", "directory"), temporary]

@@ -1,9 +1,9 @@
 """Reference bandwidth of a drive, measured in the same run: with fio if it is installed and may
 run, else with plain preads and pwrites.
 
-Both use separate swap files, which are written in advance, with the block size that the executor
-used and the requested depth, past the page cache if the file system allows it, and from memory
-backed by huge pages. Both run for as long as a phase of the executor.
+Both write their swap files in advance, and use the block size that the executor used, the requested
+depth, O_DIRECT if the file system allows it, and memory backed by huge pages. Both run for as long
+as a phase of the executor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infinity._src.measure.streams import Content, Sample
 from infinity.errors import AioError
 
 REFERENCES = ("auto", "fio", "probe", "off")
-_IO_URING_SETUP = 425  # of every architecture
+_IO_URING_SETUP = 425  # the system call's number on every architecture
 
 _FIO_PATTERNS = {
     "read": ("--rw=read",),
@@ -49,7 +49,7 @@ def open_reference(
     name: str, files: Sequence[aio.SwapFile], content: Content, *, block_bytes: int, depth: int
 ) -> Reference | None:
     """Open the reference named `name` (one of REFERENCES) over `files`, after writing all of them.
-    Return None for "off". Blocks. The caller has asked `check_reference`.
+    Return None for "off". Blocks. The caller must call `check_reference` before.
 
     "auto" is fio, or the probe if fio cannot run.
     """
@@ -68,7 +68,7 @@ def open_reference(
 
 
 def check_reference(name: str) -> None:
-    """Raise ValueError for a limit that cannot be measured on this machine."""
+    """Raise ValueError for a reference that cannot run on this machine."""
     missing = why_no_fio()
     if name == "fio" and missing:
         raise ValueError(f"--limit fio: {missing}; use --limit probe")
@@ -98,18 +98,18 @@ class Fio:
         self.name = _fio_version()
 
     def command(self, kind: str, seconds: float) -> list[str]:
-        """Return the command line. fio reaches the nameless files through the descriptors that it
+        """Return the command line. fio opens the unnamed files through the file descriptors that it
         inherits.
         """
         milliseconds = max(round(seconds * 1e3), 1)  # fio drops fractions of a second
         common = [
             # --thread, since a forked job runs in a new session: if fio is killed as it starts, the
-            # job outlives it and holds the nameless file, with its space on the drive.
+            # job outlives fio and keeps the unnamed file open, with its space on the drive.
             "fio", "--thread", "--ioengine=io_uring",
             f"--direct={int(all(file.direct for file in self._files))}",
             f"--bs={self._block_bytes}", f"--iodepth={self._depth}",
             *_FIO_PATTERNS[kind], f"--runtime={milliseconds}ms",
-            # Do not change the random buffers between writes: the executor's rounds do not, either.
+            # fio must not change its buffers between writes, since the executor's rounds do not.
             "--scramble_buffers=0", "--overwrite=1", "--invalidate=1", "--allow_file_create=0",
             "--output-format=json", *self._options,
         ]  # fmt: skip
@@ -143,13 +143,13 @@ class Fio:
         for job in report["jobs"]:
             moved.append(job["read"]["io_bytes"] + job["write"]["io_bytes"])
             took.append(max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3)
-            # fio gives percent of the job's time, and that time in milliseconds.
+            # fio reports CPU time in percent of the job's time, which it gives in milliseconds.
             cpu_s += (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         return Sample(tuple(moved), tuple(took), cpu_s)
 
 
 class _FioFailed(AioError):
-    """fio ended with an error."""
+    pass
 
 
 def _fio_version() -> str:
@@ -191,7 +191,7 @@ def _run(command: list[str], descriptors: Sequence[int]) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(out[begin:])
     for job in report["jobs"]:
         if job["error"]:
-            raise _FioFailed(f"fio met an error on {job['jobname']}", errno=job["error"])
+            raise _FioFailed(f"fio failed on {job['jobname']}", errno=job["error"])
     return report
 
 
@@ -208,7 +208,7 @@ class PlainIo:
         self.name = f"pread and pwrite, {self._threads} threads per drive"
 
     def fill(self) -> None:
-        """Write all files once, so that later reads meet no hole. Blocks."""
+        """Write all files once, so that later reads reach the drive. Blocks."""
         # New content: a drive might deduplicate blocks that the executor has written.
         self._content.renew(0)
         self._content.renew(1)
@@ -292,8 +292,8 @@ class PlainIo:
 
 
 class _Cursor:
-    """Cursor over the blocks of a file, shared by its threads. Mixed: reads of one half,
-    writes of the other, in turn.
+    """Cursor over the blocks of a file, shared by the file's threads. Kind "mixed" alternates reads
+    of the first half of the blocks with writes to the second half.
     """
 
     def __init__(self, blocks: int, kind: str) -> None:

@@ -1,22 +1,23 @@
 """Reports of the benchmarks: a JSON record, tables, a picture and a progress bar.
 
-The JSON of every benchmark is one envelope, versioned, written whole or not at all:
+The JSON record of every benchmark has one versioned envelope. It is written completely or not at
+all:
 
-    schema      "infinity.bench.<benchmark>/<version>"; a version changes or removes fields, added
-                fields keep it
+    schema      "infinity.bench.<benchmark>/<version>"; changed or removed fields raise the version,
+                added fields do not
     time        when the measurement ended, UTC, ISO 8601
     infinity    version; commit (40 hex digits) and dirty in a git checkout, else null
     command     the arguments
     hardware    host, cpu, cores, memory_bytes, kernel, architecture, python, huge_pages, and for
                 swap the drives: path, file_system, device, model, rotational, scheduler,
                 nr_requests, max_sectors_kb, free_bytes, facts (raid: device, level, chunk_bytes,
-                members, degraded, or null; drives: device, link, health, as at the end)
+                members, degraded, or null; drives: device, link, health at the end)
 
-The figures are at the top level, too. `infinity.bench.swap/1`: read_gbps, write_gbps, mixed_gbps,
+The figures are also at the top level. `infinity.bench.swap/1`: read_gbps, write_gbps, mixed_gbps,
 fill_gbps (medians, 10^9 bytes per second); rounds; phases.<kind> (gbps, rounds, cpu_s_per_gb,
-cpu_rounds, of_limit, of_limit_rounds, limit, drives); limit_by; settings (what `Policy(io=...)`
-reads: block_bytes, null for what suits the backend, depth, bandwidths in bytes per second, backend
-that was measured); size_bytes, block_bytes (of the longest request), depth, checksums, backend,
+cpu_rounds, of_limit, of_limit_rounds, limit, drives); limit_by; settings (for `Policy(io=...)`:
+block_bytes, null for the backend's default, depth, bandwidths in bytes per second, the measured
+backend); size_bytes, block_bytes (of the longest request), depth, checksums, backend,
 backend_reason, direct, huge_page_share, registered, verified_bytes; drives (counters and latencies
 in seconds over the whole measurement); sweep (points, best, close), null without one.
 `infinity.bench.sustained/1`, of `swap --sustained`: minutes; rows, one for each second (at_s,
@@ -26,8 +27,8 @@ written per second); alone (latencies of single requests, for each drive and siz
 after the load); settings (from them); fill_gbps, size_bytes, bytes_written (by the load),
 block_bytes, depth, backend, direct; facts_before, from before the load. Latencies: count, and
 seconds p50_s, p99_s, p999_s, max_s.
-Both of swap, with --for: model (name, params, tokens_per_step, drives_s, sources, and what a
-record of `infinity plan` says of a job).
+With --for, `swap/1` and `sustained/1` also have model (name, params, tokens_per_step, drives_s,
+sources, and the fields of a job in a record of `infinity plan`).
 `infinity.bench.adam/1`: isa, isas, threads, torch (its version or null), memory_gb_per_s, rows.
 `infinity.bench.copy/1`: device (null without one), reason, rows.
 
@@ -82,7 +83,9 @@ def make_record(
     directories: Sequence[Path] = (),
     facts: Sequence[Facts] = (),
 ) -> dict[str, Any]:
-    """Make the record of one benchmark: envelope and figures. facts: of each directory."""
+    """Make the record of one benchmark: envelope and figures. facts: the facts of each directory's
+    drives.
+    """
     machine = hardware.machine()
     if directories:
         machine["drives"] = [
@@ -107,7 +110,7 @@ def checkout() -> dict[str, Any]:
     unknown = {"commit": None, "dirty": None}
     if not (root / ".git").exists():
         return unknown
-    # core.fsmonitor may name a program, which reading the state of a checkout must not start.
+    # core.fsmonitor may name a program, which `git status` would start.
     git = ["git", "-C", str(root), "-c", "core.fsmonitor=false"]
     try:
         commit = subprocess.run(
@@ -127,7 +130,8 @@ def checkout() -> dict[str, Any]:
 
 
 def check_target(path: Path | None, option: str) -> None:
-    """Raise ValueError if a file cannot be written to `path`: before the measurement, not after it.
+    """Raise ValueError if a file cannot be written to `path`. Commands call this before they
+    measure.
     """
     if path is None or str(path) == "-":
         return
@@ -142,7 +146,9 @@ def check_target(path: Path | None, option: str) -> None:
 
 
 def write_record(record: Mapping[str, Any], path: Path | None) -> None:
-    """Write the record to `path`, whole or not at all; to standard output for "-"; not for None."""
+    """Write the record to `path`, completely or not at all; to standard output for "-". None writes
+    nothing.
+    """
     if path is None:
         return
     text = json.dumps(record, indent=2) + "\n"
@@ -156,8 +162,8 @@ def write_record(record: Mapping[str, Any], path: Path | None) -> None:
 
 
 def show_facts(console: Console, facts: Sequence[Facts], before: Sequence[Facts] = ()) -> None:
-    """Show the array and the drives below each directory, once each, and warnings. before: facts
-    from before a load.
+    """Show each array and drive below the directories once, and warnings. before: facts read before
+    a load.
     """
     for line in dict.fromkeys(line for found in facts for line in found.describe()):
         say(console, line, markup=False)
@@ -195,11 +201,11 @@ def show_swap(console: Console, figures: SwapFigures, record: dict[str, Any]) ->
     console.print(table)
     show_drives(console, figures)
     say(console, f"on {hardware.describe(record['hardware']['drives'])}", markup=False)
-    how = "O_DIRECT" if figures.direct else "through the page cache: figures may be those of memory"
     say(
         console,
         f"{format_size(figures.size_bytes)} of random data, {format_size(figures.block_bytes)} "
-        f"blocks, depth {figures.depth}, {figures.backend}, {how}, {figures.huge_page_share:.0%} "
+        f"blocks, depth {figures.depth}, {figures.backend}, {_path_of_io(figures.direct)}, "
+        f"{figures.huge_page_share:.0%} "
         f"huge pages; {format_size(figures.verified_bytes)} read back and verified",
         markup=False,
     )
@@ -210,7 +216,7 @@ def show_swap(console: Console, figures: SwapFigures, record: dict[str, Any]) ->
         markup=False,
     )
     if figures.limit_by:
-        how = f"blocks as large, depth {figures.depth}, on a file of its own, in turns with ours"
+        how = f"same block size, depth {figures.depth}, a separate file, alternating with infinity"
         say(console, f"limit: {figures.limit_by}, {how}", markup=False)
     for note in _notes(figures, record):
         say(console, f"[yellow]note:[/yellow] {escape(note)}")
@@ -246,7 +252,6 @@ def show_sustained(
     after = ", ".join(f"{kind} {one.spread.gbps:.2f}" for kind, one in figures.after.items())
     slowest = min(row.write_bytes_per_s for row in figures.rows) / 1e9
     times = figures.bytes_written / figures.size_bytes
-    how = "O_DIRECT" if figures.direct else "through the page cache: figures may be those of memory"
     for line in (
         f"slowest second: {slowest:.2f} GB/s written; after the load: {after} GB/s",
         f"on {hardware.describe(record['hardware']['drives'])}",
@@ -257,10 +262,14 @@ def show_sustained(
         ),
         (
             f"{format_size(figures.block_bytes)} blocks, depth {figures.depth}, {figures.backend}, "
-            f"{how}"
+            f"{_path_of_io(figures.direct)}"
         ),
     ):
         say(console, line, markup=False)
+
+
+def _path_of_io(direct: bool) -> str:
+    return "O_DIRECT" if direct else "page cache, so figures may show memory, not the drive"
 
 
 _PERCENTILES = (("p50", "p50_s"), ("p99", "p99_s"), ("p99.9", "p999_s"), ("max", "max_s"))
@@ -273,7 +282,7 @@ def _show_alone(console: Console, figures: SustainedFigures) -> None:
         "requests",
     )
     for one in figures.alone:
-        # A path takes much of a row, and one drive needs none.
+        # A path fills much of a row, so a single drive's row has none.
         where = f" {one.path}" if len(figures.directories) > 1 else ""
         for kind in ("read", "write"):
             latency = getattr(one, kind)
@@ -290,35 +299,37 @@ def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
     devices = [drive["device"] for drive in record["hardware"]["drives"] if drive["device"]]
     if len(set(devices)) < len(devices):
         notes.append(
-            "some of these directories lie on the same drive; together they are no faster than one "
-            "of them"
+            "some of these directories are on the same drive, so together they are no faster than "
+            "one"
         )
     for drive in figures.drives:
         if not drive.direct and drive.direct_reason:
             notes.append(f"{drive.path}: {drive.direct_reason}")
-        # Without a requested block size the one that the drive got needs no note.
+        # If no block size was requested, the size that the backend chose needs no note.
         asked = (figures.block_bytes_asked or drive.block_bytes, figures.depth)
-        # 0: the backend does not report it.
+        # A backend that does not report its block size gives 0.
         if drive.block_bytes and (drive.block_bytes, drive.depth) != asked:
             block = format_size(min(drive.block_bytes, figures.block_bytes))
             notes.append(
-                f"{drive.path}: fitted to device and backend: {block} blocks, depth {drive.depth}"
+                f"{drive.path}: limited by device or backend to {block} blocks, depth {drive.depth}"
             )
     shortest_s = min(phase.seconds for phase in figures.phases.values())
     if shortest_s < SHORT_S:
         notes.append(
-            f"the shortest phase took {shortest_s * 1e3:.0f} ms, too short to tell a drive's rate: "
-            "give a larger --size, or --seconds"
+            f"the shortest phase took {shortest_s * 1e3:.0f} ms, too short to measure a drive: "
+            "give a larger --size or --seconds"
         )
     if figures.huge_page_share < 0.9:
-        notes.append("without huge pages drives are slower; see `infinity doctor`")
+        notes.append("I/O is slower without huge pages; see `infinity doctor`")
     return notes
 
 
 def show_drives(console: Console, figures: SwapFigures) -> None:
-    """Show each drive's share if there are several, and the latencies that are known."""
+    """Show each drive's share if there are several, and the latencies that drives report."""
     if len(figures.drives) > 1:
-        table = _table("GB/s of each drive, all at work", *(f"{kind}, share" for kind in KINDS))
+        table = _table(
+            "GB/s of each drive while all work", *(f"{kind}, share" for kind in KINDS)
+        )
         for number, directory in enumerate(figures.directories):
             parts = [(phase.drive(number), phase.spread) for phase in figures.phases.values()]
             table.add_row(
@@ -369,7 +380,7 @@ def show_sweep(console: Console, sweep: SweepFigures) -> None:
 
 
 def show_adam(console: Console, figures: AdamFigures) -> None:
-    """Show the kernels, from cache and from memory."""
+    """Show the kernels' rates, from cache and from memory."""
     for where, title in (("cache", "from cache"), ("memory", "from memory")):
         rows = [row for row in figures.rows if row.where == where]
         names = ("state", "ISA", "Gparam/s", "GB/s") + (("of memory",) if where == "memory" else ())
@@ -388,7 +399,7 @@ def show_adam(console: Console, figures: AdamFigures) -> None:
         console.print(table)
     say(
         console,
-        f"memory: {figures.memory_gb_per_s:.1f} GB/s, what additions in place read and write in "
+        f"memory: {figures.memory_gb_per_s:.1f} GB/s, read and written by in-place additions in "
         "the same rounds",
         markup=False,
     )
@@ -429,7 +440,7 @@ def _columns(table: Table, *names: str) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise ValueError if a picture cannot be drawn to `path`; None: no picture is wanted."""
+    """Raise ValueError if a picture cannot be drawn to `path`. None is always allowed."""
     if path is None:
         return
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -443,12 +454,10 @@ def check_plot(path: Path | None) -> None:
 
 
 def draw(record: Mapping[str, Any], path: Path | None) -> None:
-    """Draw a record of `infinity._src.measure.report` into `path`, whole or not at all; None draws
-    nothing.
-    """
+    """Draw a record into `path`, completely or not at all. None draws nothing."""
     if path is None:
         return
-    # Imported here, since matplotlib is optional; not pyplot, which would look for a display.
+    # Imported here, since matplotlib is optional. pyplot is avoided: it would look for a display.
     from matplotlib.figure import Figure
 
     sweep = record.get("sweep")
@@ -484,7 +493,7 @@ def _swap(axes: Any, record: Mapping[str, Any]) -> None:
                 alpha=0.75,
                 label=name if place == 0 else None,
             )
-            # Draw every round as a dot: drives drift, which a median hides.
+            # Draw every round as a dot, since a median hides drift.
             axes.plot([at] * len(figures["rounds"]), figures["rounds"], "k.", markersize=4)
     axes.set_xticks(range(len(phases)), list(phases))
     axes.set_ylabel("GB/s")
@@ -564,8 +573,8 @@ def _sweep(figure: Any, axes: Any, sweep: Mapping[str, Any]) -> None:
 
 
 def _adam(axes: Any, record: Mapping[str, Any]) -> None:
-    """Draw a roofline of the rows from memory: parameters a second over bytes per parameter, beside
-    what the memory's bandwidth allows.
+    """Draw a roofline of the rows measured from memory: parameters per second over bytes per
+    parameter, and the maximum that the memory's bandwidth allows.
     """
     marks: dict[str, list[tuple[float, float]]] = {}
     formats: dict[str, float] = {}
@@ -592,7 +601,8 @@ def _adam(axes: Any, record: Mapping[str, Any]) -> None:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(top=1.6 * limit / ends[0])
-    # Numbers stand below the ticks, names at the points: two formats move 26 and 28 bytes.
+    # Ticks have numbers and points have names: names at the ticks would overlap, since two formats
+    # move 26 and 28 bytes.
     axes.set_xticks([round(traffic) for traffic in formats.values()])
     for name, traffic in formats.items():
         axes.annotate(
@@ -628,7 +638,7 @@ _REFRESH_S = 0.25
 
 def progress_bar(console: Console) -> AbstractContextManager[Callable[[str, float], None] | None]:
     """Return the context of a progress bar. Its value is the function that phases call with their
-    name and the share that is done; None if `console` is no terminal.
+    name and completed share; None if `console` is not a terminal.
     """
     return _Bar(console) if console.is_terminal else nullcontext()
 
@@ -636,7 +646,7 @@ def progress_bar(console: Console) -> AbstractContextManager[Callable[[str, floa
 class _Bar:
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
-        # Drawn by the calls, not by a thread, whose CPU time would count as the benchmark's.
+        # No refresh thread: its CPU time would count as the benchmark's.
         self._progress = Progress(*columns, console=console, transient=True, auto_refresh=False)
         self._task = self._progress.add_task("starting", total=1.0)
         self._drawn_s = 0.0

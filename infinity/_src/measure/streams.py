@@ -1,7 +1,7 @@
 """Chunks on drives, and one stream of jobs per drive over them.
 
-Every drive has a separate stream, so that a slow drive does not hold back a fast one, and each
-drive's share is measured. With one drive the stream runs in the calling thread.
+Every drive has a separate stream, so that a slow drive does not delay a fast one, and each drive's
+share is measured. With one drive the stream runs in the calling thread.
 
 The data are random, so that no drive can compress them. `Content.renew` replaces them between
 writes, so that no drive can deduplicate them.
@@ -37,7 +37,7 @@ _PIECE_BYTES = 65_536
 _WAVES = 3
 
 Step = Callable[[float], None]
-"""Called with the completed share of a phase, 0 to 1."""
+"""A function that a phase calls with its completed share, 0 to 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +69,10 @@ class Sample:
 
 
 class Chunks:
-    """`count` chunks on each drive's file, one after the other unless `offsets` says where. This
-    object holds their checksums, so that any executor can verify them.
+    """`count` chunks on each drive's file, back to back, or at `offsets`. This object holds the
+    chunks' checksums, so that any executor can verify the chunks.
 
-    chunk_bytes: of one chunk. state: their format, which divides them into sections.
+    chunk_bytes: bytes of one chunk. state: the format, which divides each chunk into sections.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Streams:
         self, chunks: Chunks, *, block_bytes: int | None, depth: int, backend: str, verify: str
     ) -> None:
         self.chunks = chunks
-        # Without a block size: enough slots both for a ring with the usual blocks, and for eight
-        # threads that move a chunk each.
+        # Without a block size there must be enough slots both for a ring with the usual blocks and
+        # for eight threads that move one chunk each.
         in_flight = -(-depth * (block_bytes or RING_BLOCK_BYTES) // CHUNK_BYTES)
         self._slots = in_flight + max(8, in_flight // 4)
         self.executor = aio.open_executor(
@@ -146,8 +146,8 @@ class Streams:
 
     @property
     def request_bytes(self) -> int:
-        """Bytes of the longest request of a job: the block size as the executor fitted it to the
-        drives, at most a chunk.
+        """Bytes of a job's longest request: the block size that the executor chose for the drives,
+        at most a chunk.
         """
         return min(max(drive.block_bytes for drive in self.executor.stats().drives), CHUNK_BYTES)
 
@@ -164,7 +164,7 @@ class Streams:
     def jobs(
         self, kind: aio.JobKind, mask: int = 1, pointers: Any = 0
     ) -> list[npt.NDArray[np.void]]:
-        """Make one job per chunk, for each drive, in order. pointers: one address, or several that
+        """Return each drive's jobs, one per chunk in order. pointers: one address, or several that
         the jobs use in turn.
         """
         count = self.chunks.count
@@ -183,7 +183,7 @@ class Streams:
     def warm(self, sections: int = 1) -> None:
         """Read data of the chunks into every slot, so that a write phase of MASK_MOVE_ONLY writes
         this data. Blocks."""
-        # One submission takes every slot. Several would reuse the slots that become free first.
+        # A single submission uses every slot; several would reuse the slots that become free first.
         jobs = [
             np.resize(one, self._slots)
             for one in self.jobs(aio.JobKind.FETCH, sections | aio.MASK_MOVE_ONLY)
@@ -198,11 +198,11 @@ class Streams:
         *,
         again: bool = False,
     ) -> Sample:
-        """Run each drive's jobs in order until one drive has none left or the deadline passes; with
-        `again` every drive begins anew after its last job, until the deadline. Blocks. The sample
-        counts whole chunks, whichever of their sections the jobs move.
+        """Run each drive's jobs in order until one drive has run all of its jobs or the deadline
+        passes; with `again` every drive repeats its jobs until the deadline. Blocks. The sample
+        counts whole chunks, even if the jobs move some of their sections only.
 
-        Raises what a job raises, after the streams of the other drives have ended.
+        Raises: the error of a failed job, after the streams of all drives have ended.
         """
         stop = threading.Event()
         ended: list[tuple[int, float] | BaseException | None] = [None] * len(jobs)
@@ -231,7 +231,7 @@ class Streams:
                 for thread in threads:
                     thread.join()
             finally:
-                # Also after Ctrl-C: the caller closes the executor that the threads use.
+                # Ctrl-C, too, must end the threads before the caller closes their executor.
                 stop.set()
                 for thread in threads:
                     thread.join()
@@ -257,10 +257,9 @@ class Streams:
         again: bool,
     ) -> tuple[int, float]:
         """Run the stream of one drive. Returns (jobs done, seconds)."""
-        # A wave has twice as many jobs as there are slots: each wave wakes this thread once, which
-        # would take half of the CPU time with small waves. Three waves in flight keep every slot
-        # busy, also while this thread waits for a core, and are few enough to stop soon after a
-        # deadline.
+        # A wave has twice as many jobs as the executor has slots. Each wave wakes this thread once;
+        # with small waves the wake-ups would take half of the CPU time. Three waves in flight keep
+        # every slot busy while this thread waits for a core, and end soon after a deadline.
         wave = 2 * self._slots
         flying: deque[aio.Ticket] = deque()
         start = time.monotonic()
@@ -295,10 +294,12 @@ _BLOCK_WORDS = 512
 
 
 class Content:
-    """Two halves of random bytes, `half` chunks each: one is written while the other is renewed.
+    """Two halves of random bytes, `half` chunks each: drives write one half while `renew` changes
+    the second half.
 
-    `renew` XORs every word of a half with a random constant: the words stay random, all of them
-    change, and it runs at the memory's speed. (Generating random numbers takes a core per GB/s.)
+    `renew` XORs every word of a half with a random constant: the words stay random, every word
+    changes, and the XOR runs at memory bandwidth. (Generating random numbers takes a core per
+    GB/s.)
     """
 
     def __init__(self, drive_count: int) -> None:
@@ -306,7 +307,7 @@ class Content:
         self._slab = aio.Slab(2 * self.half * CHUNK_BYTES)
         self._random = np.random.default_rng()
         words = self._slab.array(np.uint64)
-        # Generate 8 MiB at a time: all at once would allocate a second array of this size.
+        # Generate 8 MiB at a time: one call would allocate a second array of the slab's size.
         for start in range(0, len(words), 1 << 20):
             part = words[start : start + (1 << 20)]
             part[:] = self._random.integers(0, 2**64, size=len(part), dtype=np.uint64)
@@ -316,7 +317,7 @@ class Content:
         words = self._slab.array(
             np.uint64, offset=half * self.half * CHUNK_BYTES, count=self.half * CHUNK_BYTES // 8
         )
-        # Never 0, which would leave every word as it was.
+        # From 1 on: XOR with 0 would change nothing.
         words ^= self._random.integers(1, 2**64, dtype=np.uint64)
 
     def addresses(self, half: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -333,7 +334,8 @@ class Content:
 
 
 def is_hole(page: bytes | memoryview) -> bool:
-    """True if the first 4 KiB of a page repeat one 8-byte word, as a hole or unwritten memory does.
+    """Return whether the first 4 KiB of a page repeat one 8-byte word, as in a hole of a file or in
+    unwritten memory.
     """
     words = np.frombuffer(page, dtype=np.uint64, count=min(_BLOCK_WORDS, len(page) // 8))
     return bool((words == words[0]).all())

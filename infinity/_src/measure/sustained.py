@@ -1,16 +1,16 @@
-"""Sustained bandwidth: the load of optimizer steps for minutes, past the cache of the drives.
+"""Sustained bandwidth: the load of optimizer steps for minutes, past the drives' caches.
 
     fill       write random bytes to fresh extents, as `swap` does
     alone      requests of 4 KiB and of the block size at random places, one at a time: latencies
     sustained  the traffic of optimizer steps, for the given minutes: a row for each second
-    after      reads, writes and both at once, as `swap` measures them, on the drives as they are
-               now; these rates are the record's `settings`
+    after      reads, writes and both at once, measured as `swap` does; these rates are the record's
+               `settings`
 
-A step is that of the `exact` state with one pass (`memory/roofline.py`): the update reads and
-writes all 12 bytes of each parameter, and feeds the forward; the backward reads 2 bytes of each
-again. Every drive runs its steps one after the other without a pause, as training that waits for
-its drives. Chunks have the sections of that state, and move as they are: the CPU neither copies nor
-checks them.
+A step has the traffic of the `exact` state with one forward and backward: the update reads and
+writes all 12 bytes of each parameter and passes parameters to the forward; the backward reads 2
+bytes of each parameter again. Every drive runs its steps without a pause, as in training that waits
+for its drives. Chunks have the sections of the `exact` state; the CPU neither copies nor verifies
+them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from infinity.aio._stats import DriveStats, Latency
 ROW_S = 1.0
 """Seconds of a row."""
 ROWS_MIN = 10
-"""Rows that a comparison of the first tenth with the last needs."""
+"""Least number of rows, so that the first and the last tenth have a row each."""
 _ALONE_MOST = 4096
 _DIRECTIONS = ("read", "write")
 
@@ -52,8 +52,8 @@ _DIRECTIONS = ("read", "write")
 @dataclasses.dataclass(frozen=True)
 class SustainedTask:
     """Settings of a measurement. swap: directories, size, requests, backend. interval_s: seconds of
-    a row. thermometers: files of sysfs to read for each row. Raises: ValueError for minutes that
-    have too few rows.
+    a row. thermometers: temperature files of sysfs to read for each row. Raises: ValueError if the
+    minutes are too few for `ROWS_MIN` rows.
     """
 
     swap: SwapTask
@@ -73,9 +73,9 @@ class SustainedTask:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Traffic of all drives in one interval. at_s: its begin, in seconds since the load began.
-    drives: (read, written) bytes of each drive. temperature_c: of the hottest drive at its end;
-    None: not known.
+    """Traffic of all drives in one interval. at_s: the interval's start, in seconds since the load
+    began. drives: (read, written) bytes of each drive. temperature_c: temperature of the hottest
+    drive at the interval's end; None: unknown.
     """
 
     at_s: float
@@ -113,7 +113,7 @@ class Row:
 
 
 def join(rows: Sequence[Row]) -> Row:
-    """Return several rows as one."""
+    """Combine consecutive rows into one."""
     return Row(
         rows[0].at_s,
         sum(row.seconds for row in rows),
@@ -129,7 +129,7 @@ def join(rows: Sequence[Row]) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Alone:
-    """Latencies of one drive's requests, one at a time at random places."""
+    """Latencies of one drive's requests, submitted one at a time at random places."""
 
     path: str
     request_bytes: int
@@ -166,7 +166,7 @@ class SustainedFigures:
 
     @property
     def first(self) -> Row:
-        """The first tenth of the rows, as one."""
+        """The first tenth of the rows, combined into one."""
         return join(self.rows[: max(len(self.rows) // 10, 1)])
 
     @property
@@ -218,10 +218,10 @@ class SustainedFigures:
 
 
 def measure_sustained(task: SustainedTask, progress: Progress | None = None) -> SustainedFigures:
-    """Measure the drives together, as `task` says.
+    """Measure all drives of `task` together.
 
-    Blocks for the minutes, at most as long again for the fill, and some seconds. Leaves no files
-    behind, whatever ends it. Raises: ValueError, SwapFullError, AioError, MemoryError.
+    Blocks for the minutes of `task`, at most as long again for the fill, and some seconds. Leaves
+    no files behind, even if it fails. Raises: ValueError, SwapFullError, AioError, MemoryError.
     """
     say = progress or (lambda _phase, _share: None)
     seconds, swap = task.minutes * 60, task.swap
@@ -239,7 +239,7 @@ def measure_sustained(task: SustainedTask, progress: Progress | None = None) -> 
         with bench.streams(**how, verify="full") as streams:
             streams.warm()
             after, _ = measure_rounds(bench, streams, None)
-        # At last, so that it also reads what the load has written.
+        # Last, so that the check also reads the data that the load wrote.
         bench.check_no_holes()
         return SustainedFigures(
             minutes=task.minutes,
@@ -262,10 +262,10 @@ def measure_sustained(task: SustainedTask, progress: Progress | None = None) -> 
 
 def _alone(bench: Bench, request_bytes: int) -> list[Alone]:
     """Read, then write, at random places of each drive, one request at a time. Blocks for at most
-    `phase_s` a drive and direction.
+    `phase_s` per drive and direction.
     """
     room = bench.chunks.count * CHUNK_BYTES // request_bytes
-    # Without replacement: chunks may not overlap.
+    # A permutation, since chunks may not overlap.
     places = np.random.default_rng().permutation(room)[:_ALONE_MOST] * request_bytes
     drives = bench.chunks.drives
     chunks = Chunks(drives, len(places), chunk_bytes=request_bytes, offsets=places)
@@ -306,8 +306,8 @@ def _one_at_a_time(bench: Bench, streams: Streams, jobs: npt.NDArray[np.void], n
 
 
 def step_jobs(streams: Streams) -> list[npt.NDArray[np.void]]:
-    """Make the jobs of a step, for each drive: reads and writes of the update in turns, half of the
-    chunks apart; then the reads of the backward.
+    """Make each drive's jobs of a step: the update's reads and writes in turn, each write half of
+    the chunks ahead of its read; then the backward's reads.
     """
     everything = (1 << len(aio.Format.SPLIT.sections)) - 1 | aio.MASK_MOVE_ONLY
     found = []
@@ -339,8 +339,8 @@ class _Reading(NamedTuple):
 
 @final
 class _Sampler:
-    """Reads the executor's counters in a thread while the load runs: a drive that stalls has rows,
-    too.
+    """Thread that reads the executor's counters while the load runs, so that a stalled drive has
+    rows, too.
     """
 
     def __init__(self, executor: aio.Executor, task: SustainedTask, say: Progress) -> None:
@@ -366,14 +366,14 @@ class _Sampler:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._thread.join()
-        # On a machine so busy that the thread has not run: all of the load is one row.
+        # On a busy machine the thread may not have run: the whole load is then one row.
         if len(self._readings) == 1:
             self._read()
 
     def _run(self) -> None:
         start_s = self._readings[0].at_s
         for number in itertools.count(1):
-            # From the start, so that the intervals do not drift.
+            # Counted from the start, so that the intervals do not drift.
             due_s = start_s + number * self._interval_s
             if due_s > start_s + self._seconds + self._interval_s / 2:
                 return

@@ -1,17 +1,17 @@
 """Swap bandwidth of one or several drives, measured through the same executor that training uses.
 
-    fill    write random bytes, copied and checksummed, to fresh extents (which also shows that the
-            drive stores them)
-    verify  read a sample back, or everything, and compare every checksum
-    rounds  read | write | mixed, each also by the reference (the limit): fio on other files, which
-            are written in advance
+    fill    write random bytes, copied and checksummed, to fresh extents
+    verify  read a sample back, or everything, and compare every checksum; this shows that the
+            drives store the data
+    rounds  read | write | mixed, each also by the reference (the limit), such as fio, on separate
+            files, which are written in advance
 
-Every round has all kinds, and the arm that goes first alternates, so that drift of a drive's speed
-affects both arms alike. With `checksums="off"` the rounds move slots as they are
-(`MASK_MOVE_ONLY`): they measure the drive and the rings, not memcpy. They write the random data
-that earlier reads left in the slots, about 72 MiB that repeat. With "full" and "sample" every chunk
-is copied and its checksums are computed (write) or compared (read; "sample": in part), and every
-round writes new data. A phase ends at the end of the data or at its deadline.
+Every round has all kinds, and executor and reference go first in turn, so that drift of a drive's
+speed affects both alike. With `checksums="off"` the rounds transfer slots without copies or
+checksums (`MASK_MOVE_ONLY`): they measure the drives and the rings, not memcpy. They write the
+random data that earlier reads left in the slots, about 72 MiB, repeatedly. With "full" and "sample"
+every chunk is copied and its checksums are computed (write) or compared (read; "sample": in part),
+and every round writes new data. A phase ends after the last chunk or at its deadline.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class PhaseFigures:
-    """One kind of phase: a sample per round, and the limit's samples in the same rounds; () without
-    a limit.
+    """One kind of phase: the executor's samples, one per round, and the reference's samples of the
+    same rounds (limit_samples), or () without a reference.
     """
 
     samples: tuple[Sample, ...]
@@ -87,7 +87,9 @@ class PhaseFigures:
 
     @property
     def of_limit_rounds(self) -> tuple[float, ...]:
-        """Achieved / limit of each round: drives drift, so only rates of one round compare."""
+        """Achieved / limit of each round. Drives drift, so rates of different rounds do not
+        compare.
+        """
         # Without a limit there are no pairs.
         pairs = zip(self.samples, self.limit_samples, strict=False)
         return tuple(ours.rate / limit.rate for ours, limit in pairs)
@@ -116,7 +118,7 @@ class PhaseFigures:
         )
 
     def drive(self, number: int) -> Spread:
-        """Return one drive's bandwidths, while all drives work."""
+        """Return one drive's bandwidths of rounds in which all drives work."""
         return Spread(tuple(sample.drive_rates[number] for sample in self.samples))
 
     def as_dict(self, directories: Sequence[str]) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class PhaseFigures:
 
 
 def _arm(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the figures of one arm, the executor's or the limit's, ready for JSON."""
+    """Return the figures of the executor or the reference, ready for JSON."""
     spread = Spread(tuple(sample.rate for sample in samples))
     cpu = [sample.cpu_s_per_gb for sample in samples]
     return {
@@ -151,11 +153,11 @@ def _arm(samples: Sequence[Sample]) -> dict[str, Any]:
 class SwapFigures:
     """Figures of one measurement.
 
-    size_bytes: bytes of the chunks that the fill wrote, on all drives; a phase moves fewer if its
-    deadline comes first. block_bytes: the longest request that was sent. block_bytes_asked: the
-    requested block size; None for what suits the backend. verified_bytes: bytes read back with
-    their checksums compared, not counting the rounds. limit_by: the program that measured the
-    limit; empty without a limit.
+    size_bytes: bytes of the chunks that the fill wrote, on all drives; a phase that ends by its
+    deadline moves fewer. block_bytes: the longest request that was sent. block_bytes_asked: the
+    requested block size; None: the backend's default. verified_bytes: bytes that were read back and
+    compared with checksums, not counting the rounds. limit_by: the program that measured the limit;
+    empty without a limit.
     """
 
     read: PhaseFigures
@@ -193,12 +195,12 @@ class SwapFigures:
             directory: (self.read.drive(number).median, self.write.drive(number).median)
             for number, directory in enumerate(self.directories)
         }
-        # The requested block size, since every executor fits it to the drives itself.
+        # The requested block size, not the resulting one: every executor adapts it to the drives.
         return IoSettings(self.block_bytes_asked, self.depth, bandwidths, self.backend)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures ready for JSON; rates are in 10^9 bytes per second, medians where
-        there is one number.
+        """Return the figures ready for JSON. Rates are in 10^9 bytes per second; a single number is
+        the median of the rounds.
         """
         return {
             "read_gbps": self.read.spread.gbps,
@@ -244,10 +246,10 @@ def drive_as_dict(drive: DriveStats) -> dict[str, Any]:
 
 CHECKSUMS = ("off", "sample", "full")
 SHORT_S = 0.1
-"""A phase as short as this is no measurement: it begins and ends while others still run."""
+"""A shorter phase measures mostly its beginning and end, when not all slots are busy."""
 
 Progress = Callable[[str, float], None]
-"""Called with the phase's name and the share that is done, 0 to 1."""
+"""A function that is called with a phase's name and its completed share, 0 to 1."""
 
 _SAMPLE_CHUNKS = 16
 
@@ -256,7 +258,7 @@ _SAMPLE_CHUNKS = 16
 class SwapTask:
     """Settings of a measurement. Raises: ValueError for a wrong setting; the message gives the fix.
 
-    block_bytes: None for what suits the backend, as training uses by default.
+    block_bytes: None: the backend's default, as in training.
     """
 
     directories: tuple[Path, ...]
@@ -290,12 +292,12 @@ class SwapTask:
             raise ValueError(f"--depth {self.depth} must be 2 to {DEPTH_MAX}; 32 suits most drives")
         check_reference(self.limit)
         check_directories(self.directories)
-        # The reference needs files as large as the executor's.
+        # The reference's files are as large as the executor's.
         check_room(self.directories, self.size_bytes * (1 if self.limit == "off" else 2))
 
     @property
     def chunks_per_drive(self) -> int:
-        # At least two: a mixed phase reads one half and writes the other.
+        # At least two: a mixed phase reads the first half and writes the second.
         return max(self.size_bytes // CHUNK_BYTES // len(self.directories), 2)
 
 
@@ -306,7 +308,7 @@ def check_directories(directories: Sequence[Path]) -> None:
     missing = [str(directory) for directory in directories if not directory.exists()]
     if missing:
         raise ValueError(
-            f"directory {', '.join(missing)} does not exist; create it, or name another"
+            f"directory {', '.join(missing)} does not exist; create it, or name another one"
         )
     for directory in directories:
         if not directory.is_dir():
@@ -320,7 +322,7 @@ def check_directories(directories: Sequence[Path]) -> None:
 
 
 def check_room(directories: Sequence[Path], size_bytes: int) -> None:
-    """Raise ValueError if `size_bytes` in all, equal parts in each directory, do not fit."""
+    """Raise ValueError if `size_bytes`, divided equally over the directories, do not fit."""
     wanted: dict[int, int] = {}
     free: dict[int, tuple[int, Path]] = {}
     # Directories on one device share its free space.
@@ -340,8 +342,8 @@ def check_room(directories: Sequence[Path], size_bytes: int) -> None:
 
 @final
 class Bench:
-    """The files, chunks and content of a measurement, for sweep and swap. A context that frees all
-    of them at its end.
+    """The files, chunks and random data of a measurement, for sweep and swap: a context manager
+    that frees them.
     """
 
     def __init__(self, task: SwapTask, say: Progress) -> None:
@@ -360,7 +362,7 @@ class Bench:
         files = []
         for directory in self.task.directories:
             files.append(aio.SwapFile.create(directory))
-            # Register each file at once: the next one may fail.
+            # Register each file before the next is created, which may fail.
             self._stack.callback(files[-1].close)
         return files
 
@@ -381,10 +383,10 @@ class Bench:
         )
 
     def fill(self, streams: Streams, most_s: float | None = None) -> float:
-        """Write random bytes to all chunks, or to as many as `most_s` (4 * phase_s) allow. Return
-        the bytes per second. Blocks.
+        """Write random bytes to all chunks, or to as many as possible in `most_s` seconds (None:
+        4 * phase_s). Return the bytes per second. Blocks.
 
-        `chunks.count` shrinks to the chunks per drive that were written.
+        `chunks.count` becomes the number of chunks per drive that were written.
         """
         content, drives = self.content, len(self.chunks.drives)
         jobs = streams.jobs(aio.JobKind.STORE)
@@ -397,7 +399,7 @@ class Bench:
             half = done // per_drive % 2
             before = flying[half]
             if before is not None:
-                # Then its bytes are in slots: the half is free, although the writes continue.
+                # Its bytes are then in slots, so the half may change while the writes continue.
                 before.wait_filled()
                 content.renew(half)
             parts = np.concatenate([one[done : done + per_drive] for one in jobs])
@@ -413,26 +415,26 @@ class Bench:
         return self.chunks.size_bytes / took_s
 
     def verify(self, streams: Streams, phase: str, *, everything: bool) -> int:
-        """Read chunks back and compare their checksums; return the bytes. Blocks.
+        """Read chunks back and compare their checksums. Return the number of bytes. Blocks.
 
-        streams: must have been opened with verify="full". Raises: ChecksumError.
+        streams: an executor with verify="full". Raises: ChecksumError.
         """
         with aio.Slab(4 * CHUNK_BYTES) as target:
-            # Chunks may share a target, since the data read are discarded.
+            # Chunks may share a target, since the data are discarded.
             pointers = target.address + np.arange(4, dtype=np.uint64) * np.uint64(CHUNK_BYTES)
             jobs = streams.jobs(aio.JobKind.FETCH, 1, pointers)
             if not everything:
                 count = min(self.chunks.count, _SAMPLE_CHUNKS)
                 picked = np.linspace(0, self.chunks.count - 1, count).astype(np.int64)
                 jobs = [one[picked] for one in jobs]
-            # One drive at a time: a run over several drives ends with the first that is done.
+            # One drive at a time: a run over several drives ends as soon as one drive is done.
             samples = [
                 streams.run([one], math.inf, lambda share: self.say(phase, share)) for one in jobs
             ]
         return sum(sum(sample.drive_bytes) for sample in samples)
 
     def check_no_holes(self) -> None:
-        """Read some pages from the drives. Raises: AioError if a page is not random data."""
+        """Read some pages from the drives. Raises: AioError if a page does not hold random data."""
         with aio.Slab(ALIGNMENT_BYTES) as page:
             for drive in self.chunks.drives:
                 for chunk in np.linspace(0, self.chunks.count - 1, _SAMPLE_CHUNKS).astype(np.int64):
@@ -444,7 +446,7 @@ class Bench:
                     moved = os.preadv(drive.fd, [page.memory], offset)
                     if moved != page.size_bytes or is_hole(page.memory):
                         raise AioError(
-                            "what was measured is a hole, not data: a defect of this benchmark",
+                            "the benchmark read a hole of the file, not data: a defect of infinity",
                             path=drive.path,
                             op="read",
                             offset=offset,
@@ -466,7 +468,7 @@ class Bench:
             reads = streams.jobs(aio.JobKind.FETCH, 1 | aio.MASK_MOVE_ONLY)
             writes = streams.jobs(aio.JobKind.STORE, 1 | aio.MASK_MOVE_ONLY)
         else:
-            # Read into the other half, so that reads do not change the data to write.
+            # Reads use the second half, so that they do not change the data to write.
             halves = self.content.addresses(0), self.content.addresses(1)
             reads = streams.jobs(aio.JobKind.FETCH, 1, halves[1])
             writes = streams.jobs(aio.JobKind.STORE, 1, halves[0])
@@ -474,7 +476,7 @@ class Bench:
         mixed = []
         for read, write in zip(reads, writes, strict=True):
             both = np.empty(2 * half, dtype=aio.JOB)
-            # Read one half while the other is written, as a pass of updates does.
+            # A step's updates, too, read chunks while they write others.
             both[0::2] = read[:half]
             both[1::2] = write[self.chunks.count - half :]
             mixed.append(both)
@@ -482,29 +484,29 @@ class Bench:
 
 
 def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigures:
-    """Measure the drives together, as `task` says.
+    """Measure all drives of `task` together.
 
-    Blocks for about 3 * rounds * phase_s, twice that with a limit, and the time to write size_bytes
-    (twice with a limit). Takes about 300 MiB of memory per drive. Leaves no files behind, whatever
-    ends it. Raises: ValueError, SwapFullError, AioError, MemoryError.
+    Blocks for about 3 * rounds * phase_s and the time to write size_bytes; with a reference, for
+    twice as long. Takes about 300 MiB of memory per drive. Leaves no files behind, even if it
+    fails. Raises: ValueError, SwapFullError, AioError, MemoryError.
     """
     say = progress or (lambda _phase, _share: None)
     with Bench(task, say) as bench:
-        # "full" also with checksums off: the fill's checksums are compared once, and only the
-        # rounds move slots as they are.
+        # "full" also with checksums off: the fill's checksums are compared once; only the rounds
+        # neither copy nor compute checksums.
         verify = "sample" if task.checksums == "sample" else "full"
         with bench.streams(
             block_bytes=task.block_bytes, depth=task.depth, verify=verify
         ) as streams:
             fill = bench.fill(streams)
             verified = _verify(bench, streams, "verify", everything=task.verify_all)
-            # The block size as fitted to the drives: the limit must send requests of that length.
+            # The reference must send requests as long as the executor's.
             block_bytes = streams.request_bytes
             limit = bench.limit(task.limit, block_bytes=block_bytes, depth=task.depth)
-            # Rounds without checksums write what lies in the slots.
+            # Rounds without checksums write the slots' contents.
             streams.warm()
             ours, theirs = measure_rounds(bench, streams, limit)
-            # After the rounds, so that it also reads what they have written.
+            # After the rounds, so that the check also reads the data that they wrote.
             bench.check_no_holes()
             # Rounds without checksums overwrite the data: the fill's checksums no longer match.
             if task.verify_all and task.checksums != "off":
@@ -530,8 +532,8 @@ def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigure
 
 
 def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> int:
-    """Verify with an executor that compares every checksum, whatever `streams` does."""
-    # Only for "sample" does `streams` not compare every checksum.
+    """Verify with an executor that compares every checksum."""
+    # `streams` compares every checksum unless the task says "sample".
     if bench.task.checksums != "sample":
         return bench.verify(streams, phase, everything=everything)
     with bench.streams(
@@ -543,9 +545,8 @@ def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> 
 def measure_rounds(
     bench: Bench, streams: Streams, limit: Reference | None
 ) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
-    """Return (the executor's, the limit's) samples of each kind, one per round. Blocks.
-
-    The arm that goes first alternates.
+    """Return (the executor's samples, the reference's samples) by kind, one per round. Executor and
+    reference go first in turn. Blocks.
     """
     task, say = bench.task, bench.say
     phases = bench.phases(streams, task.checksums)

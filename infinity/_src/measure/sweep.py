@@ -1,9 +1,9 @@
 """Search for a drive's block size and depth: measure all pairs briefly, then the best few and the
-default in turns.
+default in turn.
 
 Mixed bandwidth decides, since a step reads and writes at the same time (14 bytes read and 12
-written per parameter). Among all pairs within `CLOSE` of the best, the one with the fewest bytes in
-flight wins: they are pinned memory.
+written per parameter). Of all pairs within `CLOSE` of the best, the pair with the fewest bytes in
+flight is chosen, since bytes in flight are pinned memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from infinity._src.measure.swap import KINDS, Bench, Progress, SwapTask
 BLOCKS = (256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, CHUNK_BYTES)
 DEPTHS = (4, 8, 16, 32, 64)
 IN_FLIGHT_MAX_BYTES = 128 * MIB
-"""Pairs with more bytes in flight per drive are left out: no drive needs them, and they are pinned
-memory.
+"""Pairs with more bytes in flight per drive are not measured: no drive needs them, and bytes in
+flight are pinned memory.
 """
 CLOSE = 0.03
-"""Share of the best bandwidth that a choice may lose for fewer bytes in flight."""
+"""Share of the best bandwidth that a pair with fewer bytes in flight may lack."""
 
 _LOOK_S = 0.3
 _FINALISTS = 4
@@ -35,7 +35,7 @@ _FINAL_S = 0.8
 @dataclasses.dataclass
 class Point:
     """One pair of block size and depth. rates: bandwidths by kind, in bytes per second, one per
-    round. final: it was measured among the best few.
+    round. final: the pair was measured again among the best few.
     """
 
     block_bytes: int
@@ -63,7 +63,7 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class SweepFigures:
-    """Every pair that was tried, and the one that was chosen."""
+    """Every measured pair, and the chosen pair."""
 
     points: tuple[Point, ...]
     best: Point
@@ -93,11 +93,11 @@ def pairs(blocks: Sequence[int], depths: Sequence[int]) -> list[tuple[int, int]]
 
 
 def choose(points: Sequence[Point]) -> Point:
-    """Choose among the points that were measured longest, by the module's rule."""
+    """Choose among the points that were measured longest, by the rule of the module's docstring."""
     finalists = [point for point in points if point.final] or list(points)
     top = max(point.rate("mixed") for point in finalists)
     close = [point for point in finalists if point.rate("mixed") >= (1 - CLOSE) * top]
-    # A tie goes to the larger block: fewer requests, less CPU.
+    # Equal pairs: the larger block needs fewer requests and less CPU time.
     return min(close, key=lambda point: (point.in_flight_bytes, -point.block_bytes))
 
 
@@ -110,7 +110,7 @@ def measure_sweep(
     Leaves no files behind. Raises: as `measure_swap`; ValueError for a wrong block size or depth,
     or if no pair is small enough.
     """
-    # A task checks its settings: find a wrong block size or depth before writing anything.
+    # A task checks its settings: a wrong block size or depth raises before anything is written.
     for block in blocks:
         dataclasses.replace(task, block_bytes=block)
     for depth in depths:
@@ -126,7 +126,7 @@ def measure_sweep(
             bench.verify(streams, "verify", everything=task.verify_all)
         points = [Point(block, depth, {kind: [] for kind in KINDS}) for block, depth in wanted]
         _look(bench, points)
-        # `_look` does not measure pairs that the executor fits to the same values as another.
+        # `_look` skips pairs that the executor turns into the same values as an earlier pair.
         points = [point for point in points if point.rates["mixed"]]
         _final(bench, points, default)
         bench.check_no_holes()
@@ -135,7 +135,7 @@ def measure_sweep(
 
 def _look(bench: Bench, points: Sequence[Point]) -> None:
     """Measure every pair briefly, twice, the second time in reverse order, so that drift affects
-    all alike. Of pairs that the executor fits to the same values, measure the first only.
+    all pairs alike. Of pairs that the executor turns into the same values, measure the first only.
     """
     owner: dict[object, Point] = {}
     for number, point in enumerate([*points, *reversed(points)]):
@@ -143,18 +143,18 @@ def _look(bench: Bench, points: Sequence[Point]) -> None:
         with bench.streams(
             block_bytes=point.block_bytes, depth=point.depth, verify="off"
         ) as streams:
-            # The executor fits block size and depth to the device, so two pairs may become one.
+            # The executor adapts block size and depth to the device, so two pairs may become one.
             fitted = tuple(
                 (drive.block_bytes, drive.depth) for drive in streams.executor.stats().drives
             )
-            # A backend that reports 0 does not tell: measure the pair.
+            # A backend that reports 0 does not show its values: measure the pair.
             if all(map(all, fitted)) and owner.setdefault(fitted, point) is not point:
                 continue
             _measure(bench, streams, point, min(_LOOK_S, bench.task.phase_s))
 
 
 def _final(bench: Bench, points: Sequence[Point], default: tuple[int, int]) -> None:
-    """Measure the best few and the default in turns, so that drift meets all of them."""
+    """Measure the best few and the default in turn, so that drift affects all of them alike."""
     ranked = sorted(points, key=lambda point: -point.rate("mixed"))[:_FINALISTS]
     ranked += [
         point
@@ -162,7 +162,7 @@ def _final(bench: Bench, points: Sequence[Point], default: tuple[int, int]) -> N
         if (point.block_bytes, point.depth) == default and point not in ranked
     ]
     for point in ranked:
-        # Drop the brief measurements, so that medians are of the longer rounds alone.
+        # Drop the brief measurements, so that medians are taken of the longer rounds alone.
         point.final = True
         for rates in point.rates.values():
             rates.clear()

@@ -124,7 +124,7 @@ def test_pictures_are_drawn(
     swept = ["--sweep", "--sweep-blocks", "1M", "--sweep-depths", "4,8"]
     assert command.main(["swap", *arguments, *swept, "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "too short to tell a drive's rate" in capsys.readouterr().out
+    assert "too short to measure a drive" in capsys.readouterr().out
     svg = tmp_path / "adam.svg"
     assert command.main(["adam", "--rounds", "1", "--numel", "65536", "--plot", str(svg)]) == 0
     assert "<svg" in svg.read_text()

@@ -110,7 +110,7 @@ def test_the_command_shows_it_and_writes_it(
     [
         (["--for", "/nonexistent/model"], "is neither a directory with a config.json"),
         (["--for", "{empty}"], "is neither a directory with a config.json"),
-        (["--tbw", "600"], "--tbw 600.0 without --for"),
+        (["--tbw", "600"], "--tbw 600.0 has no effect without --for"),
         (["--for", "{model}", "--tbw", "0"], "--tbw 0.0"),
         (["--for", "{model}", "--tbw", "nan"], "--tbw nan"),
         (["--for", "{bad}"], "config.json"),
