@@ -232,7 +232,7 @@ class OnRanks:
         return seen
 
 
-FROM_DEEPSPEED = ("zero2_one_rank", "zero3_cpu", "universal_zero2")
+FROM_DEEPSPEED = ("zero2_one_rank", "zero3_cpu", "universal_zero2", "muon_zero2")
 """Cases that one or two ranks of DeepSpeed wrote."""
 
 

@@ -21,6 +21,7 @@ from infinity.compat import deepspeed
 from infinity.compat.deepspeed import DeepSpeedRefusal, ops
 from infinity.compat.deepspeed.zero.access import safe_get_full_grad
 from tests import models
+from tests.data.deepspeed import make
 from tests.integrations.deepspeed_runs import (
     ROWS,
     WIDTH,
@@ -400,6 +401,19 @@ def test_muon_splits_groups_by_names_and_shapes() -> None:
     torch.testing.assert_close(
         values_of(engine.module)["layers.1.weight"], matrix.detach(), atol=1e-5, rtol=1e-5
     )
+    engine.destroy()
+
+
+def test_a_run_of_deepspeeds_muon_goes_on_with_its_configuration(tmp_path: Path) -> None:
+    chosen = {"type": "Muon", "params": {"lr": 0.1, "momentum": 0.5, "ns_method": "standard"}}
+    settings = {**config(2, optimizer=chosen, gradient_clipping=0), "bf16": {"enabled": True}}
+    model = make.Net().bfloat16()
+    engine = built(model, settings, model_parameters=make.groups_of(model))
+    optimizer = engine.basic_optimizer
+    run = inf.load_deepspeed(engine.module, make.unpack("muon_zero2", tmp_path), opt=optimizer)
+    assert (run, run.notes) == (((), ()), ())
+    assert engine.optimizer.param_groups[0]["momentum"] == 0.9
+    assert [group["adam_eps"] for group in engine.optimizer.param_groups[1:]] == [1e-7, 1e-7]
     engine.destroy()
 
 
