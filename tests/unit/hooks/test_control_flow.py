@@ -12,28 +12,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.marks import alternating
 from tests.unit.hooks import models
 from tests.unit.hooks.both_models import both, run_both, stack_rig
 from tests.unit.hooks.rig import Rig
 
 # -- checkpointing ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("reentrant", "case"),
-    alternating([False, True], ["llama", "gpt2_tied", "t5_shared", "qwen3_moe"]),
-)
-def test_gradient_checkpointing_of_both_kinds_is_bit_equal(case: str, reentrant: bool) -> None:
-    make, groups, loss = models.LM_CASES[case]
-    rig = Rig(make(), groups)
-    for model in (rig.plain, rig.model):
-        model.config.use_cache = False
-        model.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
-        )
-        model.train()
-    rig.train(loss, steps=2)
 
 
 @both
@@ -79,36 +62,6 @@ def test_weights_passed_into_a_checkpoint_by_their_parent_are_bit_equal(
 
 
 # -- orders of forward and backward ----------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_forwards_then_two_backwards_in_either_order(
-    order: tuple[int, int], eager: bool
-) -> None:
-    def body(model: nn.Module) -> None:
-        losses = [models.stack_loss(model, seed) for seed in range(2)]
-        for index in order:
-            losses[index].backward()
-
-    run_both(stack_rig(eager), body)
-
-
-@both
-def test_summed_losses_of_two_forwards(eager: bool) -> None:
-    run_both(
-        stack_rig(eager), lambda m: (models.stack_loss(m, 0) + models.stack_loss(m, 1)).backward()
-    )
-
-
-@both
-def test_retain_graph_and_a_second_backward(eager: bool) -> None:
-    def body(model: nn.Module) -> None:
-        loss = models.stack_loss(model, 0)
-        loss.backward(retain_graph=True)
-        loss.backward()
-
-    run_both(stack_rig(eager), body)
 
 
 @both

@@ -1,29 +1,29 @@
-"""Real model shapes train bit-equal to a plain loop with the harshest eviction, and never hold more
-than they must."""
+"""Modules that hold their weights in unusual ways train bit-equal to a plain loop with the harshest
+eviction, and no model holds more than it must. test_matrix.py has the model families."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.marks import alternating
 from tests.unit.hooks import models
 from tests.unit.hooks.rig import Rig
 
-F = torch.nn.functional
 
-
-@pytest.mark.parametrize(("case", "eager"), alternating(models.LM_CASES, [True, False]))
-def test_language_models_train_bit_equal_to_a_plain_loop(case: str, eager: bool) -> None:
-    make, groups, loss = models.LM_CASES[case]
-    rig = Rig(make(), groups, eager=eager)
-    rig.train(loss)
-
-
-@pytest.mark.parametrize(("case", "units"), [("llama", 1), ("t5_shared", 2), ("qwen3_moe", 1)])
-def test_the_peak_is_the_units_in_use_and_no_more(case: str, units: int) -> None:
-    make, groups, loss = models.LM_CASES[case]
+@pytest.mark.parametrize(
+    ("make", "groups", "loss", "units"),
+    [
+        (models.llama, models.llama_groups, models.lm_loss, 1),
+        (models.t5, models.t5_groups, models.t5_loss, 2),
+        (models.qwen3_moe, models.llama_groups, models.lm_loss, 1),
+    ],
+)
+def test_the_peak_is_the_units_in_use_and_no_more(
+    make: Any, groups: Any, loss: Any, units: int
+) -> None:
     rig = Rig(make(), groups)
     loss(rig.model, 0).backward()
     sizes = sorted((sum(p.numel for p in unit.params) for unit in rig.units), reverse=True)
@@ -99,18 +99,3 @@ def test_parameters_of_no_hooked_module_are_gathered_by_whoever_looks_them_up() 
     rig = Rig(Net(), lambda m: models.stack_groups(m.inner))
     assert [unit.name for unit in rig.units if not unit.modules] == ["rest"]
     rig.train(models.stack_loss)
-
-
-def test_float32_and_bfloat16_parameters_of_one_unit_train_bit_equal() -> None:
-    class Mixed(models.Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + F.layer_norm(super().forward(x.to(self.up.weight.dtype)).float(), (16,))
-
-    torch.manual_seed(0)
-    model = models.Stack([Mixed(inplace=False) for _ in range(2)])
-    for block in model.blocks:
-        block.to(torch.bfloat16)
-        block.norm = nn.LayerNorm(16)
-    rig = Rig(model, models.stack_groups)
-    assert len(rig.units[0].flats) == 2
-    rig.train(lambda m, seed: m(models.stack_input(m, seed).float()).square().mean())
