@@ -7,6 +7,7 @@ interpreter reads at a process's start are the server's: see `harness.in_a_proce
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import runpy
@@ -150,6 +151,7 @@ def _run_script(path: str) -> None:
 def _run_code(code: str) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
         del sys.modules[name]
+    logging.getLogger("infinity").handlers.clear()  # those of the modules that are deleted
     exec(code, {"__name__": "__main__"})
 
 

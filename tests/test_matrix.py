@@ -42,7 +42,7 @@ def wide_llama() -> nn.Module:
 def tiles() -> nn.Module:
     """A Qwen3-MoE whose stacks of experts are in tiles; test_expert_tiles.py says that its plain
     loop has the bits of the uncut model's."""
-    model: Any = models.qwen3_moe()
+    model: Any = models.qwen3_moe(experts=8)
     model.set_experts_implementation("eager")
     return inf.tile_experts(model, experts=3)
 

@@ -37,7 +37,7 @@ def evaluate(model: nn.Module, step: int) -> list[Any]:
     if generate is not None and hasattr(getattr(model, "config", None), "vocab_size"):
         tokens = generate(
             input_ids=models.beside(model, BATCH)["input_ids"],
-            max_new_tokens=4,
+            max_new_tokens=2,
             do_sample=False,
             num_beams=1 + step % 2,
         )

@@ -238,8 +238,8 @@ def test_cancel_races_with_everything_and_loses_nothing(make_rig, rng):
 
 
 def test_a_wait_asks_its_check_and_what_that_raises_ends_the_wait_alone(make_rig, rng):
-    # One chunk takes two seconds.
-    rig, values = slow(make_rig, rng, [0], seam=aio.Seam(read_bytes_per_s=4e3))
+    # One chunk takes more than a second.
+    rig, values = slow(make_rig, rng, [0], seam=aio.Seam(read_bytes_per_s=7e3))
     ticket, targets = rig.fetch([0])
     asked = 0
 

@@ -69,7 +69,7 @@ def test_an_executor_that_is_abandoned_writes_to_no_alarm(make_rig, rng, monkeyp
     alarm = Alarm()
     rig = make_rig(alarm=alarm)
     assert stored_and_read(rig, rng) is None
-    seam = aio.Seam(read_bytes_per_s=RUN_BYTES / 2, fault=aio.Fault("read", 0, lasting=True))
+    seam = aio.Seam(read_bytes_per_s=RUN_BYTES / 0.7, fault=aio.Fault("read", 0, lasting=True))
     rig.executor.set_seam(seam)
     busy_s = rig.executor.stats().drives[0].busy_s
     ticket, _ = rig.fetch([0])

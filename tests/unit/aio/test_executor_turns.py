@@ -85,11 +85,11 @@ def test_write_back_and_prefetches_progress_beside_endless_demands(
 
 
 def test_what_takes_longer_than_a_second_is_spread_over_the_windows(make_rig, rng):
-    rig = make_rig(block_bytes=1 << 20, seam=aio.Seam(write_bytes_per_s=RUN_BYTES / 2.3))
+    rig = make_rig(block_bytes=1 << 20, seam=aio.Seam(write_bytes_per_s=RUN_BYTES / 1.2))
     rig.store({0: random_chunk(rng)}).wait(60)
     drive = rig.executor.stats().drives[0]
-    assert drive.busy_s > 2
-    assert len(drive.windows) >= 3
+    assert drive.busy_s > 1
+    assert len(drive.windows) >= 2
     for window in drive.windows:
         assert window.busy_s <= 1.0 + 1e-6
     assert sum(window.busy_s for window in drive.windows) == pytest.approx(drive.busy_s, rel=0.05)

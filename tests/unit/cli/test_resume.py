@@ -13,10 +13,8 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,7 @@ from infinity._src.engine import handle as engine
 from infinity._src.measure.swap import SwapTask, measure_swap
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, StepUndone
-from tests.forks import FORKSERVER
+from tests import forks
 from tests.harness import assert_same
 from tests.marks import mostly_slow
 from tests.places import place_in
@@ -107,7 +105,7 @@ def train_until_killed_in_the_fill(arguments: list[str]) -> None:
 
 
 def killed(target: Any, arguments: list[str]) -> None:
-    process = FORKSERVER.Process(target=target, args=(arguments,))
+    process = forks.FORKSERVER.Process(target=target, args=(arguments,))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
@@ -244,16 +242,11 @@ def test_a_step_that_a_fault_undoes_is_taken_again(
     is_whole(place, out)
 
 
-def train_and_lose(
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    part: tuple[Any, str],
-    calls: Sequence[int],
-    section: int,
-) -> tuple[int, str, list[int]]:
-    """Train. When one of these calls of a part of the command begins, make the present place of a
-    section of a chunk unreadable. Returns status, output, and the numbers of the calls that did so.
-    """
+def lose(
+    monkeypatch: pytest.MonkeyPatch, part: tuple[Any, str], calls: Sequence[int], section: int
+) -> list[int]:
+    """Make the present place of a chunk's section unreadable when one of these calls of a part of
+    the command begins. Returns a list to which such calls add their numbers."""
     count, struck = 0, list[int]()
     original = getattr(*part)
 
@@ -273,28 +266,28 @@ def train_and_lose(
         return original(*given, **more)
 
     monkeypatch.setattr(*part, called)
-    return *train(arguments), struck
+    return struck
 
 
-ENDS = {
-    "measurement": ((command._Run, "_measure_held_out"), [2, 4]),
-    "text": ((command._Run, "_continue"), [2]),
-    "export": ((command.hf_model, "save_pretrained"), [1]),
-}
-"""Parts of the command that run after steps, and the calls that follow the third and the last step.
-A part that raises a fault is called again."""
+ENDS: list[tuple[tuple[Any, str], list[int]]] = [
+    ((command._Run, "_measure_held_out"), [2]),
+    ((command._Run, "_continue"), [2]),
+    ((command.hf_model, "save_pretrained"), [1]),
+]
+"""Parts of the command that run after steps, and the call that follows the third step, or the last.
+A part that raises a fault is called again. A third fault in a row would end the run."""
 
 
-@pytest.mark.parametrize("part", ENDS)
 def test_a_fault_after_the_last_step_takes_it_again(
-    place: Path, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, arguments = on_drive(place, tmp_path, "--generations=2")
-    status, shown, struck = train_and_lose(monkeypatch, arguments, *ENDS[part], section=0)
+    struck = [lose(monkeypatch, *part, section=0) for part in ENDS]
+    status, shown = train(arguments)
     assert status == 0, shown
-    assert struck == ENDS[part][1]
+    assert struck == [calls for _, calls in ENDS]
     told = re.findall(r"step (\d) is taken again: a unit cannot be read", shown)
-    assert told == (["3", "6"] if part == "measurement" else ["6"])
+    assert told == ["3", "6", "6"]
     is_whole(place, out)
 
 
@@ -318,8 +311,8 @@ def test_a_save_that_is_the_first_to_meet_damage_takes_the_step_again(
     out, arguments = on_drive(place, tmp_path, "--generations=2", "--save-every=2")
     wait_for_saves(monkeypatch)
     # The saves of steps 2, 4, 4 again, 6 and 6 again. Moments, which no gather reads.
-    part = (command._Run, "_begin_save")
-    status, shown, struck = train_and_lose(monkeypatch, arguments, part, [2, 4], section=2)
+    struck = lose(monkeypatch, (command._Run, "_begin_save"), [2, 4], section=2)
+    status, shown = train(arguments)
     assert status == 0, shown
     assert struck == [2, 4]
     assert re.findall(r"step (\d) is taken again: a unit cannot be read", shown) == ["4", "6"]
@@ -336,8 +329,8 @@ def test_a_save_that_fails_is_told_of_and_made_up_for(
     """
     out, arguments = on_drive(place, tmp_path, "--save-every=2")
     wait_for_saves(monkeypatch, good_again=True)
-    part = (command._Run, "_begin_save")
-    status, shown, struck = train_and_lose(monkeypatch, arguments, part, [2], section=2)
+    struck = lose(monkeypatch, (command._Run, "_begin_save"), [2], section=2)
+    status, shown = train(arguments)
     assert struck == [2]
     assert status == 0, shown
     assert caplog.text.count("no checkpoint of step 4 was written: chunk ") == 1
@@ -346,7 +339,7 @@ def test_a_save_that_fails_is_told_of_and_made_up_for(
 
 
 @contextlib.contextmanager
-def no_file_grows() -> Iterator[None]:
+def no_file_grows(_run: Any) -> Iterator[None]:
     """Have every write fail as on a full drive: EFBIG."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
@@ -357,7 +350,7 @@ def no_file_grows() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_thread_starts() -> Iterator[None]:
+def no_thread_starts(_run: Any) -> Iterator[None]:
     """Have the system give a save no thread."""
     start = threading.Thread.start
 
@@ -372,7 +365,7 @@ def no_thread_starts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_memory_is_left() -> Iterator[None]:
+def no_memory_is_left(_run: Any) -> Iterator[None]:
     """Have the thread of a save get no buffers."""
 
     def refused(*_given: Any, **_more: Any) -> Any:
@@ -383,18 +376,16 @@ def no_memory_is_left() -> Iterator[None]:
         yield
 
 
-def saves_fail(
-    monkeypatch: pytest.MonkeyPatch, calls: Collection[int], fault: Any
-) -> list[tuple[int, int]]:
+def saves_fail(monkeypatch: pytest.MonkeyPatch, faults: Mapping[int, Any]) -> list[int]:
     """Let these saves of the command fail, counted from 1. Returns a list to which each save adds
-    its number and its step."""
-    begin, begun = command._Run._begin_save, list[tuple[int, int]]()
+    its step."""
+    begin, begun = command._Run._begin_save, list[int]()
 
     def ended(run: Any, step: int) -> None:
         # No update may be pending: the fault must strike the save alone.
         run.handle.flush()
-        begun.append((len(begun) + 1, step))
-        with fault(run) if len(begun) in calls else contextlib.nullcontext():
+        begun.append(step)
+        with faults.get(len(begun), lambda _run: contextlib.nullcontext())(run):
             begin(run, step)
             if run.save is not None:
                 run.save._ended.wait()
@@ -422,10 +413,10 @@ def test_a_last_save_that_failed_is_not_forgotten_where_the_end_is_made_again(
 ) -> None:
     arguments = [*common(place), "--out", str(tmp_path), "--save-every", "2"]
     failing = [3, 4] if succeeds else [3, 4, 5]
-    begun = saves_fail(monkeypatch, failing, lambda _run: no_file_grows())
+    begun = saves_fail(monkeypatch, dict.fromkeys(failing, no_file_grows))
     end_again(monkeypatch, 2)
     status, shown = train(arguments)
-    assert [step for _, step in begun] == [2, 4, STEPS, STEPS, STEPS]
+    assert begun == [2, 4, STEPS, STEPS, STEPS]
     assert re.search(r"the end of the run is repeated: a drive had a fault\s*\n", shown)
     assert status == (0 if succeeds else 1), shown
     assert newest_generation(tmp_path / "checkpoint")[0].step == (STEPS if succeeds else 4)
@@ -442,34 +433,33 @@ def locked(run: Any) -> contextlib.AbstractContextManager[object]:
 
 
 OBSTACLES = {
-    "a lock": (locked, [2], "another save into this directory is under way"),
-    "no thread": (lambda _run: no_thread_starts(), [2], "can't start new thread"),
-    "no memory": (lambda _run: no_memory_is_left(), [3, 4], "MemoryError"),
+    2: (2, locked, "another save into this directory is under way"),
+    4: (4, no_thread_starts, "can't start new thread"),
+    6: (STEPS, no_memory_is_left, "MemoryError"),
+    7: (STEPS, no_memory_is_left, "MemoryError"),
 }
+"""Step of each save that fails, what is in its way, and what is said, by the number of the save."""
 
 
-@pytest.mark.parametrize("obstacle", OBSTACLES)
 def test_whatever_stops_a_save_training_goes_on(
-    place: Path, tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
-    fault, calls, text = OBSTACLES[obstacle]
-    begun = saves_fail(monkeypatch, calls, fault)
-    status, shown = train([*common(place), "--out", str(tmp_path), "--save-every", "2"])
-    last = calls[-1] == 4
-    step = STEPS if last else 4
-    assert caplog.text.count(f"no checkpoint of step {step} was written: {text}") == len(calls)
-    assert [step for _, step in begun] == [2, 4, STEPS, *([STEPS] if last else [])]
-    assert status == (1 if last else 0), shown
-    assert not last or "error: no checkpoint" in shown
-    assert newest_generation(tmp_path / "checkpoint")[0].step == (4 if last else STEPS)
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = saves_fail(monkeypatch, {call: fault for call, (_, fault, _) in OBSTACLES.items()})
+    status, shown = train([*common(place), "--out", str(tmp_path), "--save-every", "1"])
+    assert status == 1, shown
+    assert begun == [1, 2, 3, 4, 5, STEPS, STEPS]
+    told = re.findall(r"no checkpoint of step (\d) was written: ([^\n]*)", caplog.text)
+    for (step, text), (wanted, _, reason) in zip(told, OBSTACLES.values(), strict=True):
+        assert (int(step), text[: len(reason)]) == (wanted, reason)
+    assert "error: no checkpoint" in shown
+    assert newest_generation(tmp_path / "checkpoint")[0].step == 5
     is_whole(place, tmp_path)
 
 
 def test_a_first_save_that_cannot_begin_ends_the_command(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saves_fail(monkeypatch, [1], locked)
+    saves_fail(monkeypatch, {1: locked})
     status, shown = train([*common(place), "--out", str(tmp_path), "--save-every", "1"])
     assert status == 1
     assert "error: another save into this directory is under way" in shown
@@ -502,10 +492,10 @@ def test_a_read_that_fails_in_saves_alone_undoes_their_step_once(
         yield
         executor.set_seam(Seam())
 
-    begun = saves_fail(monkeypatch, [2, 3], unreadable)
+    begun = saves_fail(monkeypatch, dict.fromkeys((2, 3), unreadable))
     status, shown = train(arguments)
     assert status == 0, shown
-    assert [step for _, step in begun] == [2, 4, 4, STEPS]
+    assert begun == [2, 4, 4, STEPS]
     assert re.findall(r"step (\d) is taken again", shown) == ["4"]
     assert caplog.text.count("no checkpoint of step 4 was written: chunk ") == 2
     is_whole(place, out)
@@ -516,7 +506,7 @@ def test_a_durable_run_that_had_ended_makes_up_for_its_last_save_and_keeps_its_r
 ) -> None:
     out, arguments = on_drive(place, tmp_path, "--durable", "--save-every=2")
     with monkeypatch.context() as patch:
-        saves_fail(patch, [3, 4], lambda _run: no_file_grows())
+        saves_fail(patch, dict.fromkeys((3, 4), no_file_grows))
         status, shown = train(arguments)
     assert status == 1, shown
     assert newest_generation(out / "checkpoint")[0].step == 4
@@ -524,7 +514,7 @@ def test_a_durable_run_that_had_ended_makes_up_for_its_last_save_and_keeps_its_r
     assert [len(rows) for rows in before] == [STEPS, 3, 1]
     # The text before is known: the first sample is that of the end.
     end_again(monkeypatch, 1)
-    begun = saves_fail(monkeypatch, [], None)
+    begun = saves_fail(monkeypatch, {})
     for again in (1, 0):
         status, shown = train([*arguments, "--resume"])
         assert status == 0, shown
@@ -532,7 +522,7 @@ def test_a_durable_run_that_had_ended_makes_up_for_its_last_save_and_keeps_its_r
         assert f"all {STEPS} steps had been taken already" in shown
         assert [records(out, kind) for kind in ("step", "held_out", "summary")] == before
         # The second finds it.
-        assert begun == [(1, STEPS)]
+        assert begun == [STEPS]
         assert newest_generation(out / "checkpoint")[0].step == STEPS
     is_whole(place, out)
     # A run can resume from it.
@@ -558,14 +548,7 @@ def test_a_drive_that_is_full_for_the_last_saves_is_told_of_on_stderr(
     arguments = [*common(place), "--out", str(tmp_path), "--params=cpu", "--optim=cpu"]
     arguments += ["--save-every", "2"]
     killed(train_until_killed, arguments)
-    done = subprocess.run(
-        [sys.executable, "-c", LIMITED, "train", *arguments, "--resume"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    done = forks.run_code(LIMITED, "train", *arguments, "--resume", COLUMNS="400")
     assert done.returncode == 1, done.stdout + done.stderr
     # The save of step 4 may have been under way.
     found = re.search(r"continuing after step ([24]), from ", done.stdout)

@@ -170,7 +170,7 @@ def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_end
     tmp_path: Path,
 ) -> None:
     policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
-    seam = Seam(read_bytes_per_s=3e3)  # some seconds for the smallest unit
+    seam = Seam(read_bytes_per_s=1e4)  # most of a second for the smallest unit
     model = offload(models.llama(layers=2).bfloat16(), policy, _seam=seam)
     unsharder = inf.handle(model).unsharder
     unit = unsharder.units[0]
