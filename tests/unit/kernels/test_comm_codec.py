@@ -269,36 +269,6 @@ def test_a_wire_holds_the_codes_and_scales_of_the_groups_and_zeros(data: st.Data
     )
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_a_value_is_half_a_step_off_at_most_and_zero_is_zero(data: st.DataObject) -> None:
-    values, groups = data.draw(vectors(odd=False)), data.draw(st.composite(groups_drawn)())
-    keys = data.draw(st.composite(keys_drawn)())
-    buffer = encoded(values, **groups, **keys)
-    back, step = (
-        decoded(buffer, values.numel(), **groups),
-        step_of(buffer, values.numel(), **groups),
-    )
-    share = 0.5 if keys["key"] is None else 1.0
-    assert bool(
-        ((back.double() - values.double()).abs() <= step.double() * share * (1 + 2.0**-14)).all()
-    )
-    assert bool((back[values == 0] == 0).all())
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_what_was_decoded_is_encoded_as_it_was(data: st.DataObject) -> None:
-    values, groups = data.draw(vectors(odd=False)), data.draw(st.composite(groups_drawn)())
-    first = decoded(encoded(values, **groups), values.numel(), **groups)
-    again = encoded(first, **groups)
-    assert torch.equal(decoded(again, values.numel(), **groups), first)
-    for dtype in (torch.bfloat16, torch.float16):  # one rounding of the fp32 value, no more
-        out = spoilt(values.numel(), dtype)
-        decode(again, out, **groups)
-        assert torch.equal(out, first.to(dtype))
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 def test_bytes_are_codes_then_scales_each_a_multiple_of_64(bits: int) -> None:
     assert wire_bytes(0, bits, 64) == 0
@@ -313,29 +283,6 @@ def test_bytes_are_codes_then_scales_each_a_multiple_of_64(bits: int) -> None:
             assert native.lib.inf_wire_bytes(numel, bits, group_numel, 1) == codes_bytes(
                 numel, bits
             )
-
-
-def test_random_rounding_depends_on_the_element_alone_not_on_where_the_values_are_cut() -> None:
-    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    how: dict[str, Any] = {"bits": 8, "group_numel": 64, "key": KEY}
-    whole = encoded(values, **how, element=2**32 - 512)
-    cuts = [(0, 256), (256, 1408), (1408, 4096)]
-    parts = [
-        encoded(values[at:end], **how, element=2**32 - 512 + at)[: end - at] for at, end in cuts
-    ]
-    assert torch.equal(whole[:4096], torch.cat(parts))
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_random_rounding_keeps_the_mean(bits: int) -> None:
-    values, keys, numel = torch.linspace(-1, 0.7, 64), range(4000), 64
-    groups = {"bits": bits, "group_numel": 64}
-    mean = torch.stack(
-        [decoded(encoded(values, **groups, key=key), numel, **groups) for key in keys]
-    ).mean(0)
-    step = step_of(encoded(values, **groups, key=0), numel, **groups)
-    # The standard deviation of one draw is half a step at most; five of the mean's.
-    assert bool(((mean - values).abs() < 5 * 0.5 * step / math.sqrt(len(keys))).all())
 
 
 # -- what is not finite ----------------------------------------------------------------------------

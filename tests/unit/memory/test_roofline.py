@@ -62,58 +62,11 @@ def moved(
     return found.read, found.written
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 8])
-@pytest.mark.parametrize("update", ["deferred", "backward"])
-@pytest.mark.parametrize(
-    ("state", "read", "written", "param"),
-    [
-        (EXACT, 14, 12, 2),
-        (BF16, 10, 8, 2),
-        (COMPACT, 7.0625, 5.0625, 2),
-        (FP32, 16, 12, 4),
-        (FP16, 16, 14, 2),
-    ],
-)
-def test_bytes_per_parameter_are_those_of_the_design(
-    state: AtRest, read: float, written: float, param: int, update: str, micro_batches: int
-) -> None:
-    assert moved(state, update, micro_batches) == (read + 2 * param * (micro_batches - 1), written)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2, 8])
-def test_a_delayed_update_reads_nothing_for_further_micro_batches(micro_batches: int) -> None:
-    assert moved(EXACT, "delayed", micro_batches) == (14, 12)
-
-
-def test_what_is_resident_moves_nothing() -> None:
-    assert moved(EXACT, "deferred", 1, params=1.0) == (10, 10)
-    assert moved(EXACT, "deferred", 1, optim=1.0) == (4, 2)
-    assert moved(EXACT, "deferred", 4, params=1.0) == (10, 10)
-    assert moved(EXACT, "deferred", 1, params=0.5, optim=0.5) == (7, 6)
-    assert moved(EXACT, "deferred", 8, params=1.0, optim=1.0) == (0, 0)
-
-
-def test_a_spilled_gradient_is_read_and_written_once_for_each_micro_batch() -> None:
-    spilled = dataclasses.replace(EXACT, grads=2)
-    for count in (1, 2, 8):
-        read, written = moved(EXACT, "deferred", count)
-        assert moved(spilled, "deferred", count) == (read + 2 * count, written + 2 * count)
-        more = 2 * count if count > 1 else 0  # without accumulation no gradient waits
-        assert moved(spilled, "backward", count) == (read + more, written + more)
-    assert moved(AtRest.per_param([HI, LO, Section("grad", 4)])) == (2 + 4 + 4, 4 + 4)
-
-
 def test_frozen_parameters_are_read_for_every_pass_and_never_written() -> None:
     frozen = AtRest.per_param([Section("param", 2)], held=False)
     assert frozen == AtRest(frozen=2)
     assert moved(frozen, "deferred", 3) == (12, 0)
     assert moved(EXACT + frozen, "deferred", 1) == (14 + 4, 12)
-
-
-def test_activations_go_out_and_come_back_once_for_each_micro_batch() -> None:
-    found = traffic(EXACT, "deferred", 4, activations=100)
-    assert found.activations == Moved(400, 400)
-    assert found.total == Moved(14 + 12 + 400, 12 + 400)
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
