@@ -19,9 +19,11 @@ from infinity.errors import AioError, EngineClosed
 
 
 class Background(NamedTuple):
-    """Parts with work that is not done when a call returns: pipeline and saving run in the
-    background, and their faults stay; whole has the loop's writes to whole parameters; registry has
-    unfrozen parameters without states."""
+    """The parts that have pending work between calls.
+
+    pipeline, saving: updates and saves in the background; later calls raise their faults. whole:
+    the loop's writes to whole parameters, not stored yet. registry: unfrozen parameters, without
+    optimizer states yet."""
 
     pipeline: StepPipeline
     saving: Saver
@@ -33,7 +35,7 @@ class EngineAccess:
     """The checks of one engine (`infinity._src.params.update_hooks.Access`). One thread uses it at
     a time.
 
-    alarm: makes the next gather call `before_read`. It stays sounded while `before_read` raises.
+    alarm: if set, the next gather calls `before_read`, which clears it unless it raises.
     """
 
     _background: Background
@@ -47,8 +49,8 @@ class EngineAccess:
         comm.on_failure(alarm.sound)
 
     def attach(self, background: Background) -> None:
-        """Set the parts that are made after this object, since they need it. Called once, before
-        all other calls."""
+        """Set the parts that are built later than this object. Called once, before all other
+        methods."""
         self._background = background
 
     def close(self) -> None:
@@ -57,31 +59,32 @@ class EngineAccess:
         self._alarm.sound()
 
     def check_open(self) -> None:
-        """Raise EngineClosed after `close`; DriveLostError; the fault of a background update or
-        save; the error of a rank that has failed."""
+        """Raise EngineClosed after `close`, DriveLostError if a drive is lost, the fault of a
+        background update or save, or RankFailed if another rank has failed."""
         if self.closed:
             raise EngineClosed(
-                "the engine of this model was closed; build the model anew and offload that"
+                "the engine of this model was closed; build the model anew and offload the new one"
             )
         self.check_drives()
-        # Any next call raises a background fault: the call that began the work has returned.
+        # The call that began the background work has returned, so the next call raises its fault.
         self._background.pipeline.raise_fault()
         self._background.saving.raise_fault()
-        # A rank that has died is reported here, before a collective waits for it.
+        # Before a collective would wait for a rank that has died.
         self._comm.check()
 
     def check_drives(self) -> None:
-        """If a drive is lost, report it to all ranks, which end, and raise DriveLostError."""
+        """If a drive is lost, report that to all other ranks, so that they end, and raise
+        DriveLostError."""
         lost = self._storage.drives.lost
         if lost is not None:
             self._comm.report_failure(lost)
             self._storage.drives.check()
 
     def before_pass(self) -> None:
-        """Check the engine before an outermost forward, a write, or a call of its user, and store
-        the loop's writes to whole parameters.
+        """Check the process group, and store the loop's writes to whole parameters. Called before
+        an outermost forward, a write, and each method of the handle.
         """
-        # With another process group ranks would silently continue with different models.
+        # If the process group has changed, ranks would silently train different models.
         self._comm.check_group()
         self._background.whole.keep_writes()
 
@@ -94,7 +97,7 @@ class EngineAccess:
     def before_read(self, unit: Unit) -> None:
         """Check the engine, and undo an update that ran ahead of its step, before the unit's values
         are read. Raises: EngineClosed; the fault of an update, of a save, of a drive or a rank."""
-        # Cleared first: a later fault sets it again.
+        # Cleared before the checks: a fault that happens during the checks sets it again.
         self._alarm.lower()
         try:
             self.check_open()
@@ -125,6 +128,7 @@ class EngineAccess:
         self._background.pipeline.wait()
 
     def before_copy(self) -> None:
-        """Check the engine before a copy of values begins, which waits for each pending update."""
+        """Check the engine before values are copied. Does not block: the copy waits for pending
+        updates."""
         self.check_open()
         self.before_pass()

@@ -96,11 +96,12 @@ from infinity.errors import AioError, SwapFullError
 log = logging.getLogger("infinity")
 
 FLATS_UNDER_WAY = 32
-"""Flats in pieces whose writes may be in flight before one is read."""
+"""The most flats whose writes are in flight while the next flat is read."""
 
 
 class EngineHandle(Protocol):
-    """The engine's handle. Units refer to it; the parts below read the user's settings from it."""
+    """The attributes of `Handle` that lower layers use. Units refer to the handle; a durable run
+    reads `extra`, the user's state."""
 
     extra: Any
 
@@ -110,8 +111,8 @@ class EngineHandle(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Ranks, device and units of a model, on this rank. policy: with this rank's directories, and
-    its share of the bandwidths. passes: how forward and backward use the device.
+    """Ranks, device and units of a model, on this rank. policy: the user's, with this rank's
+    directories and its share of the bandwidths. passes: how forward and backward use the device.
     """
 
     policy: Policy
@@ -212,10 +213,10 @@ def build_engine(
     undo: contextlib.ExitStack,
     rollback: Rollback,
 ) -> EngineParts:
-    """Split `model` into units and wire its engine. undo: gets the calls that close the parts, also
-    if this raises. rollback: records changes of the model. Collective.
+    """Split `model` into units and wire its engine. undo: receives the calls that close the parts,
+    also if this raises. rollback: records changes of the model. Collective.
     """
-    # Ranks meet before anything is opened: a rank that cannot continue stops all of them here.
+    # A rendezvous before any file is opened: the error of one rank stops all ranks here.
     split = split_model(model, policy, device, transport, owner, undo)
     source, in_parts = find_source(split, model, load, init)
     # After opening the source: a missing file is detected before drives are written.
@@ -225,7 +226,7 @@ def build_engine(
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     initialize_tiers(split, tiers, source, Heap.for_stream(), rollback, in_parts=in_parts)
     buffers = sync_buffers(split, model, rollback)
-    # Before the parts that call the mode.
+    # The mode comes before the parts that call it.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress, alarm)
     access = EngineAccess(split.comm, tiers.storage, mode, alarm)
@@ -243,8 +244,8 @@ def build_engine(
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
     # Last: with hooks installed, a forward may call every part above.
     lifecycle = build_hooks(core, grads, unsharder, whole, model, owner, rollback)
-    # Each flat was made once outside of the gathers' memory pool: torch would retain an unused
-    # block as large as the largest flat.
+    # Set-up allocated each flat once outside of the gathers' memory pool: torch would retain an
+    # unused block as large as the largest flat.
     split.device.free_cache()
     return EngineParts(
         **vars(core), grads=grads, unsharder=unsharder, buffers=buffers, optimizer=optimizer,
@@ -258,16 +259,16 @@ def find_source(
     load: Source | NamedTensors | None,
     init: Callable[[], torch.nn.Module] | None,
 ) -> tuple[OpenSource, bool]:
-    """Open the source of the model's values. Returns it, and whether ranks each read a part of the
-    same files. Collective. Raises: ValueError for a source that does not fit the model.
+    """Open the source of the model's values. Returns the source, and whether each rank reads a
+    part of the same files. Collective. Raises: ValueError for a source that does not fit the model.
     """
     if isinstance(load, Path):
         load = open_weights(model, load)
-    # All ranks build the same; only rank 0 logs it.
+    # All ranks build the same model; only rank 0 shows the progress.
     first = split.comm.rank == 0
     received = split.ranks.syncs_states and not first
     source = open_source(model, load, init, shown=first, received=received)
-    # A round of the rendezvous, so every rank takes part, even if it cannot read parts.
+    # A round of the rendezvous, so a rank that cannot read parts takes part, too.
     in_parts = split.resources.are_alike(_read_alike(split, source))
     read_by_all = split.comm.world > 1 and not (in_parts or split.ranks.syncs_states)
     if source.files and read_by_all and first:
@@ -287,7 +288,7 @@ def split_model(
     owner: EngineHandle,
     undo: contextlib.ExitStack,
 ) -> Split:
-    """Meet the other ranks, find the model's units, open the device. Raises: ValueError for models
+    """Open the communicator, find the model's units, open the device. Raises: ValueError for models
     that cannot be offloaded.
     """
     ranks = RankSetup(policy, device, undo, transport)
@@ -302,7 +303,7 @@ def split_model(
         model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several
     )
     if policy.durable:
-        # Before the run has files: commits cannot store such buffers.
+        # Before the run creates files: its commits could not store some kinds of buffers.
         check_kept(persistent_buffers(model).items(), "a durable run")
     there = open_device(device, check=ranks.comm.check)
     passes = Passes(
@@ -323,7 +324,7 @@ def split_model(
         passes,
         slice_grads(model, policy.grad_dtype),
     )
-    # Raises before anything is opened; `install` finds the aliases again.
+    # Called for its errors, before any file is opened: `install` finds the aliases again.
     find_aliases(model)
     units = build(
         specs,
@@ -346,8 +347,8 @@ def open_tiers(
     *,
     in_parts: bool,
 ) -> Tiers:
-    """Plan the budget and open the storage of values, still empty. source, in_parts: how it will be
-    initialized. Raises: BudgetError, MemoryLimitError, SwapFullError, OSError.
+    """Plan the budget and open the storage of values, still empty. source, in_parts: how the
+    storage will be initialized. Raises: BudgetError, MemoryLimitError, SwapFullError, OSError.
     """
     policy = split.policy
     # Capacity for the gradients of a few units in flight to the host.
@@ -362,13 +363,13 @@ def open_tiers(
         default_bytes=split.resources.default_bytes,
         transit_bytes=functools.partial(_transit_bytes, split, buffers),
     )
-    # The ledger counts for the whole process: a failed offload must release its part.
+    # The ledger counts for the whole process: a failed offload must release the model's bytes.
     undo.callback(planner.close)
-    # Raises before any file is made if the budget is too small.
+    # A budget that is too small raises here, before any file is created.
     plan = planner.first()
     # Before anything is allocated. After this round ranks that share drives measure them together.
     shards = sum(flat.layout.shard_bytes for flat in split.flats)
-    initializing, running = _beside_bytes(split, source, in_parts=in_parts)
+    initializing, running = _overhead_bytes(split, source, in_parts=in_parts)
     split.resources.check_memory(
         plan,
         # Pools, and parameters that stay in RAM: allocated while the model still has its values.
@@ -394,8 +395,9 @@ def open_tiers(
 
 
 def _read_alike(split: Split, source: OpenSource) -> str:
-    """Describe the files and the flats that get their values from them; empty without files. Ranks
-    with equal descriptions may each read a part, without comparing values."""
+    """Describe the source's files and the flats that they initialize; empty without files. If the
+    descriptions of all ranks are equal, each rank may read a part, and values need not be compared.
+    """
     place = place_of(source.files)
     flats = [
         (
@@ -408,9 +410,9 @@ def _read_alike(split: Split, source: OpenSource) -> str:
     return place and f"{place} {xxhash.xxh3_128_hexdigest(repr(flats).encode())}"
 
 
-def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[int, int]:
+def _overhead_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[int, int]:
     """Return the host overhead of this rank outside of its plan: during initialization, and in a
-    step. A save checks its memory itself."""
+    step. Saves are not counted: `inf.save` checks the memory that it needs."""
     policy = split.policy
     layouts = [flat.layout for flat in split.flats]
     chunks = sum(len(layout.chunks) for layout in layouts)
@@ -442,7 +444,8 @@ def _freed_bytes(params: Sequence[Param]) -> int:
 
 def _create_chunks(split: Split, storage: Storage, plan: PlacementPlan) -> None:
     """Reserve places for all chunks, without values. The places have space for the states of a
-    later optimizer, or, if the drives lack it, only for the parameters, as inference needs.
+    later optimizer. If the drives are too small for that, they have space for the parameters alone,
+    which inference needs.
 
     Raises: SwapFullError.
     """
@@ -454,18 +457,17 @@ def _create_chunks(split: Split, storage: Storage, plan: PlacementPlan) -> None:
             raise
         log.warning("the drives lack space for training with this policy: %s", error)
         if storage.run is not None:
-            # The refused reservation has cut the files, and with them initialized values.
+            # The failed reservation has truncated the files, and lost values initialized in them.
             storage.run.journal.forget()
         storage.store.create(split.flats, plan.nvme_masks)
 
 
 def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
     """Return the bytes of pinned memory through which gradients reach accumulators or updates.
-    They grow when parameters are unfrozen.
+    The result grows when parameters are unfrozen.
     """
-    sizes = grad_sizes(split.units, buffers.dtype)
-    of_windows = windows_bytes(split.policy, sizes, copies=split.device.copies)
-    copies = split.device.copies
+    sizes, copies = grad_sizes(split.units, buffers.dtype), split.device.copies
+    of_windows = windows_bytes(split.policy, sizes, copies=copies)
     return of_windows + split.ranks.transit_bytes(split.flats, buffers.dtype, copies=copies)
 
 
@@ -481,9 +483,9 @@ def initialize_tiers(
     """Write the model's values to their tiers, unit by unit, and load its buffers. Blocks;
     collective.
 
-    in_parts: ranks each read a part of the same files. Raises: PeerFailed, ValueError, AioError.
+    in_parts: each rank reads a part of the same files. Raises: PeerFailed, ValueError, AioError.
     """
-    # Ranks that read the same files have the same values.
+    # Ranks that read the same files have the same values already.
     synced = split.ranks.syncs_states and not in_parts
     way = _way(in_parts=in_parts, synced=synced)
     writer = _InitialWriter(split, tiers, heap, source, way=way)
@@ -494,11 +496,11 @@ def initialize_tiers(
                 _write_from_rank_0(split, unit, flats, writer)
             for flat in () if synced else flats:
                 writer.store(flat)
-            # An initialization takes long: when one rank has failed, the others stop here.
+            # An initialization takes long: the error of one rank stops all ranks here.
             split.resources.check_peers()
         writer.end()
     source.fill_buffers(split.device.torch_device, rollback.keep)
-    # From here on collectives, and not the rendezvous, report the error of a rank.
+    # From here on the error of a rank is reported by collectives, no longer by the rendezvous.
     split.resources.end_rendezvous()
     # Each rank stores a part: with different values the result would be a mixture of models.
     split.ranks.check_values()
@@ -514,7 +516,7 @@ def sync_buffers(split: Split, model: torch.nn.Module, rollback: Rollback) -> Mo
 
 
 def _way(*, in_parts: bool, synced: bool) -> str:
-    """Name the way in which a rank reads values; a resumed initialization compares it."""
+    """Name how a rank reads values. A resumed initialization must read them in the same way."""
     return "parts" if in_parts else "rank 0" if synced else "parameters"
 
 
@@ -531,8 +533,8 @@ def _write_from_rank_0(
 
 @dataclasses.dataclass
 class _Write:
-    """A flat whose writes are in flight. values: a tensor that they read; None: they read buffers
-    of pieces. digest: of the whole flat's values, if ranks compare them."""
+    """A flat whose writes are in flight. values: the tensor that is written; None if `PieceWriter`
+    holds the values. digest: of the whole flat's values, if ranks compare them."""
 
     flat: Flat
     digest: int
@@ -541,8 +543,8 @@ class _Write:
 
 
 class _InitialWriter:
-    """Writer of initial values: flats are written while the next one is read from its source. way:
-    as `_way`."""
+    """Writer of initial values: writes flats while it reads the next one from the source. way: see
+    `_way`."""
 
     def __init__(
         self,
@@ -556,7 +558,7 @@ class _InitialWriter:
         self._split, self._tiers, self._heap, self._source = split, tiers, heap, source
         self._pieces = PieceWriter(tiers.store, split.flats)
         storage = tiers.storage
-        # Digests are of whole flats, so each rank fills the other ranks' shards, too.
+        # Digests are of whole flats, so each rank reads the other ranks' shards, too.
         self._compares = way == "parameters" and split.comm.world > 1
         # The files of a durable run outlive the process, so its initialization may be resumed.
         self._run = None
@@ -584,9 +586,9 @@ class _InitialWriter:
         return True
 
     def store(self, flat: Flat) -> None:
-        """Read this rank's shard of a flat and start writing it, piece by piece. Blocks until it is
-        read. Raises: AioError; errors of the source."""
-        # A journal lists only settled flats.
+        """Read this rank's shard of a flat and start writing it, piece by piece. Blocks until the
+        shard is read. Raises: AioError; errors of the source."""
+        # A durable run's journal lists only written flats, so few may be in flight.
         self._settle(FLATS_UNDER_WAY if self._run is None else 1)
         size, rank = flat.layout.shard_numel, self._split.comm.rank
         shards = range(self._split.comm.world) if self._compares else (rank,)
@@ -600,7 +602,8 @@ class _InitialWriter:
                 tickets = write.tickets if shard == rank else None
                 self._pieces.pass_through(flat, values.fill, index * size, tickets)
         except AioError:
-            # An error of a write names its unit; one of the source stays as it is.
+            # If a write failed, `_settle` or `_await` raises an error that names its unit.
+            # Otherwise the error is the source's, and is raised unchanged.
             self._settle()
             self._await(write)
             raise
@@ -608,7 +611,7 @@ class _InitialWriter:
         self._heap.freed()
         if digests is not None:
             write.digest = self._split.ranks.note(flat, digests)
-        # Now, not before: an interrupted flat is not written.
+        # Appended last: an interrupted flat must not count as written.
         self._under_way.append(write)
         self._line.advance(flat.layout.shard_bytes)
 
@@ -647,7 +650,7 @@ class _InitialWriter:
             except AioError:
                 self._under_way.popleft()
                 raise
-            # After the wait: an interrupt must not drop values that are being read.
+            # After the wait: an interrupt must not free values that a write still reads.
             self._under_way.popleft()
             flat, digest = write.flat, write.digest
             del write
@@ -670,7 +673,7 @@ class _InitialWriter:
             raise
 
     def close(self) -> None:
-        """Block until no write is in flight, whether it fails or not."""
+        """Block until no write is in flight, whether the writes fail or not."""
         self._line.end()
         while self._under_way:
             with contextlib.suppress(AioError):
@@ -681,7 +684,7 @@ class _InitialWriter:
 
 
 def start_progress(tiers: Tiers, timeline: Timeline) -> Progress:
-    """Start the clock, before the first pass."""
+    """Make the trackers of passes, order and waits, and start the clock of phases."""
     executor, store, waits = tiers.executor, tiers.store, LoopWaits()
 
     def marks() -> Marks:
@@ -699,8 +702,8 @@ def choose_mode(split: Split, tiers: Tiers, progress: Progress, alarm: Alarm) ->
     if policy.update_on == "device":
         if not device.copies:
             raise ValueError(
-                "update_on='device': the model computes on the CPU, which updates already; use "
-                "update_on='cpu'"
+                "update_on='device' needs a model that computes on a GPU, and this one computes on "
+                "the CPU; use update_on='cpu'"
             )
         device.check_host_pointers()
         return DeviceUpdate(store=tiers.store, executor=tiers.executor, device=device)
@@ -738,7 +741,7 @@ def build_grads(core: Core) -> Grads:
         undo.callback(tiers.offload.close)
     # The user may hold accumulators after the engine has closed; their scratch memory is freed.
     undo.callback(registry.release)
-    # Only these flats have gradients to reduce.
+    # Only flats that learn have gradients to reduce.
     learning = [flat for flat in split.flats if flat.learns]
     reducer = GradReducer(
         split.units,
@@ -862,7 +865,7 @@ def build_optimizer(
     )
     # Pushed after the collaborators, so that the mode closes before them.
     core.undo.callback(mode.close)
-    # For flats without an optimizer; the registry prepares jobs anew when it registers one.
+    # The jobs of flats without an optimizer. The registry prepares jobs again for each optimizer.
     pipeline.prepare_jobs(split.flats)
     states = States(
         tiers.store,
@@ -937,13 +940,13 @@ def build_hooks(
         rollback=rollback,
     )
     if is_microbatched(model):
-        sum_slices_as_they_wait(split.flats, grads.reducer.dtype)
+        set_grad_dtypes(split.flats, grads.reducer.dtype)
     return lifecycle
 
 
-def sum_slices_as_they_wait(flats: Iterable[Flat], dtype: Callable[[Flat], torch.dtype]) -> None:
-    """Make autograd sum the gradients of micro-batches in the dtype of accumulated gradients, in
-    which a loop over micro-batches sums them."""
+def set_grad_dtypes(flats: Iterable[Flat], dtype: Callable[[Flat], torch.dtype]) -> None:
+    """Make autograd sum the gradients of micro-batches in the accumulators' dtype, as the
+    accumulators do in a loop over micro-batches."""
     for flat in flats:
         for param in flat.params if dtype(flat) is not flat.dtype else ():
             param.gathered.grad_dtype = dtype(flat)

@@ -22,7 +22,8 @@ from infinity.aio._endurance import Endurance, recent_bytes_per_s
 
 @dataclasses.dataclass(frozen=True)
 class DriveFigures:
-    """One drive since `inf.offload`. Bytes are those that the drive confirmed; times in seconds.
+    """Counters of one drive since `inf.offload`. Bytes count when the drive has confirmed them;
+    times in seconds.
 
     read_p50_s ... write_p99_s: latency of requests, from submission to result.
     depth_mean: mean requests in flight while there were any; depth: the most; block_bytes: the size
@@ -31,8 +32,8 @@ class DriveFigures:
     *_bytes_per_s_10s, _60s: bandwidth over the last 10 or 60 whole seconds, idle ones included.
     direct: whether files are open with O_DIRECT; direct_reason: why not.
     failed: the failed write that marked the drive, empty while the drive is sound.
-    slow: description while the drive gives less bandwidth than before, otherwise empty;
-        slow_episodes: how often that happened.
+    slow: a description while the drive has less bandwidth than earlier in the run, otherwise empty;
+        slow_episodes: number of such periods.
     written_per_step_bytes, written_tb_per_day: written by training, set-up excluded; None before
         the first step.
     """
@@ -90,7 +91,7 @@ class DriveFigures:
         )
 
     def __str__(self) -> str:
-        """Format the figures as one line, and one more line for each thing that is wrong."""
+        """Format the figures as one line, and one more line for each fault."""
         reads = f"{1e3 * self.read_p50_s:.1f}/{1e3 * self.read_p99_s:.1f} ms"
         writes = f"{1e3 * self.write_p50_s:.1f}/{1e3 * self.write_p99_s:.1f} ms"
         parts = [
@@ -119,7 +120,7 @@ _OF_DRIVE = (
     "in_flight_bytes_max", "busy_s", "retries", "short_transfers", "errors", "direct",
     "direct_reason", "failed",
 )  # fmt: skip
-"""Figures of a drive that `DriveFigures` shows as they are."""
+"""Fields of `DriveStats` that `DriveFigures` copies."""
 
 _OF_EXECUTOR = (
     "bytes_read", "bytes_written", "compute_s",
@@ -127,7 +128,7 @@ _OF_EXECUTOR = (
     "huge_bytes", "registered", "registered_reason", "backend", "kept_chunks", "moved_writes",
     "jobs_cancelled",
 )  # fmt: skip
-"""Counters of the executor that `Stats` shows as they are."""
+"""Counters of the executor that `Stats` copies under the same names."""
 _OF_UNSHARDER = ("gathered_bytes_peak", "demands", "demand_reads")
 _OF_PIPELINE = (
     "updates_ahead", "updates_withdrawn", "steps_undone", "older_chunks", "matrices_s",
@@ -137,22 +138,22 @@ _OF_PLACEMENT = (
     "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "resident_bytes", "sums_bytes",
     "scratch_bytes", "nvme_bytes",
 )  # fmt: skip
-"""Figures of the placement that `Stats` shows under the same names."""
+"""Fields of the placement plan that `Stats` copies under the same names."""
 
 _PUBLIC_NAMES = {"delayed_params_bytes": "shadow_bytes"}
-"""Figures of the placement that `Stats` shows under other names."""
+"""Fields of the placement plan that `Stats` copies under other names."""
 
 _COPIES = {
     "h2d_bytes": "to_device_bytes", "d2h_bytes": "from_device_bytes",
     "h2d_s": "to_device_s", "d2h_s": "from_device_s",
 }  # fmt: skip
-"""Executor counters that `Stats` shows under other names."""
+"""Counters of the executor that `Stats` copies under other names."""
 
 _OF_RANKS = (
     "comm_gather_inside_bytes", "comm_gather_across_bytes", "comm_reduce_inside_bytes",
     "comm_reduce_across_bytes", "whole_grad_bytes", "secondary_bytes", "feedback_bytes",
 )  # fmt: skip
-"""Figures that several ranks have."""
+"""Fields of `Stats` that are 0 with one rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,9 +177,9 @@ class Stats:
     nvme_bytes: states at rest on NVMe; frozen_bytes: the part of them that belongs to parameters
         without an optimizer. spilled_bytes: gradients at rest on NVMe.
     Device memory, not in ram_bytes: gathered_bytes_peak: the most bytes gathered at once;
-        fresh_grad_bytes_peak: the most bytes of gradients that autograd had made and no accumulator
-        had taken; heap_spare_bytes: the most freed memory that the allocator retained in addition
-        to memory in use, where the CPU computes.
+        fresh_grad_bytes_peak: the most bytes of gradients between autograd and accumulators;
+        heap_spare_bytes: the most freed memory that the allocator retained in addition to memory in
+        use, where the CPU computes.
     demands: requests for a unit (one for all micro-batches of a batch, if the unit stays gathered).
         demand_reads: demands for which nothing was prefetched. deviations: demands that the traced
         order did not predict.
@@ -188,14 +189,15 @@ class Stats:
     huge_bytes: bytes of the pools in huge pages. registered: whether io_uring has the pools' pages
         registered; registered_reason: why not. backend: of the executor; backend_reason: why "auto"
         did not choose io_uring.
-    kept_chunks: chunks whose write failed, and that are in memory only. moved_writes: failed writes
-        that were moved to a reserved extent. jobs_cancelled: cancelled reads.
+    kept_chunks: chunks that are only in memory, because their write failed. moved_writes: failed
+        writes that were redirected to a reserved extent. jobs_cancelled: cancelled reads.
     written_per_step_bytes, written_tb_per_day: written by training to all drives; None before the
         first step.
-    updates_ahead: units updated in backward ahead of their step, whose update stayed.
-        updates_withdrawn: such units whose update was undone, since the step did not want it.
-        steps_undone: steps undone after faults. older_chunks: chunks with states of an earlier
-        step, since a drive lost the last (`Policy.damaged`). All four need two generations.
+    updates_ahead: units that were updated in backward, before their step, and whose update the step
+        confirmed. updates_withdrawn: units whose early update was undone, because the step did not
+        confirm it. steps_undone: steps undone after faults. older_chunks: chunks with states of an
+        earlier step, because a drive lost the last one's (`Policy.damaged`). All four need two
+        generations.
     commit_s: time of the commits of a durable run.
     comm_gather_*_bytes, comm_reduce_*_bytes: bytes of weights and of gradients that this rank sent
         to ranks of its node (inside) and of other nodes (across). comm_wait_s: time that backward
@@ -294,8 +296,7 @@ class Stats:
         return record
 
     def __str__(self) -> str:
-        """Format as text: memory, the time of a step by phase, η against both limits, the drives.
-        """
+        """Format as text: memory, the time of a step by phase, η for both limits, the drives."""
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in self.ram_parts.items())
         held = format_size(self.ram_bytes) + (f" ({parts})" if parts else "")
         lines = [
@@ -360,12 +361,12 @@ class Stats:
         frozen_bytes: int = 0,
         slices: float | None = None,
     ) -> Stats:
-        """Collect the counters of the engine's parts. endurance: has observed `executor`; without
-        it `written_per_step_bytes` and `written_tb_per_day` are None.
+        """Collect the counters of the engine's parts.
 
-        update: the update mode; None where no limits are known (`update_on="device"`). bandwidths,
-        slices: see `StepTerms.collect`. ranks: the fields that only several ranks have; None sets
-        them to 0.
+        endurance: has observed `executor`; without it `written_per_step_bytes` and
+        `written_tb_per_day` are None. update: the update mode; None where no limits are known
+        (`update_on="device"`). bandwidths, slices: see `StepTerms.collect`. ranks: values of the
+        fields in `_OF_RANKS`; None sets them to 0.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), progress.clock.marks()
         terms = None if update is None else StepTerms.collect(

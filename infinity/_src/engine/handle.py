@@ -33,7 +33,7 @@ from infinity._src.checkpoint.formats.hub_files import hub_checkpoint
 from infinity._src.config.policy import Policy
 from infinity._src.distributed.topology import check_launched
 from infinity._src.distributed.transport import Transport
-from infinity._src.engine.build import build_engine, sum_slices_as_they_wait
+from infinity._src.engine.build import build_engine, set_grad_dtypes
 from infinity._src.engine.engine_stats import Stats
 from infinity._src.hooks.gather_context import chosen_params, gather
 from infinity._src.hooks.joint_backward import JointBackward
@@ -57,7 +57,7 @@ R = TypeVar("R")
 # Attribute of the model: a table of handles here would keep closed models alive.
 _HANDLE = "_infinity_handle"
 _OPEN: set[Handle] = set()
-# Parts of engines that ended while the device was stuck, which may still write to their memory.
+# Parts of closed engines to whose memory a stuck device may still write.
 _KEPT: list[object] = []
 
 
@@ -102,7 +102,7 @@ def offload(
     device = compute_device(model, (policy or Policy()).device)
     if isinstance(load, (str, os.PathLike)):
         load = absolute(load, "load")
-    # Read now: parameters at rest are contiguous.
+    # Before the offload, which makes parameters contiguous.
     strided = [
         name
         for name, parameter in model.named_parameters()
@@ -136,8 +136,7 @@ def _warn_of_order(strided: Sequence[str]) -> None:
             f"{listed(strided, 3)}: dimensions are in another order in memory (channels_last, "
             "transposed); the offload makes them contiguous, with the same values, and kernels "
             "that depend on the order may round differently",
-            # The caller of `offload`.
-            stacklevel=3,
+            stacklevel=3,  # the caller of `offload`
         )
 
 
@@ -145,7 +144,7 @@ def _check_not_offloaded(model: torch.nn.Module) -> None:
     before = model.__dict__.get(_HANDLE)
     if before is not None and before.closed:
         raise ValueError(
-            "the engine of this model was closed, and its values with it: build the model anew "
+            "the engine of this model was closed, and its values are freed: build the model anew "
             "(inf.export_safetensors before close() keeps the values, and load= reads them)"
         )
     if before is not None:
@@ -332,8 +331,6 @@ class Handle:
         Raises: BudgetError when update="backward" has no memory for gradients, at the first use.
         """
         self.check_open()
-        # The reducer accumulates on this rank, the mode omits the update, and the model's buffers
-        # are not synchronized.
         parts = self.parts
         with parts.grads.reducer.no_sync(), parts.mode.no_sync(), parts.buffers.no_sync():
             yield
@@ -363,8 +360,8 @@ class Handle:
         these errors no backward has run.
         """
         self.check_open()
-        # Autograd itself sums the gradients of micro-batches here.
-        sum_slices_as_they_wait(self.parts.split.flats, self.gradients.dtype)
+        # The one backward sums the gradients of all micro-batches in autograd.
+        set_grad_dtypes(self.parts.split.flats, self.gradients.dtype)
         return self._joint_backward.run(list(micro_batches), fn, self.no_sync)
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
@@ -515,14 +512,15 @@ class Handle:
         been done."""
         if self.parts.access.closed:
             return
-        # `gather()` retains writes at its end, when the engine would be closed.
+        # `gather()` stores the block's writes at its end, when the engine would be closed.
         if self.parts.lifecycle.windows:
             raise RuntimeError(
                 "handle.close() inside handle.gather(): the writes of the block would be lost; "
-                "leave it first"
+                "leave the block first"
             )
         self._leave_if_stuck()
-        # Hooks first, memory last: no forward may begin, and no transfer may be in flight.
+        # Hooks first, memory last: while memory is freed no forward may begin, and no transfer may
+        # be in flight.
         steps = (
             self.parts.lifecycle.detach,
             self.parts.tiers.executor.wait_all,
@@ -532,11 +530,11 @@ class Handle:
         )
         # All steps run, whatever fails: threads and files must not outlive the handle.
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
-            # First: nothing is tried on a lost drive. The error may have been raised before.
+            # First, since nothing below may use a lost drive. Raised even if an earlier call did.
             self.parts.access.check_drives()
             # A save reads chunks that are freed below.
             self.saving.wait_for_last()
-            # Only a commit needs other ranks, which may have ended.
+            # Without a commit this must not communicate: other ranks may have ended.
             self.pipeline.wait(together=commit and self.durable is not None)
             self.saving.raise_fault()
             if commit:
@@ -549,7 +547,7 @@ class Handle:
             self.comm.drain()
         except RankFailed:
             _KEPT.append(self.parts)
-            # Threads end, and other ranks are notified; no memory is freed, and nothing is awaited.
+            # Only end threads and notify other ranks: free no memory, and wait for nothing.
             with run_all(self._forget, self.parts.lifecycle.remove_hooks, self.comm.close):
                 raise
 
@@ -564,8 +562,8 @@ class Handle:
         return self.parts.access.closed
 
     def check_open(self) -> None:
-        """Raise EngineClosed after `close`, the fault of a background update, which every call
-        raises again, and an error where the process group has changed."""
+        """Raise EngineClosed after `close`; the fault of a background update, in every call;
+        ProcessGroupChanged."""
         self.parts.access.check_open()
         self.parts.access.before_pass()
 

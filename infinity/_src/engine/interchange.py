@@ -351,7 +351,8 @@ def _held(of: Handle, opt: Optimizer | None) -> list[Held]:
             of.optimizer_state(param.at_rest),
             (MASTER, *opt.moments_of(param)),
             tuple(opt.scalars(param)),
-            # Parameters take the place of masters. torch's SGD and Muon count no steps.
+            # Optional tensors: the parameter can replace a missing master, and torch's SGD and
+            # Muon count no steps.
             (MASTER,) if opt.counts_steps(param) else (MASTER, "step"),
         )
         for param in found

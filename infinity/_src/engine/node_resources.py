@@ -47,8 +47,8 @@ from infinity.aio._swap_file import is_directory_pattern, resolve_directories
 from infinity.errors import MemoryLimitError
 
 DEPTH_MIN = 8
-"""Least queue depth of a rank at a drive, however many ranks share the drive. With fewer requests
-in flight the drive is idle between two of them."""
+"""Least queue depth of a rank at a drive, however many ranks share the drive. With a smaller depth
+the drive is idle between requests."""
 
 
 @contextlib.contextmanager
@@ -62,14 +62,14 @@ def open_node_resources(comm: Comm, policy: Policy) -> Iterator[NodeResources]:
         try:
             yield found
         finally:
-            # From here on nothing is communicated: other ranks may never take part.
+            # From here on this rank must not communicate: other ranks may never take part.
             found.closed = True
 
 
 class NodeResources:
     """Share of the machine's resources that this rank may use.
 
-    Methods are collective where they say so. With one rank they communicate nothing.
+    With one rank no method communicates.
     policy: the given policy with this rank's directories, and its share of the given bandwidths.
     number, ranks: this rank's number among the ranks of the machine, and their count.
     default_bytes: RAM_SHARE of this rank's share of the memory that was free before any rank
@@ -96,7 +96,7 @@ class NodeResources:
         self.default_bytes = int(
             RAM_SHARE * fair_share(seen, [row["memory"] for row in everyone])
         )
-        # A pattern names one directory per rank; from here on the policy names this rank's.
+        # A pattern names one directory per rank; replace it by this rank's directory.
         if any(is_directory_pattern(path) for path in policy.directories):
             # An engine with a mesh of one rank has rank 0 in every process.
             rank, local_rank = (
@@ -153,20 +153,22 @@ class NodeResources:
                 "memory": memory_seen(),
             }
         )
-        # The machine's limit and that of each cgroup bounds the ranks that see it.
+        # Each limit (the machine's, or a cgroup's) bounds the ranks that report it.
         for limit in {limit: None for row in everyone for limit in row["memory"]}:
             ranks = [rank for rank, row in enumerate(everyone) if limit in row["memory"]]
             # Ranks may have read a limit at different moments: the smallest value counts.
             left = min(everyone[rank]["memory"][limit] for rank in ranks)
             freed = sum(everyone[rank]["freed"] for rank in ranks)
-            # At first the model's values still take memory; later the plan takes their place.
-            for name, room in (("begun", left), ("size", left + freed)):
-                planned, beside = (
+            # During initialization the model's values still take memory; afterwards it is free.
+            for name, available in (("begun", left), ("size", left + freed)):
+                planned, overhead = (
                     sum(everyone[rank][name][part] for rank in ranks) for part in (0, 1)
                 )
-                if planned + beside > room:
+                if planned + overhead > available:
                     least = max(everyone[rank]["least"] for rank in ranks)
-                    raise _beyond(limit, planned + beside, room, ranks, least=least, beside=beside)
+                    raise _limit_error(
+                        limit, planned + overhead, available, ranks, least=least, overhead=overhead
+                    )
 
     def check_room(self, files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
         """Check that the file systems have space for all ranks: `sizes` more bytes in each of this
@@ -178,7 +180,7 @@ class NodeResources:
         """
         if self._comm.world == 1 or self._rendezvous is None:
             return
-        # Measured after all ranks are here: until then a rank may remove files of an earlier run.
+        # Wait for all ranks before measuring: each may still remove files of an earlier run.
         self.check_peers()
         wants: dict[str, int] = {}
         free: dict[str, tuple[int, str]] = {}
@@ -198,8 +200,7 @@ class NodeResources:
                 if row["machine"] == where and system in row["wants"]
             ]
             wanted = sum(everyone[rank]["wants"][system] for rank in ranks)
-            # All these ranks saw one file system: the smallest free space that any of them saw is
-            # safe.
+            # The ranks measured one file system at different times: the smallest value is safe.
             left, path = min(everyone[rank]["free"][system] for rank in ranks)
             if wanted > left:
                 raise NoRoomError(
@@ -242,12 +243,12 @@ class NodeResources:
 
     @contextlib.contextmanager
     def open_rendezvous(self, what: str, alike: Sequence[str] = ()) -> Iterator[Callable[[], None]]:
-        """Open a rendezvous in which all ranks do the same, and call no collective but
+        """Open a rendezvous in which all ranks do the same work, and call no collective but
         `check_room`. Collective.
 
         Yields a function that reports success of this rank, and raises PeerFailed unless all
-        ranks succeeded. what: named in errors. After `closed` nothing is communicated.
-        Raises: ValueError where `alike` is not the same on all ranks.
+        ranks succeeded. what: the name of the work, for errors. Once this object is `closed`, it
+        communicates nothing. Raises: ValueError where `alike` is not the same on all ranks.
         """
         if self.closed:  # other ranks may never take part
             yield lambda: None
@@ -265,8 +266,7 @@ class NodeResources:
 
     def _local_rank(self) -> int:
         """Number this rank within its node, or within its machine if the topology is flat."""
-        # A flat topology may stand for several unequal machines, where its local rank is the global
-        # one.
+        # A flat topology, which may cover several unequal machines, has global ranks as local ones.
         topology = self._comm.topology
         return topology.local_rank if topology.nodes > 1 else self.number
 
@@ -284,17 +284,16 @@ class NodeResources:
         )
 
 
-def _beyond(
-    limit: str, wanted: int, left: int, ranks: Sequence[int], *, least: int, beside: int
+def _limit_error(
+    limit: str, wanted: int, left: int, ranks: Sequence[int], *, least: int, overhead: int
 ) -> MemoryLimitError:
     """Return the error for ranks that need more memory than a limit leaves. least: the smallest
-    `Policy.ram` that works for each of them. beside: host overhead: bytes of `wanted` outside
-    `Policy.ram`.
+    `Policy.ram` that works for each of them. overhead: the part of `wanted` outside `Policy.ram`.
     """
     who, name = "this process", describe_limit(limit)
     if len(ranks) > 1:
         who = f"{_ranks(ranks)} together"
-    part = (left - beside) // len(ranks)
+    part = (left - overhead) // len(ranks)
     fix = (
         f"choose Policy(ram={format_size(part)!r}) or less ({format_size(least)} is the least that "
         "works)"
@@ -303,7 +302,7 @@ def _beyond(
         "lower tier (optim='nvme', grads='nvme'), make units smaller (unit_bytes_max)"
     )
     return MemoryLimitError(
-        f"{who} would hold {format_size(wanted)}, {format_size(beside)} of it outside Policy.ram, "
+        f"{who} would hold {format_size(wanted)}, {format_size(overhead)} of it outside Policy.ram, "
         f"and {name} leaves {format_size(left)}: {format_size(wanted - left)} are missing, and the "
         f"kernel would end the process; {fix}, or raise the limit",
         limit=name,

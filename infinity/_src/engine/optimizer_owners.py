@@ -110,7 +110,7 @@ class OptimizerRegistry:
             self._check(optimizer, params)
             formats, idle_masks = self._formats_with(optimizer, params)
             with self._replanned():
-                # Set before the plan, which reads it; `_replanned` puts the old ones back.
+                # Set first: `_move_states` plans with both. `_replanned` restores them on an error.
                 self._formats, self._idle_masks = formats, idle_masks
                 self._planner.scratch_bytes = max(
                     self._planner.scratch_bytes, optimizer.scratch_bytes(formats)
@@ -118,19 +118,19 @@ class OptimizerRegistry:
                 self._move_states()
                 for param in params:
                     if param in self._optimizers and self._optimizers[param]() is not optimizer:
-                        # The parameter's optimizer is gone: its low-order master bits and moments
-                        # are zeroed for the new one.
+                        # The user has dropped the parameter's former optimizer: zero the low-order
+                        # master bits and the moments for the new optimizer.
                         start, _, numel = param.flat.layout.shard_range(
                             param.param_index, self._rank
                         )
                         self._store.forget(param.flat, start, numel)
                 self._allocate_gradients()
-                # The last point where any rank may fail: after it only the rebinding may raise.
+                # After this point no rank may fail, except in the rebinding.
                 agree()
         optimizers_before = dict(self._optimizers)
         self._optimizers.update((param, weakref.ref(optimizer)) for param in params)
         try:
-            # Accumulators still point into the old memory, which lives as long as they do.
+            # Accumulators still point into their old memory, which they keep alive.
             self._rebind_gradients()
             self._commit_places()
         except BaseException:
@@ -141,8 +141,8 @@ class OptimizerRegistry:
             self._frozen.pop(param, None)
 
     def _commit_places(self) -> None:
-        """Have a durable run commit the new places: chunks that its last manifest names have moved.
-        The first commit of a run is made here, too, so that it can be killed before its first step.
+        """Have a durable run commit the new places of chunks that its last manifest names. This
+        also makes a run's first commit, so that a run killed before its first step can resume.
         """
         if self._pipeline.transaction is not None:
             learning = (p for flat in self._flats for p in flat.params if p.at_rest.requires_grad)
@@ -164,7 +164,7 @@ class OptimizerRegistry:
         """
         by_holder: dict[Optimizer, list[Param]] = {}
         for param in self._unfrozen:
-            # A step may have made the states since, or the loop may have frozen it again.
+            # Since then a step may have made the states, or the loop may have frozen the parameter.
             holder = self._frozen[param]() if param in self._frozen else None
             if param.at_rest.requires_grad and holder is not None:
                 by_holder.setdefault(holder, []).append(param)
@@ -189,16 +189,16 @@ class OptimizerRegistry:
 
     @contextlib.contextmanager
     def _replanned(self) -> Iterator[None]:
-        """Context in which a new plan is made and carried out. After an error the plan before is
-        in force again.
+        """Context in which a new plan is made and carried out. An error puts the former plan back
+        in force.
 
-        States that have moved stay at their new places, with the same values, and the ledger counts
-        them. A later plan moves only the others.
+        After an error, states that have moved stay at their new places, with the same values, and
+        the ledger counts them. A later plan moves only the remaining states.
         """
         # Chunks move, so no update, write or read may be in flight.
         self._pipeline.wait()
         self._reducer.flush_spilled()
-        # The pipeline has no tickets of prefetches.
+        # Also for prefetches, for which the pipeline does not wait.
         self._executor.wait_all()
         before, flats_before = self._planner.saved(), (self._formats, self._idle_masks)
         try:
@@ -211,7 +211,7 @@ class OptimizerRegistry:
             )
             raise
         finally:
-            # Also after a failure: the flats that had moved by then have other chunks.
+            # Also after an error: flats that were converted before the error have other chunks.
             self._pipeline.prepare_jobs(self._flats)
 
     def _check(self, optimizer: object, params: list[Param]) -> None:
@@ -246,7 +246,7 @@ class OptimizerRegistry:
         parameters too. Raises: ValueError if two formats disagree.
         """
         formats, idle_masks, wanted = dict(self._formats), dict(self._idle_masks), set(params)
-        # A dict instead of a set: every rank goes through flats in the same order.
+        # A dict instead of a set: all ranks visit flats in the same order.
         for flat in {param.flat: None for param in params}:
             kept: dict[int, Param] = {}
             found: dict[int, Param] = {}
@@ -282,8 +282,8 @@ class OptimizerRegistry:
 
     @property
     def _stores_gradients(self) -> bool:
-        """True if gradients have memory, or get it now. They never lose it: spilled gradients lie
-        in a section of their chunks.
+        """True if gradients have memory, or need it now. Gradients never lose their memory:
+        the chunks of spilled gradients retain the gradient section.
         """
         return self._has_gradient_memory or self._mode.stores_gradients
 
@@ -315,13 +315,12 @@ class OptimizerRegistry:
         self._reducer.allocate()
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._registered if flat not in spilled])
-            # After the last call that may fail: from here on these flats have the `grad` section.
+            # Last, since no call after it may fail: these flats now have the `grad` section.
             self._gradients.spill(spilled, self._store, staging_bytes=plan.staging_bytes)
             self._has_gradient_memory = True
 
     def _rebind_gradients(self) -> None:
-        """Move the accumulators of registered flats into the memory that was allocated for them.
-        They keep their values.
+        """Move the accumulators of registered flats, with their values, into the allocated memory.
         """
         for flat in self._registered:
             for param in flat.params:

@@ -6,10 +6,10 @@ plan in force.
 
 Pools are allocated and spilled gradients are chosen for all parameters that require a gradient when
 the model is offloaded. If an optimizer owns fewer parameters, resident sections get the remaining
-budget. If it owns more (unfrozen parameters), it may need larger pools, and the gradients of the
-unfrozen parameters spill where the budget does not hold them.
+budget. If an optimizer owns more (unfrozen parameters), it may need larger pools, and the gradients
+of the unfrozen parameters spill where the budget does not hold them.
 
-`memory.ledger` has the budget itself; `memory.ram_budget` computes the plan that fits into it.
+`memory.ledger` has the process's budget; `memory.ram_budget` computes a plan within a budget.
 `engine.storage` opens the executor with its pools; `params.ram_buffers` holds gradients.
 """
 
@@ -56,8 +56,8 @@ class PlacementPlanner:
     """Planner of one model's placement; `plan` is the one in force.
 
     ledger_owner: key of the model's entry in the RAM ledger.
-    transit_bytes: returns the bytes of buffers between autograd and accumulators; they grow when
-        parameters are unfrozen.
+    transit_bytes: returns the bytes of buffers between autograd and accumulators. The result grows
+        when parameters are unfrozen.
     Arguments named `formats` have formats without a gradient section; `plan.formats` has the
     section for gradients that spill.
     """
@@ -76,23 +76,22 @@ class PlacementPlanner:
         # A list: plans refer to a flat by its index.
         self._flats = list(flats)
         self._gradients = gradients
-        # Called at every plan: unfreezing a parameter adds buffers.
         self._transit_bytes = transit_bytes
-        # Bytes of `transit_bytes` in the plan in force. `restore` compares them: later buffers
-        # count in addition to that plan.
+        # The result of `transit_bytes` in the plan in force. `restore` reserves later growth in
+        # addition to that plan.
         self._transit_planned = 0
         self._owner = ledger_owner
-        # Computed once: free memory shrinks as this model allocates, and must not be halved again
-        # for the optimizer.
+        # Computed once: this model's allocations reduce the free memory, and a second share of the
+        # remainder would be too small.
         self._default_bytes = default_bytes
-        # Sizes of the staging buffers in the present pools, the least for every later plan.
+        # Sizes of the staging buffers in the present pools; no later plan has smaller ones.
         self.pools: tuple[int, int] | None = None
         self._pool_bytes = 0
         # Chosen once, for all parameters that require a gradient when the model is offloaded.
         self._spilled: frozenset[Flat] | None = None
         self._plan: PlacementPlan | None = None
         self.scratch_bytes = 0  # of optimizers in Python; counted from the next plan on
-        # Of flats whose parameters use few of their sections; see `FlatNeed`.
+        # By flat: the sections that few of its parameters use; see `FlatNeed.idle_mask`.
         self.idle_masks: Mapping[Flat, int] = {}
 
     @property
@@ -102,7 +101,7 @@ class PlacementPlanner:
 
     @property
     def budget_bytes(self) -> int | None:
-        """Most bytes of this model under the policy's `ram`; None for the least that works."""
+        """The most bytes for this model under the policy's `ram`; None: as few as possible."""
         return budget_bytes(self._policy.ram, self._owner, self._default_bytes)
 
     @property
@@ -122,12 +121,12 @@ class PlacementPlanner:
         """
         try:
             plan = self._plan_first(self._formats_to_train())
-        # Inference needs only parameters, so a budget too small for training is no error yet.
+        # Inference needs only parameters, so this is no error yet.
         except BudgetError as error:
             try:
                 plan = self._make({}, stores_gradients=True)
             except BudgetError:
-                # The first error, which gives the bytes that training needs.
+                # `error` states the bytes that training needs.
                 raise error from None
             log.warning("this budget does not allow training: %s", error)
         plan = self._enforce(plan)
@@ -142,13 +141,13 @@ class PlacementPlanner:
 
     def _plan_first(self, formats: Mapping[Flat, Format]) -> PlacementPlan:
         """Choose the gradients that spill, and the size of the pools."""
-        # Speculation stores gradients under update="backward", too: it may have to redo a step.
+        # update="backward" with speculation also stores gradients: a step may have to be redone.
         if not self._policy.consumes_grads:
             plan = self._make(formats, stores_gradients=True)
             self._spilled = self._spilled_of(plan)
             return plan
         plan = self._make(formats, stores_gradients=False)
-        # Micro-batches may accumulate later: make pools large enough for that, if the budget is.
+        # Micro-batches may accumulate later: make the pools large enough, if the budget allows it.
         try:
             later = self._make(formats, stores_gradients=True)
         # The budget cannot hold gradients, so this model cannot accumulate.
@@ -159,7 +158,7 @@ class PlacementPlanner:
             max(plan.small_bytes, later.small_bytes),
             max(plan.large_bytes, later.large_bytes),
         )
-        # Plan again, with pools that are large enough for both.
+        # Plan again, now with the larger pools.
         return self._make(formats, stores_gradients=False)
 
     def replan(
@@ -175,8 +174,8 @@ class PlacementPlanner:
         stores_gradients: gradients wait in RAM (or spill) for the step, as in all modes except
             update="backward" without accumulation.
         gradients_placed: gradients have memory, or spill, already.
-        The pools of the plan are the present ones, or larger: parameters that were frozen when the
-        model was offloaded may have larger chunks, and an optimizer more moments.
+        The plan's pools are as large as the present ones, or larger: unfrozen parameters may have
+        larger chunks, and a new optimizer more moments.
         Raises: BudgetError; then the plan in force stays.
         """
         try:
@@ -186,14 +185,14 @@ class PlacementPlanner:
                 raise
             spill = self._spill_unfrozen if gradients_placed else self._spill_anew
             plan = spill(formats, error)
-        # The first plan has not chosen spilled gradients: it did not fit, or had no gradients.
+        # None if the first plan did not fit, or had no gradients.
         if self._spilled is None and stores_gradients:
             self._spilled = self._spilled_of(plan)
         return self._enforce(plan)
 
     def _spill_unfrozen(self, formats: Mapping[Flat, Format], error: BudgetError) -> PlacementPlan:
         """Plan with spilled gradients for flats that were frozen when spilled gradients were
-        chosen. Raises: the first error if that does not help."""
+        chosen. Raises `error` if that plan does not fit either."""
         spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
         planned = {
             flat
@@ -211,11 +210,11 @@ class PlacementPlanner:
             raise error from None
 
     def _spill_anew(self, formats: Mapping[Flat, Format], error: BudgetError) -> PlacementPlan:
-        """Choose the gradients that spill again, since an optimizer needs more memory than the
-        first choice has left. Raises: the first error if that does not help."""
+        """Choose the spilled gradients again, because a new optimizer needs more memory than the
+        first choice leaves. Raises `error` if that plan does not fit either."""
         before, self._spilled = self._spilled, None
         try:
-            # For later optimizers, too.
+            # For all flats that can be trained, so that later optimizers keep this choice.
             whole = self._make({**self._formats_to_train(), **formats}, stores_gradients=True)
             self._spilled = self._spilled_of(whole)
             return self._make(formats, stores_gradients=True)
@@ -235,11 +234,10 @@ class PlacementPlanner:
         """Put a former plan in force again.
 
         resident_bytes: states in RAM now. gradient_bytes: present memory of gradients and of
-        second copies of parameters, which a later plan will find. Bytes beyond the plan are
-        reserved, too.
+        second copies of parameters. If these exceed the plan, the excess is reserved, too.
         """
         plan, self._spilled, self.scratch_bytes, self._transit_planned = saved
-        # Reserved beyond the plan: other models must not get bytes that are allocated now.
+        # In addition to the plan: other models must not get bytes that are allocated now.
         more = max(resident_bytes - plan.resident_bytes, 0)
         more += max(gradient_bytes - plan.grad_bytes - plan.delayed_params_bytes, 0)
         more += max(self._pool_bytes - plan.pool_bytes, 0)
@@ -262,8 +260,7 @@ class PlacementPlanner:
         needs = [self._need(flat, formats.get(flat), stores_gradients) for flat in self._flats]
         # Norms are taken of gradients, so only flats with states count.
         largest = max((param.numel for flat in formats for param in flat.params), default=0)
-        # Later plans have the same spilled gradients as the first.
-        spill = None
+        spill = None  # choose
         if self._spilled is not None and stores_gradients:
             spill = [flat in self._spilled and flat in formats for flat in self._flats]
         return plan_placement(
@@ -278,8 +275,8 @@ class PlacementPlanner:
             + self._gradients.unheld_bytes(formats if stores_gradients else ()),
             pools=self.pools,
             resident=self._policy.resident_parts,
-            # A resident byte is valued for a step of one micro-batch: the number of micro-batches
-            # is not known at placement (`infinity plan` takes it as an argument).
+            # For steps of one micro-batch: placement does not know the number of micro-batches
+            # (`infinity plan` takes it as an argument).
             load=StepLoad(
                 update=policy.placement_update,
                 bandwidths=self._bandwidths(),
@@ -287,7 +284,7 @@ class PlacementPlanner:
             spill=spill,
             # Chunks of activations pass through the same small staging buffers.
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
-            # All models of the process share an explicit size, and only that.
+            # The models of a process share the budget only if it is an explicit size.
             held_bytes=LEDGER.others_bytes(self._owner) if isinstance(policy.ram, int) else 0,
             advice=f"Policy(ram=...) is {describe_budget(policy.ram)}"
             f"{describe_others(policy.ram, self._owner)}: raise it"
@@ -303,7 +300,7 @@ class PlacementPlanner:
                 flat.layout, Format.RAW, *tiers, versions=2 if self._policy.durable else 1
             )
         delayed = self._policy.delays
-        # The bytes of this rank's shard: gradients are reduced before they wait for the step.
+        # Of this rank's shard: gradients are reduced before they are stored for the step.
         grads = self._gradients.shard_bytes(flat)
         delayed_bytes = DelayedParams.shard_bytes(flat) if delayed else 0
         if not stores_gradients:
@@ -315,8 +312,7 @@ class PlacementPlanner:
                 versions=self._policy.places,
                 idle_mask=self.idle_masks.get(flat, 0),
             )
-        # Only with an explicit size: the default budget is a share of free memory, which is no
-        # reason to spill.
+        # Only with an explicit size: the default budget, a share of free memory, spills nothing.
         spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
         return FlatNeed(
             flat.layout,

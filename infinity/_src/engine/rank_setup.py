@@ -1,4 +1,4 @@
-"""Setup, by the policy, of the parts of the engine that only several ranks need.
+"""Set-up of the parts of the engine that only several ranks need, as the policy asks for them.
 
     stage   parameters                 gradients                          optimizer states
     1       whole, on the device       whole sums, then this rank's shard  this rank's shard
@@ -51,9 +51,8 @@ class RankSetup:
         transport: type[Transport] | None = None,
     ) -> None:
         self._policy = policy
-        # The counter is per default group: a second default group in the process has a new store,
-        # without records of the first. An engine of this rank alone does not advance the counter,
-        # since the other ranks may build no such engine.
+        # Counted per default group, because each default group has a new store. An engine of this
+        # rank alone does not advance the counter, since other ranks may build no such engine.
         name = (
             f"engine {next(_ENGINES.setdefault(dist.group.WORLD, itertools.count()))}"
             if dist.is_initialized() and not is_own(policy.mesh)
@@ -76,10 +75,9 @@ class RankSetup:
         undo.callback(self.comm.close)
 
     def note(self, flat: Flat, digests: Sequence[xxhash.xxh3_64]) -> int:
-        """Record the digests of a flat's parameters on this rank, for `check_values`. Returns their
-        digest."""
-        # Digests, not values: the whole model never exists in RAM. One digest per parameter, so
-        # that the error of `check_values` can name the parameter.
+        """Record the digests of a flat's parameters on this rank, for `check_values`. Returns one
+        digest of all of them."""
+        # One digest per parameter, so that the error of `check_values` can name the parameter.
         each = [number_of(one) for one in digests]
         self._by_param[flat] = each
         found = digest(torch.tensor(each, dtype=torch.int64))
@@ -179,11 +177,7 @@ class RankSetup:
         undo: contextlib.ExitStack,
     ) -> UnreducedGrads | None:
         """Make the buffers that sum whole gradients over micro-batches inside `no_sync`; None where
-        each micro-batch is reduced, and shards are summed.
-
-        Called once.
-        """
-        # Without accumulation of whole gradients, accumulators sum shards, as on one rank.
+        each micro-batch is reduced, and accumulators sum shards. Called once."""
         if not (self.several and self._policy.accumulates_locally):
             return None
         unreduced = UnreducedGrads(gradients.dtype, device, offload)

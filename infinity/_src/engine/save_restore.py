@@ -130,7 +130,7 @@ def restore(
     ).restore(model, opt, source)  # fmt: skip
     if restored.damaged:
         _warn_of_damage(source, restored, damaged)
-    _stay(of, run, restored.extra)
+    _forget_older_states(of, run, restored.extra)
     return restored
 
 
@@ -143,20 +143,20 @@ def _source_of_run(
     source = run.files.source if run.must_restore(several) else run_among(several)
     if source.resolve() in (run.files.home.resolve(), run.files.source.resolve()):
         _check_own(of, run, opt, run.files.home.parent)
-        # `source` is a copy where the home has lost its manifests.
+        # `run.files.source` is a copy if the home directory has lost its manifests.
         return None if run.before is None else run.files.source
     if run.waits:
         run.check()
     return source
 
 
-def _stay(of: Handle, run: DurableRun | None, extra: object) -> None:
-    """Prevent undoing to states before a restore. extra: the caller's restored state. Collective in
-    a durable run."""
+def _forget_older_states(of: Handle, run: DurableRun | None, extra: object) -> None:
+    """Make a later undo return to the restored states, not to states before the restore. extra: the
+    caller's restored state. Collective in a durable run."""
     if run is not None:
         of.pipeline.begun = False
         run.restored(extra)
-        of.pipeline.commit()  # later steps write the other places
+        of.pipeline.commit()  # so that later steps do not overwrite the restored states
     elif of.pipeline.transaction is not None:
         of.pipeline.transaction.states_replaced()
 

@@ -1,8 +1,8 @@
-"""A step against its limits, term by term: its times, its traffic, the drives' rates, η.
+"""A step compared with its limits, term by term: times, traffic, bandwidths of drives, η.
 
-Compute is the time of forwards and backwards without their waits. In the loop updates, verification
-and copies run at the same time, and slow them down where the CPU computes. `loop` counts this
-interference as compute, so its limits are too high and its η is too good, most at small batches.
+Compute is the time of forwards and backwards without their waits. Where the CPU computes, the
+updates, verifications and copies that run at the same time slow compute down. `loop` counts this
+slowdown as compute, so its limits are too high and its η is too good, most at small batches.
 `alone` takes the first forward's time from forwards that began with no update pending (those after
 `flush()`, and those of further micro-batches), where there were any.
 """
@@ -50,10 +50,10 @@ class StepTerms:
     loop, alone: compute with and without interference in the first forward; alone is None when no
         forward ran without interference.
     bandwidths: None when nothing moved, and when they are not known (`drives_known`).
-    limits: with `alone` where it is known, otherwise with `loop`; of compute only where the drives
-        are not known. limits_loop: with `loop`.
-    copied: bytes that the executor copied between the CPU and a GPU that computes. Copies by torch
-        are not counted: sums of gradients that are added to on the GPU, and parameters with
+    limits: with `alone` where that is known, otherwise with `loop`; of compute only where the
+        drives are not known. limits_loop: with `loop`.
+    copied: bytes that the executor copied between the CPU and a GPU that computes. Torch's copies
+        are not counted: of gradient sums that the GPU adds to, and of parameters with
         update="delayed".
     link: rate of these copies, bytes over the time with a copy in flight; None without copies.
     """
@@ -89,14 +89,14 @@ class StepTerms:
 
     @property
     def eta_floor(self) -> float | None:
-        """Shortest step of any schedule, divided by the measured step; None without known drives.
-        """
+        """Shortest time of any schedule's step, divided by the measured time; None without known
+        drives."""
         return self.limits.eta(self.step_s)[0] if self.drives_known else None
 
     @property
     def eta_schedule(self) -> float | None:
-        """Shortest step of the update mode in use, divided by the measured step; None without known
-        drives."""
+        """Shortest time of a step in this update mode, divided by the measured time; None without
+        known drives."""
         return self.limits.eta(self.step_s)[1] if self.drives_known else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -138,14 +138,14 @@ class StepTerms:
         # An evaluation is no part of a step: `step_s` leaves it out.
         training = [figures for name, figures in phases.items() if name != "evaluation"]
         # The first forward of a step is a separate phase. All micro-batches of a forward are one
-        # pass: the bytes that each gathers again, and its compute, are in the phase's sums.
+        # pass: the phase's sums contain the compute and the repeated gathers of all of them.
         count = max(round((found["first forward"].count + found["forward"].count) / steps), 1)
         total = sum(training, PhaseFigures())
         traffic = _traffic(total, update, count, frozen_bytes)
         loop = _compute(phases, phases["first forward"].compute_s)
         quiet = clock.quiet_forward
         alone = _compute(phases, quiet.compute_s / quiet.count) if quiet.count else None
-        # Where nothing moved, the drives are no term of the limits, even if they are known.
+        # If no byte moved, the drives do not limit the step, even if their bandwidths are known.
         measured = (
             bandwidths_of(executor.drives, bandwidths)
             if total.bytes_read + total.bytes_written
@@ -156,7 +156,7 @@ class StepTerms:
             Copied(total.h2d_bytes, total.d2h_bytes),
             update,
             count,
-            # Activations cross the link to the GPU, whether they wait in RAM or on a drive.
+            # Activations cross the link to the GPU, whether their tier is RAM or a drive.
             activations=Copied(total.activations_read_bytes, total.activations_written_bytes),
         )
         link = _link(total)
@@ -172,7 +172,6 @@ class StepTerms:
             loop=loop,
             alone=alone,
             bandwidths=measured,
-            # Interference counts as compute in `loop`, which makes limits too high and η too good.
             limits=limits(traffic, alone or loop, drives, update, others=links),
             limits_loop=limits(traffic, loop, drives, update, others=links),
             copied=copied,
@@ -242,7 +241,7 @@ class StepTerms:
         rows.append(
             f"limits: any schedule {limit.floor_s:.3f} s (compute {limit.compute_s:.3f}, drives "
             f"{limit.io_s:.3f}{between}), η {eta[0]:.2f}; {self.update} {limit.schedule_s:.3f} s, "
-            f"η {eta[1]:.2f}; compute {self._told()}"
+            f"η {eta[1]:.2f}; compute {self._compute_basis()}"
         )
         if self.alone is not None:
             loop = self.limits_loop.eta(self.step_s)
@@ -252,7 +251,7 @@ class StepTerms:
             )
         return rows
 
-    def _told(self) -> str:
+    def _compute_basis(self) -> str:
         if self.alone is None:
             return "as in the loop: concurrent updates count as compute, so η is too good"
         return "with the first forward timed while no update is pending"
@@ -289,7 +288,7 @@ def _traffic(total: PhaseFigures, update: str, passes: int, frozen_bytes: float)
 
 def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Compute:
     backward = phases["backward"]
-    # The clock times all backwards together, so the last one counts as a mean one.
+    # The clock sums all backwards, so the mean stands for the last one.
     last_s = backward.compute_s / max(backward.count, 1)
     return Compute(
         first_forward_s, last_s, phases["forward"].compute_s + backward.compute_s - last_s
@@ -297,26 +296,25 @@ def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Comp
 
 
 def _link(total: PhaseFigures) -> LinkSpeed | None:
-    """Return the bandwidth of the link in each direction. A direction in which nothing was copied
-    is taken to be as fast as the other.
+    """Return the bandwidth of the link in each direction. If only one direction was used, both get
+    its bandwidth.
     """
     rates = [
         size / seconds
         for size, seconds in ((total.h2d_bytes, total.h2d_s), (total.d2h_bytes, total.d2h_s))
         if size > 0 and seconds > 0
     ]
-    # With one rate both indices select it.
     return LinkSpeed(rates[0], rates[-1]) if rates else None
 
 
 def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, bool] | None:
     """Fit bandwidths to samples (bytes read, bytes written, seconds busy) of drives under load, by
-    least squares over seconds = read / B_r + written / B_w. Also returns whether reads and writes
-    are separable.
+    least squares over seconds = read / B_r + written / B_w. Also returns whether B_r and B_w could
+    be separated.
 
-    They are not if all samples have the same mix: then B_r = B_w is the bandwidth of the drive for
-    that mix. None without samples. Time with only a few requests in flight counts as busy, so this
-    is the bandwidth that the run got, not the most that the drive can give.
+    If all samples have the same mix of reads and writes, they cannot: then B_r = B_w is the drive's
+    bandwidth for that mix. None without samples. Time with only a few requests in flight counts as
+    busy, so this is the bandwidth that the run achieved, not the drive's maximum.
     """
     rr = sum(read * read for read, _, _ in samples)
     ww = sum(written * written for _, written, _ in samples)
@@ -329,8 +327,7 @@ def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, b
     # Least squares with B_r = B_w: the best single bandwidth.
     one = both / (rt + wt)
     determinant = rr * ww - rw * rw
-    # Relative to its largest value, rr ww. Near 0 all samples have the same mix, so the rates would
-    # be noise.
+    # Its largest value is rr * ww. Near 0 all samples have the same mix, so the rates are noise.
     if determinant > 1e-3 * rr * ww:
         per_read, per_written = (rt * ww - wt * rw) / determinant, (wt * rr - rt * rw) / determinant
         # A rate ten times the single bandwidth, or a negative one, is noise.
@@ -359,8 +356,8 @@ def bandwidths_of(
     drives: tuple[DriveStats, ...], known: Mapping[str, tuple[float, float]]
 ) -> Bandwidths | None:
     """Return the summed bandwidths of all drives: from `known` (by directory) if it has every
-    drive, otherwise as this run measured them, in those of the last 64 seconds in which a drive was
-    busy at least half of the second. None when some drive had no such second.
+    drive, otherwise as this run measured them. Of the last 64 seconds, a second counts if the drive
+    was busy for at least half of it. None when a drive has no such second.
     """
     given = known_bandwidths([drive.path for drive in drives], known)
     if given is not None:
@@ -376,9 +373,8 @@ def bandwidths_of(
         ]
         fitted = fit_drives(samples)
         if fitted is None:
-            # A sum without this drive would be too low, and η too high. No other figure can replace
-            # it: drives differ, and a drive that was mostly idle, because it is faster than its
-            # share of the data, adds most.
+            # The sum without this drive would be too low, and η too high. No estimate can replace
+            # it: a drive that is mostly idle may be the fastest of all.
             return None
         total_read += fitted[0].read_bytes_per_s
         total_write += fitted[0].write_bytes_per_s

@@ -40,11 +40,11 @@ _PASSES = ("first forward", "forward", "backward")
 
 
 class StepMeter:
-    """Meter of one engine's steps. timeline: file for the timeline of a step; None draws none.
+    """Meter of one engine's steps. timeline: file for the timeline of a step; None writes none.
 
-    The meter draws the second step, the fourth, the eighth and so on, each in place of the one
-    before. So a run of any length has the timeline of a recent step that is not the first, at
-    negligible cost.
+    The meter writes the timeline of the second step, the fourth, the eighth and so on, and each
+    replaces the one before. So a run of any length has the timeline of a recent step that is not
+    the first, at negligible cost.
     """
 
     def __init__(self, engine: Handle, timeline: Path | None, now: Stats) -> None:
@@ -86,7 +86,8 @@ class StepMeter:
         return figures
 
     def _draws(self, count: int) -> bool:
-        # Powers of two. Not 1: the first step records the order of units, and faults pools in.
+        # Powers of two. Not 1: the first step records the order of units, and touches pages of the
+        # pools for the first time.
         return self._path is not None and count > 1 and count & (count - 1) == 0
 
     def _draw(self, step: int, end_ns: int) -> None:
@@ -148,12 +149,12 @@ def _drive_figures(before: DriveFigures, after: DriveFigures) -> dict[str, Any]:
 
 class StepLog(AbstractContextManager["StepLog"]):
     """Log of a run in `directory`; `infinity report` makes a page from it. metrics.jsonl has a
-    line for each step, timeline.json one step unit by unit. It draws the second step, the fourth,
-    the eighth and so on, the newest in place of the one before.
+    line for each step; timeline.json shows one step unit by unit, the newest of the second, the
+    fourth, the eighth and so on.
 
     model: offloaded, with its optimizer. after: the step after which the run resumes, as
-    `inf.restore` found it: lines of later steps are dropped. 0 starts a new log, and replaces a log
-    that is there. Lines are flushed one by one. Of several ranks only rank 0 writes, with its
+    `inf.restore` returns it: lines of later steps are dropped. 0 starts a new log, and replaces an
+    existing one. Lines are flushed one by one. Of several ranks only rank 0 writes, with its
     figures. One thread uses the log at a time.
 
     Raises: ValueError for a model that is not offloaded, or after < 0; OSError for the directory.
@@ -184,7 +185,7 @@ class StepLog(AbstractContextManager["StepLog"]):
 
         loss: of the step, as the loop computes it. figures: further figures of the step, such as
         lr, grad_norm and tokens. Takes some hundred microseconds, and up to a second for a step
-        that is drawn. Raises: ValueError for the name of a figure that the log writes itself;
+        whose timeline is written. Raises: ValueError for a figure with a name in `OWN_FIGURES`;
         OSError.
         """
         taken = OWN_FIGURES & figures.keys()

@@ -1,5 +1,5 @@
-"""Storage of a model's states: swap files, the executor with its pools, and the state store. Opened
-and closed together.
+"""Storage of a model's states: swap files, the executor with its pools, and the state store.
+`Storage` opens and closes them together.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from infinity.aio import (
 from infinity.aio._endurance import Endurance
 
 OBSERVE_S = 15.0
-"""Seconds between two observations within a step: an executor remembers 64 seconds."""
+"""Seconds between two observations of the executor's counters within a step. The executor retains
+the last 64 seconds."""
 
 
 def check_activations(policy: Policy, device: Device) -> None:
@@ -142,8 +143,8 @@ def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> N
 
 
 class Storage:
-    """Executor and state store, and the watch over their drives. Closing calls are pushed to
-    `undo`. check: called by every wait of the executor; see `open_executor`.
+    """Executor, state store, and the forecast of the drives' endurance. `undo` receives the calls
+    that close them. check: called by every wait of the executor; see `open_executor`.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class Storage:
         self.run = _open_run(policy, rank, world, undo)
         space = _open_space(policy, seam, node_resources, self.run, world, undo)
         layers = _make_layers(self.run, space)
-        # After the space has opened files in the directories, so these exist.
+        # After `_open_space`, which fails if a directory does not exist.
         self.drives = Drives(policy.directories, alarm)
         if space is not None:
             # A resumed initialization has chunks on the drives already, so it keeps their shares.
@@ -184,7 +185,7 @@ class Storage:
         self.space = space
         self._policy = policy
         self._activations: Activations | None = None
-        self._shelf: NvmeActivationStore | HostActivationStore | None = None
+        self._activation_store: NvmeActivationStore | HostActivationStore | None = None
         self.executor: Executor = open_executor(
             space.files if space is not None else [],
             **_executor_options(policy, plan, space, node_resources, on_gpu=device.copies),
@@ -233,16 +234,16 @@ class Storage:
         if self._policy.activations == "device":
             return None
         if self._policy.activations == "cpu":
-            self._shelf = HostActivationStore(self._device)
-            undo.callback(self._shelf.close)
+            self._activation_store = HostActivationStore(self._device)
+            undo.callback(self._activation_store.close)
         else:
             assert self.space is not None, "Policy sees to it that there are directories"
             sums_on = self._policy.verify != "off"
-            self._shelf = NvmeActivationStore(
+            self._activation_store = NvmeActivationStore(
                 self.executor, self.space, sums_on=sums_on, device=self._device
             )
         self._activations = Activations(
-            self._shelf, model, units, timeline, self._device.torch_device, frames=frames
+            self._activation_store, model, units, timeline, self._device.torch_device, frames=frames
         )
         # Closed before the store: `undo` runs in reverse.
         undo.callback(self._activations.close)
@@ -256,9 +257,9 @@ class Storage:
         transfers in flight.
         """
         # Copies to CPU memory touch no drive.
-        if not isinstance(self._shelf, NvmeActivationStore):
+        if not isinstance(self._activation_store, NvmeActivationStore):
             return 0, 0
-        return self._shelf.fetched_bytes, self._shelf.stored_bytes
+        return self._activation_store.fetched_bytes, self._activation_store.stored_bytes
 
     def frozen_bytes(self, flats: Iterable[Flat]) -> int:
         """Return the bytes on the drives of parameters without an optimizer."""
@@ -284,18 +285,17 @@ class Storage:
         return NativeSpans(spans, found, purposes_of(spans, found), [each.name for each in units])
 
     def step_begins(self, steps: int) -> None:
-        """Note that the forwards and backwards of a training step are done, and its update begins.
-        steps: number of steps before it.
+        """Note that the forwards and backwards of a training step have ended, and its update
+        begins. steps: number of steps before this one.
         """
         if self._activations is not None:
             self._activations.step_ended()
-        # Once per step: the watch forecasts the bytes that a step writes.
+        # Once per step: `endurance` forecasts the bytes that a step writes.
         self.observe(steps)
 
     def observe(self, steps: int) -> ExecutorStats:
-        """Return the executor's counters, and have the watch over the drives observe them. steps:
-        optimizer steps so far.
-        """
+        """Return the executor's counters, and let `endurance` observe them. steps: optimizer steps
+        so far."""
         self._steps = steps
         self._observed_s = time.monotonic()
         stats = self.executor.stats()
@@ -303,9 +303,8 @@ class Storage:
         return stats
 
     def observe_sometimes(self) -> None:
-        """Observe if `OBSERVE_S` have passed since the last time. Nothing else observes within a
-        step, which may take minutes.
-        """
+        """Call `observe` if the last call was more than `OBSERVE_S` ago. Called during a step,
+        which may take minutes."""
         if time.monotonic() - self._observed_s > OBSERVE_S:
             self.observe(self._steps)
 
@@ -318,7 +317,7 @@ def purposes_of(spans: npt.NDArray[np.void], units: npt.NDArray[np.int32]) -> np
     kind, of_unit, param = spans["kind"], units >= 0, spans["mask"] & 1 != 0
     fetch, store = kind == JobKind.FETCH, kind == JobKind.STORE
     saved = fetch & (spans["priority"] == Priority.WRITEBACK)
-    # The first rule that holds counts.
+    # The first rule that matches a span gives its purpose.
     rules = {
         "update": np.isin(kind, (JobKind.UPDATE, JobKind.REWRITE, KIND_AHEAD)),
         "copy": kind == JobKind.COPY,
