@@ -302,9 +302,9 @@ def _limit_error(
         "lower tier (optim='nvme', grads='nvme'), make units smaller (unit_bytes_max)"
     )
     return MemoryLimitError(
-        f"{who} would hold {format_size(wanted)}, {format_size(overhead)} of it outside Policy.ram, "
-        f"and {name} leaves {format_size(left)}: {format_size(wanted - left)} are missing, and the "
-        f"kernel would end the process; {fix}, or raise the limit",
+        f"{who} would hold {format_size(wanted)}, {format_size(overhead)} of it outside "
+        f"Policy.ram, and {name} leaves {format_size(left)}: {format_size(wanted - left)} are "
+        f"missing, and the kernel would end the process; {fix}, or raise the limit",
         limit=name,
         needed_bytes=wanted,
         left_bytes=left,

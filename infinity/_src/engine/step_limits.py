@@ -1,8 +1,8 @@
 """A step compared with its limits, term by term: times, traffic, bandwidths of drives, η.
 
-Compute is the time of forwards and backwards without their waits. Where the CPU computes, the
-updates, verifications and copies that run at the same time slow compute down. `loop` counts this
-slowdown as compute, so its limits are too high and its η is too good, most at small batches.
+Compute is the time of forwards and backwards without their waits. Updates, verifications and copies
+run at the same time, and slow compute down if the CPU computes. `loop` counts this slowdown as
+compute, so its limits are too high and its η is too good, most at small batches.
 `alone` takes the first forward's time from forwards that began with no update pending (those after
 `flush()`, and those of further micro-batches), where there were any.
 """
