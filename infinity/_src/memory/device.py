@@ -4,10 +4,10 @@
     GPU   copies use separate streams in the executor (native/executor/device.c); their host memory
           is pinned
 
-The compute stream is the current stream of torch at the time of a call. Memory of a unit that was
-allocated under one stream and used under another is noted with torch's allocator (`note_use`).
+The compute stream is torch's current stream at the time of a call. If a unit's memory was allocated
+under one stream and is used under another, torch's allocator is notified (`note_use`).
 
-All calls name the model's device, because the thread's current device may be another.
+All calls name the model's device, because the thread's current device may be a different one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ItemT = TypeVar("ItemT")
 class Device:
     """Device of one model.
 
-    driver: None where it is the CPU, and the executor copies by itself.
+    driver: None for the CPU, where the executor's threads copy.
     stream: returns the handle of the current compute stream.
     check: raises once another rank is known to have failed.
     """
@@ -60,13 +60,13 @@ class Device:
         self._stream = stream
         self._check = check
         self._executor: Executor | None = None
-        self._told = 0
+        self._last_stream = 0
         self._pool: Any = None
-        # Other allocators, such as cudaMallocAsync, have no pools, and refuse them.
+        # Other allocators, such as cudaMallocAsync, refuse pools.
         if self._on_gpu and torch.cuda.get_allocator_backend() == "native":
             # A pool belongs to the device that is current at its creation.
             with on_device(torch_device):
-                # A separate pool: between activations the buffers would fragment the memory.
+                # Without a separate pool, gather buffers between activations fragment the memory.
                 self._pool = make_mem_pool()
 
     @property
@@ -81,7 +81,7 @@ class Device:
 
     @property
     def stream(self) -> int:
-        """Handle of the current compute stream; 0 where there is one for all."""
+        """Handle of the current compute stream; 0 on a device without streams."""
         return self._stream()
 
     @property
@@ -97,24 +97,25 @@ class Device:
         if self.driver is not None:
             executor.attach_device(self.driver)
             # The executor is new, and no compute stream has been set on it.
-            self._told = 0
+            self._last_stream = 0
 
     def behind(self) -> None:
-        """Order copies submitted later after the kernels launched so far. Never blocks. Raises:
-        GraphCaptureUnsupported."""
+        """Make copies that are submitted later run after the kernels launched so far. Never blocks.
+        Raises: GraphCaptureUnsupported."""
         if self.driver is None:
             return
-        # The mark below would pull the copy streams into the graph, and break the capture.
+        # The event that `compute_stream` records would pull the copy streams into the graph.
         self.refuse_capture("a copy between host and device")
         stream = self._stream()
-        # Only if it changed: this runs before every submission of copies.
-        if stream != self._told:
+        # Only if the stream has changed: this runs before every submission of copies.
+        if stream != self._last_stream:
             assert self._executor is not None
             self._executor.compute_stream(stream)
-            self._told = stream
+            self._last_stream = stream
 
     def check_host_pointers(self) -> None:
-        """Raise ValueError where kernels cannot read pinned gradients: updates on the device do."""
+        """Raise ValueError where kernels cannot read pinned host memory. Updates on the device read
+        their gradients there."""
         if self.driver is not None and not self.driver.host_pointers:
             raise ValueError(
                 f"update_on='device': kernels of {self.torch_device} cannot read pinned memory of "
@@ -124,10 +125,7 @@ class Device:
             )
 
     def allocation(self) -> contextlib.AbstractContextManager[Any]:
-        """Make torch's allocator use the pool of gather buffers inside this context.
-
-        Between activations they would fragment the memory.
-        """
+        """Make torch's allocator use the pool of gather buffers inside this context."""
         return (
             contextlib.nullcontext()
             if self._pool is None
@@ -135,27 +133,26 @@ class Device:
         )
 
     def free_cache(self) -> None:
-        """Give the unused memory that torch has cached back to the device. Blocks until
-        its kernels are done.
-        """
+        """Return the unused memory that torch has cached to the device. Blocks until the device's
+        kernels have ended."""
         if self._on_gpu:
             torch.cuda.empty_cache()
 
     def allocated_bytes(self) -> int:
-        """Bytes of all tensors on the device, as torch's allocator counts; 0 elsewhere."""
+        """Return the bytes of all tensors in torch's CUDA allocator; 0 for other devices."""
         return int(torch.cuda.memory_allocated(self.torch_device)) if self._on_gpu else 0
 
     def free_bytes(self) -> int | None:
-        """Bytes that new tensors may take, also from torch's cache; None where the memory is the
-        host's."""
+        """Return the bytes that new tensors may take, including torch's cache; None where device
+        memory is host memory."""
         if not self._on_gpu:
             return None
         cached = torch.cuda.memory_reserved(self.torch_device) - self.allocated_bytes()
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + cached
 
     def note_use(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that the current stream uses memory of another stream: after a free it
-        is reused only when this stream has finished its present work.
+        """Tell torch's allocator that the current stream uses memory that was allocated under
+        another stream. Once freed, the memory is reused only after the present work of this stream.
         """
         if self._on_gpu:
             tensor.record_stream(torch.cuda.current_stream(self.torch_device))
@@ -180,7 +177,7 @@ class Device:
             self.driver.pin(slab.address, slab.size_bytes)
 
     def pin_all(self, slabs: Sequence[Slab], *, shown: bool) -> None:
-        """Pin slabs as `pin`; shown: with progress, since a driver may take 0.1 s per GB."""
+        """Pin slabs as `pin` does. shown: show progress, since a driver may take 0.1 s per GB."""
         if self.driver is None:
             return
         total = sum(slab.size_bytes for slab in slabs)
@@ -199,20 +196,21 @@ class Device:
         Source and target must live until the ticket is `filled`.
         """
         assert self._executor is not None
-        # Copies order themselves behind the kernels that made the source, or use the target.
+        # The copy runs after the kernels that write the source, or read the target.
         self.behind()
         job = np.zeros(1, dtype=JOB)
         job["kind"], job["chunk"], job["base"] = JobKind.COPY, -1, -1
-        # D2H and H2D are named from the executor's side: "out" is to the device.
+        # "Out" is out of the executor, to the device.
         job["mask"] = MASK_DEVICE | (MASK_COPY_OUT if out else 0)
         job["ptr"][0, :3] = to, source, size_bytes
         return self._executor.submit(job, priority=Priority.DEMAND)
 
     def wait_filled(self, ticket: Ticket) -> None:
-        """Block until a ticket is `filled` whose copies are behind kernels of the device.
+        """Block until a ticket of copies is `filled`.
 
-        The kernels may follow a collective that waits for another rank. Raises: AioError;
-        RankFailed as soon as a rank is known to have failed; then the copy may still be in flight.
+        The copies run after kernels, and these may run after a collective that waits for another
+        rank. Raises: AioError; RankFailed as soon as a rank is known to have failed; then the copy
+        may still be in flight.
         """
         ticket.wait_filled(check=self._check)
 
@@ -226,8 +224,8 @@ class Device:
 class GradOffload:
     """Offload of gradients D2H while backward continues. One thread uses it at a time.
 
-    bytes_max: device memory of gradients in flight; beyond it backward waits for the oldest. A
-    larger gradient is copied alone.
+    bytes_max: device memory of gradients in flight. Beyond that backward waits for the oldest copy.
+    A gradient larger than this is copied alone.
     """
 
     def __init__(self, device: Device, bytes_max: int) -> None:
@@ -249,7 +247,7 @@ class GradOffload:
         assert source.dtype is target.dtype
         assert source.numel() == target.numel()
         size_bytes = source.numel() * source.element_size()
-        self._make_room(size_bytes)
+        self._await_capacity(size_bytes)
         ticket = self.device.copy(target.data_ptr(), source.data_ptr(), size_bytes, out=False)
         # Keep the source until its copy has ended: autograd may drop it earlier.
         self._flights.append((ticket, source))
@@ -257,12 +255,10 @@ class GradOffload:
         self.bytes_peak = max(self.bytes_peak, self.leaving_bytes)
         return ticket
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _await_capacity(self, size_bytes: int) -> None:
         self.free_done()
-        # The oldest first.
         while self._flights and self.leaving_bytes + size_bytes > self._bytes_max:
             ticket, source = self._flights[0]
-            # Not `wait`: only the source must be free again.
             self.device.wait_filled(ticket)
             self._flights.popleft()
             self._free(source)
@@ -274,10 +270,8 @@ class GradOffload:
             self._free(source)
 
     def _free(self, source: torch.Tensor) -> None:
-        """Drop a source that was copied.
-
-        The allocator may reuse its memory for later kernels: the copy, on another stream, is done.
-        """
+        """Count a source as freed. The caller drops its last reference: the copy, on another
+        stream, has ended, so the allocator may reuse the memory."""
         self.leaving_bytes -= source.numel() * source.element_size()
 
     def close(self) -> None:
@@ -287,10 +281,8 @@ class GradOffload:
 
 
 def check_current(device: torch.device) -> None:
-    """Check that the model's device is the thread's current one, as several ranks need it.
-
-    Raises: ValueError.
-    """
+    """Raise ValueError unless the model's device is the thread's current one. Several ranks need
+    this."""
     if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return
     current = torch.device("cuda", torch.cuda.current_device())
@@ -303,8 +295,8 @@ def check_current(device: torch.device) -> None:
 
 
 def rocm_lacks() -> str:
-    """Say what is missing on AMD's GPUs, whose torch calls them CUDA devices; empty where torch is
-    built for NVIDIA's.
+    """Describe what the engine lacks for AMD's GPUs, which torch calls CUDA devices; empty where
+    torch is built for NVIDIA's.
     """
     if torch.version.hip is None:
         return ""
@@ -370,8 +362,8 @@ def open_device(torch_device: torch.device, *, check: Callable[[], None]) -> Dev
 def split_by_size(
     items: Sequence[ItemT], bytes_of: Callable[[ItemT], int], bytes_max: int
 ) -> list[list[ItemT]]:
-    """Split items, in order, into runs of `bytes_max` at most; a larger item has a run to itself,
-    but for items of no bytes. No run is of no bytes unless all items are.
+    """Split items, in order, into runs of `bytes_max` at most. A larger item gets a separate run;
+    items of 0 bytes join the current run.
     """
     runs: list[list[ItemT]] = []
     used = 0
@@ -386,14 +378,14 @@ def split_by_size(
 
 
 def make_slabs(sizes: Sequence[int], *, shown: bool) -> list[Slab]:
-    """Make slabs of these bytes; shown: with progress, since their pages are touched. Blocks.
+    """Make slabs of these sizes. Blocks while their pages are touched. shown: show progress.
 
     Raises: MemoryError; then none is made.
     """
     made: list[Slab] = []
-    with ProgressLine("taking memory", sum(sizes), shown=shown) as line:
+    with ProgressLine("allocating memory", sum(sizes), shown=shown) as line:
         try:
-            # One by one, so that an error finds the slabs that were made.
+            # `extend` with a generator appends one by one, so that an error closes earlier slabs.
             made.extend(Slab(size, progress=line.advance) for size in sizes)
         except BaseException:
             for slab in made:

@@ -3,20 +3,20 @@
 One unit is in use, and other units share the memory: prefetched units, or units whose gradients are
 being copied to the host. All these bounds have one form:
 
-    capacity  the unit in use, with the units around it, and other units
-    others    min(`count` x the largest unit, OVERLAP_BYTES_MAX), at least the larger neighbour in
-              the model
+    capacity  the unit in use, with the units whose modules contain it, and `others`
+    others    min(`count` x the largest unit, OVERLAP_BYTES_MAX), and at least the unit's larger
+              neighbour in the model
 
-So several small units fit at a time. A huge unit needs only its size and that of its neighbours,
-which are small. The engine keeps these bounds, and `infinity plan` uses them. They depend only on
-sizes, so all ranks compute the same.
+So several small units fit at a time, and a huge unit needs only its size and that of its small
+neighbours. The engine keeps these bounds, and `infinity plan` uses them. They depend only on sizes,
+so all ranks compute the same.
 
 In a module that runs in slices (`inf.microbatched`) a gathered unit stays for the later slices, and
-gradients add up until the last slice. So a block counts as one unit, with its gradients; if the
-device lacks capacity for it, as many of its units stay as fit:
+gradients add up until the last slice. So a block counts as one unit, with its gradients. If the
+device lacks capacity for a block, only some of its units stay:
 
-    spare     half of the device's memory besides single units and gradients; the other half is for
-              activations
+    spare     half of the device's memory that single units and gradients leave; the other half is
+              for activations
     block     stays whole if the bound plus `spare` has capacity for it; else `spare` bytes stay
 
 Sums of slices have the accumulation dtype of gradients, which may be wider than the parameter's.
@@ -31,9 +31,9 @@ from collections.abc import Sequence
 from infinity._src.memory.constants import AHEAD, OFFLOAD_UNITS, REDUCING_UNITS, UNITS_AHEAD
 
 OVERLAP_BYTES_MAX = 1 << 30
-"""Bytes of other units besides the one in use; a larger neighbour also fits.
+"""The most bytes of units in addition to the unit in use, unless a neighbour is larger.
 
-A drive or link of 25 GB/s transfers them in 40 ms, which exceeds any of its latencies.
+A drive or link of 25 GB/s transfers them in 40 ms, many times its latency.
 """
 
 
@@ -41,9 +41,9 @@ A drive or link of 25 GB/s transfers them in 40 ms, which exceeds any of its lat
 class UnitBytes:
     """Bytes of one unit on the device.
 
-    gathered: its parameters. grads: the gradient of each trained parameter. around: indices of
-    units that are in use whenever it is, because their modules contain its modules. repeat: number
-    of equal consecutive units. block: number of the enclosing module that runs in slices, if any.
+    gathered: its parameters. grads: the gradient of each trained parameter. around: indices of the
+    units whose modules contain this unit's modules, and which are in use with it. repeat: number of
+    equal consecutive units. block: number of the enclosing module that runs in slices, if any.
     """
 
     gathered: int
@@ -73,8 +73,9 @@ class Passes:
 class SliceGrads:
     """Gradients that slices of a batch add up (`inf.microbatched`).
 
-    blocks: modules that all slices pass before the next, each with the bytes of its gradients in
-    the accumulation dtype. one_bytes: the largest gradient of one slice (`slice_grad_bytes`).
+    blocks: modules that run all slices before the next module runs, each with the bytes of its
+    gradients in the accumulation dtype. one_bytes: the largest gradient of one slice
+    (`slice_grad_bytes`).
     """
 
     blocks: tuple[UnitBytes, ...]
@@ -85,7 +86,7 @@ class SliceGrads:
 
 
 def overlap_bytes(sizes: Sequence[int], count: int) -> int:
-    """Return the bytes of other units: `count` of the largest, within limits."""
+    """Return the bytes of `count` units as large as the largest, OVERLAP_BYTES_MAX at most."""
     return min(count * max(sizes, default=0), OVERLAP_BYTES_MAX)
 
 
@@ -95,43 +96,43 @@ def capacity_bytes(
     around: Sequence[Sequence[int]] | None = None,
     repeats: Sequence[int] | None = None,
 ) -> int:
-    """Return the bytes for one of `sizes` and other units (see the module's docstring).
+    """Return the capacity (see the module's docstring) for the unit that needs most.
 
-    sizes: in the order of the model. around: for each the indices of units around it. repeats: for
-    each its number of equal units.
+    sizes: bytes of the units, in the order of the model. around, repeats: of each unit, as in
+    `UnitBytes`.
     """
     outer = around or [()] * len(sizes)
     times = repeats or [1] * len(sizes)
     held = [size + sum(sizes[i] for i in inside) for size, inside in zip(sizes, outer, strict=True)]
-    room = max(held, default=0) + overlap_bytes(sizes, count)
-    # Backward meets neighbours in reverse order.
+    capacity = max(held, default=0) + overlap_bytes(sizes, count)
+    # In both orders: backward runs in reverse.
     for here, there in itertools.pairwise(range(len(sizes))):
-        room = max(room, held[here] + sizes[there], held[there] + sizes[here])
+        capacity = max(capacity, held[here] + sizes[there], held[there] + sizes[here])
     for size, whole, repeat in zip(sizes, held, times, strict=True):
-        room = max(room, whole + size) if repeat > 1 else room
-    return min(room, sum(size * repeat for size, repeat in zip(sizes, times, strict=True)))
+        capacity = max(capacity, whole + size) if repeat > 1 else capacity
+    return min(capacity, sum(size * repeat for size, repeat in zip(sizes, times, strict=True)))
 
 
 def gathered_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
-    """Return the most bytes of gathered parameters, unless units in use need more."""
-    return sum(_room_and_spare(units, passes))
+    """Return the most bytes of gathered parameters; the units in use may exceed them."""
+    return sum(_capacity_and_spare(units, passes))
 
 
 def retained_capacity(units: Sequence[UnitBytes], passes: Passes) -> dict[int, int]:
     """Return for each block the most bytes of its units that stay gathered from slice to slice."""
     blocks, found = blocks_of(units), {}
-    room, spare = _room_and_spare(units, passes)
+    capacity, spare = _capacity_and_spare(units, passes)
     for block in blocks:
         if block.block is not None:
             held = block.gathered + sum(blocks[outer].gathered for outer in block.around)
-            found[block.block] = block.gathered if held <= room + spare else spare
+            found[block.block] = block.gathered if held <= capacity + spare else spare
     return found
 
 
 def regathered_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
     """Return the bytes of units that are gathered again for each slice."""
     left, again = retained_capacity(units, passes), 0
-    # Units stay in the order of use, as far as they fit.
+    # The first units in the order of use stay, as many as fit.
     for unit in units:
         if unit.block is not None and unit.gathered:
             stay = min(unit.repeat, left[unit.block] // unit.gathered)
@@ -141,7 +142,7 @@ def regathered_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
 
 
 def blocks_of(units: Sequence[UnitBytes]) -> list[UnitBytes]:
-    """Return the units, with each block's units merged at the place of the first."""
+    """Return the units, with the units of each block merged into one, at the place of the first."""
     keys = [
         ("unit", index) if unit.block is None else ("block", unit.block)
         for index, unit in enumerate(units)
@@ -167,7 +168,7 @@ def _in_slices(units: Sequence[UnitBytes]) -> bool:
     return any(unit.block is not None for unit in units)
 
 
-def _room_of(units: Sequence[UnitBytes]) -> int:
+def _single_capacity(units: Sequence[UnitBytes]) -> int:
     return capacity_bytes(
         [unit.gathered for unit in units],
         AHEAD,
@@ -176,19 +177,20 @@ def _room_of(units: Sequence[UnitBytes]) -> int:
     )
 
 
-def _room_and_spare(units: Sequence[UnitBytes], passes: Passes) -> tuple[int, int]:
-    """Return (bytes for single units, additional bytes for units that stay from slice to slice)."""
+def _capacity_and_spare(units: Sequence[UnitBytes], passes: Passes) -> tuple[int, int]:
+    """Return the capacity for single units, and the additional bytes for units that stay gathered
+    from slice to slice."""
     if passes.whole:
         return sum(unit.gathered * unit.repeat for unit in units), 0
-    room = _room_of(units)
+    capacity = _single_capacity(units)
     if not _in_slices(units):
-        return room, 0
+        return capacity, 0
     blocks = blocks_of(units)
-    spare = max(_room_of(blocks) - room, 0)
+    spare = max(_single_capacity(blocks) - capacity, 0)
     if passes.device_bytes is not None:
-        left = passes.device_bytes - room - _fresh_in_slices(units, blocks, passes)
+        left = passes.device_bytes - capacity - _fresh_in_slices(units, blocks, passes)
         spare = min(spare, max(left, 0) // 2)
-    return room, spare
+    return capacity, spare
 
 
 def _fresh_in_slices(
@@ -199,7 +201,7 @@ def _fresh_in_slices(
 
 
 def fresh_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
-    """The most bytes of fresh gradients: in backward, and on their way to the host."""
+    """Return the most bytes of fresh gradients: in backward, and in flight to the host."""
     if _in_slices(units):
         return _fresh_in_slices(units, blocks_of(units), passes)
     if passes.in_backward and not passes.copies:
@@ -208,30 +210,27 @@ def fresh_capacity(units: Sequence[UnitBytes], passes: Passes) -> int:
         return gradients_capacity(units, REDUCING_UNITS)
     if passes.in_backward:
         return gradients_capacity(units, OFFLOAD_UNITS)
-    # In order of use. Two of the repeated units cover every pair of neighbours.
+    # In order of use. Of repeated units two are enough: they have every pair of neighbours.
     sizes = [size for unit in units for size in unit.grads * min(unit.repeat, 2)]
     largest = max(sizes, default=0)
-    # Accumulated in place: none is being copied.
+    # Without copies each gradient is accumulated at once.
     if not passes.copies:
         return largest
     leaving = overlap_bytes([unit.gathered for unit in units], OFFLOAD_UNITS)
-    room = max(largest + leaving, capacity_bytes(sizes, 0))
-    return min(room, sum(size * unit.repeat for unit in units for size in unit.grads))
+    capacity = max(largest + leaving, capacity_bytes(sizes, 0))
+    return min(capacity, sum(size * unit.repeat for unit in units for size in unit.grads))
 
 
 def sums_capacity(blocks: Sequence[UnitBytes], passes: Passes) -> int:
-    """Return the most bytes of summed gradients of slices: of the block in backward, and of blocks
-    whose sums are being copied to the host.
-
-    blocks: as in `SliceGrads`.
-    """
+    """Return the most bytes of gradients summed over slices: of the block in backward, and of
+    blocks whose sums are in flight. blocks: as in `SliceGrads`."""
     if passes.in_backward and not passes.copies:
         return gradients_capacity(blocks, UNITS_AHEAD)
     if passes.several:
         return gradients_capacity(blocks, REDUCING_UNITS)
     if passes.copies:
         return gradients_capacity(blocks, OFFLOAD_UNITS)
-    # Autograd delivers each complete sum, and none is being copied.
+    # Without copies only the sums of the block in backward exist.
     return max((sum(block.grads) for block in blocks), default=0)
 
 

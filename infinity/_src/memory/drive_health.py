@@ -1,7 +1,8 @@
 """Health of an engine's drives.
 
-One failed request is a bad block, or transient. A drive is *lost* when all requests fail: then the
-run is over, and every call raises one error, with the state to resume from.
+One failed request is a bad block, or a transient fault. A drive is *lost* when all requests to it
+fail. Then training cannot continue: every call raises DriveLostError, which names the states to
+resume from.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Drives:
     def __init__(self, directories: Sequence[Path], alarm: Alarm) -> None:
         self._alarm = alarm
         self._directories = list(directories)
-        # Determined now: a lost drive cannot be queried.
+        # Determined here, since a lost drive cannot be queried.
         self._devices = [each.stat().st_dev for each in directories]
         self._committed: int | None = None
         self._saved: _Saved | None = None
@@ -49,13 +50,14 @@ class Drives:
 
     def saved(self, step: int, directory: Path) -> None:
         """Note that a checkpoint is complete."""
-        # A vanished directory is no place to resume from.
+        # If the directory has been removed, no one can resume from it.
         with contextlib.suppress(OSError):
             self._saved = _Saved(step, directory, directory.stat().st_dev)
 
     def check(self) -> None:
         if self.lost is not None:
-            # One exception is raised many times: its traceback would grow, and hold frames.
+            # The exception is raised repeatedly: without this its traceback would grow and hold
+            # frames.
             raise self.lost.with_traceback(None)
 
     def examine(self, error: AioError) -> AioError:
@@ -98,13 +100,13 @@ class Drives:
 
 
 def _ask(directory: Path, device: int) -> str:
-    """Return how a drive is lost; "" if a block can be written and read back."""
+    """Return why a drive counts as lost; "" if a block can be written and read back."""
     found: list[str] = [f"it does not answer within {ANSWER_S:.0f} s"]
 
     def ask() -> None:
         found[0] = _answer(directory, device)
 
-    # A daemon: a request that the kernel waits for cannot be ended.
+    # A daemon, because a thread that is blocked in the kernel cannot be ended.
     thread = threading.Thread(target=ask, name="infinity-drive", daemon=True)
     thread.start()
     thread.join(ANSWER_S)
@@ -115,7 +117,7 @@ def _answer(directory: Path, device: int) -> str:
     try:
         if directory.stat().st_dev != device:
             return "its file system is not mounted there any more"
-        # Writes a block, reads it and compares.
+        # `create` writes a block, reads it back and compares.
         with SwapFile.create(directory) as file:
             file.fsync()
     except SwapFullError:

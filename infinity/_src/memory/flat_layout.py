@@ -2,11 +2,11 @@
 
     flat    [ param 0 | pad | param 1 | pad | ...  | pad ]   parameters at multiples of 256 bytes
     shards  [ rank 0            | rank 1            | ...]   equal, multiples of GROUP_NUMEL
-    chunks  [ chunk 0 | chunk 1 | chunk 0 | chunk 1 | ...]   chunk_numel, a shard's last is shorter
+    chunks  [ chunk 0 | chunk 1 | chunk 0 | chunk 1 | ...]   of chunk_numel; a shard's last: shorter
 
-A chunk holds all sections of its elements, each from a multiple of 4096 bytes on, so one chunk is
-one contiguous read and one contiguous write. Parameters start at multiples of QUANT_GROUP elements:
-no quantization group holds two of them.
+A chunk holds all sections of its elements, each aligned to 4096 bytes, so one chunk is one
+contiguous read and one contiguous write. Parameters start at multiples of QUANT_GROUP elements, so
+that no quantization group holds two parameters.
 
 Drive, file and offset of each chunk: `ShardRecords` (infinity/_src/params/state_store.py).
 """
@@ -58,26 +58,26 @@ _MOMENTS = {"exact": Moments.FP32, "bf16": Moments.BF16, "compact": Moments.Q8}
 
 @functools.lru_cache(maxsize=256)
 def state_format(state: str, dtype: torch.dtype, moments: int = 2) -> Format | None:
-    """Choose the format of states by `Policy.state`, dtype and moments; None for a dtype without
-    states."""
+    """Choose the format of states by `Policy.state`, dtype and number of moments; None for a dtype
+    without state formats."""
     if dtype not in _MASTERS:
         return None
-    # A 24-bit master is a bf16 parameter and one more byte, so only bf16 parameters have one.
+    # A 24-bit master is a bf16 parameter and one more byte.
     master = Master.SPLIT8 if state == "compact" and dtype is torch.bfloat16 else _MASTERS[dtype]
     # Without moments there is nothing to encode, and `Format` refuses Q8 without moments.
     return Format(master, _MOMENTS[state] if moments else Moments.FP32, moments)
 
 
 def chunk_numel_of(state: str, dtype: torch.dtype) -> int:
-    """Elements per chunk of flats that may get states: as for two moments, chosen before an
-    optimizer exists."""
+    """Return the elements per chunk of flats of this dtype. The format with two moments counts,
+    since no optimizer exists yet."""
     return chunk_numel(state_format(state, dtype) or Format.RAW)
 
 
 def sections_of(state_format: Format, param_itemsize: int) -> tuple[Section, ...]:
-    """Sections of a format, that of the computing parameter first.
+    """Return the sections of a format, the section of the parameter that computes first.
 
-    param_itemsize: of RAW, which has the parameter's own dtype; other formats say theirs.
+    param_itemsize: of the parameter's dtype, for RAW; other formats determine it.
     """
     if state_format.master is Master.RAW:
         return (Section("param", param_itemsize),)
@@ -85,7 +85,7 @@ def sections_of(state_format: Format, param_itemsize: int) -> tuple[Section, ...
 
 
 def aligned_section_bytes(section: Section, numel: NumelT) -> NumelT:
-    """Bytes of a section of `numel` elements on a drive or in a slot, where the next starts
+    """Return the bytes of a section of `numel` elements on a drive or in a slot, where sections are
     4096-aligned. numel: one number, or one for each chunk."""
     return -(-section.size_bytes(numel) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
@@ -100,8 +100,8 @@ class ChunkSpan:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSpans(Sequence[ChunkSpan]):
-    """Chunks of one rank's shard, in order. Each span is made when it is asked for: a large model
-    has a million, and a list of them for each question about one would cost the square of that.
+    """Chunks of one rank's shard, in order. Indexing makes a span on demand, since a large model
+    has a million.
     """
 
     shard_numel: int
@@ -133,7 +133,8 @@ class ChunkSpans(Sequence[ChunkSpan]):
         return min(self.chunk_numel, self.shard_numel)
 
     def touched(self, start: int, numel: int) -> range:
-        """Indices of the chunks that hold elements [start, start + numel) of the shard."""
+        """Return the indices of the chunks that hold elements [start, start + numel) of the shard.
+        """
         if numel <= 0:
             return range(0)
         return range(start // self.chunk_numel, (start + numel - 1) // self.chunk_numel + 1)
@@ -142,8 +143,8 @@ class ChunkSpans(Sequence[ChunkSpan]):
 class Segments(NamedTuple):
     """Parts of parameters in chunks of one rank's shard, int64 [segments] each.
 
-    owner: index of the parameter. start: element in the chunk; within: in this rank's part of the
-    parameter; element: in the parameter.
+    owner: index of the parameter. Index of the segment's first element: in the chunk (start), in
+    this rank's part of the parameter (within), and in the parameter (element).
     """
 
     owner: npt.NDArray[np.int64]
@@ -196,7 +197,7 @@ class FlatLayout:
         Returns (start in the shard, start in the parameter, elements); zeros where they do not
         overlap.
         """
-        # Clipped to the shard: a parameter may lie in several ranks' shards.
+        # A parameter may extend over several ranks' shards.
         low = max(self.offsets[index], rank * self.shard_numel)
         high = min(self.offsets[index] + self.numels[index], (rank + 1) * self.shard_numel)
         if high <= low:
@@ -212,7 +213,6 @@ class FlatLayout:
         at, end = start, start + numel
         while at < end:
             chunk = at // self.chunk_numel
-            # Up to the end of the chunk: a chunk is one contiguous read, so a span lies within one.
             count = min((chunk + 1) * self.chunk_numel, end) - at
             yield chunk, at - chunk * self.chunk_numel, element + at - start, count
             at += count
@@ -225,7 +225,7 @@ class FlatLayout:
         ends, size = begins + numels, self.chunk_numel
         counts = np.where(numels > 0, -(-ends // size) - begins // size, 0)
         owner = np.repeat(np.arange(len(counts)), counts)
-        # Parameters lie in sequence, and so do their segments.
+        # The number of segments before each parameter's first one.
         before = np.cumsum(counts) - counts
         chunk = np.arange(len(owner)) + np.repeat(begins // size - before, counts)
         first = np.maximum(chunk * size, begins[owner])
@@ -245,7 +245,6 @@ def plan_flat(
 ) -> FlatLayout:
     """Lay out parameters of `numels` elements, in order, and split them evenly over `world` ranks.
     """
-    # No quantization group holds two parameters, and each starts at a multiple of 256 bytes.
     align = max(QUANT_GROUP, ALIGN_BYTES // itemsize)
     offsets = []
     end = 0
@@ -254,6 +253,6 @@ def plan_flat(
         offsets.append(start)
         end = start + numel
     assert chunk_numel % GROUP_NUMEL == 0, chunk_numel
-    # One-byte elements need more of them for the 4096 bytes that O_DIRECT wants.
+    # Shards of one-byte elements must have a multiple of 4096 bytes, too, for O_DIRECT.
     shard_numel = round_up(max(-(-end // world), 1), max(GROUP_NUMEL, ALIGNMENT_BYTES // itemsize))
     return FlatLayout(itemsize, tuple(offsets), tuple(numels), world, shard_numel, chunk_numel)

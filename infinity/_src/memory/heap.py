@@ -1,23 +1,23 @@
 """C heap of a process that allocates and frees tensors unit by unit.
 
 When the CPU computes, gathered flats and fresh gradients are ordinary heap memory, allocated and
-freed once per use of a unit. glibc has two ways to treat them, both bad:
+freed once per use of a unit. glibc can allocate them in two ways, both bad:
 
-- A mapping for each large block: every page of every flat is faulted in and zeroed again: on two
-  cores a seventh of the step of a 171 M model with states in RAM.
-- Blocks on the heap, which glibc eventually chooses (each free of a mapped block raises its mapping
-  threshold, up to 32 MiB): flats lie between small blocks that live longer, and fragmentation grows
-  with the number of layers, 125 MiB for 24 more layers of 10 MiB. glibc also trims the heap's end
-  during a step.
+- As a mapping for each large block. Then the kernel faults in and zeroes every page of every flat
+  again, which took a seventh of the step of a 171 M model with states in RAM on two cores.
+- As blocks on the heap, which glibc eventually chooses: each free of a mapped block raises its
+  mapping threshold, up to 32 MiB. Then flats lie between small blocks that live longer, and
+  fragmentation grows with the number of layers: 125 MiB for 24 more layers of 10 MiB. glibc also
+  trims the heap's end during a step.
 
-So flats stay on the heap, glibc never trims by itself, and this module returns the heap's holes
-when they make the process too large. Memory that was in use at once in this step or the one before
-is kept, because it will be needed again: faulting in and zeroing a whole step's activations and
-gradients takes a fifth of its time.
+So flats stay on the heap, automatic trimming by glibc is off, and this module trims the heap when
+its holes make the process too large. It retains the peak of memory in use in this step or the step
+before, because the next step needs as much: faulting in and zeroing a whole step's activations and
+gradients takes a fifth of the step's time.
 
-Freeing blocks in another order also leaves holes during a step, which are reused before it ends.
-Trimming returns all free memory, so the process may exceed the memory in use by as much as use
-rises in a step, the most that such holes can be.
+If blocks are freed in a different order than allocated, holes arise that are reused within the
+step. A trim would return these, too. So the process may exceed the memory in use by the rise of use
+within a step, the most bytes that such holes can have.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ import weakref
 from collections.abc import Iterable
 
 SPARE_UNITS = 16
-"""Free memory that the heap may keep, in sizes of the largest unit. Holes vary in size: with 2, a
-use of a unit still faults in most of its memory; with 8, one in six flats of eight micro-batches;
-with 16, hardly any (measured with flats and gradients of 26 MB).
+"""Free memory that the heap may retain, as a multiple of the largest unit. Holes vary in size: with
+2, most of a unit's memory is still faulted in at each use; with 8, that of one in six flats (eight
+micro-batches); with 16, hardly any (measured with flats and gradients of 26 MB).
 """
 
 SPARE_BYTES_MAX = 384 << 20
 
 STREAM_SPARE_BYTES = 8 << 20
-"""Free memory that the heap may keep while all values of a model are loaded, on any device."""
+"""Free memory that the heap may retain while the values of a model are loaded, on any device."""
 
 SHARE_MAX = 0.02
-"""Share of the time for checks that take longer than BRIEF_S. glibc walks every free block: some 80
-microseconds for few blocks, a quarter of a second for half a million.
+"""Share of the time that checks longer than BRIEF_S may take. In a check glibc walks every free
+block: some 80 microseconds for few blocks, a quarter of a second for half a million.
 """
 
 BRIEF_S = 0.5e-3
-"""Duration of a check that may run after each use of a unit; ten times that after a flat is loaded
-from a drive.
+"""A check may run after each use of a unit if it takes no longer than this; after each load of a
+flat from a drive, no longer than ten times this.
 """
 
 RISE_BYTES_MAX = 512 << 20
-"""The most bytes of a step's holes. Returning them at each peak took a twentieth of the step's
-time, for a process up to an eighth smaller (bench/README.md).
+"""Limit of the holes that a step may retain. Returning them at each peak took a twentieth of the
+step's time, and made the process up to an eighth smaller (bench/README.md).
 """
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -61,17 +61,17 @@ MAPPED_FROM_BYTES = 32 << 20
 """Mapping threshold of glibc: the largest that it allows."""
 
 ORDINARY_TRIM_BYTES = 2 * MAPPED_FROM_BYTES
-"""glibc's default limit of its trim threshold, twice the mapping threshold. Restored when this
-module limits no heap any more.
+"""The largest trim threshold that glibc chooses by itself: twice the mapping threshold. Set again
+when the last `Heap` is gone.
 """
 
 GIVE_BACK_STEPS = 64
-"""Steps after which all free memory is returned, which resets errors of the estimate."""
+"""Steps between two complete trims, which reset the errors of the estimate (see `Heap`)."""
 
 
 class _Mallinfo(ctypes.Structure):
-    """`struct mallinfo2` of malloc.h, all in bytes or counts. uordblks: in use on heaps; hblkhd: in
-    separate mappings."""
+    """`struct mallinfo2` of malloc.h. uordblks: bytes in use on heaps; hblkhd: bytes in separate
+    mappings."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -91,13 +91,13 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _library() -> ctypes.CDLL | None:
-    """Load the C library, if it reports its heap (glibc 2.33) and the user did not tune malloc."""
-    # Respect a user's malloc settings.
+    """Load the C library; None if it does not report its heap (glibc before 2.33), or if the user
+    has tuned malloc in the environment."""
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
         "GLIBC_TUNABLES", ""
     ):
         return None
-    # The process's own malloc: the C library that is loaded already.
+    # None: the C library that the process has loaded.
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2") or not hasattr(library, "malloc_trim"):
         return None
@@ -106,20 +106,20 @@ def _library() -> ctypes.CDLL | None:
 
 
 class Heap:
-    """Limit on the freed memory that malloc keeps. For one thread.
+    """Limit on the freed memory that malloc retains. For one thread.
 
-    The process may have the peak of memory in use, of this step or the one before, plus
-    `spare_bytes`, plus the rise of use in the step before, 512 MiB at most. `freed` checks this,
-    and `step_begins` begins a step. repeats: the peak will be needed again; without it only the
-    present use counts.
+    The process may be as large as the peak of memory in use, in this step or the step before, plus
+    `spare_bytes`, plus the rise of use in the step before (RISE_BYTES_MAX at most). `freed` checks
+    this, and `step_begins` begins a step. repeats: later steps need the peak again; False: only the
+    present use counts, not the peak.
 
-    glibc does not report the memory that is free and resident: its free bytes include those that
-    went back to the system. So they are estimated as the growth of the process beyond the growth of
-    memory in use since the last complete trim. Memory in use that was not yet written makes the
-    estimate too small. Memory outside malloc makes it too large, which costs a superfluous call. A
-    complete trim ends both errors.
+    glibc does not report how much free memory is resident: its count of free bytes includes pages
+    that it has returned to the system. So this class estimates free resident memory: the growth of
+    the process since the last complete trim, less the growth of memory in use. The estimate is too
+    small if allocated memory is not written yet, and too large if memory is allocated outside of
+    malloc, which costs a superfluous trim. Each complete trim resets both errors.
 
-    glibc always maps blocks above 32 MiB separately, so they are faulted in at each use.
+    glibc always maps blocks above 32 MiB separately, so these are faulted in at each use.
 
     Does nothing (`spare_bytes` is 0) for a limit of 0, under other C libraries, and where the user
     has tuned malloc in the environment.
@@ -135,8 +135,7 @@ class Heap:
         self._repeats = repeats
         self._brief_s = BRIEF_S if repeats else 10 * BRIEF_S
         self._steps = 0
-        # Bytes of the process at the least and at the most memory in use: in this step, and in the
-        # one before.
+        # [least, most] memory in use, as bytes of the process: in this step, in the step before.
         self._used_now: list[int] = []
         self._used_before: list[int] = []
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
@@ -150,7 +149,7 @@ class Heap:
     @classmethod
     def for_units(cls, size_bytes: Iterable[int], device_type: str) -> Heap:
         """Make the heap's limit for a model whose gathered units have these sizes."""
-        # On another device than the CPU units are not on the heap.
+        # Only on the CPU are units on the heap.
         return cls(
             min(SPARE_UNITS * max(size_bytes, default=0), SPARE_BYTES_MAX)
             if device_type == "cpu"
@@ -159,12 +158,13 @@ class Heap:
 
     @classmethod
     def for_stream(cls) -> Heap:
-        """Make the heap's limit for an initialization, an export or a load, which use no memory
-        twice. Returns all free memory to the system."""
+        """Make the heap's limit for an initialization, an export or a load, which never need freed
+        memory again. Returns all free memory to the system."""
         return cls(STREAM_SPARE_BYTES, repeats=False)
 
     def step_begins(self) -> None:
-        """Begin a step; each `GIVE_BACK_STEPS`-th returns all free memory, and blocks meanwhile."""
+        """Begin a step. Every `GIVE_BACK_STEPS` steps this returns all free memory, and blocks
+        meanwhile."""
         if self._library is None:
             return
         self._used_before, self._used_now = self._used_now, []
@@ -181,30 +181,27 @@ class Heap:
         if self._library is None or time.monotonic() < self._not_before_s:
             return
         began_s = time.thread_time()
-        # Growth of the process beyond that of memory in use: glibc's own free bytes include pages
-        # that went back to the system.
         resident = self._resident()
         in_use = self._used(self._library) + self._base
         kept = self._used_now if self._repeats else []
         self._used_now = [min([in_use, *kept]), max([in_use, *kept])]
         self._rest_after(began_s)
         most = max(self._used_now + self._used_before)
-        # Of a complete step: the running one has not reached its peak.
+        # Of the step before: the running step may not have reached its peak.
         rise = max(self._used_before, default=0) - min(self._used_before, default=0)
         surplus = resident - most - self.spare_bytes
         if surplus > min(rise, RISE_BYTES_MAX):
             self._restart(self._library)
 
     def _restart(self, library: ctypes.CDLL) -> None:
-        # First, so that the base is measured without free memory.
+        # First, so that the process has no free memory when the base is measured.
         library.malloc_trim(ctypes.c_size_t(0))
         began_s = time.thread_time()
         self._base = self._resident() - self._used(library)
         self._rest_after(began_s)
 
     def _rest_after(self, began_s: float) -> None:
-        # CPU time of this thread. On a busy machine a check may take long by the clock, and the
-        # pause after it would be long, too.
+        # CPU time of this thread: on a busy machine elapsed time would make the pauses too long.
         took_s = time.thread_time() - began_s
         rest_s = took_s / SHARE_MAX if took_s > self._brief_s else 0.0
         self._not_before_s = time.monotonic() + rest_s
@@ -222,8 +219,8 @@ _LIMITED: weakref.WeakSet[Heap] = weakref.WeakSet()
 
 
 def _keep_free_memory(library: ctypes.CDLL) -> None:
-    # Otherwise glibc would trim during a step, and map blocks until one of their size was freed.
-    # The threshold is twice what any heap keeps, so this module's limit applies first.
+    # By default glibc trims during a step, and maps large blocks until it has freed one of their
+    # size. The trim threshold is twice what a `Heap` retains, so that the `Heap` trims first.
     library.mallopt(_M_TRIM_THRESHOLD, 2 * (SPARE_BYTES_MAX + RISE_BYTES_MAX))
     library.mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
 

@@ -1,12 +1,12 @@
 """RAM budget of the process: one ledger that all its models share.
 
-A model reserves the bytes of its plan. The next model gets the remaining bytes of its policy's
-`ram`. A model takes as much as it can use, and keeps it: another model does not change its plan. So
-models that share a process are offloaded with a `ram` that grows (the first may hold 8 GiB, with
-the second the process may hold 16), or with `resident` or "min", which bound a model.
+A model reserves the bytes of its plan, as much as it can use. A later model gets the bytes of its
+policy's `ram` that earlier models leave, and does not change their plans. So give each further
+model of a process a larger `ram` (the first model may hold 8 GiB, both together 16), or bound each
+model by `resident` or ram="min".
 
-An explicit `ram` is that of one process, so of one rank. Without it the ranks of a machine divide
-the memory that the machine (or the cgroup) leaves.
+An explicit `ram` is for one process, so for one rank. Without it the ranks of a machine divide the
+memory that the machine (or the cgroup) leaves.
 """
 
 from __future__ import annotations
@@ -33,11 +33,8 @@ class RamLedger:
         self._reserved: dict[int, tuple[int, int]] = {}
 
     def reserve(self, owner: int, size_bytes: int, least_bytes: int | None = None) -> None:
-        """Record that `owner` holds `size_bytes` in total, and needs at least `least_bytes`.
-
-        Replaces its former entry.
-        """
-        # Replaced, not added: a plan has the total of its model.
+        """Record that `owner` holds `size_bytes` in total, and needs at least `least_bytes`. This
+        replaces the owner's former entry."""
         self._reserved[owner] = (
             size_bytes,
             size_bytes if least_bytes is None else min(least_bytes, size_bytes),
@@ -58,24 +55,24 @@ LEDGER = RamLedger()
 
 
 def budget_bytes(ram: int | str | None, owner: int, default_bytes: int) -> int | None:
-    """Derive the bytes that `owner` may hold under the policy's `ram`; None: the least that works.
+    """Derive the bytes that `owner` may hold under the policy's `ram`; None: as few as possible.
 
-    An explicit size is the process's: bytes of other models count against it.
-    default_bytes: the size for `ram=None`, RAM_SHARE of the `fair_share` from before this model
-    took memory.
+    Bytes of other models count against an explicit size, which is for the whole process.
+    default_bytes: the size for `ram=None`: RAM_SHARE of the `fair_share` from before this model
+    allocated memory.
     """
     if ram == "min":
         return None
     if ram is None:
         return default_bytes
     assert isinstance(ram, int)
-    # Not below zero: others may hold more than a smaller `ram` given later.
+    # Other models may hold more than a smaller `ram` that is given later.
     return max(ram - LEDGER.others_bytes(owner), 0)
 
 
 def ranks_of_node() -> int:
     """Count the ranks of this machine, as torchrun says."""
-    # LOCAL_WORLD_SIZE counts also ranks that share no model with this one; they take memory, too.
+    # LOCAL_WORLD_SIZE includes ranks that train no model with this one; they need memory, too.
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
 
 
@@ -89,15 +86,12 @@ def machine() -> str:
 
 
 def memory_seen() -> dict[str, int]:
-    """Read the bytes that each limit on this process leaves: the machine's, and those of its
-    cgroups.
-
-    The keys are the same in all processes under the same limit.
-    """
-    # By boot id: two "nodes" of a mesh on one machine have one memory.
+    """Read the bytes that each limit on this process leaves: the machine's limit, and the limit of
+    each cgroup. All processes under one limit have the same key for it."""
+    # Keyed by boot id: two "nodes" of a mesh on one machine have one memory.
     found = {f"{machine()} the machine": int(psutil.virtual_memory().available)}
     for limit in cgroup_limits():
-        # The path of a cgroup means something in its namespace only.
+        # The path of a cgroup is relative to a namespace.
         try:
             space = str(Path("/proc/self/ns/cgroup").readlink())
         except OSError:
@@ -107,7 +101,7 @@ def memory_seen() -> dict[str, int]:
 
 
 def describe_limit(name: str) -> str:
-    """Describe one of the limits of `memory_seen`, with its size where this process knows it."""
+    """Describe one of the limits of `memory_seen`, with the size if this process knows it."""
     words = name.partition(" ")[2]
     sizes = {f"the limit of cgroup {each.path}": each.limit_bytes for each in cgroup_limits()}
     sizes["the machine"] = int(psutil.virtual_memory().total)
@@ -115,18 +109,15 @@ def describe_limit(name: str) -> str:
 
 
 def fair_share(mine: Mapping[str, int], everyone: Sequence[Mapping[str, int]]) -> int:
-    """Divide the memory that remains, in bytes: each limit by the ranks under it. Returns the
-    smallest part.
+    """Divide the bytes that each limit leaves by the ranks under it, and return the smallest part.
 
-    mine, everyone: `memory_seen` of this rank, and of all ranks, from before any took memory. The
-    smallest value that ranks read of a limit counts. Ranks that torchrun started here count, also
-    if they share no model.
+    mine, everyone: `memory_seen` of this rank, and of all ranks, from before any rank allocated.
     """
     parts = []
     for limit in mine:
-        # Ranks read a limit at different times: the least value counts.
+        # Ranks read a limit at different times: the smallest value counts.
         seen = [row[limit] for row in everyone if limit in row]
-        # torchrun's count, too: ranks that share no model still share the memory.
+        # torchrun's count includes ranks that train no model with this one, but use memory here.
         parts.append(min(seen) // max(len(seen), ranks_of_node()))
     return min(parts)
 
@@ -139,8 +130,8 @@ def describe_budget(ram: int | str | None) -> str:
 
 
 def describe_others(ram: int | str | None, owner: int) -> str:
-    """Describe the part of an explicit budget that other models hold, and the remedy; else empty.
-    """
+    """Describe the part of an explicit budget that other models hold, and how to free it; empty if
+    they hold none."""
     held, spare = LEDGER.others_bytes(owner), LEDGER.others_spare_bytes(owner)
     if not isinstance(ram, int) or not held:
         return ""

@@ -1,11 +1,11 @@
 """NUMA node for the memory and the threads of a rank: the node of the device that computes.
 
     GPU     the node of its PCI device
-    CPU     the ranks of a machine are divided among its nodes; one rank alone is bound to none
+    CPU     the ranks of a machine are divided among its nodes; one rank alone is not bound
 
-Nodes are read from /sys, under a root that tests may write themselves. On a machine with one node
-nothing is chosen, and nothing is called. `infinity.aio._numa_node` carries the choice out, by mbind
-and affinity calls in native/memory/numa.c.
+Nodes are read from /sys; tests pass a different root. On a machine with one node nothing is bound.
+`infinity.aio._numa_node` binds memory and threads, by mbind and affinity calls in
+native/memory/numa.c.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ _ROOT = Path("/")
 
 @dataclasses.dataclass(frozen=True)
 class NumaChoice:
-    """Choice of a node for a device; `place` is None where nothing is to be bound.
-
-    reason: for the choice, in either case.
-    """
+    """Choice of a node for a device, and the reason. place: None if nothing is to be bound."""
 
     place: Place | None
     reason: str
@@ -40,18 +37,18 @@ def read_nodes(root: Path = _ROOT) -> tuple[Place, ...]:
     """
     folder = root / "sys" / "devices" / "system" / "node"
     found = []
-    # No such file on a kernel without NUMA: the list is empty, and nothing is bound.
+    # A kernel without NUMA has no such file: then the result is empty.
     for node in parse_list(_text(folder / "online")):
         cpus = tuple(
             cpu for cpu in parse_list(_text(folder / f"node{node}" / "cpulist")) if cpu < CPU_MAX
         )
-        if cpus:  # other nodes are memory alone
+        if cpus:  # a node without CPUs has only memory
             found.append(Place(node, cpus))
     return tuple(found)
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Parse a list of the kernel: "0-2,8" is (0, 1, 2, 8). Empty for text that is no such list."""
+    """Parse the kernel's list format: "0-2,8" is (0, 1, 2, 8). Empty for any other text."""
     found: list[int] = []
     for part in text.strip().split(","):
         first, dash, last = part.partition("-")
@@ -62,7 +59,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def core_count(cpus: Iterable[int], root: Path = _ROOT) -> int:
-    """Count the physical cores of these processors: hyper-threads of one core share its units."""
+    """Count the physical cores of these logical processors."""
     folder = root / "sys" / "devices" / "system" / "cpu"
     # A processor that the kernel does not describe counts as a core.
     siblings = {
@@ -73,12 +70,10 @@ def core_count(cpus: Iterable[int], root: Path = _ROOT) -> int:
 
 
 def node_of_pci(address: str, root: Path = _ROOT) -> int | None:
-    """Read the node of a PCI device ("0000:65:00.0"); None where the kernel does not know it.
-
-    The kernel says -1 then, as in many virtual machines.
-    """
+    """Read the node of a PCI device ("0000:65:00.0"); None where the kernel does not know it, as in
+    many virtual machines."""
     text = _text(root / "sys" / "bus" / "pci" / "devices" / address.lower() / "numa_node").strip()
-    # "-1" is no decimal number: the kernel does not know the node.
+    # "-1" is the kernel's word for an unknown node.
     return int(text) if text.isdecimal() else None
 
 
@@ -95,7 +90,6 @@ def choose_node(pci: str | None, *, number: int, ranks: int, root: Path = _ROOT)
     machine's `ranks` ranks.
     """
     nodes = read_nodes(root)
-    # With one node there is nothing to choose, and nothing is called.
     if len(nodes) < 2:
         return NumaChoice(None, "one node: nothing is bound")
     if pci is not None:
@@ -107,7 +101,7 @@ def choose_node(pci: str | None, *, number: int, ranks: int, root: Path = _ROOT)
             else f"node {node}" + ("" if place else ", which has no CPUs")
         )
         return NumaChoice(place, f"{len(nodes)} nodes, {pci} is on {where}")
-    # Fewer ranks than nodes: bound to one, a rank would leave the others' cores and memory idle.
+    # With fewer ranks than nodes, binding would leave the cores and memory of some nodes idle.
     if ranks < len(nodes):
         return NumaChoice(
             None,

@@ -10,18 +10,19 @@ update writes, gradients of G, states of S in all (P among them), with M passes 
     "device"                  2M P + M G + S                   M G + S
     "device", "backward"      2M P + (M - 1) G + (S - P)       (M - 1) G + S
 
-A forward and a backward gather once each, so M of both gather 2M times; recomputing in backward
-uses units that backward gathered. An update on the CPU passes its parameters to the next forward's
-gather. An update on the GPU ends before that forward begins, with its parameters at rest: all but
-the few gathered units are copied up once more. Gradients of further micro-batches are added on the
-GPU: the sum so far goes up, the new one down. In exact (P 2, G 2, S 12 bytes) and M = 1 that is 4
-up and 2 down for each parameter with the update on the CPU, 18 up and 14 down on the GPU. "device"
-with "backward" is not built; there the last micro-batch's gradient would never leave the GPU, and
-the parameters go up once: 14 and 12.
+A forward and a backward gather once each, so M of both gather 2M times; recomputation in backward
+uses units that backward has gathered. An update on the CPU passes its parameters to the next
+forward's gather. An update on the GPU ends before that forward begins, and leaves its parameters at
+rest: all units but the few gathered ones are copied to the GPU once more. Gradients of further
+micro-batches are added on the GPU: the previous sum is copied to the GPU, and the new sum back. In
+the exact format (P 2, G 2, S 12 bytes) with M = 1, each parameter copies 4 bytes h2d and 2 d2h with
+the update on the CPU, 18 and 14 on the GPU. "device" with "backward" is not built: there the last
+micro-batch's gradient would never leave the GPU, and the parameters would be copied once: 14 and
+12.
 
-Several GPUs: each copies its share over its link, and gets the other shares from the other GPUs
-(`plan.ranks`). GPUs without direct links exchange shares through the CPU's memory, over the same
-PCIe links, which counts here, too.
+With several GPUs, each copies its share over its link, and gets the other shares from the other
+GPUs (`plan.ranks`). GPUs without direct links exchange shares through the CPU's memory, over the
+same PCIe links; these copies are counted here, too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 
 UPDATES_ON = ("cpu", "device")
-"""Places where states are updated; `Policy.update_on` has these names."""
+"""Values of `Policy.update_on`: the processor that updates states."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Copied:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of a step in the parts of `roofline.Traffic`: inside the window of the updates,
-    outside, and of whole matrices.
+    """Copies of a step in the parts of `roofline.Traffic`: inside the window of the updates
+    (`beside_states`), outside (`rest`), and of whole matrices.
     """
 
     beside_states: Copied = Copied()
@@ -78,8 +79,8 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class LinkSpeed:
-    """Bytes per second of a link, or of several together. Directions are independent: PCIe has
-    lanes, and a GPU a copy engine, for each."""
+    """Bytes per second of a link, or of several together. The directions are independent: PCIe has
+    separate lanes for each, and a GPU a separate copy engine."""
 
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
@@ -92,7 +93,7 @@ class LinkSpeed:
                 raise ValueError(f"{name}={value} must be a positive number of bytes per second")
 
     def busy_s(self, copied: Copied) -> float:
-        """Return the least time that these copies take: the slower direction's."""
+        """Return the least time that these copies take: the time of the slower direction."""
         return max(copied.h2d / self.h2d_bytes_per_s, copied.d2h / self.d2h_bytes_per_s)
 
     def busy_time(self, copies: Copies) -> BusyTime:
@@ -126,10 +127,12 @@ class BusyTime:
 
 @dataclasses.dataclass(frozen=True)
 class ModelBytes:
-    """Bytes of a model that a step copies, over all GPUs: parameters that an update writes, its
-    states in all (parameters among them), gradients as they wait, parameters that no optimizer
-    holds, activations of a micro-batch that wait in the CPU's memory or on drives. first: that the
-    first of two updates in a step moves in the CPU's memory."""
+    """Bytes of a model that a step copies, over all GPUs.
+
+    params: parameters that an update writes. states: all states, these parameters included. grads:
+    gradients as they are stored. frozen: parameters without an optimizer. activations: of one
+    micro-batch, offloaded to the CPU's memory or to drives. first: bytes that the first of two
+    updates in a step moves in the CPU's memory."""
 
     params: float = 0.0
     states: float = 0.0
@@ -148,9 +151,8 @@ def copies(
     params_stay: bool = False,
     grads_wait: bool = False,
 ) -> Copies:
-    """Count the copies of one step (the module's table). params_stay: parameters rest on the GPUs.
-    grads_wait: with update="backward" gradients wait all the same, for a step that decides
-    otherwise.
+    """Count the copies of one step (see the module's table). params_stay: parameters rest on the
+    GPUs. grads_wait: update="backward" also stores gradients, in case the step must be redone.
 
     >>> exact = copies(ModelBytes(params=2, states=12, grads=2), "deferred", 1)
     >>> exact.total.h2d, exact.total.d2h
@@ -165,12 +167,12 @@ def copies(
         )
     more = micro_batches - 1
     on_device = update_on == "device"
-    # True if the last micro-batch's gradients leave the GPU: an update in backward consumes them
-    # there.
+    # False if the last micro-batch's gradients stay on the GPU, where an update in backward
+    # consumes them.
     waits = not on_device or update != "backward" or grads_wait
     states = _states(sizes, update, params_stay) if on_device else Copied()
     if on_device and update != "backward":
-        # Gradients waited in the CPU's memory, and the update on the GPU needs them back.
+        # The gradients are in the CPU's memory, and the update on the GPU needs them.
         states += Copied(sizes.grads)
     gathered = sizes.params + sizes.frozen
     if params_stay:
@@ -178,37 +180,37 @@ def copies(
         # leaves them in place.
         first, gathers = Copied() if on_device else Copied(sizes.params), 0
     else:
-        # The update hands over to the next forward, so that gather alone belongs to its window. The
-        # other 2M - 1 gathers do not.
+        # The next forward gathers inside the window of the updates; the other 2M - 1 gathers are
+        # outside.
         first, gathers = Copied(gathered), 2 * micro_batches - 1
-    # For each further micro-batch the sum so far is copied up, and added to on the GPU.
+    # For each further micro-batch the previous sum is copied to the GPU, which adds to it.
     grads = Copied(more * sizes.grads, (more + waits) * sizes.grads)
     activations = Copied(sizes.activations, sizes.activations)
     total = first + Copied(gathers * gathered) + grads + activations.scaled(micro_batches) + states
     if update == "delayed":
-        # A delayed update has the whole next step as its window, so nothing is outside.
+        # The window of a delayed update is the whole next step.
         return Copies(total)
     if update == "backward":
-        # The window is the last backward and the next forward: a gather each, the gradients and
-        # activations of one micro-batch.
+        # The window is the last backward and the next forward: one gather in each, and the
+        # gradients and activations of one micro-batch.
         window = first + states + activations + Copied(gathered if gathers else 0.0)
         window += Copied(sizes.grads if more else 0.0, sizes.grads if waits else 0.0)
     elif on_device:
         # The update runs inside opt.step(), so no pass shares its window.
         window = states
     else:
-        # The next forward is the window. It copies its activations out; backward copies them back.
+        # The window is the next forward, which copies its activations to the host; backward, which
+        # copies them back, is outside.
         window = first + states + Copied(0.0, sizes.activations)
     return _divided(total, window)
 
 
 def _states(sizes: ModelBytes, update: str, params_stay: bool) -> Copied:
-    """Count the states that an update on the GPU copies in and out, less the saved gathers: of
-    parameters that stay, and of parameters that backward has gathered.
+    """Count the states that an update on the GPU copies, without parameters that are there already:
+    because they rest on the GPU, or because backward has gathered them.
     """
     saved = sizes.params if update == "backward" or params_stay else 0.0
-    # Only h2d is saved where backward has gathered: parameters that do not stay are written back
-    # like every other state.
+    # d2h: parameters that do not rest on the GPU are written back like all other states.
     return Copied(sizes.states - saved, sizes.states - (sizes.params if params_stay else 0.0))
 
 
@@ -221,13 +223,13 @@ def measured_copies(
     states: Copied = Copied(),
     sums_h2d: float = 0.0,
 ) -> Copies:
-    """Sort the counted bytes of a step as `copies` does.
+    """Divide the measured bytes of a step into the two parts that `copies` returns.
 
-    activations, states: the parts of `copied` that these took (states of updates on the GPU,
-    gradients of these included). sums_h2d: sums of gradients copied up. Other bytes count as
-    gathers and gradients.
+    activations, states: the parts of `copied` for activations, and for states of updates on the GPU
+    with their gradients. sums_h2d: sums of gradients copied to the GPU. The remaining bytes count
+    as gathers and gradients.
     """
-    # No part may exceed the whole, or the remainder for gathers and gradients would be negative.
+    # Limit each part to the whole, so that the remainder is not negative.
     back, up = (min(part, copied.h2d) for part in (activations.h2d, states.h2d))
     out, down = (min(part, copied.d2h) for part in (activations.d2h, states.d2h))
     grads = max(copied.d2h - out - down, 0.0) / micro_batches
@@ -236,14 +238,14 @@ def measured_copies(
     if update == "delayed":
         return Copies(copied)
     if update == "backward":
-        # Sums go up M - 1 times. The window has the last of them, two of 2M gathers, and the
-        # gradients and activations of one of M micro-batches.
+        # Sums are copied to the GPU M - 1 times. The window contains the last of these copies, two
+        # of 2M gathers, and the gradients and activations of one of M micro-batches.
         last = sums / (micro_batches - 1) if micro_batches > 1 else 0.0
         window = Copied(
             up + (gathers + back) / micro_batches + last, down + grads + out / micro_batches
         )
     else:
-        # One of 2M gathers is in the window: the next forward's.
+        # The window contains one of 2M gathers: the next forward's.
         window = Copied(up + gathers / (2 * micro_batches), down + out / micro_batches)
     return _divided(copied, window)
 
@@ -262,9 +264,10 @@ def dram_s(
     *,
     added_bytes: float = 0.0,
 ) -> float:
-    """Return the time on the CPU's memory. Bytes of drives and copies pass it once. An update on
-    the CPU reads and writes every state and reads gradients (updated_bytes: 2 S + G).
+    """Return the time for which the CPU's memory is busy.
 
+    drive_bytes, copied_bytes: traffic of drives and copies, each read or written once.
+    updated_bytes: an update on the CPU reads and writes every state and reads gradients (2 S + G).
     added_bytes: of gradients that the CPU adds up.
     """
     return (drive_bytes + copied_bytes + updated_bytes + added_bytes) / bytes_per_s

@@ -3,31 +3,31 @@
     ram = pools + checksums + states of the tiers that are RAM + `resident` + gradients
           + a static set of further sections
 
-A step scans all states once, and a cyclic scan defeats any recency rule, so the set is fixed. A
-byte of RAM saves this much traffic per step of M micro-batches (`traffic`):
+A step scans all states once. For a cyclic scan no least-recently-used rule helps, so the set of
+resident sections is fixed. A byte of RAM saves this much traffic per step of M micro-batches
+(`traffic`):
 
-    hi, param    2M reads and one write: a gather for each forward and backward, of which the first
-                 forward's comes with the update (under update="delayed" gathers read a copy in RAM:
-                 two reads)
-    grad         M reads and M writes, when it spills: stored M times, fetched M - 1 times and read
+    hi, param    2M reads and one write: each forward and backward gathers, and the update's read
+                 serves the first forward (update="delayed" reads twice: gathers use a copy in RAM)
+    grad         M reads and M writes if it spills: stored M times, fetched M - 1 times, and read
                  by the update
     lo, moments  one read and one write
 
-So gradients stay in RAM first: only a `ram` below the least spills them. Then sections become
-resident by value per byte. `hi` becomes resident first, which also improves the remaining requests:
-those of gathers are small (768 KiB of a 4.5 MiB chunk), while `lo` and moments stay one contiguous
-range of 3.75 MiB. Sections of equal value become resident together, by whole chunks. With two
-generations a resident section is held twice, and a byte of RAM saves half as much.
+So gradients stay in RAM first: only a `ram` below the minimum spills them. Then sections become
+resident by value per byte. `hi` becomes resident first, which also makes the remaining requests
+larger: gathers read `hi` in small requests (768 KiB of a 4.5 MiB chunk), while `lo` and moments
+stay one contiguous range of 3.75 MiB. Sections of equal value become resident together, by whole
+chunks. With two generations a resident section is held twice, and a byte of RAM saves half as much.
 
 **Spilled gradients.** A flat's gradients are in RAM as a whole, or on NVMe by way of a staging
-window that holds them while backward fills them. The memory of windows has capacity for the largest
-flat that spills, and for some beside it. So a large flat (an embedding) may be worth keeping in RAM
-only to keep it small, and there is a choice: up to which size flats may spill.
+window that holds them while backward fills them. The windows' memory has capacity for the largest
+flat that spills, and for further flats. So a large flat (an embedding) may be worth keeping in RAM
+only to keep the windows small: the planner compares maximum sizes up to which flats may spill.
 
-**Nested budgets.** Within a class chunks are taken in the van der Corput order of their positions.
-Any prefix of it is spread evenly, so that no stretch of the forward is all NVMe. Taking a prefix,
-and stopping at the first chunk that does not fit, makes the sets of two budgets nested: more RAM
-never moves more bytes.
+**Nested budgets.** Within a class of sections chunks become resident in the van der Corput order of
+their positions. Any prefix of this order is spread evenly, so that no stretch of the forward is all
+NVMe. The planner takes a prefix, up to the first chunk that does not fit. So the set of a larger
+budget contains that of a smaller one: more RAM never moves more bytes.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from infinity.errors import BudgetError
 class FlatNeed:
     """Needs of one flat: its layout, its format, the tiers of its sections, its gradients.
 
-    grad_bytes: RAM of this rank's gradients of the flat (both sets under update="delayed"); 0 when
-        no optimizer holds it, and while update="backward" keeps none.
+    grad_bytes: RAM of this rank's gradients of the flat (both sets under update="delayed"); 0
+        without an optimizer, and while update="backward" stores no gradients.
     delayed_params_bytes: RAM of a second `hi` (update="delayed").
-    spill_format: the format with a `grad` section, for gradients that may spill; None: they may
-        not. Such gradients take `window_bytes` of RAM in a staging window while backward fills
-        them.
-    versions: how many copies of its states are retained, all on the same tier; gradients have one.
-    idle_mask: sections that hardly any parameter of the flat uses, and so a step hardly moves.
+    spill_format: the format with a `grad` section if the gradients may spill, else None.
+        window_bytes: RAM of their staging window while backward fills it.
+    versions: number of copies of the states, all on the same tier; gradients have one copy.
+    idle_mask: sections that few parameters of the flat use, so that a step moves few of their
+        bytes.
     """
 
     layout: FlatLayout
@@ -74,7 +74,7 @@ class FlatNeed:
     versions: int = 1
     idle_mask: int = 0
 
-    # Cached, since a plan asks for them once per chunk, and a large model has a million chunks.
+    # Cached: a plan reads it once per chunk, and a large model has a million chunks.
     @functools.cached_property
     def numels(self) -> tuple[int, ...]:
         return tuple(self.layout.chunks.numels.tolist())
@@ -91,7 +91,7 @@ class FlatNeed:
 
     def kind(self, section: int) -> str:
         """Name the kind of a section as `Policy.resident` does: "params", "optim"; or "grad"."""
-        # With parameters on a device, only the update reads and writes section 0.
+        # If parameters are on a device, section 0 counts as "optim": only the update moves it.
         if section >= self.format.written_count:
             return "grad"
         return "params" if section == 0 and self.params_tier != "device" else "optim"
@@ -110,7 +110,6 @@ class FlatNeed:
     @functools.cached_property
     def nvme_mask(self) -> int:
         """Mask of the sections that may rest on NVMe."""
-        # `versions` does not enter: all copies of a state rest on the same tier.
         return sum(1 << index for index in range(len(self.sections)) if self.tier(index) == "nvme")
 
     def grad_mask(self) -> int:
@@ -131,7 +130,7 @@ def idle_mask_of(form: Format, numels: Mapping[int, int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class StepLoad:
-    """Load of a step on the drives, which determines the value of a resident byte.
+    """Load of a step on the drives: determines how much a resident byte saves.
 
     bandwidths: (read, write) of the drives, in any unit: only their ratio counts.
     """
@@ -151,13 +150,13 @@ Row = tuple[int, ...]
 
 
 Chunks = tuple[FlatNeed, int, int, int]
-"""Equal chunks: their need, elements, mask, and number."""
+"""A group of equal chunks: (need of their flat, elements, mask, number of chunks)."""
 
 
 def chunks_alike(needs: Sequence[FlatNeed], rows: Sequence[Row]) -> list[Chunks]:
-    """Group equal chunks of flats: a model has a million chunks of a few kinds. rows: their masks.
-    """
-    # By identity: flats that repeat share a need.
+    """Group equal chunks of flats: a model has a million chunks of a few kinds. rows: the masks of
+    each flat's chunks."""
+    # By identity: equal flats share one need.
     numbers = list(map(id, needs))
     known = dict(zip(numbers, needs, strict=True))
     found = []
@@ -193,7 +192,7 @@ def traffic(need: FlatNeed, section: int, load: StepLoad) -> tuple[int, int]:
         return count.grads_read, count.grads_written
     if need.idle_mask >> section & 1:
         return 0, 0
-    # The first section is the parameter: gathers and the update read it.
+    # Section 0 is the parameter.
     if section:
         return count.optim_read, count.states_written
     # Frozen parameters are read by gathers, and never written.
@@ -201,12 +200,12 @@ def traffic(need: FlatNeed, section: int, load: StepLoad) -> tuple[int, int]:
 
 
 WINDOW_COUNT = 3
-"""Number of staging windows: one for backward, one being written, one being prefetched or written
-late."""
+"""Number of staging windows: backward fills one, one is being written, and one is being prefetched
+or waits for its write."""
 
 
 def staging_bytes(largest: int, count: int) -> int:
-    """Return the bytes of the windows for `count` flats that spill; largest: bytes of the largest
+    """Return the bytes of all windows for `count` flats that spill. largest: bytes of the largest
     flat's window."""
     return min(largest + overlap_bytes([largest], WINDOW_COUNT - 1), largest * count)
 
@@ -224,43 +223,42 @@ def van_der_corput_order(count: int) -> tuple[int, ...]:
 def choose_spill(
     sizes: Sequence[tuple[int, int]], able: Sequence[bool], ram_bytes: int | None
 ) -> Iterator[tuple[bool, ...]]:
-    """Enumerate ways to spill: one for each size up to which flats may spill, as a flag for each
-    flat.
+    """Enumerate choices of spilled flats, as a flag for each flat: one choice for each maximum size
+    of spilled flats.
 
-    Each way keeps the most gradients that fit `ram_bytes`; with None, those with which it takes the
-    least. Ways that do not fit are left out.
+    Each choice keeps as many gradients in RAM as fit `ram_bytes`; with None, as many as make its
+    RAM smallest. Choices that do not fit are left out.
     sizes: for each flat, bytes of its gradients in RAM and of its window. able: flats that may
-    spill; gradients of others are not counted.
+    spill; only their gradients are counted.
     """
     grads, windows = np.array(sizes, dtype=np.int64).reshape(-1, 2).T
     members = np.flatnonzero(able)
-    # A flat may spill only if its window fits, so the sizes are the choices.
+    # Each maximum is the size of some flat's window.
     for window in sorted(set(windows[members].tolist())):
         small = members[windows[members] <= window]
-        # The kept flats are a prefix of this order, so that more RAM keeps the same flats and more.
+        # A prefix of this order stays in RAM, so that a larger budget keeps a superset.
         order = small[list(van_der_corput_order(len(small)))]
-        # Add flats one by one, but never all: with all in RAM nothing spills.
+        # For each length of the prefix but the full one, with which nothing would spill.
         kept_bytes = grads[order].cumsum() - grads[order]
         large = grads[members].sum() - grads[small].sum()
         left = window * np.arange(len(order), 0, -1)
         totals = large + kept_bytes + np.minimum(staging_bytes(window, WINDOW_COUNT), left)
-        # A small flat in RAM may take less than a window for it.
+        # `totals` need not rise: the gradients of a small flat may take less RAM than its window.
         ways = [totals.argmin()] if ram_bytes is None else np.flatnonzero(totals <= ram_bytes)[-1:]
-        # None fits: windows of this size do not work.
-        for kept in ways:
+        for kept in ways:  # one, or none if no prefix fits
             gone = np.zeros(len(sizes), dtype=bool)
             gone[order[kept:]] = True
             yield tuple(gone.tolist())
 
 
-# Slots for each drive: 8 chunks of states in flight (36 MiB: at 7 GB/s five milliseconds, many
-# times a drive's latency), and 16 of parameters alone (see bench/README.md). More gained nothing; a
-# budget's bytes are worth more as resident sections.
+# Slots for each drive: 8 for chunks of states (36 MiB in flight: 5 ms at 7 GB/s, many times a
+# drive's latency), and 16 for parameters alone. More slots gained nothing (bench/README.md): the
+# bytes save more as resident sections.
 LARGE_COUNT = 8
 SMALL_COUNT = 16
 
 # Parts of the RAM under a plan: fields of `PlacementPlan` that add up to `ram_bytes`, and their
-# names in messages. Stats has the same fields, but for those that `name_parts` is passed.
+# names in messages. `Stats` has the same fields, some under other names (see `name_parts`).
 RAM_PARTS = {
     "pool_bytes": "pools",
     "grad_bytes": "gradients",
@@ -279,8 +277,8 @@ class PlacementPlan:
     All other sections are resident.
     formats: of each flat, with a `grad` section where its gradients spill.
     grad_bytes: gradients in RAM.
-    spilled_bytes: gradients on NVMe, by way of windows in `staging_bytes` of RAM.
-    min_bytes: the least `ram` that works without spilling.
+    spilled_bytes: gradients on NVMe. staging_bytes: RAM of the windows through which they spill.
+    min_bytes: the smallest `ram` that works without spilling.
     """
 
     nvme_masks: tuple[Row, ...]
@@ -322,7 +320,7 @@ class PlacementPlan:
 
     def in_formats(self, needs: Sequence[FlatNeed]) -> list[FlatNeed]:
         """Return the needs in the plan's formats, with a `grad` section where gradients spill.
-        Needs that repeat are one object.
+        Equal flats share one need.
         """
         placed = _once(lambda need, state_format: dataclasses.replace(need, format=state_format))
         pairs = zip(needs, self.formats, strict=True)
@@ -341,8 +339,8 @@ def name_parts(holder: object, public_names: Mapping[str, str] | None = None) ->
 
 
 def _once(make: Callable[..., FlatNeed]) -> Callable[..., FlatNeed]:
-    """Cache `make` by the identity of the need and the other arguments. A plan of repeated layers
-    has the same object for each: what one need has computed serves all.
+    """Cache `make` by the identity of the need and the other arguments. Repeated layers share one
+    need, and so the values that it caches.
     """
     known: dict[tuple[object, ...], FlatNeed] = {}
 
@@ -358,10 +356,10 @@ def _once(make: Callable[..., FlatNeed]) -> Callable[..., FlatNeed]:
 def step_bytes(
     needs: Sequence[FlatNeed], plan: PlacementPlan, load: StepLoad = StepLoad()
 ) -> tuple[int, int]:
-    """Predict the bytes that a step reads from NVMe and writes there under a plan.
+    """Predict the bytes that a step reads from NVMe and writes to NVMe under a plan.
 
-    Turning points save reads that are counted here: the last unit of forward, which is the first of
-    backward, stays gathered.
+    A step reads a little less: the last unit of forward stays gathered for backward, and is
+    counted twice here.
     """
     read = written = 0
     for need, numel, mask, count in chunks_alike(plan.in_formats(needs), plan.nvme_masks):
@@ -387,23 +385,23 @@ def plan_placement(
     held_bytes: int = 0,
     advice: str = "",
 ) -> PlacementPlan:
-    """Place every chunk of `needs` under `ram_bytes` (None: the least that works).
+    """Place every chunk of `needs` under `ram_bytes` (None: the minimum).
 
-    drive_count: NVMe drives; each needs separate slots, or they would wait for each other.
-    scratch_bytes: additional RAM. pools: the slot sizes (small, large) of existing pools. The plan
-    counts them; its slots may be larger. resident: for "params", "optim" the share (float) or bytes
-    (int) that rest in RAM although their
-        tier is NVMe, to within a chunk: no more than that, even if the budget allows more. With
-        `ram_bytes` None it is added to the minimum.
-    spill: flags of the flats whose gradients spill; None: as few as `ram_bytes` allows, of those
-        that may.
-    small_bytes: least size of the small slots, whatever states rest on NVMe (for activations
-        there).
+    drive_count: NVMe drives. Each gets separate slots: with shared slots drives would wait for each
+        other.
+    scratch_bytes: additional RAM. pools: slot sizes (small, large) of existing pools; the plan's
+        slots are at least as large.
+    resident: for "params" and "optim" the share (float) or the bytes (int) that rest in RAM
+        although their tier is NVMe, to within a chunk. No further sections of that kind become
+        resident, even if the budget allows it. With `ram_bytes` None they add to the minimum.
+    spill: flags of the flats whose gradients spill; None: the planner chooses as few as `ram_bytes`
+        allows.
+    small_bytes: minimum size of the small slots, for activations on NVMe.
     held_bytes: bytes of the same budget that other models hold, for messages.
 
-    Raises: BudgetError stating the smallest budget that works and what takes it.
+    Raises: BudgetError with the smallest budget that works, and its parts.
     """
-    # A multiple of 4096, as O_DIRECT wants it.
+    # O_DIRECT needs a multiple of 4096.
     smallest = round_up(small_bytes, 4096)
     given = _Inputs(
         tuple(needs),
@@ -417,7 +415,7 @@ def plan_placement(
     )
     unspilled = _SpillChoice(given, (False,) * len(needs))
     if spill is not None:
-        # Chosen once, by the first plan of the model: the budget no longer enters.
+        # An earlier plan has chosen, whatever the budget is now.
         chosen = _SpillChoice(given, tuple(spill))
         return chosen.finish(ram_bytes, unspilled.least, advice)
     if (
@@ -426,8 +424,7 @@ def plan_placement(
         or not any(need.spill_format for need in needs)
     ):
         return unspilled.finish(ram_bytes, unspilled.least, advice)
-    # Without states on NVMe no pools are needed, which may fit where the minimum with pools does
-    # not.
+    # With all states in RAM no pools are needed, which may take less than the minimum with pools.
     if (whole := unspilled.everything()) is not None and whole.ram_bytes <= ram_bytes:
         return whole
     return _spilled(given, ram_bytes, unspilled, advice)
@@ -436,13 +433,13 @@ def plan_placement(
 def _spilled(given: _Inputs, ram_bytes: int, unspilled: _SpillChoice, advice: str) -> PlacementPlan:
     """Choose the best plan under a budget that does not hold all gradients. Raises: BudgetError.
 
-    RAM that remains with a choice of spilling goes only to sections worth no more than gradients.
-    So a budget that holds one more flat's gradients is never worse.
+    The RAM that a choice leaves goes only to sections worth no more per byte than gradients. So a
+    larger budget, which holds one more flat's gradients, is never worse.
     """
     able = [need.spill_format is not None and need.grad_bytes > 0 for need in given.needs]
     sizes = [(need.grad_bytes, need.window_bytes) for need in given.needs]
-    # Its minimum without windows is needed by every choice. The remaining budget is for resident
-    # gradients and windows, which `choose_spill` counts.
+    # Every choice needs this minimum, apart from windows. The rest of the budget is for gradients
+    # in RAM and for windows, which `choose_spill` counts.
     full = _SpillChoice(given, tuple(able))
     ways = [
         _SpillChoice(given, way)
@@ -451,8 +448,7 @@ def _spilled(given: _Inputs, ram_bytes: int, unspilled: _SpillChoice, advice: st
     fitting = [way for way in ways if way.least <= ram_bytes]
     if fitting:
         plans = [way.finish(ram_bytes, unspilled.least, advice) for way in fitting]
-        # Least traffic first; then most gradients in RAM. Any of the ways may score, since the
-        # needs are common.
+        # Least traffic, then most gradients in RAM. `saved` is the same for each choice.
         return max(plans, key=lambda plan: (fitting[0].saved(plan), plan.grad_bytes))
     # Nothing fits: the choice with the smallest budget raises the error that states it.
     ways = [unspilled, *(_SpillChoice(given, way) for way in choose_spill(sizes, able, None))]
@@ -475,9 +471,8 @@ class _Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class _Candidates:
-    """Sections of chunks that may become resident, in model order: of which flat and chunk, the
-    bits of the sections, and their bytes.
-    """
+    """Sections that may become resident, in model order. Each entry: its flat and chunk, a mask of
+    sections (`bits`), and their bytes (`sizes`)."""
 
     flats: npt.NDArray[np.int64]
     chunks: npt.NDArray[np.int64]
@@ -489,11 +484,10 @@ class _Candidates:
         return int(self.sizes.sum())
 
     def take(self, masks: list[Row], limit: int) -> tuple[int, bool]:
-        """Clear candidates in `masks` while they fit. Returns the bytes taken, and whether all
-        were.
-        """
-        # In the van der Corput order, up to the first that does not fit: skipping it for a smaller
-        # chunk would make a larger budget choose other chunks, so budgets would not be nested.
+        """Make candidates resident in `masks`, up to `limit` bytes. Returns the bytes, and whether
+        all candidates are resident now."""
+        # Stop at the first candidate that does not fit: if a smaller one took its place, a larger
+        # budget would choose other chunks, and budgets would not be nested.
         order = np.array(van_der_corput_order(len(self.sizes)), dtype=np.int64)
         sums = self.sizes[order].cumsum()
         count = int(np.searchsorted(sums, limit, side="right"))
@@ -512,12 +506,12 @@ class _Candidates:
 
 
 class _SpillChoice:
-    """Placement for one choice of spilled flats: the fixed parts, and the sections that a budget
-    adds."""
+    """Placement for one choice of spilled flats: the minimum, and the sections that a larger budget
+    makes resident."""
 
     def __init__(self, given: _Inputs, spilled: tuple[bool, ...]) -> None:
         self._given = given
-        # A flat that spills has a `grad` section, and gradients in RAM only in its window.
+        # A flat that spills has a `grad` section, and its only gradients in RAM are in a window.
         spills = _once(
             lambda need: dataclasses.replace(
                 need, format=need.spill_format or need.format, grad_bytes=0
@@ -526,7 +520,7 @@ class _SpillChoice:
         self._needs = [
             spills(need) if gone else need for need, gone in zip(given.needs, spilled, strict=True)
         ]
-        # Needs that repeat are one object.
+        # Equal flats share one need.
         numbers = list(map(id, self._needs))
         known = dict(zip(numbers, self._needs, strict=True))
         counts = collections.Counter(numbers).items()
@@ -534,7 +528,7 @@ class _SpillChoice:
         rows = {id(need): (need.nvme_mask,) * len(need.numels) for need, _ in self._kinds}
         self._masks: list[Row] = [rows[number] for number in numbers]
         self._slots = self._slot_bytes()
-        # Pools never shrink: count their size, even if this plan needs less.
+        # Existing pools never shrink.
         if given.pools is not None:
             self._slots = (max(self._slots[0], given.pools[0]), max(self._slots[1], given.pools[1]))
         # Per drive: drives that shared slots would wait for each other.
@@ -550,20 +544,18 @@ class _SpillChoice:
             if need.grad_mask()
             for chunk in range(len(need.numels))
         )
-        # Before the fixed bytes are added up: sections that the user asked to be resident are part
-        # of the least.
+        # First, since the sections that `Policy.resident` names are part of the minimum.
         self._keep_given()
         self._chunks = chunks_alike(self._needs, self._masks)
         self._fixed = self._fixed_bytes()
-        # The minimum: pools, gradients, checksums and states whose tier is RAM.
-        self.least = sum(self._fixed.values())
+        self.least = sum(self._fixed.values())  # the minimum with pools
 
     def _slot_bytes(self) -> tuple[int, int]:
-        """Size the slots of the two pools: one parameter section of a chunk; all sections of one.
-        0: none.
+        """Size the slots of the two pools, for a chunk's parameter section, and for all its
+        sections; 0: no pool.
 
-        Depends on the tiers, not on resident sections, so that another plan under the same budget
-        (an optimizer with fewer parameters) can use these pools.
+        The sizes depend on the tiers, not on resident sections, so that later plans (for an
+        optimizer with fewer parameters) can use the same pools.
         """
         small, large = self._given.small_bytes, 0
         for need, _ in self._kinds:
@@ -571,49 +563,48 @@ class _SpillChoice:
             numel = need.layout.chunks.numel_max
             small = max(small, run_bytes_of(need.sections, numel, mask & 1))
             large = max(large, run_bytes_of(need.sections, numel, mask))
-        # One pool serves both where a chunk has no more than its parameter section on NVMe.
+        # If chunks have only their parameter section on NVMe, one pool is enough.
         return (small, large if large > small else 0)
 
     def _keep_given(self) -> None:
-        """Make the sections resident that the argument `resident` asks for."""
+        """Make the sections resident that the argument `resident` names."""
         for kind, wanted in self._given.resident.items():
             candidates = self._candidates(self._masks, _of_kind(kind))
-            # The share is of sections that may rest on NVMe: the others are in RAM anyhow.
-            # A float is a share of the candidates, an int bytes, as Policy.resident says.
+            # As in `Policy.resident`: a share of the sections whose tier is NVMe, or bytes.
             limit = int(wanted * candidates.total) if isinstance(wanted, float) else wanted
             candidates.take(self._masks, limit)
 
     def _candidates(
         self, masks: list[Row], wanted: Callable[[FlatNeed, int], bool]
     ) -> _Candidates:
-        """List `wanted` sections that are still on NVMe."""
-        # Once for each need: its chunks have the same sections.
+        """List the `wanted` sections that are still on NVMe."""
+        # The mask of wanted sections, once for each need.
         kinds = {
             id(need): sum(1 << index for index in range(len(need.sections)) if wanted(need, index))
             for need, _ in self._kinds
         }
-        # Once for flats that are alike: (chunk, bits, bytes), one flat's behind another's.
+        # Rows (chunk, bits, bytes), once for all flats with the same need and masks; `ends` has the
+        # end of each such group's rows.
         keys = list(zip(map(id, self._needs), masks, strict=True))
         alike = dict(zip(keys, self._needs, strict=True))
         table, ends, place = list[tuple[int, int, int]](), [0], {}
         for key, need in alike.items():
             for chunk, mask in enumerate(key[1]):
                 if bits := mask & kinds[key[0]]:
-                    # All versions are held: with two generations a resident section costs twice the
-                    # RAM.
+                    # A resident section is held once per version.
                     table.append((chunk, bits, need.versions * chunk_bytes(need, chunk, bits)))
             place[key] = len(ends) - 1
             ends.append(len(table))
         kind = np.array([place[key] for key in keys], dtype=np.int64)
         counts = np.diff(ends)[kind]
         flats = np.repeat(np.arange(len(keys)), counts)
-        # How many candidates are before each in its flat.
+        # Each candidate's index within its flat.
         before = np.arange(len(flats)) - np.repeat(counts.cumsum() - counts, counts)
         rows = np.array(table, dtype=np.int64).reshape(-1, 3)
         return _Candidates(flats, *rows[np.array(ends)[kind][flats] + before].T)
 
     def _fixed_bytes(self) -> dict[str, int]:
-        """Bytes that every budget must hold, by the field of `RAM_PARTS`."""
+        """Return the bytes that every budget must hold, keyed by the fields of `RAM_PARTS`."""
         return {
             "pool_bytes": sum(
                 count * size for count, size in zip(self._counts, self._slots, strict=True)
@@ -629,25 +620,24 @@ class _SpillChoice:
         }
 
     def _worth(self, need: FlatNeed, section: int) -> float:
-        """Return the time per step that a byte of RAM saves if it holds a section, in all its
-        versions."""
+        """Return the time per step that a byte of RAM saves if it holds a part of this section."""
         reads, writes = traffic(need, section, self._given.load)
         read, write = self._given.load.bandwidths
-        # A byte in RAM serves one version only.
+        # A byte of RAM holds one version only.
         return (reads / read + writes / write) / need.versions
 
     def _grad_worth(self) -> float:
         count = move_counts(self._given.load.update, self._given.load.micro_batches)
         read, write = self._given.load.bandwidths
-        # Not divided by versions: gradients have one.
+        # Gradients have one version.
         return count.grads_read / read + count.grads_written / write
 
     def everything(self) -> PlacementPlan | None:
         """Plan with all states in RAM, without pools.
 
-        None where `resident` or spilled gradients keep sections on NVMe.
+        None where sections must stay on NVMe: spilled gradients, and sections beyond `resident`.
         """
-        # A share given by `resident` is also an upper bound, which everything in RAM would exceed.
+        # The share in `resident` is also an upper bound.
         given = {*self._given.resident, "grad"}
         for need, _, mask, _ in self._chunks:
             if any(
@@ -663,9 +653,9 @@ class _SpillChoice:
 
     @property
     def smallest(self) -> int:
-        """Smallest budget that works: with pools, or with everything in RAM where that is less."""
+        """Smallest budget that works: the minimum with pools, or all states of a small model in RAM
+        without pools."""
         whole = self.everything()
-        # All states of a small model may be smaller than the pools.
         return self.least if whole is None else min(self.least, whole.ram_bytes)
 
     def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> PlacementPlan:
@@ -683,9 +673,9 @@ class _SpillChoice:
                 if size
             )
             if self.smallest < self.least:
-                # The parts above are of the plan with pools, which is not the smallest one.
+                # `parts` describes the plan with pools, which is not the smallest one here.
                 parts = "gradients and all states in RAM, without pools"
-            # `ram` is the process's: the stated size must include other models.
+            # `ram` is for the whole process, so the message must include other models.
             held = self._given.held_bytes
             least = self.smallest + held
             raise BudgetError(
@@ -696,29 +686,27 @@ class _SpillChoice:
                 f"{advice}".rstrip(),
                 smallest_bytes=least,
             )
-        # A copy: `_masks` serve the plans of other budgets.
+        # A copy: other budgets start from `_masks`, too.
         masks = list(self._masks)
         self._fill(masks, ram_bytes - self.least)
         chunks = chunks_alike(self._needs, masks)
         return self._plan(masks, chunks, self._slots, unspilled_least)
 
     def saved(self, plan: PlacementPlan) -> float:
-        """Score a plan by the time of its traffic, negated: compares plans that spill other flats.
-        """
-        # The needs as given: `step_bytes` takes the formats of the plan.
+        """Return the time of a plan's traffic, negated, to compare choices of spilled flats."""
+        # The original needs: `step_bytes` takes the formats from the plan.
         read, write = step_bytes(self._given.needs, plan, self._given.load)
         speeds = self._given.load.bandwidths
         return -(read / speeds[0] + write / speeds[1])
 
     def _fill(self, masks: list[Row], spare_bytes: int) -> None:
-        """Make sections resident in `masks`, the most valuable class first, until no spare byte is
-        left."""
-        # With spilled gradients, RAM goes to sections worth no more than these: see `_spilled`.
+        """Make sections resident in `masks`, up to `spare_bytes`, the most valuable class first."""
+        # If gradients spill, only sections worth no more than gradients: see `_spilled`.
         limit = self._grad_worth() if self.staging_bytes else float("inf")
         fixed = {*self._given.resident, "grad"}
 
         def worth(need: FlatNeed, section: int) -> float:
-            # 0 leaves a section out: its place was given, or it spills.
+            # 0 leaves a section out: `resident` has placed it, or it spills.
             return 0.0 if need.kind(section) in fixed else self._worth(need, section)
 
         values = {
@@ -726,8 +714,7 @@ class _SpillChoice:
         }
         for value in sorted(values - {0.0}, reverse=True):
             if value > limit:
-                # Not a return: a later class may fit the limit.
-                continue
+                continue  # to classes within the limit
             # The lambda is called before `value` changes.
             candidates = self._candidates(
                 masks,
@@ -736,8 +723,7 @@ class _SpillChoice:
             used, all_taken = candidates.take(masks, spare_bytes)
             spare_bytes -= used
             if not all_taken:
-                # Do not fill up with smaller chunks of a later class: a larger budget might then
-                # choose other chunks.
+                # A later class must not use the remaining bytes: budgets would not be nested.
                 return
 
     def _plan(

@@ -3,7 +3,7 @@ arithmetic.
 
 Bytes over the drives, for states that rest there, with M passes through the model. In the
 horizontal schedule each micro-batch is a pass. In the vertical one all micro-batches pass a block
-before the next (`inf.microbatched`), and M is 1:
+before the next block runs (`inf.microbatched`), and M is 1:
 
                                                        other     states    spilled gradients
     update      parameters read                        states    written   read and written
@@ -13,17 +13,17 @@ before the next (`inf.microbatched`), and M is 1:
     (frozen)    2M                                     -         -         -
 
 An optimizer of whole matrices updates twice in a step: the first update moves the momentum, and the
-second one the masters. Both leave out what they do not need. `AtRest.first` has the bytes of the
-first one, `AtRest.idle` those that the second one leaves out: in exact 4 and 4 of 8 bytes at rest,
-so 10 + 4(M - 1) are read and 8 written for each parameter.
+second one the masters. Both leave out the sections that they do not need. `AtRest.first` has the
+bytes that the first update moves, `AtRest.idle` the bytes that the second one leaves out. In the
+exact format these are 4 and 4 of 8 bytes at rest, so a step reads 10 + 4(M - 1) bytes and writes 8
+for each parameter.
 
-In exact (2 bytes of parameter, 10 of other states) that is 14 + 4(M - 1) read and 12 written for
-each parameter in the first two modes; with "delayed", whose passes compute from the copy, 14 and 12
-for any M. Resident states move nothing. Units that stay gathered between two passes may save a
-little more (`turning_bytes_max`), a bounded correction outside the formulas.
+In the exact format (2 bytes of parameter, 10 of other states) a step reads 14 + 4(M - 1) bytes and
+writes 12 for each parameter in the first two modes; with "delayed", whose passes compute from the
+copy, it reads 14 and writes 12 for any M. Resident states move no bytes. Units that stay gathered
+between two passes may save a little more (`turning_bytes_max`); the formulas omit that.
 
-Seconds per step, for a model whose passes compute for some time, on drives with bandwidths B_r and
-B_w:
+Seconds per step, on drives with bandwidths B_r and B_w:
 
     io(r, w)   = r / B_r + w / B_w where reads and writes share a drive's time,
                  else max(r / B_r, w / B_w)
@@ -34,15 +34,15 @@ B_w:
     backward   = max(last backward + first forward, io of states and of their two passes)
                  + max(rest, io of the rest)
     delayed    = floor
-    matrices   = max(their transformation, io of the first updates, what links need), before the
-                 first forward and beside nothing: one more term. With "backward" backward waits for
-                 each matrix, beside the io of all: a term of the last backward.
+    matrices   = max(their transformation, io of the first updates, what links need): one more term,
+                 since it runs before the first forward and overlaps with no other term. With
+                 "backward" it is a term of the last backward, which waits for each matrix.
 
-Links to GPUs (`infinity._src.memory.pcie`) and the CPU's memory need time, too: in each of the two
-parts that is one more term of the part's max.
+Links to GPUs (`infinity._src.memory.pcie`) and the CPU's memory need time, too: each adds one more
+term to both max.
 
-A deferred update is faster if states are read ahead and written late, during backward, as far as
-memory allows: `movable_bytes`. η is a limit divided by the measured time.
+A deferred update is faster if backward overlaps with reading states ahead and writing them late, as
+far as memory allows: `movable_bytes`. η is a limit divided by the measured time.
 """
 
 from __future__ import annotations
@@ -56,22 +56,23 @@ from infinity._src.cabi.records import Section
 from infinity._src.memory.pcie import BusyTime
 
 UPDATES = ("deferred", "backward", "delayed")
-"""Update modes, by the time at which states are updated; `Policy.update` has these names."""
+"""Values of `Policy.update`: when states are updated."""
 
 EXAMPLE_TBW = 600
-"""Terabytes written that a consumer drive of 1 TB is commonly rated for. Used as an example
-where the rating of a drive is not known.
+"""Common rating of a consumer drive of 1 TB, in terabytes written. Used as an example where a
+drive's rating is not known.
 """
 WEAR_LEAST_S = 600.0
-"""Time of steps from which on their writes are extrapolated to days and to the life of a drive."""
+"""Shortest time of training whose writes are extrapolated to a day and to a drive's life."""
 
 
 def update_threads(cpus: int, cores: int, ranks: int, *, on_gpu: bool) -> int:
-    """Return the threads that verify, update and copy chunks, of one of the ranks that share so
-    many processors (`cpus`) and physical cores.
+    """Return the number of threads with which a rank verifies, updates and copies chunks. cpus,
+    cores: logical processors and physical cores that `ranks` ranks share.
 
-    With a GPU they get all cores but one, which Python and the loop need. If the CPU computes, all
-    ranks' threads together are a quarter of the processors: more would slow compute down.
+    With a GPU the threads get all of the rank's cores but one, which Python needs. If the CPU
+    computes, the threads of all ranks together use a quarter of the processors: more would slow
+    compute down.
     """
     return max(1, cores // ranks - 1) if on_gpu else max(1, cpus // 4 // ranks)
 
@@ -82,12 +83,12 @@ Moves = Sequence[tuple[float, float]]
 
 @dataclasses.dataclass(frozen=True)
 class AtRest:
-    """Bytes at rest by kind, of one parameter or of a whole model: the values that compute, the
-    other states, spilled gradients.
+    """Bytes at rest by kind, of one parameter or of a whole model.
 
-    frozen: parameters that no optimizer holds. first: bytes that the first of a step's two updates
-    moves, where matrices are updated whole. idle: of the other states, bytes that the second one,
-    or the only one, leaves out.
+    params: the values that forward computes with. optim: all other states. grads: spilled
+    gradients. frozen: parameters without an optimizer. first: bytes that the first of a step's two
+    updates moves, where whole matrices are updated. idle: bytes of the other states that the second
+    update, or the only one, leaves out.
     """
 
     params: float = 0.0
@@ -101,8 +102,8 @@ class AtRest:
     def per_param(
         cls, sections: Iterable[Section], *, held: bool = True, moves: Moves = ()
     ) -> AtRest:
-        """Bytes per parameter in a state format, from its sections in order. held: by an optimizer;
-        else it is frozen.
+        """Return the bytes per parameter of a state format with these sections. held: an optimizer
+        owns the parameter; otherwise it is frozen.
         """
         params = optim = grads = first = idle = 0.0
         for index, section in enumerate(sections):
@@ -145,8 +146,8 @@ class AtRest:
         )
 
     def scaled(self, *, params: float = 1.0, optim: float = 1.0, grads: float = 1.0) -> AtRest:
-        """Multiply each kind by a factor; frozen parameters go with `params`. Factors are 1 - φ of
-        what is resident, or counts.
+        """Multiply each kind by a factor, frozen parameters by that of `params`. A factor is a
+        count, or the share that is not resident.
         """
         return AtRest(
             self.params * params, self.optim * optim, self.grads * grads, self.frozen * params,
@@ -166,7 +167,7 @@ class MoveCounts:
     frozen_read: int
 
 
-# A plan asks for every section of every flat.
+# Cached: a plan calls this for every section of every flat.
 @functools.lru_cache(maxsize=64)
 def move_counts(update: str, micro_batches: int) -> MoveCounts:
     """Look up the table of the module's docstring. Raises: ValueError for an unknown mode or less
@@ -181,15 +182,14 @@ def move_counts(update: str, micro_batches: int) -> MoveCounts:
     # With one micro-batch an update in backward consumes gradients at once, so none are stored.
     spills = 0 if update == "backward" and micro_batches == 1 else micro_batches
     return MoveCounts(
-        # Delayed passes compute from a copy in memory, so they read no more with further
-        # micro-batches.
+        # Delayed passes compute from a copy in memory: further micro-batches read no parameters.
         params_read=2 if update == "delayed" else 2 * micro_batches,
         optim_read=1,
         states_written=1,
         grads_read=spills,
         grads_written=spills,
-        # In every mode: updates do not pass on frozen parameters, and the delayed copy has only
-        # parameters with an optimizer.
+        # In every mode: no update passes frozen parameters to a gather, and the delayed copy has
+        # only parameters with an optimizer.
         frozen_read=2 * micro_batches,
     )
 
@@ -210,14 +210,13 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Traffic of a step over the drives, by kind and by when it may move. Bytes of a model, or of
-    one parameter.
+    """Traffic of a step over the drives, by kind. Bytes of a model, or of one parameter.
 
-    params_read: parameters for a forward or a backward; states: bytes that updates move, parameters
-    that they read included; grads: spilled gradients; activations: bytes that wait for backward on
-    a drive, written once and read once per micro-batch. beside_states: the part of `total` that can
-    only move in the window of the updates (see the module). matrices: the part that moves before
-    that window, in first updates.
+    params_read: parameters read for forwards and backwards. states: bytes that updates move,
+    including the parameters that they read. grads: spilled gradients. activations: activations
+    offloaded to drives, written once and read once per micro-batch. beside_states: the part of
+    `total` that can only move in the window of the updates (see the module's formulas). matrices:
+    the part that first updates move before that window.
     """
 
     params_read: float
@@ -240,16 +239,16 @@ class Traffic:
 def traffic(
     on_nvme: AtRest, update: str, micro_batches: int, *, activations: float = 0.0
 ) -> Traffic:
-    """Count the traffic of one step. `on_nvme`: bytes at rest there; `activations`: bytes that one
-    micro-batch spills there.
+    """Count the traffic of one step. on_nvme: bytes at rest on NVMe. activations: bytes that one
+    micro-batch offloads to NVMe.
 
     >>> exact = traffic(AtRest(params=2, optim=10), "deferred", 1).total
     >>> exact.read, exact.written
     (14.0, 12.0)
     """
     how = move_counts(update, micro_batches)
-    # One read of the parameters is the update's own and counts among the states. With "backward"
-    # the update has them in memory: backward has gathered them.
+    # The update's read of the parameters counts as states. With "backward" the update reads none:
+    # backward has gathered them.
     fed = 0 if update == "backward" else 1
     first = Moved(on_nvme.first, on_nvme.first)
     states = first + Moved(
@@ -273,16 +272,15 @@ def measured_traffic(
     activations: Moved = Moved(),
     frozen: float = 0.0,
 ) -> Traffic:
-    """Sort the counted bytes of a step by kind.
+    """Divide the measured bytes of a step by kind.
 
-    moved: all bytes over the drives. params_read, grads, activations: the part of them that gathers
-    read, that spilled gradients move, and that activations move. Other bytes count as states.
-    frozen: of `params_read`, the bytes that one forward reads of parameters that no optimizer
-    holds.
+    moved: all bytes over the drives. params_read, grads, activations: the parts of `moved` for
+    gathers, spilled gradients and activations. The remaining bytes count as states. frozen: the
+    part of `params_read` that one forward reads for parameters without an optimizer.
     """
     move_counts(update, micro_batches)  # checks both
-    # Reads are counted where they begin and `moved` where they end, so what is in flight may make
-    # parts larger than the whole.
+    # The parts count when a transfer begins, and `moved` when it ends, so transfers in flight may
+    # make the parts larger than the whole.
     params_read, grads_read, back, states_read = _parts_of(
         moved.read, params_read, grads.read, activations.read
     )
@@ -300,7 +298,7 @@ def measured_traffic(
 
 
 def _parts_of(whole: float, *parts: float) -> list[float]:
-    """Limit each part to the remainder after the parts before it; append the last remainder."""
+    """Limit each part to what earlier parts leave of the whole; append the last remainder."""
     found = []
     for part in parts:
         found.append(min(part, whole))
@@ -321,17 +319,17 @@ def _in_its_time(
     """Split traffic: bytes that must move in the window of the updates, `first`, which move before
     it, and the rest."""
     if update == "delayed":
-        # The update overlaps the whole next step, so everything may move in the window.
+        # The window is the whole next step, which contains all traffic.
         window = Moved(params_read) + states + grads + activations
     elif update == "backward":
-        # The window is the last backward and the next first forward: two of 2M reads of parameters.
-        # Activations of one in M micro-batches are read there, by backward, and of one written.
+        # The window is the last backward and the next first forward: two of 2M reads of parameters,
+        # one of M reads of activations (by that backward), and one of M writes (by that forward).
         window = states + Moved(
             (params_read + activations.read) / micro_batches, activations.written / micro_batches
         )
     else:
-        # The window is the first forward, which the update feeds: it reads frozen parameters only,
-        # and writes its activations. The update reads a spilled gradient once.
+        # The window is the first forward. The update passes parameters to it, so it reads only
+        # frozen ones, and it writes its activations. The update reads a spilled gradient once.
         window = states + Moved(
             grads.read / micro_batches + frozen, activations.written / micro_batches
         )
@@ -364,7 +362,7 @@ class Drives:
         return read_s + write_s if self.shared else max(read_s, write_s)
 
     def scaled(self, factor: float) -> Drives:
-        """Multiply the bandwidths, as by another drive beside equal ones."""
+        """Multiply the bandwidths, for example for a different number of equal drives."""
         return dataclasses.replace(
             self,
             read_bytes_per_s=self.read_bytes_per_s * factor,
@@ -378,8 +376,8 @@ class Compute:
     the passes between. matrices_s: of the transformation of whole matrices.
     """
 
-    # An update's window is the first forward, and with "backward" also the last backward, so the
-    # limits need both.
+    # Separate, because the window of an update contains the first forward, and with "backward" also
+    # the last backward.
     first_forward_s: float
     last_backward_s: float
     between_s: float = 0.0
@@ -436,17 +434,17 @@ def limits(
 ) -> Limits:
     """Return the limits of a step. drives: None where nothing rests on NVMe.
 
-    update_s: time of the update, in parallel to the I/O of states. others: further resources that
-    are busy (links between CPU and GPUs, the CPU's memory), each in parallel to all else in the
-    same part of the step. movable_bytes: bytes of states that memory lets move during backward
-    instead of during the first forward. apart: a deferred update is over before the next forward
+    update_s: time of the update, which overlaps with the I/O of states. others: further busy
+    resources (links between CPU and GPUs, the CPU's memory); each overlaps with everything in the
+    same part of the step. movable_bytes: bytes of states that can move during backward instead of
+    the first forward, given enough memory. apart: a deferred update ends before the next forward
     begins (`update_on="device"`).
     """
     others = tuple(others)
     other_s = max([update_s, *(other.total_s for other in others)])
     window_s = max([0.0, *(other.beside_states_s for other in others)])
     beyond_s = max([0.0, *(other.rest_s for other in others)])
-    # Without drives their terms become 0 and drop out of every max. `Drives` refuses inf.
+    # Without drives, a huge bandwidth makes their terms 0. `Drives` refuses inf.
     drives = drives or Drives(sys.float_info.max, sys.float_info.max)
     io_s = drives.io_s(moved.total)
     floor_s = max(compute.total_s, io_s, other_s)
@@ -459,7 +457,7 @@ def limits(
         windows_io_s = drives.io_s(moved.total - moved.matrices)
         schedule_s = matrices_s + max([compute.passes_s, windows_io_s, update_s, *busy])
     elif update == "backward":
-        # An update in backward may run from its gradient on until the next forward has ended.
+        # An update may run from the moment its gradient exists until the end of the next forward.
         passes_s = compute.first_forward_s + compute.last_backward_s
         window_s = max(window_s, passes_s + compute.matrices_s)
         states_s = max(drives.io_s(moved.beside_states), update_s)
@@ -467,7 +465,7 @@ def limits(
             compute.between_s, beyond_s, drives.io_s(moved.rest)
         )
     elif apart:
-        # No pass computes while opt.step() updates, so compute hides no I/O of the window.
+        # No pass computes while opt.step() updates, so the window's I/O overlaps with no compute.
         states_s = max(drives.io_s(moved.beside_states), update_s)
         schedule_s = matrices_s + max(window_s, states_s) + max(
             compute.passes_s, beyond_s, drives.io_s(moved.rest)
@@ -476,8 +474,7 @@ def limits(
         schedule_s = matrices_s + deferred_s(
             states_s=max(drives.io_s(moved.beside_states), update_s),
             rest_io_s=drives.io_s(moved.rest),
-            # Time of links in the window lengthens the forward, and more I/O of states hides behind
-            # it.
+            # If links make the window longer than the forward, more I/O of states overlaps with it.
             first_forward_s=max(compute.first_forward_s, window_s),
             rest_s=max(compute.rest_s, beyond_s),
             movable_s=_movable_s(moved, drives, movable_bytes),
@@ -493,11 +490,11 @@ def deferred_s(
     rest_s: float,
     movable_s: float = 0.0,
 ) -> float:
-    """Return the limit of a deferred update when up to `movable_s` of the states' I/O may move
-    beside the rest.
+    """Return the limit of a deferred update when up to `movable_s` of the states' I/O may move from
+    the first forward to the remaining passes.
 
-    Moves as much as helps: until the first forward hides the states, or the remaining passes can
-    hide no more.
+    Moves only as much as helps: until the first forward hides the states' I/O, or the remaining
+    passes cannot hide more.
     """
     helpful_s = min(states_s - first_forward_s, rest_s - rest_io_s, movable_s)
     moved_s = max(helpful_s, 0.0)
@@ -505,7 +502,7 @@ def deferred_s(
 
 
 def _movable_s(moved: Traffic, drives: Drives, movable_bytes: float) -> float:
-    """Return the time of the movable bytes, in the states' own mix of reads and writes."""
+    """Return the time of the movable bytes, with the same mix of reads and writes as the states."""
     states = moved.states.read + moved.states.written
     if not states or movable_bytes <= 0:
         return 0.0
@@ -528,14 +525,14 @@ def compute_flops(
     """Floating-point operations of (forward, backward) for `tokens` tokens; recompute: backward
     does forward once more. frozen_params: the active parameters that are not trained.
 
-    2 per active parameter and token forward, 4 backward (2 if it is frozen), and causal attention:
-    2 x sequence x width per layer and token.
+    Per active parameter and token: 2 in forward, 4 in backward (2 if the parameter is frozen).
+    Causal attention in forward: 2 x sequence x width per layer and token.
     """
-    # Attention: scores and their product with the values take 2 x sequence x width each, and the
-    # causal mask leaves half of both.
+    # Attention: scores, and the product of scores and values, take 2 x sequence x width each, and
+    # the causal mask halves both.
     forward = tokens * (2.0 * active_params + 2.0 * layers * attention_width * sequence)
-    # Backward has two products for each one of forward: gradients of the input and of the weight.
-    # Frozen weights need none of their gradients.
+    # For each product of forward, backward has two: the gradients of the input and of the weight.
+    # Frozen weights have no gradient.
     return forward, (3.0 if recompute else 2.0) * forward - tokens * 2.0 * frozen_params
 
 

@@ -1,12 +1,13 @@
 """Swap space over one or several drives, striped by their bandwidth.
 
-Each chunk is on one drive. Consecutive chunks are read in sequence, so every range of chunks must
-be distributed in proportion, not only the whole: smooth weighted round robin, over bytes.
+Each chunk is on one drive. A gather reads consecutive chunks, so every range of chunks must be
+distributed in proportion to the shares, not only all chunks together. Smooth weighted round robin
+does this, over bytes.
 
-Shares of the drives are in proportion to their bandwidth, so that a slow drive does not hold up a
-fast one. Bandwidths are given (a sweep of `infinity.bench`), or measured at set-up: on all drives
-at once, since they may share a bus; with equal reads and writes, as in training; and through an
-executor with the same backend and fault injector.
+The shares of the drives are in proportion to their bandwidth, so that a fast drive does not wait
+for a slow one. The policy gives the bandwidths (from a sweep of `infinity.bench`), or set-up
+measures them: on all drives at once, since these may share a bus; with as many reads as writes, as
+in training; and through an executor with the same backend and fault injector.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from infinity.errors import DeviceFailedError, SwapFullError
 log = logging.getLogger("infinity.memory")
 
 _UNIT = 1 << 20
-"""Sum of the whole-number weights of the drives: shares are exact to about a millionth."""
+"""Sum of the drives' integer weights: shares are exact to about a millionth."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class WeightedRoundRobin:
         total = sum(shares)
         if not shares or not all(share > 0 for share in shares) or not math.isfinite(total):
             raise ValueError(f"shares={list(shares)}: give one positive number for each drive")
-        # Integers, so that equal shares stay equal after any number of chunks. At least 1: a very
-        # slow drive still gets chunks, and must pay.
+        # Integers, so that equal shares stay equal after any number of chunks. At least 1, so that
+        # a very slow drive earns credit, too.
         self._weights = [max(round(share / total * _UNIT), 1) for share in shares]
         self.credits = [0] * len(self._weights)
 
@@ -78,35 +79,37 @@ class WeightedRoundRobin:
 
     def next_drive(self, size_bytes: int) -> int:
         """Choose the drive for the next chunk, and charge it."""
-        # Every drive earns before one pays, so the sum of credits is constant.
+        # All drives together earn what the chosen drive pays, so the sum of credits is constant.
         for drive, weight in enumerate(self._weights):
             self.credits[drive] += weight * size_bytes
-        # The first drive wins among equal credits, so the same sizes go to the same drives in every
-        # run.
+        # Of equal credits the first drive wins, so that every run makes the same choices.
         drive = max(range(len(self.credits)), key=lambda index: (self.credits[index], -index))
         self.credits[drive] -= sum(self._weights) * size_bytes
         return drive
 
 
 class NoRoomError(SwapFullError):
-    """The file systems have no capacity for all ranks together. Raised on all of them."""
+    """The file systems lack space for all ranks together. Raised on all ranks."""
 
 
 Room = Callable[[Sequence[SwapFile], Sequence[int]], None]
-"""Raises NoRoomError when files cannot grow by so many bytes each."""
+"""Check that takes files, and the bytes by which each is to grow. Raises NoRoomError if they
+cannot."""
 
 
 class SwapSpace:
     """Swap files in `directories`, and the extents in use: in layers of one file on each drive.
 
-    Layer 0 is ephemeral: its files have no name, so none remains after the process. Other layers
-    have files made by their owner. A layer's number is the number of its files in an executor.
-    shares: share of the bytes that each drive gets, in any unit (None: the same); set before the
-    first `reserve`. room: raises NoRoomError if these files cannot grow by these bytes together
-    with other ranks' growth on the same drives; `grow_together` calls it. make_room: releases
-    dispensable space, a further part at each call, and returns whether there was any: on all ranks,
-    or on none. make: makes the file of a directory. Raises: the errors of SwapFile for a directory
-    that is missing, read-only, full or on tmpfs.
+    Layer 0 is ephemeral: its files have no name, so they vanish with the process. The files of the
+    other layers are made by the caller of `add_layer`. A layer's number is also the number of its
+    files in an executor.
+
+    shares: share of the bytes that each drive gets, in any unit (None: equal); set before the first
+    `reserve`. room: checks that the files can grow, together with the files of other ranks on the
+    same drives; `grow_together` calls it. make_room: releases dispensable space, a part at each
+    call, and returns whether it has released any; all ranks return the same. make: makes the file
+    of a directory. Raises: the errors of SwapFile for a directory that is missing, read-only, full
+    or on tmpfs.
     """
 
     def __init__(
@@ -121,10 +124,11 @@ class SwapSpace:
         self.layers: list[list[SwapFile]] = [[]]
         self._room = room
         self._make_room = make_room
-        # Layers whose files a checkpoint has links to: their extents and lengths stay.
+        # Layers whose files a checkpoint has hard links to: their extents and lengths must stay.
         self._frozen: set[int] = set()
         self._grows_later = False
-        # Extents that replace a place with a failed write, by which their owners know them.
+        # (layer, drive, offset) of a place with a failed write -> the extent that replaces it. The
+        # owner still names the old place.
         self._exchanged: dict[tuple[int, int, int], SwapExtent] = {}
         try:
             for directory in directories:
@@ -134,7 +138,7 @@ class SwapSpace:
             if shares is not None:
                 self.shares = tuple(shares)
         except BaseException:
-            # Close the files of earlier drives: the caller cannot.
+            # The caller gets no object to close.
             self.close()
             raise
         self._extents = [ExtentAllocator(max(len(self.files), 1))]
@@ -148,7 +152,7 @@ class SwapSpace:
         """Add a layer of empty files, one on each drive. Returns its number; `close` closes the
         files."""
         assert len(files) == len(self.files)
-        # Reuse a free number first: it is the files' number in an executor.
+        # Reuse the number of a removed layer, as executors do with their files.
         layer = next(
             (index for index, held in enumerate(self.layers) if index and not held),
             len(self.layers),
@@ -158,14 +162,15 @@ class SwapSpace:
         return layer
 
     def freeze_layer(self, layer: int) -> None:
-        """Reserve and shrink nothing in a layer any more: a checkpoint has links to its files."""
+        """Keep a layer's extents and file lengths from now on: a checkpoint has hard links to the
+        files."""
         self._frozen.add(layer)
 
     def remove_layer(self, layer: int) -> None:
-        """Close the files of a layer without extents in use. Its number may be given again."""
+        """Close the files of a layer without extents in use. `add_layer` may reuse its number."""
         for file in self.layers[layer]:
             file.close()
-        # Emptied, not deleted: extents name later layers by number.
+        # Emptied, not deleted: the numbers of later layers must not change.
         self.layers[layer] = []
         self._frozen.discard(layer)
 
@@ -178,12 +183,12 @@ class SwapSpace:
     def shares(self, shares: Sequence[float]) -> None:
         if len(shares) != len(self.files):
             raise ValueError(f"shares={list(shares)}: there are {len(self.files)} swap directories")
-        # Drop the credits, which were earned with the old weights.
+        # Without the credits, which depend on the old weights.
         self._turns = WeightedRoundRobin(shares)
 
     @property
     def size_bytes(self) -> int:
-        # All layers: a saved run's files are on the same drives.
+        # Of all layers, which are on the same drives.
         return sum(file.size_bytes for layer in self.layers for file in layer)
 
     def growth(self, layer: int, drive: int, size_bytes: int) -> int:
@@ -209,17 +214,17 @@ class SwapSpace:
         """Reserve extents for groups of requests, each group on one drive, and grow the files.
 
         Groups go to drives in proportion to the shares.
-        Raises: SwapFullError that names the directory and says how much is missing there. Then
-        nothing was reserved, and no file has grown. Other drives do not take over a full drive's
-        chunks, which would slow them down.
+        Raises: SwapFullError with the directory that lacks space, and the missing bytes; then
+        no extent was reserved, and no file has grown. The chunks of a full drive do not move to
+        other drives, which would slow those down.
         """
         found: list[list[SwapExtent | None]] = []
-        # Undone on any error: a failed reservation changes neither credits nor files.
+        # For undoing: a failed reservation changes neither credits nor files.
         credits_before = list(self._turns.credits)
         lengths_before = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for wants in groups:
-                # By its largest request; a group is on one drive.
+                # The largest request of the group counts.
                 drive = self._turns.next_drive(max(want.size_bytes for want in wants))
                 found.append([])
                 for want in wants:
@@ -235,19 +240,17 @@ class SwapSpace:
         return found
 
     def reserve_on(self, drives: Sequence[int], wants: Sequence[ExtentRequest]) -> list[SwapExtent]:
-        """Reserve an extent for each of `wants`, none of 0 bytes, on the given drive, and grow the
+        """Reserve an extent for each of `wants` (not of 0 bytes) on the given drive, and grow the
         files.
 
         Raises: SwapFullError, as `reserve_together`.
         """
         found: list[SwapExtent] = []
-        # No credits to undo: the drives are given.
         lengths = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for drive, want in zip(drives, wants, strict=True):
                 place = self._allocate(drive, want)
                 assert place is not None
-                # One by one, so that an error releases the reserved extents.
                 found.append(place)
             self._grow()
         except BaseException:
@@ -259,20 +262,19 @@ class SwapSpace:
 
     @contextlib.contextmanager
     def grow_together(self) -> Iterator[None]:
-        """Grow the files once, at the end of this context, for all extents reserved inside: all or
-        none.
+        """Grow the files once, at the end of this context, for all extents reserved inside. Either
+        all files grow, or none.
 
-        `room` is called once before, even if no file needs to grow: it is collective. If they
+        Calls `room` before, even if no file needs to grow, since `room` is collective. If the files
         cannot grow, the extents stay reserved, and the caller releases them. Raises: SwapFullError.
         """
-        # Reservations inside do not change lengths: all files grow at the end, or none.
         self._grows_later = True
         try:
             yield
         finally:
             self._grows_later = False
         lengths = [[file.size_bytes for file in files] for files in self.layers]
-        # By drive, over all layers, whose files are on the same drives.
+        # By drive: the files of all layers on a drive grow together.
         more = [0] * len(self.files)
         for files, extents in zip(self.layers, self._extents, strict=True):
             for drive, file in enumerate(files):
@@ -290,7 +292,7 @@ class SwapSpace:
                 raise
 
     def _grow_by(self, more: Sequence[int]) -> None:
-        # Before any file grows: it is collective, and raises on all ranks together.
+        # Before any file grows, since it raises on all ranks or on none.
         if self._room is not None:
             self._room(self.files, more)
         self._grow()
@@ -306,14 +308,12 @@ class SwapSpace:
     def _shrink(self, lengths: Sequence[Sequence[int]]) -> None:
         for layer, (files, before) in enumerate(zip(self.layers, lengths, strict=True)):
             for file, length in zip(files, before, strict=True):
-                # A checkpoint also has a frozen layer's files: keep their lengths.
                 if layer not in self._frozen:
                     file.shrink(length)
 
     def _allocate(self, drive: int, want: ExtentRequest) -> SwapExtent | None:
         if not want.size_bytes:
             return None
-        # New extents would grow a file that a checkpoint has links to.
         assert want.layer not in self._frozen, f"layer {want.layer} is shared with a checkpoint"
         offset = self._extents[want.layer].allocate(want.size_bytes, drive=drive)[1]
         file = self.layers[want.layer][drive]
@@ -327,7 +327,7 @@ class SwapSpace:
 
     def free(self, place: SwapExtent) -> None:
         """Release an extent; its file keeps its length for later extents."""
-        # A place with a failed write stays reserved. Its replacement may also have failed later.
+        # The place with the failed write stays reserved; its replacement, or that one's, is freed.
         while (key := (place.layer, place.drive, place.offset)) in self._exchanged:
             place = self._exchanged.pop(key)
         # A checkpoint may still use the extents of a frozen layer.
@@ -335,7 +335,7 @@ class SwapSpace:
             self._extents[place.layer].free(place.drive, place.offset)
 
     def exchange(self, bad: SwapExtent, place: SwapExtent) -> None:
-        """Record that `place` replaces `bad`, whose owner will release it under the old place."""
+        """Record that `place` replaces `bad`. The owner will still call `free` with `bad`."""
         self._exchanged[bad.layer, bad.drive, bad.offset] = place
 
     @property
@@ -350,8 +350,8 @@ class SwapSpace:
         return place
 
     def trim(self, place: SwapExtent) -> None:
-        """Shorten the extent at the offset of `place` to its size, and return the end to the file
-        system. Does nothing if it is not longer.
+        """Shorten the extent at the offset of `place` to `place.size_bytes`, and return its end to
+        the file system. Does nothing if the extent is not longer.
         """
         if place.layer in self._frozen:
             return
@@ -383,13 +383,13 @@ class SwapSpace:
 MEASURE_S = 0.2
 _WARM_UP_S = 0.05
 _ANSWER_S = 10.0
-"""Time after which a drive with almost no progress counts as dead."""
+"""Seconds after which a drive with fewer than three completions counts as failed."""
 _CHUNK_BYTES = MIB // 2
 _CHUNKS = 32
 _WAVE = 4
 _WAVES = 4
-"""Waves in flight per drive: 16 requests, half of them writes. Shorter than training's, so that a
-slow drive completes more."""
+"""Waves in flight per drive: 16 requests, half of them writes. Requests are smaller than in
+training, so that a slow drive completes enough of them."""
 
 
 def choose_shares(
@@ -401,32 +401,31 @@ def choose_shares(
 ) -> tuple[float, ...]:
     """Choose the share of each drive by its bandwidth, and log it.
 
-    bandwidths: absolute directory -> (read, write) in bytes/s. With two or more drives, all are
-    measured if one is missing here; measuring blocks for about a quarter of a second after writing
-    16 MiB to each.
-    Raises: SwapFullError, AioError that names the path that fails.
+    bandwidths: absolute directory -> (read, write) in bytes/s. If any of several drives is missing
+    here, all are measured: this writes 16 MiB to each, and then blocks for about a quarter of a
+    second. Raises: SwapFullError, AioError, both with the path.
     """
     # A single drive needs no measurement.
     if len(files) < 2:
         return (1.0,) * len(files)
-    # Resolved, so that a link and its target are one directory.
+    # Resolved, since a directory may be named through a symbolic link.
     by_place = {Path(directory).resolve(): pair for directory, pair in bandwidths.items()}
     known = [
         by_place[place] for file in files if (place := Path(file.directory).resolve()) in by_place
     ]
     buffered = [file for file in files if not file.direct]
     if len(known) == len(files):
-        # Harmonic mean: time for as many bytes read as written.
+        # Harmonic mean: the bandwidth for as many bytes read as written.
         source, speeds = "given", tuple(2 / (1 / read + 1 / write) for read, write in known)
     elif buffered:
-        # The page cache would be measured instead of the drive.
+        # A measurement would be of the page cache.
         log.info(
             "striping over %d drives in equal parts: %s cannot be measured (%s)",
             len(files), buffered[0].path, buffered[0].direct_reason,
         )  # fmt: skip
         return (1 / len(files),) * len(files)
     else:
-        # All drives, also known ones: they may share a bus.
+        # All drives at once, also known ones, since they may share a bus.
         source = (
             "measured"
             if not bandwidths
@@ -449,9 +448,8 @@ def measure_shares(
     """Measure bytes per second of each drive, all at once, read and written in about equal parts.
 
     Blocks as `choose_shares` does. The files' contents are lost; their lengths stay.
-    Raises: SwapFullError, AioError that names the path that fails.
+    Raises: SwapFullError, AioError, both with the path.
     """
-    # The files belong to the space, so restore their lengths.
     lengths = [file.size_bytes for file in files]
     slots = aio.PoolSpec(_WAVE * _WAVES * len(files), _CHUNK_BYTES)
     try:
@@ -483,7 +481,7 @@ class _Measurement:
     def __init__(self, executor: aio.Executor, files: Sequence[aio.SwapFile]) -> None:
         self._executor = executor
         self._files = files
-        # Plain bytes without resident sections: RAW chunks of elements of one byte.
+        # RAW chunks of one-byte elements, without resident sections.
         chunks = np.zeros((len(files), _CHUNKS), dtype=aio.CHUNK)
         chunks["drive"] = np.arange(len(files))[:, None]
         chunks["file_offset"] = np.arange(_CHUNKS) * _CHUNK_BYTES
@@ -506,16 +504,16 @@ class _Measurement:
         for drive in range(len(self._files)):
             for _ in range(_WAVES):
                 self._send(drive)
-        # Untimed: the first waves find an idle drive.
+        # Not measured: the first waves meet an idle drive.
         self._feed(_WARM_UP_S)
         for seen in self._seen:
-            # Keep the last observation, from which the measurement continues.
+            # Only the last observation is part of the measurement.
             del seen[:-1]
         start = time.monotonic()
         while True:
             self._feed(MEASURE_S)
-            # From completion to completion: for a slow drive with few completions the times before
-            # the first and after the last matter.
+            # Measure from one completion to another: a slow drive has few, so the times before the
+            # first and after the last one would distort the rate.
             if all(len(seen) > 2 for seen in self._seen):
                 pairs = [(seen[1], seen[-1]) for seen in self._seen]
                 return tuple(
@@ -528,8 +526,8 @@ class _Measurement:
                 raise DeviceFailedError(text, errno=errno.ETIMEDOUT, path=path, op="read")
 
     def _fill(self) -> None:
-        """Write random bytes onto the fresh extents, untimed: a first write is slower than later
-        ones."""
+        """Write random bytes to the new extents, before the measurement: the first write to an
+        extent is slower than later ones."""
         with aio.Slab(2 * _CHUNK_BYTES) as source:
             words = source.array(np.uint64)
             words[:] = np.random.default_rng().integers(0, 2**64, size=len(words), dtype=np.uint64)
@@ -542,7 +540,7 @@ class _Measurement:
             try:
                 ticket.wait()
             except BaseException:
-                # Before the source is unmapped, which jobs in flight still read.
+                # Before `source` is unmapped: jobs in flight still read it.
                 self._executor.close(wait=False)
                 raise
 
@@ -551,13 +549,12 @@ class _Measurement:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             for drive, flying in enumerate(self._flying):
-                # One queue per drive, so that a slow drive does not delay a fast one.
                 while flying[0].done:
                     flying.popleft().wait()  # raises what failed
                     self._send(drive)
             for seen, stats in zip(self._seen, self._executor.stats().drives, strict=True):
                 moved = stats.bytes_read + stats.bytes_written
-                # Only after a completion: rates are from completion to completion.
+                # A new observation only after a completion.
                 if moved != seen[-1][1]:
                     seen.append((time.monotonic(), moved))
             time.sleep(0.0005)
@@ -565,10 +562,10 @@ class _Measurement:
     def _send(self, drive: int) -> None:
         """Submit a wave to a drive: reads from one half of its chunks, writes to the other."""
         half = _CHUNKS // 2
-        # Separate halves for reads and writes: no chunk is read while it is written.
+        # So that no chunk is read while it is written.
         picks = (np.arange(_WAVE // 2) + self._turn[drive]) % half
         self._turn[drive] += _WAVE // 2
-        # No conversion, so that only the drive is measured.
+        # Without conversions of dtypes, so that only the drive is measured.
         mask = 1 | aio.MASK_MOVE_ONLY
         reads = self._jobs(self._ids[drive, picks], aio.JobKind.FETCH, mask)
         writes = self._jobs(self._ids[drive, half + picks], aio.JobKind.STORE, mask)
