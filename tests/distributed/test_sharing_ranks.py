@@ -198,12 +198,12 @@ def test_a_place_that_one_rank_cannot_have_fails_on_both_and_is_named(results: l
     assert one[1].startswith("PeerFailed: rank 0 failed")
     assert zero[2].startswith(f"ValueError: swap directory '{place}/missing' does not exist")
     assert one[2].startswith(
-        "PeerFailed: rank 0 failed at inf.offload, and so all ranks do. rank 0: ValueError: swap "
+        "PeerFailed: rank 0 failed at inf.offload, so all ranks fail. rank 0: ValueError: swap "
         "directory"
     )
     assert one[3].startswith(BudgetError.__name__)
     assert zero[3].startswith(
-        "PeerFailed: rank 1 failed at inf.offload, and so all ranks do. rank 1: BudgetError"
+        "PeerFailed: rank 1 failed at inf.offload, so all ranks fail. rank 1: BudgetError"
     )
 
 

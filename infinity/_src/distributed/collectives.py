@@ -3,17 +3,17 @@
     all_gather            each rank has one part of a whole, and receives the others    (weights)
     reduce_scatter_mean   each rank has a whole, and gets the mean of its part          (gradients)
 
-With several nodes of several ranks both have two levels, so that each byte crosses between nodes
-once. Counterparts are the ranks with the same local rank, one per node.
+With several nodes of several ranks both collectives have two levels, so that each byte crosses
+between nodes once. Counterparts are the ranks with the same local rank, one per node.
 
     all_gather            counterparts exchange their parts, then the ranks of each node
     reduce_scatter_mean   the ranks of each node sum, then counterparts sum these sums
 
-**Order of sums**: fp32, in the order of ranks, divided by their number, and rounded once. With two
-levels it is rounded twice: the mean of a node in the order of its ranks, rounded to the dtype of
-the messages, then the mean of these in the order of nodes. So the sum does not depend on the
-backend of torch.distributed, its algorithms, sizes, or timing, and has the same bits in every run;
-all_reduce and reduce_scatter of a backend do not guarantee that.
+**Order of sums**: a mean is summed in fp32 in the order of ranks, divided by their number, and
+rounded once. With two levels it is rounded twice: each node's mean, in the order of its ranks, is
+rounded to the dtype of the messages, and then the mean of these, in the order of nodes. So a mean
+has the same bits in every run, whatever the backend of torch.distributed, its algorithms, sizes and
+timing. A backend's all_reduce and reduce_scatter do not guarantee that.
 
 Quantized parts (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3) are sent in the layout of
 `infinity._src.kernels.comm_codec`.
@@ -32,7 +32,8 @@ from infinity._src.kernels import comm_codec as wire
 from infinity._src.kernels.quantized import wire_bytes
 
 SCALE_GROUP_NUMEL = 64
-"""Elements per scale. Parameters start at multiples of it, so no group spans two parameters."""
+"""Elements per scale. Parameters start at multiples of this number, so no group spans two of them.
+"""
 WEIGHT_BITS, GRADIENT_BITS = 8, 4
 
 Parts = Sequence[torch.Tensor]
@@ -79,18 +80,17 @@ class Collectives:
     def all_gather(self, wholes: Sequence[torch.Tensor], *, across: bool = True) -> None:
         """All-gather into each whole [world, part], in which this rank's part is set.
 
-        across: False if the counterparts' parts are set, too (secondary shards): then no message
+        across: False if the counterparts' parts are also set (secondary shards); then no message
         crosses nodes.
         """
         t = self.topology
         if min(t.nodes, t.local_world) == 1 and (across or t.nodes == 1):
-            # One level: the transport may use the backend's all_gather. In a ring a rank sends the
-            # same number of bytes.
+            # One level: the transport may use the backend's all_gather. Its ring algorithm sends
+            # as many bytes per rank as counted here.
             for whole in wholes:
                 self._count((rank, whole[t.rank]) for rank in range(t.world) if rank != t.rank)
             self._transport.all_gather(wholes, t.rank)
             return
-        # Across nodes first, so that each byte crosses once.
         if across and t.nodes > 1:
             others = [rank for rank in t.counterparts if rank != t.rank]
             self.exchange(
@@ -98,7 +98,8 @@ class Collectives:
                 [(rank, parts[rank]) for rank in others for parts in wholes],
             )
         others = [rank for rank in t.node_ranks if rank != t.rank]
-        # Inside the node each rank sends the parts of all its counterparts, which only it has.
+        # Inside the node each rank sends the parts of its counterparts, which no other rank of the
+        # node has.
         self.exchange(
             [(rank, parts[mine]) for rank in others for parts in wholes for mine in t.counterparts],
             [
@@ -123,7 +124,7 @@ class Collectives:
             wire.encode(
                 parts[t.rank], coded[t.rank], bits=WEIGHT_BITS, group_numel=SCALE_GROUP_NUMEL
             )
-        # Each rank decodes all codes, including its part's.
+        # Each rank decodes all parts, also the part that it has encoded.
         self.all_gather(wires)
         for parts, coded in zip(wholes, wires, strict=True):
             for part, one in zip(parts, coded, strict=True):
@@ -134,8 +135,7 @@ class Collectives:
         # By levels, so that no rank sends a message to every other rank.
         for ranks in self._levels():
             others = [rank for rank in ranks if rank != self.topology.rank]
-            # Separate buffers: `flags` is being sent, and changes only after all messages have
-            # arrived.
+            # Receive into separate buffers: `flags` must not change while it is sent.
             found = [torch.empty_like(flags) for _ in others]
             self.exchange(
                 [(rank, flags) for rank in others], list(zip(others, found, strict=True))
@@ -149,15 +149,15 @@ class Collectives:
         The wholes are overwritten.
         """
         t = self.topology
-        # One level on one node, or with one rank per node; the mean is then rounded once.
+        # One level, which rounds the mean once.
         if min(t.nodes, t.local_world) == 1:
             self._reduce_level(wholes, range(t.world), means, divisor=t.world)
             return
-        # The node's sums overwrite this rank's values, which saves a buffer.
+        # The node's means overwrite this rank's values, which saves a buffer.
         partial = [[parts[rank] for rank in t.counterparts] for parts in wholes]
         flat = [part for parts in partial for part in parts]
         self._reduce_level(
-            # Inside the node first, so that one sum crosses between nodes, not one part per rank.
+            # Inside the node first, so that one mean per node crosses between nodes.
             [self._for_node(parts, rank) for parts in wholes for rank in range(t.nodes)],
             t.node_ranks,
             flat,
@@ -181,17 +181,17 @@ class Collectives:
         wholes.
 
         errors(level, index): error-feedback buffers of whole `index` on this level, one tensor per
-        part, or None. The previous rounding errors in them are added, then replaced by the new
-        ones.
+        part, or None. Encoding adds the previous rounding errors in the buffers, and replaces them
+        by the new ones.
         """
         t = self.topology
         levels = self._levels()
         work: list[Parts] = list(wholes)
         for level, ranks in enumerate(levels):
             last = level == len(levels) - 1
-            # On the last level a rank ends with its part, before that with its counterparts' parts.
+            # A rank ends with its part on the last level, before that with its counterparts' parts.
             columns = [[rank] for rank in ranks] if last else [self._column(rank) for rank in ranks]
-            # The first level has parts for all ranks, the second for the counterparts.
+            # The first level has a part for every rank, the second for each counterpart.
             places = {
                 rank: place for place, rank in enumerate(range(t.world) if level == 0 else ranks)
             }
@@ -201,7 +201,8 @@ class Collectives:
                 outs = (
                     [means[index]] if last else self._partials(index, len(mine), parts[0].numel())
                 )
-                # Divide only at the end: partial sums are fp32, and scales of int4 groups adapt.
+                # Only the last level divides: partial sums are fp32, and the scales of the int4
+                # groups adapt to their size.
                 divisor = t.world if last else 1
                 self._reduce_level_quantized(
                     level, index, parts, ranks, columns, places, outs, errors, divisor
@@ -216,7 +217,7 @@ class Collectives:
         t = self.topology
         if min(t.nodes, t.local_world) == 1:
             return [range(t.world)]
-        # Inside the node first: then one sum per node crosses between nodes, not one per rank.
+        # Inside the node first, so that one sum per node crosses between nodes, not one per rank.
         return [t.node_ranks, t.counterparts]
 
     def _column(self, rank: int) -> list[int]:
@@ -296,7 +297,7 @@ class Collectives:
             wire.encode(part, coded, bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, error=error)
         others = [rank for rank in ranks if rank != me]
         mine = columns[ranks.index(me)]
-        # Parts have equal lengths, so all codes have.
+        # Parts have equal lengths, and so do their codes.
         size_bytes = wires[0].numel()
         space = self.buffer(
             f"came {level} {index}", len(others) * len(mine) * size_bytes, torch.uint8
@@ -307,8 +308,8 @@ class Collectives:
             [(rank, one) for rank in others for one in theirs[rank]],
         )
         for at, whose in enumerate(mine):
-            # This rank's part is quantized, too; otherwise the sum would depend on the summing
-            # rank.
+            # The sum takes this rank's quantized part, too; otherwise it would depend on the rank
+            # that sums.
             pieces = [wires[places[whose]] if rank == me else theirs[rank][at] for rank in ranks]
             wire.decode_sum(
                 pieces, outs[at], bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, divisor=divisor

@@ -1,17 +1,18 @@
 """Communication streams: threads that run collectives in an order that is the same on all ranks.
 
     CommStream          submit ──► queue ──► its thread: work(group), one by one ──► Pending...
-    OrderedCommStream   submit ──► several queues ──► one thread: the head that rank 0 names ──► one
-                        thread: work(group), one by one ──► Pending...
+    OrderedCommStream   submit ──► several queues ──► one thread: the head that rank 0 chooses ──►
+                        another thread: work(group), one by one ──► Pending...
 
 Each communication stream has its own thread and process group, so a waiting stream does not delay
 another. All ranks must submit the same collectives to the same queue in the same order. After a
 failure no further collective runs, groups are aborted (`process_groups.abort_groups`), and every
 call raises the first failure.
 
-A gather may be *excused* if a rank lacks its shard, because an update failed there. The ranks
-exchange this (`order_agreement`), and none runs the gather: on all ranks it ends with
-`CollectiveRefused` in its turn, and the stream continues with the next collective.
+A rank may lack its shard for a gather because an update has failed there. If such a fault is
+*excused*, the ranks tell each other (`order_agreement`), and no rank runs the gather: on all ranks
+the gather ends with `CollectiveRefused` in its turn, and the stream continues with the next
+collective.
 
 Two communication streams must not both launch on a GPU: NCCL requires that all ranks launch the
 collectives of all communicators in one order, and independent threads have no common order. So all
@@ -43,9 +44,9 @@ from infinity.errors import AioError, InfinityError, RankFailed
 log = logging.getLogger("infinity")
 
 Work = Callable[[Any], None]
-# Limit for calls of an aborted group: they return immediately, unless stuck in the backend.
+# Seconds to wait for calls of an aborted group, which return at once unless the backend is stuck.
 GIVE_UP_S = 5.0
-# Seconds after which a waiting thread checks for a failure again.
+# Seconds between two checks for a failure in a waiting thread.
 _POLL_S = 0.25
 # Memory that stuck calls may still write to, retained until the process ends.
 _GIVEN_UP: list[object] = []
@@ -54,8 +55,8 @@ CPU = torch.device("cpu")
 
 
 class CollectiveRefused(InfinityError, RuntimeError):
-    """No rank has run the collective, since a rank lacks its shard. `PendingCollective.wait` raises
-    this on all ranks; the engine continues.
+    """Error of a collective that no rank has run, because a rank lacks its shard.
+    `PendingCollective.wait` raises it on all ranks; the engine continues.
     """
 
 
@@ -78,7 +79,7 @@ class DeviceEvent:
 
     def wait(self, timeout: float) -> bool:
         """Block until the device has reached the event, at most `timeout` seconds. Returns whether
-        it has.
+        the device has reached it.
         """
         end_s, pause_s = time.monotonic() + timeout, 20e-6
         while not self.is_set():
@@ -94,10 +95,10 @@ class DeviceEvent:
 class PendingCollective:
     """Handle of one collective in a communication stream, like `Work` in torch.distributed.
 
-    needs: tickets that must be filled before the launch. excuses: called in another thread with a
-    ticket's fault; True lets all ranks skip the collective, else the fault ends the engine (None:
-    always). behind: CUDA event of the submitting stream, after which the input of `work` is
-    complete.
+    needs: tickets that must be filled before the launch. excuses: called with a ticket's fault, in
+    another thread. If it returns True, all ranks skip the collective; otherwise, and without
+    `excuses`, the fault ends the engine. behind: CUDA event of the submitting stream, after which
+    the input of `work` is complete.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class PendingCollective:
     def await_needs(self, *, check: Callable[[], None] | None = None) -> AioError | None:
         """Block until this rank's tickets are filled. Returns an excused fault, or None.
 
-        check: called during the wait; an exception from it ends the wait. Raises: AioError.
+        check: called during the wait; an exception that it raises ends the wait. Raises: AioError.
         """
         try:
             for ticket in self.needs:
@@ -152,29 +153,30 @@ class PendingCollective:
 
     @property
     def refused(self) -> bool:
-        """True once the ranks have agreed to skip it. Never blocks."""
+        """True once the ranks have agreed to skip the collective. Never blocks."""
         return self._refused is not None
 
     def refuse(self, fault: AioError | None) -> None:
-        """Mark it as skipped by all ranks. fault: the fault of this rank's shard, if any."""
+        """Mark the collective as skipped by all ranks. fault: the fault of this rank's shard, if
+        any."""
         self._refused = CollectiveRefused(
-            f"{self.what} is run by no rank, since one lacks its shard"
+            f"{self.what}: no rank runs it, because a rank lacks its shard"
         )
         self._refused.__cause__ = fault
 
     def wait(self) -> None:
-        """Block until it is done; on CUDA, also make the current stream wait for it.
+        """Block until the collective is done; on CUDA, also make the current stream wait for it.
 
-        Raises: the work's error if it failed on this rank; CollectiveRefused; RankFailed if another
-            rank does not reach it, or after any failure.
+        Raises: the work's error if the work failed on this rank; CollectiveRefused; RankFailed if
+            another rank does not reach the collective, or after any failure.
         """
         error: BaseException | None = None
         try:
             self._watchdog.wait(self._done, self.what, self.number)
         except RankFailed as failure:
             error = failure
-        # Prefer this rank's error to the failure that it caused. `_run_one` sets the error before
-        # it reports the failure.
+        # Prefer this rank's error to the failure that it has caused: `_run_one` sets the error
+        # first, and then reports the failure.
         error = self._error or error
         if error is not None:
             # The exception is raised repeatedly: without this its traceback would grow and hold
@@ -182,9 +184,9 @@ class PendingCollective:
             raise error.with_traceback(None)
         if self._event is not None:
             # `done` means launched: make the stream wait, not the thread, so that later kernels see
-            # the result. By device, since another device may be current in this thread.
+            # the result. Name the device, since another one may be current in this thread.
             torch.cuda.current_stream(self._device).wait_event(self._event)
-            # Later uses and frees of the memory are ordered after the collective by this stream.
+            # From now on the stream orders uses and frees of the memory after the collective.
             self._work = None
 
     @property
@@ -205,7 +207,7 @@ class PendingCollective:
         with contextlib.suppress(RankFailed):
             self._watchdog.wait(self._done, self.what, self.number)
         if not self._begun:
-            # It has not begun before the failure, so it never will.
+            # The failure came before the collective began, so it never will.
             return True
         if not self._done.wait(limit_s):
             return self._give_up()
@@ -214,14 +216,14 @@ class PendingCollective:
             landed = DeviceEvent(self._event)
             with contextlib.suppress(RankFailed):
                 self._watchdog.wait(landed, self.what, self.number)
-            # The abort of the groups after a failure ends the kernel, unless the abort hangs.
+            # After a failure the abort of the groups ends the kernel, unless the abort hangs.
             if not landed.wait(limit_s):
                 return self._give_up()
             self._work = None
         return True
 
     def _give_up(self) -> bool:
-        # None if the work has ended meanwhile.
+        # None if the work has just ended.
         work = self._work
         if work is not None:
             log.warning("%s is stuck; its memory is kept until the process ends", self.what)
@@ -230,7 +232,7 @@ class PendingCollective:
 
     def _end(self, error: BaseException | None = None) -> None:
         if self._done.is_set():
-            # The thread that waits for reads has ended it with a failed read.
+            # The reading thread has already ended it with the error of a read.
             return
         # Prefer an error that was set before the failure was reported.
         self._error = self._error or error
@@ -245,8 +247,8 @@ class CommStream:
     """Daemon thread that runs collectives in one process group.
 
     group: used by no other stream; its creator aborts it on failure. device: of the tensors. On
-    CUDA, work runs on a separate CUDA stream, after the work that the submitting thread's stream
-    had at submission.
+    CUDA, a collective runs on a separate CUDA stream, after the work that was on the submitting
+    thread's stream at submission.
     """
 
     def __init__(
@@ -264,10 +266,10 @@ class CommStream:
         # FIFO: the order of the program, which is the same on every rank.
         self._queue: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         self._closed = False
-        # The last collective by queue; normally all have ended when the last one has. After a
-        # failure the last one may never begin while an earlier one still runs.
+        # The last collective of each queue: when it has ended, all earlier ones have. But after a
+        # failure it may never begin while an earlier one still runs.
         self._last: dict[str, PendingCollective] = {}
-        self._launched: deque[PendingCollective] = deque()  # may still be running
+        self._launched: deque[PendingCollective] = deque()  # that may still be running
         # A forked child inherits the exit callback, but not the thread.
         self._pid = os.getpid()
         atexit.register(self._exits)
@@ -278,9 +280,9 @@ class CommStream:
     def submit(self, what: str, work: Work, *, numbered: bool = True) -> PendingCollective:
         """Run `work(group)` after all work submitted before. Never blocks on the work.
 
-        numbered: count it among the main thread's collectives; by the counts the watchdog finds
-        ranks that are behind. Main thread only, since numbers follow the order of the program.
-        Raises: RankFailed after a failure.
+        numbered: count it among the main thread's collectives; the watchdog compares these counts
+        to find ranks that are behind. Main thread only, since numbers follow the order of the
+        program. Raises: RankFailed after a failure.
         """
         op = self._last[""] = self._make(what, work, numbered)
         self._queue.put(op)
@@ -294,7 +296,7 @@ class CommStream:
         needs: Sequence[Ticket] = (),
         excuses: Callable[[AioError], bool] | None = None,
     ) -> PendingCollective:
-        # After a failure the other ranks would never reach it.
+        # After a failure the other ranks would never reach the collective.
         self._watchdog.check()
         assert not self._closed, f"communication stream {self.name} is closed"
         # Numbered here, in the main thread, since streams run concurrently.
@@ -347,13 +349,13 @@ class CommStream:
         Returns False if work is stuck after a failure.
         """
         limit_s, drained = GIVE_UP_S, True
-        # The last ones first, so that no further one begins; then a copy of the launched ones,
-        # which the launching thread changes.
+        # First the last collective of each queue, after which none begins; then a copy of the
+        # launched ones, a list that the launching thread changes.
         for ops in (lambda: list(self._last.values()), lambda: list(self._launched)):
             for op in ops():
-                # Check all, even after a stuck one, since each retains its memory if stuck.
+                # Check all, even after a stuck one: `finished` retains the memory of stuck ones.
                 if not op.finished(limit_s):
-                    # Later ones have had the same time.
+                    # The others have had the same time meanwhile.
                     limit_s, drained = 0.0, False
         return drained
 
@@ -372,8 +374,7 @@ class CommStream:
         A thread that returns from a torch call after the exit aborts the process (SIGABRT).
         """
         if self._pid == os.getpid():  # not in a forked child
-            # Reported as a failure first, so that `close` does not wait for collectives that may
-            # never end.
+            # Report a failure first, so that `close` does not wait for collectives that never end.
             self._watchdog.report_exit()
             self.close()
 
@@ -386,8 +387,8 @@ class CommStream:
                     self._run_one(op, group, stream)
                     del op  # free its tensors before the next one arrives
         except BaseException as error:
-            # The stream could not be created: fail now, so that submitted work does not wait for a
-            # timeout.
+            # The CUDA stream could not be created: fail now, so that submitted work does not wait
+            # until its timeout.
             self._watchdog.report_failure(error)
             raise
 
@@ -405,22 +406,22 @@ class CommStream:
         while self._launched and self._launched[0].landed:
             self._launched.popleft()
         self._launched.append(op)
-        # Read before the failure is checked: a failed read may end the collective in another
-        # thread.
+        # Before the check for a failure: the reading thread may end the collective, and drop its
+        # work, after a failed read.
         work = op._work
-        # `finished` reads the failure before `_begun`; here `_begun` is set before the failure is
-        # read. So work that `finished` saw as not begun does not run.
+        # `finished` reads the failure and then `_begun`; here `_begun` is set and then the failure
+        # is read. So work that `finished` has seen as not begun does not run.
         if self._watchdog.failure is not None:
             op._end(self._watchdog.failure)
             return
-        # Ended in its turn, so that the last collective always ends last.
+        # A refused collective ends in its turn, so that the last collective always ends last.
         if op._refused is not None:
             op._end(op._refused)
             return
-        assert work is not None, "only a failure ends what has not run"
+        assert work is not None, "only a failure ends a collective before it runs"
         try:
             if stream is not None:
-                # The CUDA stream waits, not the thread, which can launch the next one.
+                # The CUDA stream waits, not the thread, which can launch the next collective.
                 stream.wait_event(op._behind)
             work(group)
             if stream is not None:
@@ -428,11 +429,11 @@ class CommStream:
                 # event.
                 op._event = stream.record_event()
         except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
-            # The traceback references this frame, and `work` the tensors.
+            # The error's traceback refers to this frame, and `work` to the tensors.
             del work
             if stream is not None:
-                # Some of the work's kernels may run. A failed device refuses the event, and runs no
-                # kernels.
+                # Some kernels of the work may be running. A device that has failed refuses the
+                # event, and runs no kernels.
                 with contextlib.suppress(RuntimeError):
                     op._event = stream.record_event()
             self._fail(op, error)
@@ -441,16 +442,15 @@ class CommStream:
 
     def _fail(self, op: PendingCollective, error: BaseException) -> None:
         """End a collective and the engine with this rank's or a peer's error."""
-        # A collective raises RuntimeError (or a torch subclass) whichever rank failed. Any other
-        # error is of this rank.
+        # A collective raises RuntimeError (or a subclass of torch) whichever rank failed. Any other
+        # error is this rank's.
         peer = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
         if not peer:
-            # Before the failure is reported: otherwise a waiting thread would raise the failure.
+            # Set before the failure is reported: `wait` then raises this error, not the failure.
             op._error = error
         failure = self._watchdog.find_culprit(error, op.what, op.number) if peer else None
         if failure is None:
-            # Set first: a waiting thread raises this error instead of the published failure.
-            op._error = error
+            op._error = error  # before the report, as above
             self._watchdog.report_failure(error)
         else:
             failure.__cause__ = failure.__cause__ or error
@@ -461,7 +461,7 @@ class CommStream:
         if self._device.type != "cuda":
             yield None
             return
-        # The current device is per thread; a new thread begins with device 0.
+        # The current device is per thread; a new thread starts with device 0.
         torch.cuda.set_device(self._device)
         # This thread queries events, which would invalidate another thread's graph capture.
         relax_capture_mode()
@@ -474,10 +474,10 @@ class CommStream:
 class OrderedCommStream(CommStream):
     """CommStream with several queues, whose collectives all ranks launch in the same order.
 
-    queues: their names. The next collective is the head of the queue that rank 0 chooses; rank 0
-    chooses a head whose tickets are filled on rank 0, and the other ranks wait until theirs are.
+    queues: their names. Rank 0 chooses a queue whose head has its tickets filled on rank 0. The
+    other ranks take the head of the same queue, and wait until its tickets are filled on them, too.
     `order_agreement` shows that this cannot deadlock. The ranks compare the collective's name
-    (`names.agree`), so that all ranks are ready when the first one launches: no kernel waits on a
+    (`names.agree`), so all ranks are ready when the first rank launches: no kernel waits on a
     device for another rank's drive.
 
         reads      waits for tickets of shards
@@ -497,14 +497,14 @@ class OrderedCommStream(CommStream):
     ) -> None:
         self._names = names
         self._order: LaunchOrder[PendingCollective] = LaunchOrder(queues)
-        # Guards `_order` and `_ending`; notified when one of them or a collective's readiness
-        # changes.
+        # Guards `_order` and `_ending`; notified when one of these, or the readiness of a
+        # collective, changes.
         self._changed = threading.Condition()
         self._ending = False
         self._chosen = 0  # queue of the collective that `_next` returned last
         # Agreed collectives, to be launched in this order; None at the end.
         self._agreed: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
-        # A separate thread, so that ranks exchange names while a collective runs.
+        # A separate thread, so that the ranks agree on the next collective while one runs.
         self._namer = threading.Thread(
             target=self._agree_on_all, name=f"infinity-comm-{name}-names", daemon=True
         )
@@ -539,11 +539,11 @@ class OrderedCommStream(CommStream):
         ready = op.ready
         with self._changed:
             self._order.add(queue_name, op)
-            # Set after `add`, so that after an interrupt `close` does not wait for one that never
-            # runs.
+            # After `add`: if an interrupt comes first, `close` must not wait for a collective that
+            # never runs.
             self._last[queue_name] = op
-            # Avoid a needless wake-up, which competes for the GIL: on rank 0, if not ready, the
-            # reading thread will notify.
+            # On rank 0, if the collective is not ready, the reading thread notifies later; a
+            # wake-up now would only compete for the GIL.
             if ready or self._names.parent is not None:
                 self._changed.notify_all()
         if not ready:
@@ -588,7 +588,7 @@ class OrderedCommStream(CommStream):
         while (op := self._next()) is not None:
             try:
                 if self._watchdog.failure is None:
-                    # Already filled; raises a read's fault.
+                    # The tickets are filled; this raises or returns the fault of a read.
                     fault = op.await_needs()
                     lacks = None if op.excuses is None else fault is not None
                     if self._names.agree(self._chosen, op.what, lacks=lacks):
@@ -596,7 +596,7 @@ class OrderedCommStream(CommStream):
             except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
                 self._fail(op, error)
             else:
-                # After a failure, too: the launching thread then ends it without running it.
+                # Also after a failure, when the launching thread ends it without running it.
                 self._agreed.put(op)
             del op  # free its tensors before the next one arrives
         self._agreed.put(None)
@@ -607,7 +607,7 @@ class OrderedCommStream(CommStream):
             with self._changed:
                 self._await(lambda: len(self._order) > 0 or self._ending)
                 if self._watchdog.failure is not None or not len(self._order):
-                    # After a failure the launching thread ends each without running it.
+                    # After a failure the launching thread ends each collective without running it.
                     return self._pop_oldest()
             # Receive only when this rank has work queued: the receive times out, and rank 0 may be
             # idle indefinitely.
@@ -632,20 +632,20 @@ class OrderedCommStream(CommStream):
         except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
             with self._changed:
                 op = self._pop_oldest()
-            assert op is not None, "asked without anything to launch"
+            assert op is not None, "follow() is called only with a collective in a queue"
             self._fail(op, error)
             return None
 
-        def has_come() -> bool:
+        def head_is_ready() -> bool:
             head = self._order.head(queue_index)
             return head is not None and head.ready
 
         with self._changed:
-            self._await(has_come)
+            self._await(head_is_ready)
         return None if self._watchdog.failure else queue_index
 
     def _await(self, holds: Callable[[], bool]) -> None:
-        """Wait until `holds()` is true or a failure. The caller holds the lock."""
+        """Wait until `holds()` is true, or a rank has failed. The caller holds the lock."""
         while not holds() and self._watchdog.failure is None:
             self._changed.wait(_POLL_S)
 
@@ -661,10 +661,10 @@ class OrderedCommStream(CommStream):
                 # An excused fault is sent to the other ranks in the collective's turn.
                 op.await_needs(check=self._watchdog.check)
             except RankFailed:
-                # The engine has ended; the launching thread ends the queued collectives.
+                # The engine has failed; the launching thread ends the queued collectives.
                 pass
             except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
-                # Fail immediately: rank 0 may be about to wait for this rank.
+                # At once, because rank 0 may soon wait for this rank.
                 self._fail(op, error)
             self._notify()
             del op  # free its tensors before the next one arrives

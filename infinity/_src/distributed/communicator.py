@@ -1,8 +1,8 @@
 """Collectives of one model's ranks: agreements, all_gather of weights, reduce_scatter of gradients.
 
-    control stream    flags, small sums, messages   the caller waits
-    exchange stream   shards of weights ("gather")  once this rank's shard is read, ahead of compute
-                      gradients ("reduce")          while backward runs
+    control stream    flags, small sums, messages   the caller waits for them
+    exchange stream   shards of weights ("gather")  sent when read, ahead of compute
+                      gradients ("reduce")          sent while backward runs
 
 Each communication stream is a thread with a separate process group. The control stream runs
 collectives in the order of submission, which is the order of the program and the same on every
@@ -39,7 +39,7 @@ from infinity.errors import AioError, EngineClosed, RankFailed
 
 # Relative tolerance for numbers of ranks on processors that round differently.
 _ROUNDING = 1e-5
-# Absolute tolerance, so that 0.0 and 1e-17 count as equal.
+# Absolute tolerance: 0.0 and 1e-17 count as equal.
 _ROUNDING_NEAR_ZERO = 1e-15
 
 
@@ -87,10 +87,10 @@ class Comm:
         if comm.world == 1:
             return comm
         comm._timeout_s = timeout_s
-        # Before the communication streams: creating a group waits for all ranks, and the watchdog
-        # names a dead one.
+        # Before the process groups: their creation waits for all ranks, and the watchdog detects a
+        # dead one.
         comm.watchdog = Watchdog(comm.topology, default_store(), timeout_s=timeout_s, name=name)
-        # Threads stuck in a backend cannot check for the failure; the abort ends their calls.
+        # The abort ends calls that are stuck in a backend, whose threads cannot check for failures.
         comm.watchdog.on_failure.append(comm._abort)
         try:
             comm.watchdog.wait_for_all_ranks()
@@ -98,7 +98,7 @@ class Comm:
             comm._open_control("control")
             comm._open_exchange(device, transport or transport_for(device))
         except BaseException as error:
-            # Before close(): other ranks may be waiting for this rank to create a group.
+            # First, because other ranks may be waiting for this rank to create a group.
             comm.report_failure(error)
             comm.close()
             raise
@@ -107,7 +107,7 @@ class Comm:
     def _open_control(self, name: str) -> None:
         """Create a control stream and its process group. Collective; blocks."""
         assert self.watchdog is not None
-        # On the CPU for every device: small values that the caller reads immediately.
+        # gloo for every device: the values are small, and the caller reads them on the CPU.
         (group,) = self._make_groups(name, ["gloo"])
         self._control_agreement = OrderAgreement(self.topology, group)
         self._control = CommStream(name, group=group, watchdog=self.watchdog)
@@ -115,7 +115,7 @@ class Comm:
     def _open_exchange(self, device: torch.device, transport: type[Transport]) -> None:
         """Create the exchange stream and its process groups. Collective; blocks."""
         assert self.watchdog is not None
-        # A separate group for names, which are CPU tensors sent concurrently with the data.
+        # A separate group for names: CPU tensors, which are sent while data are sent.
         group, for_names = self._make_groups("exchange", [transport.backend, "gloo"])
         names = OrderAgreement(self.topology, for_names)
         # One transport for both queues, since one thread launches both.
@@ -142,7 +142,7 @@ class Comm:
         launch. Both may wait for all work on the device, so they are triggered here, while the
         device is idle.
         """
-        # A separate object, so that its bytes and buffers do not count as training's.
+        # A separate object, so that statistics do not count the bytes and buffers of this exchange.
         collectives = Collectives(self.topology, transport, device)
         gathered = torch.zeros(self.world, 1, dtype=torch.float32, device=device)
         reduced = torch.zeros_like(gathered)
@@ -178,7 +178,7 @@ class Comm:
         try:
             maker.submit(f"the making of the {name} stream", make, numbered=False).wait()
         except BaseException as error:
-            # Before close(), which would wait for the missing rank.
+            # First, because close() would wait for the missing rank.
             self.report_failure(error)
             raise
         finally:
@@ -200,7 +200,7 @@ class Comm:
                 self._timeout_s,
                 False,
             )
-            # Shared list: the communicator that owns the watchdog destroys the groups.
+            # A shared list: the communicator that owns the watchdog destroys the groups.
             other._groups = self._groups
             other._open_control("fork")
             assert other._control is not None
@@ -259,12 +259,12 @@ class Comm:
         """
         if self._control is None or self._control_agreement is None:
             raise EngineClosed(
-                f"{what}: the engine of this model was closed, and its ranks exchange nothing more"
+                f"{what}: the engine of this model was closed, so its ranks no longer communicate"
             )
         names = self._control_agreement
 
         def checked(group: Any) -> None:
-            # First: otherwise ranks in different collectives would misinterpret each other's data.
+            # First, so that ranks in different collectives do not misinterpret each other's data.
             names.check(what)
             work(group)
 
@@ -275,7 +275,7 @@ class Comm:
         """Wait until all ranks have called this with the same `what`. Blocks. Raises:
         RanksDiverged.
 
-        what: returns the name; called only with several ranks, since it may compute a digest.
+        what: returns the name. Called only with several ranks, since it may compute a digest.
         """
         if self.world > 1:
             self._run_control(what(), lambda _group: None)
@@ -308,8 +308,7 @@ class Comm:
         Blocks."""
         everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
         self._run_control(
-            # The name has the length, so that ranks with different lengths raise instead of
-            # exchanging messages of different sizes.
+            # With the length in the name, ranks with different lengths raise RanksDiverged.
             f"{what} of {mine.numel()}",
             lambda group: all_gather_single(everyone, mine, group=group),
         )
@@ -347,23 +346,21 @@ class Comm:
         if self.world == 1:
             return [data]
         sizes = self._all_gather_rows("object sizes", torch.tensor([len(data)]))[:, 0].tolist()
-        # Padded to the longest, since an all_gather needs one length.
+        # Padded to the longest, since all_gather needs equal lengths.
         mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
         rows = self._all_gather_rows("object bytes", mine)
         return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def all_gather_vector(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-        """All-gather an fp32 vector [numel], in which this rank's part begins at `start`. Blocks.
-
-        Bitwise, including NaN and -0.0. Parts may be empty, and differ in length.
-        """
+        """All-gather an fp32 vector [numel] bit for bit. This rank's part begins at `start`; parts
+        may be empty, and differ in length. Blocks."""
         if part.numel() == numel:
             start = 0
         whole = torch.zeros(numel, dtype=torch.float32)
         whole[start : start + part.numel()] = part
         if self.world > 1:
-            # Each element is non-zero on one rank only, so an integer sum copies the bits; a float
-            # sum would turn -0.0 into 0.0.
+            # Each element is set on one rank and zero on the others, so an integer sum copies the
+            # bits; a float sum would turn -0.0 into 0.0.
             bits = whole.view(torch.int32)
             self._run_control(
                 f"a whole of {numel} from its parts",
@@ -381,8 +378,7 @@ class Comm:
 
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sum each value over ranks, in fp64. Blocks. All ranks get the same bits."""
-        # Gathered and added in the order of ranks: an all_reduce may add in a different order on
-        # each rank.
+        # Not all_reduce, which may add in a different order on each rank.
         first, *others = self.all_gather_floats(values)
         for row in others:
             first = [total + value for total, value in zip(first, row, strict=True)]
@@ -451,8 +447,8 @@ class Comm:
         Raises: RankFailed if, after a rank's failure, the device is stuck. Copies queued behind its
         kernels may be stuck, too, so their memory must not be freed.
         """
-        # Only for a device: a call stuck on the CPU only uses its tensors' memory, and no copy
-        # waits for it.
+        # Only for a device: a call that is stuck on the CPU uses only its tensors' memory, and no
+        # copy waits for it.
         stream, watchdog = self._exchange, self.watchdog
         if stream is not None and watchdog is not None and not stream.drain() and stream.on_device:
             self._stuck = device_stuck(watchdog.failure)
@@ -481,25 +477,24 @@ class Comm:
         self._collectives.clear()
         if self.watchdog is not None and self._owns_watchdog:
             failed = self.watchdog.failure is not None
-            # After the communication streams, which need it to detect failed ranks.
+            # After the communication streams, which detect failed ranks by the watchdog.
             self.watchdog.close(ok)
             if self._abort in self.watchdog.on_failure:
                 self.watchdog.on_failure.remove(self._abort)
             while self._groups:
                 group = self._groups.pop()
-                # An aborted group is not destroyed: that would wait for a stuck call in it.
+                # The destruction of an aborted group would wait for a stuck call.
                 if not failed and dist.is_initialized():
                     dist.destroy_process_group(group)
         self.watchdog = None
 
 
 def device_stuck(failure: RankFailed | None) -> RankFailed:
-    """Return the error for collectives that cannot be aborted. failure: of the rank that they wait
-    for.
-    """
+    """Return the error for collectives that cannot be aborted. failure: of the rank for which they
+    wait."""
     return RankFailed(
-        f"{failure}; collectives that wait for it cannot be aborted, and work behind them on the "
-        "device never ends: the engine keeps its memory, and this process must end",
+        f"{failure}; the collectives that wait for that rank cannot be aborted, and later work on "
+        "the device never ends: the engine keeps its memory, and this process must end",
         rank=None if failure is None else failure.rank,
     )
 
@@ -508,8 +503,8 @@ def digest(values: Tensor) -> int:
     """Return a digest of a tensor's bits, below 2^63. Copies a tensor that is not on the CPU or not
     contiguous.
 
-    Ranks compare digests of values before they assign them. Each rank stores only its part of the
-    values, so different values would silently combine to a mixture.
+    Ranks compare digests of values before they store them: each rank stores only its part, so
+    different values would silently become a mixture of models.
     """
     return number_of(
         xxhash.xxh3_64(values.detach().to("cpu").contiguous().reshape(-1).view(uint8).numpy().data)
@@ -530,5 +525,5 @@ def fingerprinted(what: str, number: int) -> str:
     """Return a collective's name with the digest of its values, for
     `Comm.check_same_collective`.
     """
-    # At the end, since only the end of a long name is sent.
+    # The digest is last, since only the end of a long name is sent.
     return f"{what} (digest {number:016x})"

@@ -46,30 +46,26 @@ class Host:
 
     @property
     def node(self) -> tuple[str, str, int]:
-        """Key that is equal for processes of one node: by boot id, or without one by the host's
-        name.
-        """
+        """Key of the node: equal for all its processes. It has the boot id, or else the host's
+        name."""
         return (self.boot_id or self.name, "" if self.boot_id else self.name, self.network)
 
     def sees(self, other: Host) -> bool:
         """Return whether a pid of `other` can be looked up here."""
-        # With the boot id, since inodes of namespaces are not unique across boots and machines.
+        # Compare the boot id, too: inodes of namespaces repeat across boots and machines.
         return bool(self.boot_id) and (self.boot_id, self.pids) == (other.boot_id, other.pids)
 
 
 class PeerProcess:
-    """Process of another rank on this host.
-
-    Identified by pid and start time, since pids are reused.
-    """
+    """Process of another rank on this host. Its pid and start time identify it, since pids are
+    reused."""
 
     def __init__(self, pid: int, start_time: int) -> None:
         self.pid = pid
         self._start_time = start_time
         self.fd = -1
-        """pidfd, readable when the process has ended; -1: forbidden by the kernel, or no such
-        process.
-        """
+        """pidfd, readable when the process has ended; -1 if the kernel forbids it, or there is no
+        such process."""
         try:
             self.fd = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -82,13 +78,13 @@ class PeerProcess:
                 error,
             )
             return
-        # Compared after opening, since the pidfd then refers to one process. 0: it has just ended,
-        # which the pidfd shows, or /proc hides other users' processes.
+        # After opening, because from then on the pidfd refers to one process. 0: the process has
+        # just ended, which the pidfd shows, or /proc hides other users' processes.
         if start_time_of(pid) not in (0, start_time):
             self.close()
 
     def ended(self) -> bool:
-        """Return whether it has ended or is a zombie."""
+        """Return whether the process has ended, or is a zombie."""
         if self.fd >= 0:
             poll = select.poll()
             # A zombie's pidfd is readable, too.
@@ -120,17 +116,17 @@ class RankRecord:
     number: int = 0
     """Number of collectives that its main thread has submitted."""
     last: str = ""
-    """Name of the last submitted collective."""
+    """Name of the last collective that its main thread has submitted."""
     recent: tuple[tuple[int, str], ...] = ()
     """Numbers and names of the last few collectives, published while the rank waits."""
     raised: tuple[tuple[int, str], ...] = ()
-    """Forwards and backwards that raised: (last collective's number before, error)."""
+    """Forwards and backwards that raised: (number of the last collective before, error)."""
     failed: tuple[int | None, str] | None = None
     """Failure that ended its engine: the rank that caused it, and the message."""
     left: str = ""
-    """"closed" or "ended" once it has left."""
+    """"closed" or "ended" once the rank has left."""
     read: bool = False
-    """Acknowledges that rank 0, whose process may host the store, has left."""
+    """True once the rank has read that rank 0, whose process may host the store, has left."""
 
     @property
     def names(self) -> dict[int, str]:
@@ -139,12 +135,11 @@ class RankRecord:
 
     @classmethod
     def parse(cls, text: bytes) -> RankRecord:
-        """Parse the text of `json`. Raises: ValueError for invalid text, since any process that
-        reaches the store's port may write to it.
-        """
+        """Parse the text of `json`. Raises: ValueError for invalid text, which any process that
+        reaches the store's port may write."""
         try:
             found = json.loads(text)
-            # JSON has no tuples; converted, since records are compared.
+            # JSON has no tuples, and records are compared.
             found["host"] = tuple(found["host"])
             found["recent"] = tuple((int(number), str(what)) for number, what in found["recent"])
             found["raised"] = tuple((int(number), str(why)) for number, why in found["raised"])
@@ -199,19 +194,17 @@ class Heartbeat:
         self._stop = False
         self._begun = 0
         self._written_s = -1e9  # the first record is written immediately
-        # Ranks whose keys exist. Keys are never deleted, so each is checked until it is found.
+        # Ranks whose keys are known to exist. No key is ever deleted.
         self._on_store: set[int] = set()
         self.beating = False
-        """True: each exchange increments and writes `beat`.
-
-        It shows ranks on other hosts that this rank is alive; on one host it would only load the
-        store.
-        """
+        """If True, each exchange increments and writes `beat`, which shows ranks on other hosts
+        that this rank is alive. On one host that would only load the store."""
         self.rounds = 0
         """Number of the last completed exchange."""
         self.records: list[RankRecord | None] = [None] * world
         self.lost: str = ""
-        """Error by which the store was lost, or ""; `records` are then the last ones read."""
+        """Error by which the connection to the store was lost, or "". After that, `records` no
+        longer change."""
         self._thread = threading.Thread(target=self._run, name="infinity-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -232,7 +225,7 @@ class Heartbeat:
         Returns False at the timeout, or if the store is lost.
         """
         with self._changed:
-            # Not the current exchange, which may already have read the records.
+            # Not an exchange in progress, which may already have read the records.
             wanted = self._begun + 1
             self._urgent = True
             self._changed.notify_all()
@@ -242,9 +235,8 @@ class Heartbeat:
             )
 
     def stop(self, limit_s: float) -> None:
-        """Write the last changes, and end the thread. Blocks at most `limit_s`, then leaves the
-        thread running.
-        """
+        """Write the last changes, and end the thread. Blocks at most `limit_s`; a thread that is
+        stuck longer keeps running."""
         with self._changed:
             self._stop = True
             self._changed.notify_all()
@@ -269,25 +261,24 @@ class Heartbeat:
                 self._changed.notify_all()
             self._on_exchange()
         finally:
-            # Closed in this thread: in another, closing could wait for a stuck call.
+            # Drop the store in this thread: another thread could block behind a stuck call.
             self._store = None
 
     def _exchange(self) -> None:
         with self._changed:
             self._begun += 1
-            # `rounds` is set to this number at the end, for `refresh`.
             begun = self._begun
             if self.beating:
                 self._mine = dataclasses.replace(self._mine, beat=self._mine.beat + 1)
             due = self._urgent or self.beating or time.monotonic() - self._written_s > self._quiet_s
             self._urgent = False
             mine = self._mine
-        # Unchanged records are not written, since one host serves the requests of all ranks.
+        # Write only changed records, since one process serves the requests of all ranks.
         if due and mine != self.records[self._rank]:
             self._store.set(str(self._rank), mine.json())
             self._written_s = time.monotonic()
         others = [other for other in range(self._world) if other != self._rank]
-        # get() blocks on a missing key, so check first.
+        # Check first, because get() blocks on a missing key.
         for other in others:
             if other not in self._on_store and self._store.check([str(other)]):
                 self._on_store.add(other)

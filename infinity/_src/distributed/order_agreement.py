@@ -5,35 +5,37 @@ also chooses the queue of the next collective.
     follow     receive rank 0's choice of the next queue                      (other ranks)
     agree      compare the name; all ranks are ready to launch it             (exchange stream)
 
-A rank sends its name to the ranks with which it exchanges data: if any two ranks differ, some such
-pair does. Rank 0's choice reaches the ranks of its node and its counterparts directly, and other
-ranks through the counterpart on their node. So the choice needs no additional messages: a rank only
-waits for the name from its parent (rank 0, or its node's first rank) before it sends a name.
+A rank sends the name of its collective to the ranks with which it exchanges data: if any two ranks
+have different names, some such pair has. Rank 0's choice reaches the ranks of its node and its
+counterparts directly, and every other rank through rank 0's counterpart on that rank's node. So the
+choice needs no additional messages: before a rank sends a name, it waits for the name from its
+parent (rank 0, or its node's first rank).
 
-The message also says whether the rank lacks its input. If any rank does, no rank runs the
-collective. With several nodes of several ranks this needs a second exchange, because no rank
-receives messages from all others; only collectives that may be refused have it.
+The message also says whether the rank lacks its input. If any rank lacks its input, no rank runs
+the collective. With several nodes of several ranks the ranks need a second exchange for this,
+because no rank receives messages from all others. Only collectives that may be refused have it.
 
 # Launch order
 
 All ranks launch collectives from several queues in one order:
 
-    queues     each in the order of the program, which is the same on every rank
-    rank 0     launches the head that is ready first, and sends its queue
-    others     launch the head of that queue, once it is submitted and ready there
+    queues        each in the order of the program, which is the same on every rank
+    rank 0        launches the head that is ready first, and sends the number of its queue
+    other ranks   launch the head of that queue, once it is submitted and ready on them
 
 A collective is ready on a rank when this rank's shard has been read.
 
 NCCL requires one launch order for all collectives on a device, and a communicator for all its
-collectives. The order of submission would satisfy this, but rank 0's choice also lets a reduction
-overtake a gather that waits for a slow drive.
+collectives. The order of submission would satisfy NCCL, too. But with rank 0's choice a reduction
+can overtake a gather that waits for a slow drive.
 
 **No deadlock.** Let c1, c2, ... be the collectives in the order in which rank 0 chooses them. Rank
-0 chooses c(n) after its program has submitted it. Every collective that its program had waited for
-by then was complete there, and so was launched by all ranks: it is among c1 ... c(n-1), or in
-another communication stream. Every other rank runs the same program, and so waits, before it
-submits c(n), only for the same collectives. By induction they complete, the rank submits c(n), and
-c(n) becomes ready if its readiness depends on no other collectives. It does not, wait by wait:
+0 chooses c(n) after rank 0's program has submitted c(n). Every collective for which that program
+had waited by then was complete on rank 0, and so was launched by all ranks: it is among c1 ...
+c(n-1), or in another communication stream. Every other rank runs the same program, so before it
+submits c(n) it waits only for the same collectives. By induction they complete, the rank submits
+c(n), and c(n) becomes ready if its readiness depends on no other collective. That holds for each of
+its waits:
 
 - reads of the shard wait for slots of the executor, for earlier jobs on a chunk, for a drive. Jobs
   with slots and earlier jobs are submitted reads, writes and updates, which only wait for each
@@ -87,7 +89,7 @@ class OrderAgreement:
         self.rank = topology.rank
         self._group = group
         self._others = sorted({*topology.node_ranks, *topology.counterparts} - {topology.rank})
-        # Rank 0's choice comes from rank 0, or else from the node's first rank, its counterpart.
+        # The parent is rank 0, or else the node's first rank, which is a counterpart of rank 0.
         parent = 0 if 0 in self._others else topology.node_ranks[0]
         self.parent = parent if topology.rank != 0 else None
         """Rank from which `follow` receives; None on rank 0, which chooses."""
@@ -99,7 +101,7 @@ class OrderAgreement:
         """Wait until the ranks with which this rank exchanges data have reached the same
         collective.
 
-        Without this, ranks whose programs differ would misinterpret each other's data.
+        Otherwise ranks whose programs differ would misinterpret each other's data.
         Raises: RanksDiverged.
         """
         self.agree(0, what)
@@ -117,11 +119,12 @@ class OrderAgreement:
         return int(named[_QUEUE_AT])
 
     def agree(self, queue: int, what: str, *, lacks: bool | None = None) -> bool:
-        """Exchange names, and wait until the other ranks have sent the same one. Returns whether
+        """Exchange names, and wait until the other ranks have sent the same name. Returns whether
         any rank lacks its input, the same value on all ranks. queue: up to 255.
 
-        lacks: whether this rank lacks its input; None if the collective cannot be refused. After
-        the call, all ranks with which this rank exchanges data are ready. Raises: RanksDiverged.
+        lacks: whether this rank lacks its input; None if the collective cannot be refused. When
+        this returns, all ranks with which this rank exchanges data are ready. Raises:
+        RanksDiverged.
         """
         mine = _encode(queue, what, lacks=bool(lacks))
         theirs = {rank: torch.zeros(NAME_BYTES, dtype=torch.uint8) for rank in self._others}
@@ -140,8 +143,8 @@ class OrderAgreement:
             if not torch.equal(found[_QUEUE_AT:], mine[_QUEUE_AT:]):
                 raise RanksDiverged(
                     f"rank {self.rank} has reached {what}, and rank {rank} {_decode(found)}: "
-                    "all ranks must run the same modules in the same order, and call what is "
-                    "collective together, with the same values (control flow by rank? a "
+                    "all ranks must run the same modules in the same order, and call collective "
+                    "functions together, with the same values (control flow by rank? a "
                     "state_dict on one? a learning rate that follows the loss of one?); "
                     f"{LEFT_OUT}",
                     rank=rank,
@@ -150,9 +153,8 @@ class OrderAgreement:
         return self._any(lacking) if self._indirect and lacks is not None else lacking
 
     def _any(self, lacking: bool) -> bool:
-        """OR the ranks' results once more, which covers ranks that exchange no messages
-        directly.
-        """
+        """OR the ranks' results once more: the second exchange reaches ranks that exchange no
+        messages directly."""
         mine = torch.tensor([lacking], dtype=torch.uint8)
         theirs = [torch.zeros_like(mine) for _ in self._others]
         self._exchange(
@@ -171,7 +173,7 @@ class OrderAgreement:
 
 def _encode(queue: int, what: str, *, lacks: bool) -> torch.Tensor:
     """Encode queue, `lacks` and the end of a name in a message of fixed size."""
-    # The end of a name has the unit and the digest; names begin alike.
+    # Names begin alike; their ends, with unit and digest, differ.
     text = what.encode()[_NAME_AT - NAME_BYTES :]
     return torch.tensor(
         [lacks, queue, *text.ljust(NAME_BYTES - _NAME_AT, b"\0")], dtype=torch.uint8

@@ -1,13 +1,13 @@
 """Process groups of communication streams, and the abort of stuck collectives in them.
 
-`ProcessGroupGloo.abort` has no effect in torch 2.13 (a test checks this): a stuck collective
-remains until its timeout. But gloo fails immediately when a connection closes. So aborting shuts
-down the group's connections. They are the sockets in the group's epoll set, which is the descriptor
-that new_group() adds to the process.
+`ProcessGroupGloo.abort` has no effect in torch 2.13 (a test checks this): a collective stays stuck
+until its timeout. But gloo fails at once when a connection closes. So `abort_groups` shuts down
+the group's connections: the sockets in the group's epoll set, which is the descriptor that
+new_group() adds to the process.
 
-One limitation: when a connection closes in the middle of a write, gloo does not end this send, so a
-thread that waits for it waits until the timeout. No data reaches its memory any more, and the
-thread is abandoned.
+One limitation: when a connection closes in the middle of a write, gloo does not end that send, and
+a thread that waits for the send waits until the timeout. The thread is abandoned; no more data
+reaches its memory.
 
 NCCL has an abort. On an NCCL error or timeout torch's watchdog would end the process by SIGABRT,
 before a `RankFailed` that names the rank could be raised. It is disabled for the groups created
@@ -36,11 +36,12 @@ log = logging.getLogger("infinity")
 ABORT_S = 5.0
 # 0 (NoHandling): the engine handles errors and timeouts of NCCL.
 _TEARDOWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# The group's timeout exceeds the watchdog's by this, since the watchdog's error names the rank.
+# The group's timeout exceeds the watchdog's by this, so that the watchdog's error, which names the
+# rank, comes first.
 SLACK_S = 60.0
 _EPOLL = "anon_inode:[eventpoll]"
 _EPOLLS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# One group at a time: its descriptors are the difference of before and after.
+# One group at a time: its epoll set is the one that its creation adds.
 _MAKING = threading.Lock()
 
 
@@ -51,8 +52,7 @@ def make_group(
     outside of it.
 
     Collective over all ranks: every rank creates the same groups in the same order, from one thread
-    at a time. Blocks. timeout_s: the watchdog's; the group's is SLACK_S longer, so that the
-    watchdog's error is raised.
+    at a time. Blocks. timeout_s: the watchdog's; the group's is SLACK_S longer.
     """
     with _MAKING:
         before = _epolls()
@@ -64,10 +64,9 @@ def make_group(
         added = _epolls() - before
     if not isinstance(group, dist.ProcessGroup):
         return None  # torch returns a sentinel on ranks that are not members
-    # Only gloo's connections are shut down.
     if backend != "gloo":
         return group
-    # Another thread may have created an epoll set meanwhile; then the group's is unknown.
+    # If another thread has created an epoll set meanwhile, the group's is unknown.
     if len(added) == 1:
         _EPOLLS[group] = added.pop()
     else:
@@ -80,8 +79,8 @@ def make_group(
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_S) -> bool:
-    """Make the collectives of these groups fail on this rank, including running ones. The groups
-    are unusable afterwards.
+    """Make the collectives of these groups fail on this rank, including running ones. Afterwards
+    the groups are unusable.
 
     Blocks for `limit_s` at most. Returns False if the abort of an NCCL group hangs or fails: its
     kernels, and work queued behind them, may be stuck on the device. Collectives of a gloo group
@@ -92,7 +91,6 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_
     for group in groups:
         try:
             if group in _EPOLLS:
-                # Ends gloo's waiting calls.
                 for fd in _watched(_EPOLLS.pop(group)):
                     _shut_down(fd)
             elif dist.get_backend(group) == "nccl":
@@ -104,9 +102,9 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_
         # Continue with the other groups.
         except Exception:
             log.exception("a process group cannot be aborted")
-    # NCCL last, since its abort may hang. All NCCL groups concurrently, since one's abort may wait
-    # for a kernel that waits for another group. In threads, because a hanging call cannot be
-    # interrupted.
+    # NCCL last, since its abort may hang. All NCCL groups at the same time, since the abort of one
+    # may wait for a kernel that waits for another group. In threads, because a hanging call cannot
+    # be interrupted.
     for thread in threads:
         thread.start()
     end_s = time.monotonic() + limit_s
@@ -167,7 +165,6 @@ def _shut_down(fd: int) -> None:
     with contextlib.suppress(OSError):  # not a connected socket, or closed meanwhile
         # A duplicate, so that gloo's descriptor stays open.
         with socket.socket(fileno=os.dup(fd)) as connection:
-            # Raises for the listener, which must not be shut down: gloo ends the process if accept
-            # fails.
+            # Raises for the listener, which must stay: if accept fails, gloo ends the process.
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)

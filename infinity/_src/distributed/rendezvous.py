@@ -5,8 +5,8 @@
         ...                                                       # an error is sent in the next one
                                                                   # the end is a round, too
 
-Every round is the same collective. So a rank that fails between two rounds sends its failure in the
-others' next round, and no rank waits for one that never comes.
+Every round is the same collective. So a rank that fails between two rounds sends its error in the
+next round of the other ranks, and no rank waits for a message that never comes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ERROR_CHARACTERS_MAX = 2000
 class Rendezvous:
     """Context in which the ranks of `comm` exchange objects in rounds, and fail together.
 
-    what: named in errors. With one rank there are no messages. Inside the context, call other
-    collectives only if no rank can have failed since the last round. Leaving the context without an
-    error runs the last round, unless `end` was called. A BaseException such as KeyboardInterrupt is
-    not sent.
+    what: the name of the work, for errors. With one rank there are no messages. Inside the context,
+    call other collectives only if no rank can have failed since the last round. The exit of the
+    context runs the last round, unless `end` was called. A BaseException such as KeyboardInterrupt
+    is not sent.
     """
 
     def __init__(self, comm: Comm, what: str) -> None:
@@ -49,7 +49,7 @@ class Rendezvous:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # One rank, or after `end` or a failed round: no other rank waits for a round.
+        # Also after `end` or a failed round: no other rank waits for a round.
         if self._over:
             return
         if error is None:
@@ -61,7 +61,7 @@ class Rendezvous:
                 self._gather({"failed": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS_MAX]})
             except Exception:
                 log.exception(
-                    "rank %d failed at %s, and could not tell the others",
+                    "rank %d failed at %s, and could not report that to the other ranks",
                     self._comm.rank,
                     self._what,
                 )
@@ -75,14 +75,14 @@ class Rendezvous:
         if self._comm.world == 1:
             return [dict(value)]
         assert not self._over, "a rendezvous that is over has no rounds"
-        # Set first: if the round itself raises, the other ranks have failed, too.
+        # Set first: if the round raises, the other ranks have failed, too.
         self._over = True
         everyone = self._gather({"value": value})
         failed = {rank: row["failed"] for rank, row in enumerate(everyone) if "failed" in row}
         if failed:
             said = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
             ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
-            raise PeerFailed(f"{ranks} failed at {self._what}, and so all ranks do. {said}")
+            raise PeerFailed(f"{ranks} failed at {self._what}, so all ranks fail. {said}")
         self._over = False
         return [row["value"] for row in everyone]
 

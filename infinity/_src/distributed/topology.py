@@ -47,9 +47,9 @@ def check_launched() -> None:
     if ranks.isdecimal() and int(ranks) > 1 and group_world() is None:
         raise ValueError(
             f"WORLD_SIZE={ranks} is in the environment, so {ranks} ranks were started, and "
-            "torch.distributed has no process group yet: each rank would train a model of its own. "
-            f"To train one together, {_JOIN}. For a model of each process, take WORLD_SIZE out of "
-            "the environment"
+            "torch.distributed has no process group yet: each rank would train a separate model. "
+            f"To train one model together, {_JOIN}. To train one model per process, remove "
+            "WORLD_SIZE from the environment"
         )
 
 
@@ -67,13 +67,13 @@ def check_group(world: int | None, engine_world: int) -> None:
     ProcessGroupChanged.
     """
     now = group_world()
-    # None: the program has destroyed the group, and trains with no other rank.
+    # None: the program has destroyed the group, and so trains with no other rank.
     if now is not None and now != (world or 1):
         raise ProcessGroupChanged(
             f"torch.distributed has a process group of {now} ranks, and the model was offloaded "
             f"{'before there was one' if world is None else f'when it had {world}'}, by an engine "
             f"of {engine_world} rank{'s' if engine_world > 1 else ''}: the ranks would train "
-            f"models that differ. To train one together, {_JOIN}; {_OWN_MESH}"
+            f"different models. To train one model together, {_JOIN}; {_OWN_MESH}"
         )
 
 
@@ -83,8 +83,8 @@ def is_own(mesh: DeviceMesh | None) -> bool:
 
 
 def own_numbers() -> tuple[int, int]:
-    """Return the default group's (rank, local rank) for an engine of this rank alone, whose
-    topology has neither. Without LOCAL_RANK the local rank is the rank, as on one machine.
+    """Return this rank's (rank, local rank) in the default group, for an engine of this rank alone,
+    whose topology has rank 0. Without LOCAL_RANK the local rank is the rank, as on one machine.
     """
     rank = dist.get_rank()
     return rank, int(os.environ.get("LOCAL_RANK", rank))
@@ -176,8 +176,8 @@ def _check(mesh: DeviceMesh, world: int) -> None:
 
 def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
     """Exchange each rank's host and LOCAL_WORLD_SIZE through the store. Blocks."""
-    # Not by a collective, whose backend may need a device. The prefix separates the keys from those
-    # of other libraries.
+    # Not by a collective, whose backend may need a device. The prefix keeps the keys apart from
+    # other libraries' keys.
     store: Any = PrefixStore("infinity/host", _store())
     # `node` includes the network namespace, so each container of a machine counts as a host.
     mine = [*Host.this().node, os.environ.get("LOCAL_WORLD_SIZE", "")]
@@ -198,8 +198,8 @@ def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
 
 
 def _local_world(everyone: list[tuple[Any, str]]) -> int:
-    """Return the ranks per node: torchrun's number if it is consistent, else the ranks per host,
-    else all.
+    """Return the ranks per node: torchrun's number if it is consistent, or else the ranks per host
+    if all hosts have as many, or else all ranks.
     """
     world = len(everyone)
     hosts = [host for host, _ in everyone]
@@ -213,8 +213,8 @@ def _local_world(everyone: list[tuple[Any, str]]) -> int:
     ):
         return size_of_host
     log.warning(
-        "ranks of a host are not consecutive, or hosts have unequal numbers of them: the world "
-        "counts as one node"
+        "the ranks of a host are not consecutive, or hosts have different numbers of ranks: all "
+        "ranks count as one node"
     )
     return world
 

@@ -5,7 +5,7 @@
     StagedTransport   a device's tensors, over gloo through host memory (for tests)
 
 `Collectives` chooses parts and ranks, and sums. A transport only sends bytes, so results have the
-same bits with each.
+same bits with every transport.
 
 The engine's collectives are point-to-point messages, except all_gather of whole units over NCCL,
 which is all_gather_single. Reasons (figures: bench/README.md, "Collectives over gloo"):

@@ -337,7 +337,7 @@ def test_a_shard_that_is_lacking_refuses_its_gather_alone(watchdog: Watchdog, he
         time.sleep(0.02)
         assert not gather.done
         go.set()
-        with pytest.raises(CollectiveRefused, match="g0 is run by no rank") as caught:
+        with pytest.raises(CollectiveRefused, match="g0: no rank runs it") as caught:
             gather.wait()
         assert caught.value.__cause__ is error
         assert before.done
