@@ -252,7 +252,7 @@ def test_a_path_keeps_its_links_and_has_its_home(
     assert absolute("~/a", "directory") == tmp_path / "a"
     assert absolute("~nobody-of-this-name", "directory") == tmp_path / "~nobody-of-this-name"
     for wrong in (b"a", 3, None):
-        with pytest.raises(ValueError, match=r"directory=.* is no path"):
+        with pytest.raises(ValueError, match=r"directory=.* is not a path"):
             absolute(wrong, "directory")  # type: ignore[arg-type]
     model, optimizer = made()
     before = sorted(tmp_path.iterdir())

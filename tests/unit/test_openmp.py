@@ -120,7 +120,7 @@ def active(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process with several threads that wait actively, and without a warning so far."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(openmp, "_told", False)
+    monkeypatch.setattr(openmp, "_warned", False)
     monkeypatch.setattr(openmp, "loaded_runtimes", lambda: ["libgomp"])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 

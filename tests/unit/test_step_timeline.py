@@ -177,5 +177,5 @@ def test_a_file_that_is_no_timeline_is_named(tmp_path: Path, text: str) -> None:
     path.write_text(json.dumps(GOOD))
     assert StepTimeline.read(path).names == ("a",)
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"timeline\.json is no timeline of a step .*remove it"):
+    with pytest.raises(ValueError, match=r"timeline\.json is not the timeline of a .*remove it"):
         StepTimeline.read(path)

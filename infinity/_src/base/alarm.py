@@ -3,8 +3,8 @@
     sound   by native threads when a job fails; by the owners of drives, ranks and saves when one
             of them fails; by an update mode that runs updates ahead of their step; by the handle on
             close
-    read    by each gather, as one word of memory. While it is set, `EngineAccess.before_read`
-            queries all owners, and raises the fault of one
+    read    by each gather, as one word of memory. While the flag is set, `EngineAccess.before_read`
+            queries all owners, and raises the first fault
 
 So the cost of a gather does not depend on the number of pending updates.
 """

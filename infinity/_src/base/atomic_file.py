@@ -1,10 +1,10 @@
 """Files written under a temporary name and renamed when complete.
 
-    replaced, write_named    a kill leaves the old or the new file under the name
-    write_durably            so does a power cut: the bytes are on the drive before the rename
+    replaced, write_named    after a kill the name has the old or the new file
+    write_durably            after a power cut, too: the bytes are on the drive before the rename
 
-The directory may be shared: a link or FIFO that another user created under the name is replaced,
-neither followed nor opened.
+The directory may be shared: if another user has created a link or FIFO under the name, it is
+replaced, and neither followed nor opened.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import BinaryIO
 
 
 def open_new(path: Path, mode: int = 0o666) -> BinaryIO:
-    """Create a file for writing, unlinking an existing one of the name. mode: permissions, before
-    the umask. Raises: OSError naming the path, also for an existing device or directory.
+    """Create a file for writing, and unlink an existing file of that name. mode: permissions,
+    before the umask. Raises: OSError naming the path, also if the name is a device or a directory.
     """
     with contextlib.suppress(FileNotFoundError):
         kind = path.lstat().st_mode
@@ -55,7 +55,7 @@ def write_named(path: Path, data: bytes | str) -> None:
         with path.open("wb") if stays else replaced(path) as file:
             file.write(data.encode() if isinstance(data, str) else data)
     except OSError as error:
-        # Name the user's path: a write error has no path, or that of the partial file.
+        # A write error has no path, or the partial file's path.
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
@@ -119,7 +119,7 @@ def _fsync(path: Path, flags: int) -> None:
     try:
         os.fsync(opened)
     except OSError as error:
-        # Name the file, which the error of a descriptor does not.
+        # The error of a descriptor names no file.
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(opened)

@@ -11,8 +11,8 @@ from rich.table import Table
 
 
 def say(console: Console, text: str, *, markup: bool = True, style: str | None = None) -> None:
-    """Print a line without breaking it. markup: False for a text that may hold brackets, as paths
-    and calls of Python do.
+    """Print a line without wrapping it. markup: False for a text that may contain brackets, such as
+    a path.
     """
     console.print(text, style=style, markup=markup, highlight=False, soft_wrap=True)
 
@@ -25,7 +25,7 @@ def to_stderr(console: Console) -> Console:
 
 
 def say_error(console: Console, error: object) -> None:
-    """Print an error in one line, on standard error in place of standard output."""
+    """Print an error in one line, to the console of `to_stderr`."""
     say(to_stderr(console), f"[red]error:[/red] {escape(str(error))}")
 
 

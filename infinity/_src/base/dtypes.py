@@ -104,7 +104,7 @@ def in_safetensors(dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
 def why_not_bits(value: torch.Tensor) -> str:
     """Return why shape and bits do not determine a tensor, or ""."""
     if kind_of(value.dtype) == "quantized":
-        return "its scales lie beside its bits"
+        return "its scales are separate from its bits"
     if value.is_nested:
         return "it is nested"
     return "" if value.layout is torch.strided else f"it is of layout {value.layout}"

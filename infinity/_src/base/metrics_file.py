@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
-from infinity._src.base.atomic_file import open_new
+from infinity._src.base.atomic_file import replaced
 
 FILE_NAME: Final = "metrics.jsonl"
 
@@ -35,18 +35,18 @@ LINE_BYTES_MAX: Final = 1 << 20
 
 class MetricsFile:
     """Writer of a metrics.jsonl. path: None for a rank that writes no file. keeps: append to an
-    existing file. Otherwise the first step replaces an existing file; if there is no step until
-    `close`, the existing file stays and no new one is left.
+    existing file. Otherwise the first step replaces an existing file; if no step comes before
+    `close`, the existing file stays, and the new one is removed.
     """
 
     def __init__(self, path: Path | None, *, keeps: bool = False) -> None:
         self._path = path
-        # Where the record of an earlier run waits for the first step; None once it has come.
+        # Path of an earlier run's record until the first step of this run replaces it; else None.
         self._earlier: Path | None = None
         if path is not None:
             earlier = path.with_name(path.name + ".earlier")
             if earlier.is_file():
-                # A kill has ended a run before its first step.
+                # A run was killed before its first step: its predecessor's record counts.
                 earlier.replace(path)
             if keeps and path.is_file():
                 _mend(path)
@@ -62,22 +62,19 @@ class MetricsFile:
         if self._path is None:
             return
         self._file.close()
-        # Written to a temporary file and renamed, so that a kill leaves the old or the new version.
-        partial = self._path.with_name(self._path.name + ".partial")
         with (
             self._path.open(encoding="utf-8", errors="replace") as lines,
-            open_new(partial) as kept,
+            replaced(self._path) as kept,
         ):
             for line in lines:
                 row = _row(line)
-                # Held-out losses of `step` itself are dropped: they are measured again.
+                # Drop the held-out losses of `step`, too: the resumed run measures them again.
                 if (
                     row is not None
                     and row["kind"] != "summary"
                     and row.get("step", -1) < step + (row["kind"] == "step")
                 ):
                     kept.write((line.rstrip("\n") + "\n").encode())
-        partial.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 
     def add(self, kind: str, record: dict[str, Any]) -> None:
@@ -87,7 +84,7 @@ class MetricsFile:
         try:
             self._file.write(json.dumps({"kind": kind, **record}) + "\n")
         except OSError as error:
-            # A failed write has no path.
+            # The error of a write has no path.
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
@@ -126,8 +123,8 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 return
             if len(line) > LINE_BYTES_MAX:
                 raise ValueError(
-                    f"{path}, line {number} has more than {LINE_BYTES_MAX} bytes, and is none of "
-                    "infinity's; remove the line"
+                    f"{path}, line {number} has more than {LINE_BYTES_MAX} bytes, so infinity has "
+                    "not written it; remove the line"
                 )
             if not line.strip():
                 continue
@@ -136,7 +133,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, row
             elif line.endswith(b"\n"):
                 raise ValueError(
-                    f'{path}, line {number} is no JSON object with a "kind": '
+                    f'{path}, line {number} is not a JSON object with a "kind": '
                     f"{line[:60].decode(errors='replace')!r}; remove the line"
                 )
             else:

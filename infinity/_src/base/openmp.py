@@ -1,10 +1,11 @@
 """Wait policy of the OpenMP threads with which torch computes on the CPU.
 
-Between two parallel regions the threads of a team wait, by default actively: libgomp's spin 300,000
-times before they sleep, Intel's and LLVM's for 200 ms. A spinning thread occupies its core. If
-another job shares the cores, the thread that the others wait for may then have no core.
+Between two parallel regions the threads of a team wait, by default actively: before they sleep,
+threads of libgomp spin 300,000 times, threads of Intel's and LLVM's runtimes for 200 ms. A spinning
+thread occupies a core. If another job shares the cores, the thread for which the team waits may
+then have no core.
 
-A runtime reads its environment variables when torch loads it; setting them later has no effect.
+A runtime reads its environment variables when torch loads it; a later change has no effect.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ _COUNTS = {"libgomp": "GOMP_SPINCOUNT", "libomp": "KMP_BLOCKTIME", "libiomp5": "
 _COUNT = re.compile(r"\+?(\d+)\s*[a-z]*|infinit\w*", re.IGNORECASE)
 _MAPS = Path("/proc/self/maps")
 
-_told = False
+_warned = False
 
 
 def wait_passively() -> None:
     """Make waiting threads sleep, unless the environment sets a policy. Commands call this before
-    torch is loaded; later it has no effect.
+    they load torch; later it has no effect.
     """
-    # Once torch is loaded the variable has no effect, but `why_active` would read it.
+    # Once torch is loaded, the variable has no effect and would only mislead `why_active`.
     if "torch" not in sys.modules:
         os.environ.setdefault(POLICY, "PASSIVE")
 
 
 def why_active(runtime: str, environment: Mapping[str, str]) -> str:
-    """Return the setting that makes threads of a runtime (a key of `_COUNTS`) wait actively if it
-    was loaded in this environment; "" if they sleep immediately.
+    """Return the setting of this environment that makes the threads of a runtime (a key of
+    `_COUNTS`) wait actively; "" if they sleep immediately.
     """
     name = _COUNTS[runtime]
     count = _COUNT.fullmatch(environment.get(name, "").strip())
@@ -61,24 +62,25 @@ def loaded_runtimes() -> list[str]:
 
 
 def active_here() -> str:
-    """Return the setting that makes waiting threads of this process active, judged by its current
-    environment; "" if they sleep, or no runtime is loaded.
+    """Return the setting in the current environment that makes waiting threads of this process
+    active; "" if they sleep, or no runtime is loaded.
     """
     reasons = (why_active(name, os.environ) for name in loaded_runtimes())
     return next((reason for reason in reasons if reason), "")
 
 
 def warn_if_active(threads: int) -> None:
-    """Log once per process if waiting threads are active. threads: torch's number; 1 never waits.
+    """Log once per process if waiting threads are active. threads: torch's number; with one thread
+    there is nothing to wait for.
     """
-    global _told
-    if _told or threads < 2:
+    global _warned
+    if _warned or threads < 2:
         return
     reason = active_here()
     if reason:
-        _told = True
+        _warned = True
         log.warning(
-            "torch's threads wait actively (%s): beside another job on these cores a step takes "
+            "torch's threads wait actively (%s): if another job uses these cores, a step takes "
             "several times as long. Set %s=PASSIVE in the environment, before torch is imported",
             reason,
             POLICY,

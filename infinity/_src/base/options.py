@@ -1,4 +1,5 @@
-"""Options of the commands as tables: a row for each, from which argparse's options are made."""
+"""Options of the commands as tables, with one row per option; argparse's options are made from it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from typing import Any, NamedTuple
 class Row(NamedTuple):
     """One option of a command.
 
-    name: without its dashes, or a positional argument with a leading blank. kind: False makes a
-    switch; a tuple has the choices; a function parses the text, and the default is None; a list of
-    such a function makes an option that may be repeated; any other value is the default, and its
-    type parses. text: for the help. metavar: the value's name there. more: as `add_argument` has
-    it, in place of what kind says.
+    name: without dashes; a leading blank marks a positional argument. kind: False for a switch; a
+    tuple of choices; a function that parses the value (default: None); a list of one such function
+    for an option that may be repeated; any other value is the default, and its type parses the
+    value. text: for the help. metavar: the value's name in the help. more: arguments of
+    `add_argument`, which override those from `kind`.
     """
 
     name: str

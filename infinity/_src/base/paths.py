@@ -1,7 +1,7 @@
 """Paths from callers, made absolute on entry.
 
-So a later change of the current directory does not redirect them. Symbolic links are not resolved:
-a link that is changed later redirects the path, as in any program.
+A later change of the current directory then does not redirect a path. Symbolic links are not
+resolved: if a link is changed later, the path leads to the link's new target, as in any program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def absolute(path: str | os.PathLike[str], what: str) -> Path:
     current directory is removed or unreadable.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
-        raise ValueError(f"{what}={path!r} is no path: give a str or a pathlib.Path")
+        raise ValueError(f"{what}={path!r} is not a path: give a str or a pathlib.Path")
     if not os.fspath(path):
         raise ValueError(f"{what} is an empty path: for the current directory give '.'")
     # Not Path.expanduser, which raises for an unknown user; a shell leaves the text unchanged.

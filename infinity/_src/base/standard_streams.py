@@ -21,7 +21,7 @@ from typing import Any, final
 @final
 class SafeStream:
     """A text stream whose writes do not raise OSError. stream: may be None. tell: called with the
-    first error other than a reader that has closed.
+    first error, unless that means that the reader has closed.
     """
 
     def __init__(self, stream: Any, tell: Callable[[OSError], None]) -> None:
@@ -69,8 +69,8 @@ class SafeStream:
         return True
 
     def end(self) -> None:
-        """Flush for the last time; on an error discard the buffer, which the interpreter would
-        flush again at exit, with another exit status.
+        """Flush for the last time. On an error discard the buffer: the interpreter would flush it
+        again at exit, and change the exit status.
         """
         if self.flush():
             return
@@ -93,12 +93,12 @@ class SafeStream:
 
 
 def with_safe_streams(command: Callable[[], int]) -> int:
-    """Run a command with SafeStreams. Returns its exit status, or 1 instead of 0 if writing
-    standard output failed. Raises: SystemExit, likewise.
+    """Run a command with SafeStreams. Returns its exit status, or 1 instead of 0 if a write to
+    standard output failed. Raises: SystemExit, with the status changed in the same way.
     """
     _open_closed()
     given = sys.stdout, sys.stderr
-    # Errors of standard error itself cannot be reported.
+    # An error of standard error cannot be reported.
     err = SafeStream(sys.stderr, lambda _error: None)
     out = SafeStream(sys.stdout, lambda error: _tell(err, error))
     sys.stdout, sys.stderr = out, err  # type: ignore[assignment]
@@ -126,13 +126,13 @@ def write_to_stdout(text: str) -> None:
 
 def _tell(err: SafeStream, error: OSError) -> None:
     reason = error.strerror or type(error).__name__
-    err.write(f"error: standard output cannot be written: {reason}; what it should show is lost\n")
+    err.write(f"error: standard output cannot be written: {reason}; the output is incomplete\n")
     err.flush()
 
 
 def _open_closed() -> None:
     """Open /dev/null in place of closed standard streams. Otherwise the next opened file, such as a
-    swap file, would get their number and receive libraries' output.
+    swap file, would get the descriptor of one, and libraries would print to that file.
     """
     for fd in (0, 1, 2):
         try:

@@ -15,12 +15,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from infinity._src.base.atomic_file import write_new
+from infinity._src.base.atomic_file import replaced
 from infinity._src.base.telemetry import Span
 
 FILE_NAME: Final = "timeline.json"
@@ -35,7 +34,7 @@ LANES: Final[tuple[str, ...]] = (
 BARS_MAX: Final = 3000
 ROWS_MAX: Final = 4
 _BYTES_MAX = 16 << 20
-# Fraction of the step's time that is less than a pixel.
+# Fraction of a step's time that is too short to be drawn as a pixel.
 _FINEST = 1 / 4000
 
 _OF_PYTHON = {
@@ -126,12 +125,8 @@ class StepTimeline:
                 for lane, bars in self.lanes.items()
             },
         }
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            write_new(partial, json.dumps(document, separators=(",", ":")))
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replaced(path) as file:
+            file.write(json.dumps(document, separators=(",", ":")).encode())
 
     @classmethod
     def read(cls, path: Path) -> StepTimeline:
@@ -142,8 +137,8 @@ class StepTimeline:
             return cls._checked(json.loads(path.read_bytes()))
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{path} is no timeline of a step ({type(error).__name__}: {error}); remove it, "
-                "and the page is without a timeline"
+                f"{path} is not the timeline of a step ({type(error).__name__}: {error}); remove "
+                "it to get the page without a timeline"
             ) from error
 
     @classmethod
@@ -211,7 +206,8 @@ def _in_rows(bars: list[Bar]) -> list[Bar]:
 
 
 def _coarser(bars: list[Bar], resolution_s: float) -> list[Bar]:
-    """Join neighbours of a row if they and the gap between are shorter than `resolution_s`."""
+    """Join neighbours in a row if both bars and the gap between them are shorter than
+    `resolution_s`."""
     kept: list[Bar] = []
     groups: dict[int, Bar] = {}
     for bar in bars:
@@ -229,7 +225,7 @@ def _coarser(bars: list[Bar], resolution_s: float) -> list[Bar]:
 
 
 def _renumber(lanes: Mapping[str, Sequence[Bar]], names: Sequence[str]) -> tuple[str, ...]:
-    """Renumber the bars' names to the used ones, in the same order. Returns the used names."""
+    """Drop names that no bar uses, and renumber the bars. Returns the remaining names."""
     bars = [bar for row in lanes.values() for bar in row]
     used = sorted({number for bar in bars for number in (bar.first, bar.last)})
     place = {number: index for index, number in enumerate(used)}

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from infinity._src.base.atomic_file import write_new
+from infinity._src.base.atomic_file import replaced
 from infinity._src.base.paths import absolute
 
 logger: Final = logging.getLogger("infinity")
@@ -35,8 +35,8 @@ NATIVE_TRACKS: Final = ("reads", "writes", "updates", "copies", "to device", "fr
 """Track names, indexed by the `track` field of an executor's spans."""
 
 TRACKS: Final = ("phases", "wait", "compute", "gradients", *NATIVE_TRACKS)
-"""Tracks of every trace, in display order. compute: a unit is gathered and used by a forward or a
-backward. gradients: a gradient from autograd is accumulated.
+"""Tracks of every trace, in display order. compute: a forward or a backward uses a gathered unit.
+gradients: a gradient from autograd is accumulated.
 """
 
 SHORT_NS: Final = 20_000
@@ -63,8 +63,8 @@ class _LastResort(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or logger.handlers != [self]:
             return
-        # Errors (a full disk, a closed stream) are suppressed, since a warning may be logged while
-        # a step is undone. sys.stderr is read here, because programs replace it.
+        # Suppress errors (a full disk, a closed stream): a warning may be logged while a step is
+        # being undone. Read sys.stderr here, because programs replace it.
         with contextlib.suppress(OSError, ValueError):
             if sys.stderr is not None:
                 print(self.format(record), file=sys.stderr, flush=True)
@@ -80,11 +80,11 @@ logger.addHandler(_last_resort())
 
 
 def configure_logging(level: str | None = None) -> None:
-    """Log to stderr at `level`, else at $INFINITY_LOG. Without both, logging is unchanged: warnings
+    """Log to stderr at `level`, or else at $INFINITY_LOG. Without both this does nothing: warnings
     go to stderr if there is no other handler.
 
-    A further call changes the level, without a second handler.
-    Raises: ValueError when the level is none of `LEVELS`.
+    A second call changes the level, and adds no second handler.
+    Raises: ValueError for a level that is not in `LEVELS`.
     """
     chosen = level or os.environ.get("INFINITY_LOG")
     if not chosen:
@@ -165,8 +165,8 @@ class Timeline:
             raise ValueError(f"spans_max={spans_max} must be at least 1")
         self.spans_max = spans_max
         self.dropped = 0
-        # A ring: span n is at n % spans_max. In columns: a tuple per span would be four times as
-        # large.
+        # A ring: span n is at n % spans_max. In columns, because a tuple per span would take four
+        # times the memory.
         self._count = 0
         self._times = array("q", [0]) * (2 * spans_max)
         self._waited_ns = array("q", [0]) * spans_max
@@ -270,14 +270,8 @@ class Timeline:
             "otherData": {"origin_monotonic_ns": origin_ns, "dropped_spans": self.dropped},
             "traceEvents": events,
         }
-        target = absolute(path, "path")
-        # Renamed when complete: readers never see a partial trace.
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            write_new(partial, json.dumps(document, separators=(",", ":")))
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replaced(absolute(path, "path")) as file:
+            file.write(json.dumps(document, separators=(",", ":")).encode())
         return len(spans)
 
 
@@ -460,7 +454,7 @@ class PhaseFigures:
         return PhaseFigures(*(a - b for a, b in zip(_values(self), _values(other), strict=True)))
 
     def per(self, steps: int) -> PhaseFigures:
-        """Return means per step; counts and bytes are rounded."""
+        """Return the means per step; counts and bytes are rounded."""
         return PhaseFigures(
             *(round(v / steps) if isinstance(v, int) else v / steps for v in _values(self))
         )
@@ -482,8 +476,9 @@ class PhaseClock:
 
     marks: reads the engine's counters; called at every change of phase (tens of microseconds).
     activations: returns (read, written) bytes of offloaded activations. `enter` begins a phase by
-    name; `enter("idle")` ends it. `steady` covers the end of the first step to the end of the last
-    one (`steady_steps` steps), since the first step traces and fills pools.
+    name; `enter("idle")` ends it. `steady` covers the time from the end of the first step to the
+    end of the last one (`steady_steps` steps): the first step also traces, and touches the pools'
+    pages for the first time.
     """
 
     def __init__(
@@ -515,7 +510,7 @@ class PhaseClock:
         """End the current phase and begin `phase`. The first "forward" after a step becomes "first
         forward".
 
-        quiet: for a training forward: no update is pending, so none slows its computation down.
+        quiet: no update is pending that would slow this training forward down.
         """
         if phase == "forward" and self._after_step:
             phase, self._after_step = "first forward", False
@@ -550,7 +545,7 @@ class PhaseClock:
             marks.d2h_s - at.d2h_s,
         )
         self._totals[phase] += passed
-        # Excluding the first step, which traces and fills pools.
+        # Without the first step, as in `steady`.
         if self._quiet and phase in ("first forward", "forward") and self._steps:
             self._quiet_forward += passed
         if phase != "idle":
@@ -572,7 +567,7 @@ class PhaseClock:
     def totals(self) -> dict[str, PhaseFigures]:
         """Return the totals of all phases since construction, including the current one so far."""
         self._close()
-        # The current phase continues, so it must not count twice.
+        # `_close` has counted the current phase, which continues and will be counted at its end.
         found = dict(self._totals)
         self._totals[self._phase] -= PhaseFigures(1)
         return found

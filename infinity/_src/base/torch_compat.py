@@ -10,8 +10,8 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
                                                                     of the outer one, whose units
                                                                     are released too early
     graph_is_kept                _C._autograd.                      updates during backward change
-                                 _get_current_graph_task_keep_graph weights that a retained graph
-                                                                    needs again
+                                 _get_current_graph_task_keep_graph weights that the next backward
+                                                                    of a retained graph needs
     sequence_number,             _C._autograd._get_sequence_nr,     if a module returns one of its
     node_sequence_number         Node._sequence_nr                  inputs unchanged, backward
                                                                     gathers units again that it has
@@ -26,54 +26,53 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
     DisableTorchFunctionSubclass _C.DisableTorchFunctionSubclass    reading an attribute of a
                                                                     parameter at rest recurses
                                                                     without end
-    NO_TORCH_FUNCTION            _C._disabled_torch_function_impl   operations on `p.grad` do not
-                                                                    go straight to its
-                                                                    `__torch_dispatch__`
+    NO_TORCH_FUNCTION            _C._disabled_torch_function_impl   operations on `p.grad` pass
+                                                                    through `__torch_function__`
+                                                                    before `__torch_dispatch__`
     profiled                     _C._autograd._profiler_enabled     ranges cost time when no
                                                                     profiler runs
     resize_storage, storage_size UntypedStorage.resize_, size       released units keep their memory
-    is_resizable                 UntypedStorage.resizable           releasing a unit that numpy has
-                                                                    seen raises
-    set_versions                 _C._autograd.                      each unit gathered again in
-                                 _unsafe_set_version_counter        backward looks modified, and
-                                                                    backward refuses it
-    bump_version                 autograd.graph.increment_version   graphs do not notice what was
-                                                                    written in `handle.gather`:
+    is_resizable                 UntypedStorage.resizable           the release of a unit that was
+                                                                    exported to numpy raises
+    set_versions                 _C._autograd.                      autograd takes a unit that is
+                                 _unsafe_set_version_counter        gathered again in backward for
+                                                                    modified, and raises
+    bump_version                 autograd.graph.increment_version   autograd misses the writes in
+                                                                    `handle.gather`, and computes
                                                                     wrong gradients
     version_of                   Tensor._version                    a write to a weight in forward
                                                                     is lost without an error
     version_found_by             the text of autograd's error of    a released parameter that
                                  a saved tensor's version           backward needs is not named
-    tensor_refs, storage_refs    Tensor._use_count,                 calls whose graphs are gone are
-                                 _C._storage_Use_Count              kept
-    watch_backward               autograd._engine_run_backward,     results that leave a module
-                                 autograd.graph, the same name      other than by its return value
-                                                                    are not found
+    tensor_refs, storage_refs    Tensor._use_count,                 records of calls are kept after
+                                 _C._storage_Use_Count              their graphs are freed
+    watch_backward               autograd._engine_run_backward,     results that a module does not
+                                 autograd.graph, the same name      return, but stores, get no hooks
     queue_callback               Variable._execution_engine.        units whose uses never finish in
                                  queue_callback                     a backward stay gathered
-    register_post_accumulate     Tensor.register_post_              gradients given to a parameter
-                                 accumulate_grad_hook               at rest are not taken
+    register_post_accumulate     Tensor.register_post_              a gradient that autograd gives
+                                 accumulate_grad_hook               to a parameter at rest is lost
     make_wrapper                 Tensor._make_wrapper_subclass      a parameter at rest needs
                                                                     storage
-    exchange                     _C._swap_tensor_impl, __class__    what refers to a parameter keeps
-                                 and hooks of Tensor                the original, and trains nothing
-    storage_of, storage_uses     Tensor.untyped_storage,            tensors over the memory of a
-                                 _C._storage_Use_Count              parameter go unseen
-    gradient_node                Tensor._use_count,                 a graph from before `offload`
-                                 autograd.graph.get_gradient_edge   gives its gradients to nothing
+    exchange                     _C._swap_tensor_impl, __class__    other references to a parameter
+                                 and hooks of Tensor                keep the original, which is not
+                                                                    trained
+    storage_of, storage_uses     Tensor.untyped_storage,            other tensors in the memory of a
+                                 _C._storage_Use_Count              parameter are not found
+    gradient_node                Tensor._use_count,                 the gradients of a graph from
+                                 autograd.graph.get_gradient_edge   before `offload` are lost
     METADATA                     getters and methods of Tensor,     asking a parameter at rest for
                                  Tensor.grad_dtype                  its shape raises
     separate_version             Tensor.data, getter                a write to one parameter counts
                                                                     as one to all of its unit
-    set_data, version_witness    Tensor.data, setter                a unit that numpy has seen
-                                                                    cannot move; writes to
-                                                                    activations that are away go
-                                                                    unseen
+    set_data, version_witness    Tensor.data, setter                a unit that was exported to
+                                                                    numpy cannot move; writes to
+                                                                    offloaded activations are missed
     parse_to                     _C._nn._parse_to                   `.to(...)` of a parameter at
                                                                     rest or of tiled logits is not
                                                                     understood
     calling_module_frame         the name of a frame of             forwards that KeyboardInterrupt
-                                 Module.__call__: _call_impl        left are taken for running ones
+                                 Module.__call__: _call_impl        has ended count as running
     is_running                   sys._current_frames                the same
     is_replicating               the name of a module:              DataParallel is refused without
                                  torch.nn.parallel.replicate        being named
@@ -99,8 +98,8 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
     all_gather_single            distributed.all_gather_single      ranks cannot compare names,
                                  (from 2.13),                       sizes and step values, and NCCL
                                  all_gather_into_tensor (to 2.12)   gathers no unit
-    assert_async                 torch._assert_async                an index out of range gives rows
-                                                                    of old memory on a GPU
+    assert_async                 torch._assert_async                on a GPU an index out of range
+                                                                    reads unrelated memory
     make_mem_pool                cuda.MemPool(use_on_oom=)          idle memory of the gather pool
                                  (from 2.8)                         is not given to activations when
                                                                     the device runs out
@@ -111,8 +110,8 @@ changes one, a test of `test_torch_compat.py` fails, and the row says what would
                                                                     at a time
     dcp_storage_info             distributed.checkpoint.            torch cannot read what
                                  filesystem._StorageInfo            `export_dcp` writes
-    is_out_of_memory             what the CPU's allocator says      `infinity train` ends with a
-                                                                    traceback where memory is short
+    is_out_of_memory             the CPU allocator's error text     out of memory, `infinity train`
+                                                                    ends with a traceback
 
 The tests also cover undocumented behaviour of public functions: a prehook on a node runs after
 hooks on its tensors; hooks with `always_call` run after an exception, but not after
@@ -305,7 +304,7 @@ def watch_backward(watcher: BackwardWatcher) -> None:
     @functools.wraps(plain_run)
     def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         watchers = tuple(_backward_watchers)
-        # A root is a tensor or a GradientEdge.
+        # Each root is a tensor or a GradientEdge.
         nodes = [out.grad_fn if isinstance(out, torch.Tensor) else out.node for out in outputs]
         roots = [node for node in nodes if node is not None]
         for each in watchers:
@@ -499,12 +498,12 @@ def dynamo_disable(function: F, *, recursive: bool = True) -> F:
     def untraced(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    # A frame's code says what is skipped: only the frame, or the calls below, too.
+    # The strategy of a code object: skip only its frames, or also the calls that they make.
     excluded: Any = untraced if recursive else function
     skip, trace = _EVAL_FRAME._FrameAction.SKIP, _EVAL_FRAME._FrameAction.DEFAULT
     strategy = _EVAL_FRAME._FrameExecStrategy(skip, skip if recursive else trace)
     _EVAL_FRAME.set_code_exec_strategy(excluded.__code__, strategy)
-    # A trace of a caller breaks its graph at this mark.
+    # Dynamo breaks the graph of a traced caller at this attribute.
     excluded._torchdynamo_disable = True
     return cast("F", excluded)
 
@@ -537,7 +536,6 @@ def is_running(wanted: FrameType, thread: int) -> bool:
     frame: FrameType | None = (
         sys._getframe(1) if thread == get_ident() else sys._current_frames().get(thread)
     )
-    # If it is not on the stack, its call has ended or was interrupted.
     while frame is not None:
         if frame is wanted:
             return True
@@ -657,9 +655,9 @@ def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
     """Notify `watcher` of calls of `torch.utils.checkpoint.checkpoint`. Returns a function that
     ends this.
 
-    The watcher hears of reentrant and non-reentrant calls, except those inside other checkpoints or
-    under the user's saved-tensor hooks. Without a watcher torch is unchanged. Raises: ValueError if
-    this torch saves the inputs of checkpoints in an unknown way.
+    Notifies of reentrant and non-reentrant calls, except calls inside other checkpoints or under
+    the user's saved-tensor hooks. Without a watcher torch is unchanged. Raises: ValueError if this
+    torch saves the inputs of checkpoints in an unknown way.
     """
     # Only the first watcher replaces torch's functions.
     if not _watchers:
@@ -818,7 +816,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    # The second text is of builds for other systems than Linux.
+    # The second text is from builds for systems other than Linux.
     texts = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 

@@ -1,5 +1,5 @@
-"""The origin of this installation, the packages that a command needs beside it, and the line that
-installs them.
+"""The source of this installation, the packages that a command needs in addition, and the command
+that installs them.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ NEEDS: Final = {
     "bench --plot": ("matplotlib",),
     "bench --for": ("transformers",),
 }
-"""Packages that a command imports, and that an installation without the extra does not bring."""
+"""Command -> packages that it imports, and that an installation without the extra lacks."""
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package can be found; it is not imported."""
+    """Return whether a package can be found, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
 def lacking() -> dict[str, list[str]]:
-    """Return the packages that each command lacks; commands that have all are left out."""
+    """Return the missing packages of each command; complete commands are left out."""
     found = {
         command: [package for package in packages if not is_installed(package)]
         for command, packages in NEEDS.items()
@@ -40,15 +40,15 @@ def lacking() -> dict[str, list[str]]:
 
 
 def install_line(extra: str = "", *options: str) -> str:
-    """Return the command that installs this package from its own source, with an extra. options: of
-    `pip install`.
+    """Return the command that installs this package again from the same source, with an extra.
+    options: of `pip install`.
     """
     return shlex.join(["pip", "install", *options, *_source(f"[{extra}]" if extra else "")])
 
 
 def hidden_package() -> Path | None:
-    """Return the installed package with its extension if another tree was imported in its place:
-    `python -m` imports from the current directory first. None if there is none.
+    """Return the directory of an installed package with the extension if this process has imported
+    another tree instead; else None. `python -m` imports from the current directory first.
     """
     import importlib.metadata
 
@@ -66,13 +66,13 @@ def not_installed(package: str) -> str:
 
 
 def _source(extra: str) -> list[str]:
-    """Return what pip installs this package from. pip notes that in direct_url.json, except for a
-    package of an index.
+    """Return pip's arguments for the source of this package. pip records the source in
+    direct_url.json, unless it is a package index.
     """
     noted = _direct_url()
     if noted is None:
         tree = Path(__file__).resolve().parents[3]
-        # A source tree that is imported without an installation.
+        # Either a source tree that is imported without an installation, or an index.
         return ["-e", f"{tree}{extra}"] if (tree / "pyproject.toml").is_file() else [_name(extra)]
     url = str(noted["url"])
     if "dir_info" in noted:
@@ -88,8 +88,8 @@ def _name(extra: str) -> str:
 
 
 def _direct_url() -> dict[str, Any] | None:
-    """Return the direct_url.json of this package (PEP 610), or None. A source tree in sys.path may
-    have metadata of a build, which are found first and lack that file; so search all metadata."""
+    """Return the direct_url.json of this package (PEP 610), or None. Searches all metadata of the
+    package: those of a build in a source tree on sys.path come first, and lack the file."""
     import importlib.metadata
 
     for found in importlib.metadata.distributions(name=DISTRIBUTION):

@@ -81,10 +81,10 @@ def select_isa(name: str) -> None:
 
 
 def isas() -> tuple[str, ...]:
-    """List the instruction sets that this machine can run, plainest first."""
+    """List the instruction sets that this machine can run, in the order of ISA_NAMES."""
     if not available():
         return ()
-    # Tried by selecting each; the current one is restored afterwards.
+    # Try to select each, and restore the current one afterwards.
     before = isa()
     found = tuple(name for name in ISA_NAMES if lib.inf_isa_select(name.encode()))
     select_isa(before)

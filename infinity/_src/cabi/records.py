@@ -204,9 +204,10 @@ class Format(int):
     def sign_section(self) -> int | None:
         """Index of the second moment's section, if its sign bits belong to the masters, else None.
 
-        `hi` is rounded to even. If a master is half-way between two bf16 values and `hi` is the one
-        nearer to zero, `lo` would be 32768. It is stored as -32768, and the sign bit of the second
-        moment is set. With any other `lo` the sign is the moment's.
+        `hi` is the master rounded to even. If a master is half-way between two bf16 values and `hi`
+        is the one nearer to zero, `lo` would be 32768, which int16 cannot hold. Then `lo` is -32768
+        and the sign bit of the second moment is set. With any other `lo` the sign bit belongs to
+        the moment.
         """
         signed = self.master is Master.SPLIT and self.moments is Moments.FP32 and self.count > 1
         return self.master_count + 1 if signed else None
@@ -285,15 +286,15 @@ class Algorithm(IntEnum):
     SGD = 1
     LION = 2
     MUON_MOMENTUM = 3
-    """First of Muon's two updates: the momentum changes, and the combination of momentum and
-    gradient replaces the gradient.
+    """Muon's first update: changes the momentum, and replaces the gradient by the combination of
+    momentum and gradient.
     """
     MUON = 4
-    """The second one: the master changes by the orthogonalized matrix, its gradient."""
+    """Muon's second update: changes the master by the orthogonalized matrix, passed as gradient."""
 
 
 class HyperFlag(IntEnum):
-    """Bits of HYPER["flags"], of SGD; MUON_MOMENTUM has the first one."""
+    """Bits of HYPER["flags"] for SGD. MUON_MOMENTUM uses only NESTEROV."""
 
     NESTEROV = 1
     FIRST = 2
@@ -341,9 +342,9 @@ CHUNK: Final = np.dtype(
     ]
 )
 """`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1. `other_*`: the second
-place of a versioned chunk. `zeros`: mask of sections on NVMe that were never written: a read
-returns zeros without the drive. `other_drive`: of the second place; equal to `drive` unless a
-failed write moved a place. Gradients are on `drive`.
+place of a versioned chunk. `zeros`: mask of sections on NVMe that were never written; a read
+returns zeros, without I/O. `other_drive`: of the second place; equal to `drive` unless a failed
+write was moved to another drive. Gradients are on `drive`.
 """
 
 JOB: Final = np.dtype(
@@ -433,16 +434,9 @@ SPAN = np.dtype(
     ],
     align=True,
 )
-TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY, TRACK_TO_DEVICE, TRACK_FROM_DEVICE = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-)
+TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY, TRACK_TO_DEVICE, TRACK_FROM_DEVICE = range(6)
 
-#: The `kind` of a SPAN of a read ahead; no job has it.
+#: The `kind` of a SPAN that belongs to a read ahead. No job has this kind.
 KIND_AHEAD = 5
 
 #: In a job's mask: transfer the slot without copy and checksum. For measuring drives
@@ -450,11 +444,11 @@ KIND_AHEAD = 5
 MASK_MOVE_ONLY = 0x8000_0000
 #: In an UPDATE's mask: section 0 is not read from the drive but copied from ptr[1], the caller's
 #: memory with the chunk's whole section, which must not change until the ticket is `filled`. The
-#: section is not verified, and written like the others. ptr[0] may be the same memory. No effect if
-#: section 0 is resident, which has the same values.
+#: section is not verified, but written like all sections. ptr[0] may be the same memory. No effect
+#: if section 0 is resident: then it has the same values.
 MASK_PARAM_IN_MEMORY = 0x4000_0000
-#: In an UPDATE's mask, shifted left by this: the sections that it neither reads nor writes, because
-#: no segment's algorithm needs them.
+#: Position in an UPDATE's mask of a second mask: the sections that the UPDATE neither reads nor
+#: writes, because the algorithm of no segment needs them.
 LEAVES_SHIFT = 8
 #: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
 MASK_DEVICE = 0x2000_0000
@@ -466,7 +460,7 @@ MASK_COPY_OUT = 1
 
 
 class Priority(IntEnum):
-    """Priority of a submission. Writes of any priority get their share of the drive."""
+    """Priority of a submission. Writes of all priorities share half of the drive's depth."""
 
     DEMAND = 0
     PREFETCH = 1

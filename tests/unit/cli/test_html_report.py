@@ -209,12 +209,12 @@ def test_a_line_that_a_kill_cut_off_is_left_out_and_told(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("not json\n", "is no JSON object"),
-        ("[1]\n", "is no JSON object"),
-        ('{"kind": 3}\n', "is no JSON object"),
-        ("[" * 50_000 + "\n", "is no JSON object"),
-        ("\udcff\n", "is no JSON object"),
-        ('{"kind": "step", "step": ' + "9" * 5000 + "}\n", "is no JSON object"),
+        ("not json\n", "is not a JSON object"),
+        ("[1]\n", "is not a JSON object"),
+        ('{"kind": 3}\n', "is not a JSON object"),
+        ("[" * 50_000 + "\n", "is not a JSON object"),
+        ("\udcff\n", "is not a JSON object"),
+        ('{"kind": "step", "step": ' + "9" * 5000 + "}\n", "is not a JSON object"),
         ("x" * (1 << 21), "more than 1048576 bytes"),
         (json.dumps(step_row(1)) + "\n", "step 1 comes after step 1; remove the lines"),
         (json.dumps({**step_row(2), "step": "2"}) + "\n", "step is '2', and no number of a step"),
