@@ -1,8 +1,8 @@
 """CUDA driver functions by address, for the executor's copies and for pinned memory.
 
-They are functions of libcuda, which torch loads where it uses a GPU. libcuda's ABI is stable, and
-torch's streams and events are valid driver handles. `library` may name another shared object with
-the same functions; tests use a simulated driver.
+The functions are in libcuda, which torch loads to use a GPU. libcuda's ABI is stable, and torch's
+streams and events are valid driver handles. `library` may name a different shared object with the
+same functions: tests use a simulated driver.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def relax_capture_mode(library: str = LIBRARY) -> None:
     except (OSError, AttributeError) as error:
         raise DeviceCopyError(f"the device's driver cannot be used: {error}") from error
     if code:
-        raise DeviceCopyError(f"the device's driver refuses a mode of capture ({code})", errno=code)
+        raise DeviceCopyError(f"the device's driver refuses the capture mode ({code})", errno=code)
 
 
 @final
@@ -71,11 +71,11 @@ class DeviceDriver:
             self.functions = {field: self._address(name) for field, name in FUNCTIONS.items()}
         except (OSError, AttributeError) as error:
             raise DeviceCopyError(f"the device's driver cannot be used: {error}") from error
-        # Without effect if torch has initialized the driver.
+        # No effect if torch has initialized the driver.
         self._call("cuInit", ctypes.c_uint(0))
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
-        # torch uses the primary context, too: each device has one, so streams are shared.
+        # torch also uses the device's primary context, so its streams are valid here.
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.context = int(context.value or 0)
         host_pointers = ctypes.c_int()
@@ -100,7 +100,7 @@ class DeviceDriver:
             )
 
     def name_of(self, code: int) -> str:
-        """The driver's name for one of its codes."""
+        """Return the driver's name of an error code."""
         text = ctypes.c_char_p()
         if self._library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(text)) or not text.value:
             return "an error without a name"
@@ -119,7 +119,7 @@ class DeviceDriver:
                 ctypes.c_size_t(size_bytes),
                 ctypes.c_uint(_REGISTER),
             )
-        # Recorded after the call has succeeded: `unpin` must not pass the driver an unpinned range.
+        # After the call: `unpin` must not pass the driver a range that is not pinned.
         self._pinned[address] = size_bytes
 
     def unpin(self, address: int) -> None:
@@ -135,13 +135,11 @@ class DeviceDriver:
         """Make the device's context current on this thread inside the block, then restore the
         user's context.
         """
-        # Pinning needs this context to be current; the user's current device may be another one.
         before = ctypes.c_void_p()
         self._call("cuCtxGetCurrent", ctypes.byref(before))
         self._call("cuCtxSetCurrent", ctypes.c_void_p(self.context))
         try:
             yield
-        # Also restored after an error: the thread belongs to the user.
         finally:
             self._call("cuCtxSetCurrent", before)
 

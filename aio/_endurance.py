@@ -37,8 +37,8 @@ log = logging.getLogger("infinity.aio")
 SUSTAINED_SAMPLES = 8
 # Several in a row, so that one slow second causes no warning.
 SLOW_SAMPLES = 5
-#: A sample is good from this share of the sustained bandwidth on; a sample between the slow and the
-#: good share changes nothing.
+#: A sample is good from this share of the sustained bandwidth on. Samples between the slow and the
+#: good share neither begin nor end an episode.
 RECOVERED_SHARE = 0.75
 BUSY_SHARE_MIN = 0.5
 #: A busy second with fewer bytes is merged with the next one.
@@ -46,9 +46,9 @@ SAMPLE_BYTES_MIN = 4 << 20
 WINDOW_S = 1.0
 #: A second's counters are final after this time: requests in flight at its end then have results.
 RESULTS_LAG_S = 1.0
-#: Edges of the classes by share of reads. Near 0 and 1 they are narrow, since a few requests in the
-#: slower direction take much of the time: if the directions' bandwidths differ by at most ten
-#: times, bandwidth varies by at most a quarter within a class.
+#: Edges of the classes, as shares of reads. Classes near 0 and 1 are narrow, since a few requests
+#: in the slower direction take much of the time: if the bandwidths of reads and writes differ by a
+#: factor of ten at most, bandwidth varies by a quarter at most within a class.
 CLASS_EDGES = (0.01, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.99)
 #: The write rate is measured over the last 15 minutes, or the last step if it took longer.
 RATE_SPAN_S = 900.0
@@ -114,14 +114,15 @@ class Notice:
         return (
             f"{self.path}: {self.direction} have dropped to {now:.2f} GB/s for {self.lasted_s:.0f} "
             f"s; the drive sustained {before:.2f} GB/s before. It may be hot, its fast cache may "
-            "be full, or something else uses it"
+            "be full, or another process uses it"
         )
 
 
 def recent_bytes_per_s(
     windows: Sequence[Window], span_s: float, *, opened_s: float, now_s: float
 ) -> tuple[float, float]:
-    """(read, written) bytes per second over the last `span_s` whole seconds, idle ones included."""
+    """Return (read, written) bytes per second over the last `span_s` whole seconds, idle seconds
+    included."""
     # The current second is incomplete.
     end_s = math.floor(now_s / WINDOW_S) * WINDOW_S
     span_s = min(span_s, end_s - opened_s)
@@ -170,13 +171,10 @@ class _Direction:
     def judge(
         self, path: str, rate: float, before: float, start_s: float, end_s: float, share: float
     ) -> Notice | None:
-        """Add a sample; its class sustained `before`.
-
-        Returns a Notice if the sample begins or ends an episode.
-        """
-        # Two thresholds, so that a drive near one of them does not warn repeatedly.
+        """Add a sample. before: the sustained bandwidth of its class. Returns a Notice if the
+        sample begins or ends an episode."""
+        # Two thresholds, so that a drive whose bandwidth is near one does not warn repeatedly.
         slow, good = rate < share * before, rate >= max(RECOVERED_SHARE, share) * before
-        # Good samples end an episode, slow samples begin one.
         changes = slow if self.slow_since_s is None else good
         if self.slow_since_s is not None and slow:
             # Updated, so that `slow` returns the current bandwidth.
@@ -225,7 +223,7 @@ class _Drive:
     def write(self, now_s: float, bytes_written: int, steps: int) -> None:
         """Record the bytes written so far."""
         self.latest = (now_s, bytes_written, steps)
-        # Set-up writes all states once; its writes are excluded from the rate.
+        # The rate excludes set-up, which writes all states once.
         if self.base is None or steps <= 0:
             self.base = self.latest
             self.history = deque([(now_s, bytes_written)])
@@ -238,7 +236,7 @@ class _Drive:
 
     def forecast(self) -> Forecast:
         now_s, written, steps = self.latest
-        # Before the first step has ended there is no rate.
+        # No rate before the first step has ended.
         if self.base is None or steps <= self.base[2] or now_s <= self.history[0][0]:
             return Forecast(written)
         from_s, from_bytes = self.history[0]
@@ -248,7 +246,7 @@ class _Drive:
     def watch(self, drive: DriveStats, now_s: float) -> Iterator[Notice]:
         """Yield the notices of the seconds that became final since the last call."""
         for window in drive.windows:
-            # Each second once, after the requests in flight at its end have results.
+            # Each second once, and only when it is final (see RESULTS_LAG_S).
             if window.start_s <= self.seen_s or window.start_s + WINDOW_S + RESULTS_LAG_S > now_s:
                 continue
             self.seen_s = window.start_s
@@ -261,15 +259,15 @@ class _Drive:
     def _sample(self, window: Window) -> Window | None:
         """Merge the window with the carried one; return None if the result is not a sample.
 
-        A stalled drive has busy seconds without traffic. They are carried into the next second with
-        traffic.
+        A stalled drive has busy seconds without traffic. `_carried` adds them to the next second
+        with traffic.
         """
         carried, self.carried = self.carried, None
-        # Mostly idle: it does not show the bandwidth.
+        # A mostly idle second does not show the bandwidth.
         if window.busy_s < BUSY_SHARE_MIN * WINDOW_S:
             return None
         if (
-            # Seconds are not merged across an idle pause.
+            # Do not merge seconds across an idle pause.
             carried is not None
             and window.start_s - carried.start_s <= carried.busy_s + 2 * WINDOW_S
         ):
@@ -279,7 +277,7 @@ class _Drive:
                 carried.bytes_written + window.bytes_written,
                 carried.busy_s + window.busy_s,
             )
-        # Busy with almost no traffic: carried into the next second, so that a stall counts.
+        # Carry a busy second with almost no traffic, so that a stall counts.
         if window.bytes_read + window.bytes_written < SAMPLE_BYTES_MIN:
             self.carried = window
             return None
@@ -325,7 +323,7 @@ class Endurance:
         """
         if now_s is None:
             now_s = time.monotonic()
-        # Created here: the constructor does not know the number of drives.
+        # Here, because the constructor does not know the number of drives.
         while len(self._drives) < len(stats.drives):
             self._drives.append(_Drive(self._share))
         notices: list[Notice] = []

@@ -35,9 +35,9 @@ Guarantees, the same for both backends:
   write of its chunk makes it stale, the UPDATE reads again.
 - Faults. Every transfer's result is checked: short transfers are resumed, EAGAIN and EINTR retried,
   reads verified. Any other fault becomes a typed `AioError`, which every `Ticket.wait` raises.
-- Reserved extents. A failed write is moved to a reserved extent from `add_spares`: of its drive
-  first, then of another drive. The extent becomes the place of the whole chunk: sections that the
-  job does not write are first read from the old place. The job succeeds; `take_moved_writes`
+- Reserved extents. A failed write is moved to an extent that `add_spares` has reserved: on the same
+  drive, or else on another drive. The extent becomes the place of the whole chunk: sections that
+  the job does not write are first read from the old place. The job succeeds; `take_moved_writes`
   reports the move.
 - Failed writes. A failed write that cannot be moved keeps its slot, which has the only copy; a
   FETCH reads the chunk's sections from the slot. The failure also marks the drive: later STORE and
@@ -52,9 +52,9 @@ Guarantees, the same for both backends:
 - Devices. With MASK_DEVICE a copy waits for all kernels that were on the compute stream when the
   job was submitted or its gate opened. `filled` means that the copy has ended on the device;
   kernels launched afterwards see its data.
-- Bounds. Depth and block size bound the requests in flight per drive. While reads and writes are
-  pending, each has half of the depth, and a quarter of the reads' share is reserved for demands, so
-  none starves.
+- Bounds. Depth and block size bound the requests in flight per drive. While both reads and writes
+  are pending, each kind has half of the depth, and a quarter of the reads' half is reserved for
+  demands, so that no kind starves.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ from infinity.errors import AioClosedError, AioError, DeviceCopyError, DeviceFai
 
 # Request size of a ring. Longer requests are not faster: 8 to 16 of 1 MiB saturate a drive.
 RING_BLOCK_BYTES = 1 << 20
-# Request size of a thread. It has one request in flight, so long requests avoid gaps.
+# Request size of a thread, which has one request in flight: long requests avoid gaps.
 THREAD_BLOCK_BYTES = 16 << 20
 # Capacity of the ring of spans in C: INF_SPAN_COUNT of native/executor/executor.h.
 _SPANS_MAX = 65_536
@@ -146,7 +146,7 @@ def _fill_fault(record: Any, fault: Fault) -> None:
 def _drive_configs(
     ffi: Any, drives: Sequence[SwapFile], block_bytes: int, depths: Sequence[int], seam: Seam
 ) -> Any:
-    # At least one record: an executor may have no drive, and C needs a valid pointer.
+    # At least one record: C needs a valid pointer, also without drives.
     configs = ffi.new("inf_drive_config[]", max(1, len(drives)))
     for index, drive in enumerate(drives):
         configs[index].fd = drive.fd
@@ -161,7 +161,7 @@ def _drive_configs(
 
 
 def _depth_of_each(depth: int | Sequence[int], drives: int) -> list[int]:
-    """Raises: ValueError for fewer numbers than drives."""
+    """Return the depth of each drive. Raises: ValueError for fewer numbers than drives."""
     if isinstance(depth, int):
         # At least one number, so that depth is validated without drives, too.
         return [depth] * max(drives, 1)
@@ -171,7 +171,7 @@ def _depth_of_each(depth: int | Sequence[int], drives: int) -> list[int]:
 
 
 def _open(ffi: Any, lib: Any, config: Any, drives: Any, backend: str) -> Any:
-    """Raises: OSError; MemoryError when the pools cannot be allocated."""
+    """Open the C executor. Raises: OSError; MemoryError when the pools cannot be allocated."""
     why = ffi.new("char[512]")
     error = ffi.new("int32_t *")
     pointer = lib.inf_executor_open(config, drives, error, why, 512)
@@ -189,8 +189,8 @@ class Executor:
     """Runs jobs on chunks, with the guarantees in the module's docstring. Thread-safe; not usable
     in a forked child.
 
-    backend: "io_uring" (one ring and thread per drive) or "threads" (`threads_per_drive` of them
-        with pread and pwrite).
+    backend: "io_uring" (one ring and one thread per drive) or "threads" (`threads_per_drive`
+        threads per drive, with pread and pwrite).
     block_bytes: bytes of the longest request. None: 1 MiB for rings, up to 16 MiB for threads,
         which have one request in flight each. block_bytes and `depth` are reduced to each drive's
         limits.
@@ -224,7 +224,6 @@ class Executor:
         seam = seam or Seam()
         uring = backend == "io_uring" and not seam.null
         if block_bytes is None:
-            # A ring has many requests in flight, a thread one.
             block_bytes = RING_BLOCK_BYTES if uring or seam.null else THREAD_BLOCK_BYTES
         depths = _depth_of_each(depth, len(drives))
         # Checked before the C call, so that a mistake raises ValueError and causes no fallback.
@@ -242,7 +241,7 @@ class Executor:
         ffi, lib = native.load()
         self.backend = "null" if seam.null else backend
         self.backend_reason = backend_reason
-        # Loaded before the pools are allocated: without liburing the backend does not work.
+        # Before the pools are allocated, since it may fail.
         if uring:
             load_uring(ffi, lib)
         # Creation touches the pools' pages; beyond the limit the kernel would kill the process.
@@ -268,7 +267,7 @@ class Executor:
         )
         self._opened_s = opened_s
         self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))
-        # A refused binding costs speed only, so it is logged and not raised.
+        # Logged, not raised: without the binding the executor is only slower.
         _numa_node.report(int(lib.inf_executor_numa_error(pointer)))
 
     def resize_pools(self, small: PoolSpec, large: PoolSpec) -> None:
@@ -342,7 +341,7 @@ class Executor:
         """
         core = self._core
         core.check()
-        # Here and below: C reads the ids in place, as contiguous int32.
+        # Here and in later methods: C reads the ids in place, as contiguous int32.
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
         error = core.lib.inf_executor_drop(
             core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted)
@@ -435,15 +434,15 @@ class Executor:
         self._core.quick.executor_compute_stream(self._core.address, stream)
 
     def hold_gates(self, held: bool) -> None:
-        """Stop (held=True) or allow the escape of idle gates: a running forward will open them.
-        `wait` still makes gates escape.
+        """Keep idle gates closed (held=True) or let them escape (False). A running forward holds
+        them, because it will open them. `wait` makes gates escape even while they are held.
         """
         self._core.check()
         self._core.quick.executor_hold_gates(self._core.address, held)
 
     def release_gates(self) -> None:
-        """Make all closed gates escape now. For callers who will not open them and do not wait:
-        `wait` does this for the gates of its ticket. Never blocks.
+        """Make all closed gates escape now. For callers that neither open them nor wait: `wait`
+        makes the gates of its ticket escape. Never blocks.
         """
         self._core.check()
         self._core.lib.inf_executor_release_gates(self._core.pointer)
@@ -454,11 +453,11 @@ class Executor:
         """Read chunks into idle slots before their UPDATEs are submitted. Returns the number of
         accepted chunks, the first ones of `ids`.
 
-        masks: of these UPDATEs, one for all or one for each. Only what they read is read. Spilled
-        gradients are never prefetched. An accepted chunk is read as soon as slots are idle,
-        and again if a job took its slot; a STORE of its sections cancels the prefetch. A failed
-        prefetch has no effect: the UPDATE reads the chunk. Never blocks. Raises ValueError for an
-        unknown id.
+        masks: the masks of these UPDATEs, one for all or one for each. Only sections that the
+        UPDATEs read are prefetched, and spilled gradients never. An accepted chunk is read as soon
+        as slots are idle, and again if a job has taken its slot; a STORE of its sections cancels
+        the prefetch. A failed prefetch has no effect: the UPDATE reads the chunk. Never blocks.
+        Raises ValueError for an unknown id.
         """
         core = self._core
         core.check()
@@ -524,7 +523,7 @@ class Executor:
         call = getattr(core.lib, f"inf_executor_{what}")
         error = call(core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted))
         if error:
-            # C has changed nothing: it processes all chunks or none.
+            # C processes all chunks or none, so no chunk has changed.
             raise ValueError(_validate.versions_refused(what, irrevocable=error == -errno.EPERM))
 
     def add_file(self, drive: int, file: SwapFile) -> int:
@@ -539,7 +538,7 @@ class Executor:
         index = int(core.lib.inf_executor_file_add(core.pointer, drive, file.fd))
         if index < 0:
             raise ValueError(_validate.TOO_MANY_FILES)
-        # The reference keeps the descriptor open while native threads use it.
+        # Referenced, so that the descriptor stays open while native threads use it.
         core.files[drive, index] = file
         return index
 
@@ -549,7 +548,7 @@ class Executor:
         # C refuses while a chunk has a place in the file: a job would use a closed descriptor.
         if self._core.lib.inf_executor_file_remove(self._core.pointer, drive, index):
             raise ValueError(_validate.FILE_STAYS)
-        # Dropped after C has removed the file: its descriptor may be closed from here on.
+        # After C has removed the file: the descriptor may be closed from here on.
         del self._core.files[drive, index]
 
     def relocate(
@@ -559,11 +558,11 @@ class Executor:
         files: npt.NDArray[np.int32],
         offsets: npt.NDArray[np.int64],
     ) -> None:
-        """Replace the second places of versioned chunks; the old ones are free afterwards. Chunks
-        with spilled gradients must stay on their drive.
+        """Replace the second places of versioned chunks; the old second places are free afterwards.
+        Chunks with spilled gradients must stay on their drive.
 
-        Raises ValueError as `commit`, and for an unknown file or a second place that is the
-        committed one.
+        Raises ValueError as `commit` does, and for an unknown file, or if a chunk's second place is
+        the committed one.
         """
         core = self._core
         core.check()
@@ -682,7 +681,7 @@ class Executor:
         """Replace the fault injector's settings (for tests). Never blocks.
 
         Requests are counted from 0 again, and the drives get the speeds of `seam`. `Seam()` injects
-        nothing. Returns how many requests got the fault of the earlier settings.
+        no fault. Returns the number of requests that got the fault of the former settings.
 
         Raises: ValueError for null drives, which only the constructor accepts; OSError when no
         thread can be created.

@@ -1,7 +1,8 @@
-"""Allocator of ranges of swap files. Pure bookkeeping: it touches no file.
+"""Allocator of ranges of swap files. It only keeps books, and touches no file.
 
-Extents are 4096-aligned. A freed extent is joined with its free neighbours and reused, lowest
-offset first, so that a file only grows when it must. `file_bytes` says how long a file has to be.
+Extents are 4096-aligned. A freed extent is joined with its free neighbours. Free extents with the
+lowest offset are reused first, so that a file grows only when no free extent fits. `file_bytes`
+returns the length that a file needs.
 
 Drive, file and offset of each chunk: `ShardRecords` (infinity/_src/params/state_store.py).
 """
@@ -57,7 +58,7 @@ class ExtentAllocator:
         for index in order if drive is None else [drive]:
             offset = self._take(self._drives[index], size)
             if offset is not None:
-                # `free` gets only the offset.
+                # For `free`, which gets only the offset.
                 self._sizes[index, offset] = size
                 return index, offset
         raise MemoryError(f"no drive has {size} bytes left of {self._capacity_bytes}")
@@ -106,8 +107,7 @@ class ExtentAllocator:
 
     def _put_back(self, space: _Drive, start: int, end: int) -> None:
         space.used -= end - start
-        # Merged with both neighbours, so that free ranges are never adjacent and first fit sees
-        # maximal ones.
+        # Merge with both neighbours, so that free ranges are never adjacent.
         at = bisect_left(space.starts, start)
         if at < len(space.starts) and space.starts[at] == end:
             end = space.ends[at]
@@ -129,5 +129,5 @@ class ExtentAllocator:
         return self._drives[drive].used
 
     def file_bytes(self, drive: int) -> int:
-        """Length in bytes that the drive's file needs to hold all extents."""
+        """Return the length in bytes that the drive's file needs to hold all extents."""
         return self._drives[drive].end

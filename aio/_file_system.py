@@ -15,7 +15,7 @@ IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
 def file_system_type(path: str | os.PathLike[str]) -> str:
-    """Type of the file system of `path` ("ext4", "tmpfs" ...); "" when unknown."""
+    """Return the type of the file system of `path` ("ext4", "tmpfs" ...); "" when unknown."""
     device = Path(path).stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     kind = ""
@@ -40,7 +40,7 @@ def direct_refusal(fd: int, *, write: bool = True) -> str:
     write: write, read and compare a block; the file must be empty, and is truncated afterwards.
     Otherwise only read a block. Raises OSError when a transfer fails for another reason.
     """
-    # Some devices need 8 KiB or more; chunks are laid out at multiples of 4096.
+    # Some devices need 8 KiB or more, but chunks are at multiples of 4096.
     alignment = max(direct_alignments(fd))
     if alignment > _PAGE_BYTES:
         return (
@@ -54,11 +54,12 @@ def direct_refusal(fd: int, *, write: bool = True) -> str:
             wrote = os.pwritev(fd, [page], 0) if write else 0
             read = os.preadv(fd, [back], 0)
         except OSError as error:
-            # These two mean that O_DIRECT is refused; any other error is a fault of the drive.
+            # EINVAL and EOPNOTSUPP mean that O_DIRECT is refused; any other error is a fault of the
+            # drive.
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             return (
-                "the file system opens with O_DIRECT and then refuses the transfer "
+                "the file system opens the file with O_DIRECT, but refuses the transfer "
                 f"({os.strerror(error.errno)})"
             )
         finally:
@@ -66,7 +67,7 @@ def direct_refusal(fd: int, *, write: bool = True) -> str:
                 os.ftruncate(fd, 0)
         if write and (wrote != _PAGE_BYTES or read != _PAGE_BYTES or page[:] != back[:]):
             raise OSError(
-                errno.EIO, f"a test block was read back wrong ({wrote} bytes written, {read} read)"
+                errno.EIO, f"a test block reads back wrong ({wrote} bytes written, {read} read)"
             )
     return ""
 
@@ -79,9 +80,9 @@ def set_buffered(fd: int, buffered: bool) -> None:
 
 # ---- the block device's queue ----
 #
-# Requests are reduced to the queue of the block device: the kernel splits a request into pieces of
-# at most max_sectors_kb, and each piece takes one of the device's nr_requests tags. Without a free
-# tag the submitting thread sleeps in the kernel.
+# `fit` reduces requests to the limits of the block device's queue: the kernel splits a request into
+# pieces of max_sectors_kb at most, and each piece needs one of the device's nr_requests tags. If no
+# tag is free, the submitting thread sleeps in the kernel.
 
 DEPTH_MIN = 2
 _ALIGNMENT_BYTES = 4096
@@ -89,15 +90,15 @@ _SYSFS = Path("/sys")
 
 
 class _Opened(Protocol):
-    """Has a file descriptor, like SwapFile."""
+    """An open file, such as a SwapFile."""
 
     fd: int
 
 
 @dataclass(frozen=True)
 class DriveLimits:
-    """Limits of a device's queue; 0: none, or unknown. `device`: its name ("nvme0n1"), "" if
-    unknown.
+    """Limits of a device's queue; 0: no limit, or unknown. `device`: the device's name ("nvme0n1"),
+    or "" if unknown.
     """
 
     device: str = ""
@@ -137,7 +138,7 @@ def _limits(device: int, sysfs: Path) -> DriveLimits:
     if not link.exists():
         return DriveLimits()
     folder = link.resolve()
-    # A partition has no queue; its parent directory is the drive.
+    # A partition has no queue; its parent directory is that of the drive.
     whole = next((place for place in (folder, folder.parent) if (place / "queue").is_dir()), None)
     if whole is None:
         return DriveLimits()

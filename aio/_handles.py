@@ -38,10 +38,10 @@ CANCEL_S = 30.0
 
 
 class Core:
-    """Owner of the C executor and of the objects that it uses. `address`: for the quick calls.
+    """Owner of the C executor and of the objects that C uses. `address`: for the quick calls.
 
     check_waits: called every 100 ms in waits of tickets, in `wait_all` and in `close`; an exception
-    from it ends the wait. examine: maps a job's error to the error to raise.
+    that it raises ends the wait. examine: maps a job's error to the error to raise.
     alarm: sounded whenever a ticket fails.
     """
 
@@ -64,11 +64,11 @@ class Core:
         self.address = int(ffi.cast("uintptr_t", pointer))
         self.quick = load_quick()
         self.drives = tuple(drives)
-        # The attached DeviceDriver, referenced because C calls its functions.
+        # The attached DeviceDriver: referenced, because C calls its functions.
         self.driver: Any = None
         # Files of `Executor.add_file`, by drive and index.
         self.files: dict[tuple[int, int], SwapFile] = {}
-        # Stored, since errors name paths after close, too.
+        # For errors, also after close.
         self.paths = [drive.path for drive in drives]
         # Reentrant: a signal handler may call `close` on the thread that is closing.
         self._stopping = threading.RLock()
@@ -76,10 +76,10 @@ class Core:
         self.leaked = False
         self.forked = False
         if alarm is not None:
-            # Referenced: native threads write to its word.
+            # Referenced, because native threads write to its word.
             self._alarm = alarm
             lib.inf_executor_alarm(pointer, ffi.cast("uint32_t *", alarm.address))
-        # Weak references, so that unreferenced executors are freed; used at exit and fork.
+        # For exit and fork. Weak references, so that unreferenced executors are freed.
         _CORES.add(self)
 
     def check(self) -> None:
@@ -94,7 +94,7 @@ class Core:
     def wait_idle(self, timeout: float | None, *, check: Callable[[], None] | None = None) -> bool:
         """Block until no job is pending, at most `timeout` seconds. Returns False at the timeout.
 
-        check: called every 100 ms; an exception from it ends the wait.
+        check: called every 100 ms; an exception that it raises ends the wait.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         # Short waits with the GIL released, so that signal handlers run in between.
@@ -128,13 +128,13 @@ class Core:
         if not idle:
             # Leak the slab: the drive has requests in flight that may still write to it.
             self.leaked = True
-            # The native threads outlive the alarm's word.
+            # The native threads outlive the memory of the alarm.
             self.lib.inf_executor_alarm(self.pointer, self.ffi.NULL)
             for drive in self.drives:
-                drive.keep_open()  # or requests in flight would reach other files
+                drive.keep_open()  # otherwise requests in flight could reach a different file
             log.error("closing: %s; its buffers are not freed", why)
             return
-        # Before the slots are freed: the chunks counted here have their only copy in a slot.
+        # Before the slots are freed: kept chunks have their only copy in a slot.
         counters = self.ffi.new("inf_exec_stats *")
         self.lib.inf_executor_stats(
             self.pointer, counters, self.ffi.new("inf_drive_stats[]", max(1, len(self.drives)))
@@ -221,9 +221,9 @@ class Ticket(Protocol):
     ) -> None:
         """Block until done. Makes its gates escape, and raises its jobs to priority DEMAND.
 
-        Releases the GIL; Ctrl-C works. check: called every 100 ms, besides the executor's `check`;
-        an exception from it ends the wait, and the jobs continue. Raises the typed AioError of the
-        first failed job, every time; TimeoutError after `timeout` seconds.
+        Releases the GIL; Ctrl-C works. check: called every 100 ms, in addition to the executor's
+        `check`; an exception that it raises ends the wait, and the jobs continue. Raises the typed
+        AioError of the first failed job, at every call; TimeoutError after `timeout` seconds.
         """
         ...
 
@@ -237,12 +237,12 @@ class Ticket(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Cancel the fetches that no drive has begun: they fail with AioCancelledError and write no
-        target.
+        """Cancel the fetches that no drive has begun: they fail with AioCancelledError and write to
+        no target.
 
-        Does nothing to a submission that has stores or updates: these are never cancelled, since
-        that would lose half of a step, and the ticket's fault is theirs to tell. Never blocks; the
-        ticket is done when the remaining jobs are.
+        Has no effect on a submission with stores or updates: cancelling these would lose half of a
+        step, and the ticket must report their faults. Never blocks; the ticket is done when the
+        remaining jobs have ended.
         """
         ...
 
@@ -289,14 +289,14 @@ class JobTicket:
         return bool(core.quick.ticket_follows_update(core.address, self._address))
 
     def wait_turn(self) -> None:
-        """Block until done, as `wait`, but let gates and priorities be: the jobs wait their turn
-        behind jobs of their chunks, and at the drives.
+        """Block until done, like `wait`, but without making gates escape or raising priorities: the
+        jobs run in their turn.
         """
         self._wait(0, None, None, escape=False)
 
     def cancel(self) -> None:
         core = self._core
-        # Done: nothing to cancel, and valid after close, too.
+        # A ticket that is done has no job to cancel, and `cancel` is then valid after close, too.
         if not self._words[0]:
             core.check()
             core.quick.ticket_cancel(core.address, self._address)
@@ -325,7 +325,7 @@ class JobTicket:
         self, word: int, timeout: float | None, check: Callable[[], None] | None, escape: bool
     ) -> None:
         core = self._core
-        # Read by C, with acquire order: data copied before the word was set is visible afterwards.
+        # C reads the word with acquire order: data copied before the word was set is then visible.
         if core.quick.ticket_set(self._address, word):
             return
         core.check()
@@ -342,7 +342,7 @@ class JobTicket:
                 raise TimeoutError(
                     f"the ticket is not {'filled' if word else 'done'} after {timeout} s"
                 )
-            # A device copy may wait for a collective with a dead rank; the checks raise then.
+            # The checks raise if a device copy waits for a collective with a dead rank.
             for each in (check, core.check_waits):
                 if each is not None:
                     each()
@@ -353,8 +353,9 @@ class JobTicket:
 
 
 class Gate:
-    """Holds a submission back until the caller opens it with target addresses, or until it
-    escapes. Other fetches of a chunk pass a fetch at a gate that does not escape (`Executor.gate`).
+    """Holds a submission back until the caller opens the gate with target addresses, or until the
+    gate escapes. A fetch at a gate made with escapes=False (`Executor.gate`) does not hold back
+    other fetches of its chunk.
     """
 
     __slots__ = ("_address", "_core")
@@ -376,9 +377,9 @@ class Gate:
         """Release the gate's jobs, with bases[job.base] added to ptr[0] of an update, and to the
         ptr of each section of a fetch. Never blocks on I/O.
 
-        True: the jobs will fill the targets. False: the gate had escaped (updates ran without the
-        copy, fetches were skipped), so fetch again without a gate. Raises ValueError if the gate
-        was opened before or a job's base is out of range.
+        Returns True if the jobs will fill the targets, and False if the gate had escaped: its
+        updates ran without the copy and its fetches were skipped, so fetch again without a gate.
+        Raises ValueError if the gate was opened before, or a job's base is out of range.
         """
         core = self._core
         core.check()
@@ -389,7 +390,6 @@ class Gate:
         result = core.quick.gate_open(core.address, self._address, array, len(bases))
         if result == 1:
             return True
-        # The gate had escaped.
         if result == 0:
             return False
         if result == -errno.EALREADY:
@@ -401,7 +401,7 @@ class Gate:
         raise MemoryError("no memory to open a gate")
 
     def release(self) -> None:
-        """Let the gate escape, unless it was opened. It cannot be opened later."""
+        """Let the gate escape, unless it was opened. A released gate cannot be opened."""
         address, self._address = self._address, 0
         if address and not self._core.forked:
             # C lets a closed gate escape on release.
@@ -414,7 +414,7 @@ class Gate:
 def load_uring(ffi: Any, lib: Any) -> None:
     """Load liburing from the PyPI wheel. Raises OSError with the reason if that fails."""
     try:
-        # Imported here: only io_uring needs it. Its shared object exports the whole C library.
+        # Imported here, since only io_uring needs it. Its shared object exports the C library.
         from liburing import liburing as carrier
     except ImportError as missing:
         raise OSError(f"the package liburing is not usable here: {missing}") from missing
@@ -427,13 +427,13 @@ def load_uring(ffi: Any, lib: Any) -> None:
 # For C calls that neither wait nor compute.
 # cffi releases the GIL around every call. While another Python thread is busy, regaining the GIL
 # takes the interpreter's switch interval: 5 ms for a call of microseconds, several times per
-# submission. The quick calls only acquire the executor's lock, which no thread holds while it
-# waits, and native threads never acquire the GIL.
+# submission. A quick call only acquires the executor's lock, which no thread holds while it waits,
+# and native threads never acquire the GIL.
 # With a device, `executor_submit` and `gate_open` also record an event on the compute stream, which
-# blocks while that stream's launch queue is full. They keep the GIL even so: this thread's next
-# kernel launch would block as long, so only other Python threads are delayed. This cannot deadlock
-# on a thread that waits for the GIL: all ranks launch collectives in one order, so every operation
-# that the stream waits for has been launched.
+# blocks while that stream's launch queue is full. These two keep the GIL all the same: this
+# thread's next kernel launch would block as long, so only other Python threads are delayed. A
+# deadlock with a thread that waits for the GIL is impossible: all ranks launch collectives in one
+# order, so every operation for which the stream waits has been launched.
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -462,15 +462,15 @@ class QuickCalls:
     """C functions of `_CALLS` as attributes; calls keep the GIL. Pointers are integers."""
 
     def __init__(self, path: str) -> None:
-        # Calls by PyDLL keep the GIL, unlike CDLL and cffi.
-        library = ctypes.PyDLL(path)  # the same library as the loaded extension
+        # PyDLL keeps the GIL, unlike CDLL and cffi. The library is the loaded extension.
+        library = ctypes.PyDLL(path)
         for name, (result, arguments) in _CALLS.items():
             function = getattr(library, f"inf_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
 
     def __getattr__(self, name: str) -> Any:
-        # Declared for mypy; called for misspelled names only.
+        # Declared for mypy. Python calls this only for misspelled names.
         raise AttributeError(f"inf_{name} is not among the quick calls")
 
 

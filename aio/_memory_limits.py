@@ -60,8 +60,8 @@ def cgroup_limits(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Cgrou
             )
         else:
             continue
-        # The limits of ancestors apply, too. In a container the path may be the host's and not
-        # exist.
+        # The limits of ancestors apply, too. In a container the path may be the host's path, which
+        # does not exist here.
         folder = root / path.lstrip("/")
         for place in map(str, (folder, *folder.parents)):
             # No limit: "max" (version 2), or at least _UNLIMITED_BYTES (version 1).
@@ -116,8 +116,8 @@ def _left() -> tuple[int, str]:
 
 
 def _text(path: str) -> str:
-    """Read a small file of the kernel; "" if it cannot be read. Set-up reads dozens of them, with
-    calls that are several times as fast as those of pathlib."""
+    """Read a small file of the kernel; "" if it cannot be read. By os.read, several times as fast
+    as pathlib: set-up reads dozens of such files."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

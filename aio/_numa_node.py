@@ -38,7 +38,7 @@ _logged: set[int] = set()
 
 def choose(place: Place | None) -> None:
     """Set the node for slabs and native threads created from now on; None: the kernel decides.
-    Existing ones do not move.
+    Existing slabs and threads do not move.
     """
     global _chosen
     _chosen = place
@@ -66,7 +66,7 @@ def prefer(address: int, size_bytes: int) -> None:
 
 def report(error: int) -> None:
     """Log a binding error (a negative errno), each number once; 0: no error."""
-    # Once: every slab and every executor meets the same error.
+    # Every slab and every executor meets the same error.
     if error in (0, *_logged):
         return
     _logged.add(error)
@@ -75,8 +75,8 @@ def report(error: int) -> None:
         -errno.ENODEV: "this process may not run on any of its CPUs",
     }.get(error, os.strerror(-error))
     log.warning(
-        "%s cannot be used for slabs and threads, which stay where the kernel puts them, maybe far "
-        "from the device: %s",
+        "slabs and threads cannot be bound to %s: the kernel places them, perhaps far from the "
+        "device: %s",
         _chosen,
         why,
     )

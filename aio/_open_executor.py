@@ -18,7 +18,7 @@ BACKENDS = ("auto", "io_uring", "threads")
 _logged: set[str] = set()
 
 
-def _step_down(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     # Once per reason: a process opens many executors (checkpoints, benchmarks).
     if reason not in _logged:
         _logged.add(reason)
@@ -47,10 +47,10 @@ def open_executor(
     `workers`: threads that verify, update and copy. `verify`: "full", "sample" or "off"
     (_validate.VERIFY). `block_bytes`: bytes of the longest request (None: the backend's default);
     `depth`: maximum requests in flight, one number for all drives or one per drive. block_bytes and
-    depth are reduced to the drive's limits. `hold_s`: jobs wait at a gate (`Executor.gate`) until
-    it is opened with target buffers; after so many seconds in which the executor is idle they run
-    without these buffers. `check`: called every 100 ms in each wait for
-    a ticket and in `wait_all`; an exception from it ends the wait, and the jobs continue.
+    depth are reduced to the drive's limits. `hold_s`: seconds of idle time of the executor after
+    which a closed gate (`Executor.gate`) escapes, so that its jobs run without target buffers.
+    `check`: called every 100 ms in each wait for a ticket and in `wait_all`; an exception that it
+    raises ends the wait, and the jobs continue.
     `examine`: maps a job's error to the error to raise. `alarm`: sounded whenever a ticket fails.
     Raises ImportError when the C extension is missing, ValueError for an unknown backend, OSError
     when the named backend does not work here ("auto" falls back from io_uring to threads instead),
@@ -79,8 +79,8 @@ def open_executor(
                 alarm=alarm,
                 backend_reason="; ".join(reasons),
             )
-        # ImportError (no extension), MemoryError (pools) and ValueError propagate: the thread
-        # backend would fail the same way.
+        # Not ImportError (no extension), MemoryError (pools) or ValueError: the thread backend
+        # would fail in the same way.
         except OSError as error:
             # Never replace a backend that the user named.
             if backend != "auto":
@@ -89,5 +89,5 @@ def open_executor(
                 ) from error
             # The executor stores the reasons; `infinity doctor` shows them.
             reasons.append(f"no {name} backend: {error}")
-            _step_down(reasons[-1])
+            _warn_once(reasons[-1])
     raise OSError(f"no I/O backend works here: {'; '.join(reasons)}")

@@ -39,8 +39,8 @@ _WHY_NO_RING = {
 
 @dataclass(frozen=True)
 class EngineProbe:
-    """Result for extension, io_uring and memory. `native_reason`, `io_uring_reason`: why it does
-    not work, or "".
+    """Result for extension, io_uring and memory. `native_reason`, `io_uring_reason`: why the
+    extension or io_uring does not work, or "".
     """
 
     native: bool
@@ -113,7 +113,7 @@ def probe_engine() -> EngineProbe:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     try:
         with Slab(HUGE_PAGE_BYTES) as slab:
-            # Tried: the setting may allow huge pages while the kernel has none free.
+            # The setting may allow huge pages although the kernel has none free.
             works = slab.huge_bytes() >= HUGE_PAGE_BYTES
     except MemoryError: # not enough for one huge page
         works = False
@@ -154,7 +154,7 @@ def _forbidden(proc: Path) -> str:
     mend = "sudo sysctl kernel.io_uring_disabled=0"
     setting = _text(proc / "sys" / "kernel" / "io_uring_disabled").strip()
     if setting == "2":
-        return f"kernel.io_uring_disabled=2 forbids it to everyone; {mend}"
+        return f"kernel.io_uring_disabled=2 forbids it to all users; {mend}"
     if setting == "1":
         return (
             "kernel.io_uring_disabled=1 allows it to kernel.io_uring_group and CAP_SYS_ADMIN "
@@ -234,7 +234,7 @@ def probe_executor(
             try:
                 stats = executor.stats()
             finally:
-                # No wait: nothing was submitted.
+                # No job was submitted.
                 executor.close(wait=False)
     except (ImportError, MemoryError, ValueError, OSError) as error:
         return ExecutorProbe(error=str(error))

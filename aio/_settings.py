@@ -36,8 +36,8 @@ class IoSettings:
     bandwidths: absolute directory -> (read, write) bandwidth of its drive in bytes per second,
         which the drive's ranks share equally. If it has all directories of a policy, their data is
         split in proportion; else set-up measures the bandwidths.
-    backend: the backend that `block_bytes` was measured with ("io_uring" or "threads"); another
-        backend uses its default instead. None: `block_bytes` is for every backend.
+    backend: the backend with which `block_bytes` was measured ("io_uring" or "threads"); a
+        different backend uses its default. None: `block_bytes` is for every backend.
 
     Raises: ValueError naming field, value and fix.
     """
@@ -57,8 +57,8 @@ class IoSettings:
             )
         if not 2 <= self.depth <= DEPTH_MAX:
             raise ValueError(
-                f"depth={self.depth} must be 2 to {DEPTH_MAX}, so that reads and writes both have "
-                "a place; 32 suits most drives"
+                f"depth={self.depth} must be 2 to {DEPTH_MAX}, so that reads and writes can be in "
+                "flight together; 32 suits most drives"
             )
         if not isinstance(self.bandwidths, Mapping):
             raise ValueError(
@@ -85,8 +85,7 @@ class IoSettings:
         # A record of the benchmark.
         if isinstance(found, Mapping) and "settings" in found:
             found = found["settings"]
-        # A record of another benchmark: without this check, every field would be reported as
-        # unknown.
+        # A record of another benchmark, whose fields would all be reported as unknown.
         elif isinstance(found, Mapping) and "schema" in found:
             raise ValueError(
                 f'{where}a {found["schema"]!r} record has no "settings"; use one of python -m '
@@ -135,7 +134,7 @@ class IoSettings:
             return self
         text = (
             f"block_bytes={self.block_bytes} was measured with {self.backend} and is not used with "
-            f"{used}, which takes what suits it; measure again with: python -m infinity.bench swap "
+            f"{used}, which uses its default; measure again with: python -m infinity.bench swap "
             "--sweep --json FILE"
         )
         if text not in _logged:
@@ -172,7 +171,7 @@ def _check_block(value: int | None) -> None:
     if not ALIGNMENT_BYTES <= value <= BLOCK_BYTES_MAX or value % ALIGNMENT_BYTES:
         raise ValueError(
             f"block_bytes={value} must be a multiple of {ALIGNMENT_BYTES}, at most 1 GiB; None "
-            "takes what suits the backend"
+            "uses the backend's default"
         )
 
 

@@ -44,7 +44,7 @@ def _populate(address: int, size_bytes: int) -> int:
     code = ctypes.get_errno()
     if code != errno.EINVAL:
         raise MemoryError(f"no memory for a slab of {size_bytes} bytes: {os.strerror(code)}")
-    # The kernel is older: touch the pages one by one.
+    # An older kernel: touch the pages one by one.
     memory = (ctypes.c_uint8 * size_bytes).from_address(address)
     np.ctypeslib.as_array(memory)[:: mmap.PAGESIZE] = 0
     return size_bytes
@@ -68,7 +68,8 @@ class Slab:
         self.size_bytes = size_bytes
         self._closed = False
         self._forked = False
-        # Whole huge pages, since a partial one would be 4 KiB pages, plus one to align the start.
+        # Whole huge pages, since the kernel fills a part of one with 4 KiB pages; and one more, to
+        # align the start.
         rounded = -(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         check_slab(rounded)
         try:
@@ -82,12 +83,12 @@ class Slab:
         start = np.frombuffer(self._map, dtype=np.uint8, count=1).ctypes.data
         offset = -start % HUGE_PAGE_BYTES
         self.address = start + offset
-        # A kernel built without huge pages fails this call; the slab is slower, and `doctor`
-        # reports it.
+        # A kernel without huge pages fails this call; the slab is then slower, and `infinity
+        # doctor` reports that.
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE, offset, rounded)
-        # A fork would make pages copy-on-write: the parent's next write would copy a page, and DMA
-        # in flight would reach the old copy.
+        # After a fork pages would be copy-on-write: the parent's next write would move to a copied
+        # page, and DMA in flight would reach the old page.
         self._map.madvise(mmap.MADV_DONTFORK, offset, rounded)
         _numa_node.prefer(self.address, rounded)  # before the first touch
         self._touch(self.address, rounded, progress)
@@ -198,8 +199,7 @@ def huge_page_bytes(address: int, size_bytes: int) -> int:
                 # with a colon.
                 if "-" in head and not head.endswith(":"):
                     low, high = (int(part, 16) for part in head.split("-"))
-                    # Ranges ascend. Stop early, since the kernel counts pages for each mapping that
-                    # is read.
+                    # Ranges ascend. Stop early, since the kernel counts the pages of each mapping.
                     if low >= end:
                         break
                     inside = high > address

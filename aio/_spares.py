@@ -1,8 +1,8 @@
-"""Reserved extents, and the record of a failed write that was moved to one.
+"""Reserved extents, and the record of a failed write that was moved to a reserved extent.
 
-When a write fails, the executor writes the chunk to a reserved extent of the same drive, else of
+When a write fails, the executor writes the chunk to a reserved extent on the same drive, or else on
 another drive (native/executor/failed_writes.c). The caller reserves the extents beforehand, fetches
-the records of moved writes afterwards, and never reuses a range where a write failed.
+the records of moved writes afterwards, and never reuses a range where a write has failed.
 """
 
 from __future__ import annotations

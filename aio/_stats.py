@@ -29,8 +29,8 @@ class Latency:
 
     @classmethod
     def between(cls, before: Sequence[Latency], after: Sequence[Latency]) -> Latency:
-        """Return the latency of the requests that ended between two readings, of several drives
-        together. Its maximum is the upper bound of the slowest request's bucket.
+        """Return the latency of all requests that ended between two readings of several drives. Its
+        maximum is the upper bound of the slowest request's bucket.
         """
         counts = [0] * max((len(one.counts) for one in after), default=0)
         for sign, readings in ((1, after), (-1, before)):
@@ -50,9 +50,9 @@ class Latency:
 
 @dataclass(frozen=True)
 class Window:
-    """Traffic of a drive in one second; `busy_s`: seconds of it with a request in flight.
+    """Traffic of a drive in one second. `busy_s`: the time in this second with a request in flight.
 
-    start_s: CLOCK_MONOTONIC. Windows without traffic are left out.
+    start_s: CLOCK_MONOTONIC. Seconds without traffic have no Window.
     """
 
     start_s: float
@@ -246,14 +246,14 @@ def drive_stats(
             list(record.latency[1]), record.latency_max_ns[1], _bucket_middle_s
         ),
         windows=_windows(record),
-        # `to_error` looks its drive's path up by number; only this drive's path is known here.
+        # `to_error` finds the path by the drive's number, and only this drive's path is known here.
         failed="" if fault is None else str(fault.to_error([file.path] * (fault.drive + 1))),
     )
 
 
 def latency_of(counts: Sequence[int], max_ns: int, middle_s: Callable[[int], float]) -> Latency:
-    """Summarize a histogram. `middle_s`: a bucket's middle in seconds, which represents its
-    entries.
+    """Summarize a histogram. `middle_s`: returns the middle of a bucket in seconds, which stands
+    for all requests of the bucket.
     """
     total = sum(counts)
     if total == 0:

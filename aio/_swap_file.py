@@ -69,7 +69,7 @@ class SwapFile:
 
     `fd`: the descriptor. `directory`: the file's directory. `path`: the path in errors; for an
     unnamed file its directory. `direct_reason`: why I/O uses the page cache, or "". `size_bytes`:
-    its length. `preallocated`: whether the file system has reserved space for the whole length.
+    the file's length. `preallocated`: whether the file system has reserved space for all of it.
     """
 
     def __init__(self, fd: int, directory: str, *, direct_reason: str, name: str = "") -> None:
@@ -117,7 +117,7 @@ class SwapFile:
                 )
                 return cls._ephemeral(path, 0, reason)
             try:
-                # Tried: the file system's type does not tell whether O_DIRECT works.
+                # A trial, since the file system's type does not show whether O_DIRECT works.
                 file = cls._ephemeral(path, os.O_DIRECT, "")
             except OSError as error:
                 if error.errno != errno.EINVAL:
@@ -130,7 +130,7 @@ class SwapFile:
             else:
                 # Some file systems accept O_DIRECT on opening, and fail the first transfer.
                 file._try_direct(file.fd)
-            file._tell_buffered()
+            file._warn_if_buffered()
             return file
         except OSError as error:
             raise _cannot_make(path, error) from error
@@ -253,7 +253,7 @@ class SwapFile:
 
     def _try_ordinary_direct(self, *, write: bool) -> None:
         try:
-            # Set after opening: on a refusal the file stays open, with the page cache.
+            # Set after opening: if it is refused, the file stays open, with the page cache.
             set_buffered(self.fd, False)
             self.direct_reason = direct_refusal(self.fd, write=write)
         except OSError as error:
@@ -267,12 +267,12 @@ class SwapFile:
 
     def _lock(self, sidecar: Path) -> bool:
         """Lock the file, waiting up to LET_GO_S: a job is often restarted while the kernel still
-        closes the files of its killed predecessor. False: the lock is held.
+        closes the files of its killed predecessor. Returns False if the lock is still held.
         """
         before: Life | None = None
         end_s = 0.0
         while not lock(self.fd):
-            # Read again: another process may have locked it meanwhile.
+            # Read in each iteration: another process may have locked the file meanwhile.
             owner = Owner.read(sidecar)
             life = owner.life() if owner is not None else Life.LIVES
             if life is not before:
@@ -308,14 +308,14 @@ class SwapFile:
         # The path may have been replaced before the lock; then another process could lock the new
         # file.
         if not os.path.samestat(status, path.lstat()):
-            raise AioError("it was replaced while it was opened", path=self.path, op="open")
+            raise AioError("the file was replaced while it was opened", path=self.path, op="open")
         # The umask or an older version may have left another mode.
         if stat.S_IMODE(status.st_mode) != 0o600:
             if status.st_nlink > 1:
                 # A hard link: the other path may not be a swap file.
                 raise AioError(
-                    f"the file has mode {stat.S_IMODE(status.st_mode):04o} and another name "
-                    "elsewhere, whose rights are not changed here: remove it, or chmod 600 it",
+                    f"the file has mode {stat.S_IMODE(status.st_mode):04o} and another hard link, "
+                    "so its mode is not changed here: remove it, or chmod 600 it",
                     path=self.path,
                     op="open",
                 )
@@ -324,7 +324,7 @@ class SwapFile:
         try:
             Owner.this().leave_word(sidecar)
         except OSError as error:
-            # On a full drive the lock works without the owner file, which is only for messages.
+            # On a full drive, go on without the owner file, which is only for messages.
             if error.errno not in _NO_ROOM:
                 raise
         # The file's name is durable only after an fsync of its directory.
@@ -335,8 +335,8 @@ class SwapFile:
             os.close(folder)
 
     def _go_direct(self, in_memory: str, direct: bool) -> None:
-        """Set O_DIRECT on an open named file. The trial writes to a new unnamed file, since this
-        file's contents must not change.
+        """Set O_DIRECT on an open named file, after a trial with a new unnamed file: this file's
+        contents must not change.
         """
         if in_memory or not direct:
             self.direct_reason = (
@@ -344,19 +344,17 @@ class SwapFile:
             )
             return
         try:
-            # The trial writes a block.
             with SwapFile.create(self.directory) as neighbour:
                 self.direct_reason = neighbour.direct_reason
         except SwapFullError:
-            # On a full drive only reading is tried, below.
+            # A full drive: try only to read, below.
             pass
         if not self.direct_reason:
             set_buffered(self.fd, False)
-            # Without a write: this file's contents must not change.
             self.direct_reason = direct_refusal(self.fd, write=False)
             if self.direct_reason:
                 set_buffered(self.fd, True)
-                self._tell_buffered()
+                self._warn_if_buffered()
 
     def _try_direct(self, fd: int) -> None:
         """Try O_DIRECT on this new, empty file; if it fails, use the page cache."""
@@ -368,7 +366,7 @@ class SwapFile:
             self.close()
             raise
 
-    def _tell_buffered(self) -> None:
+    def _warn_if_buffered(self) -> None:
         if self.direct_reason:
             _warn_once(
                 f"{self.path}: swapping through the page cache, which costs memory and bandwidth: "
@@ -389,22 +387,22 @@ class SwapFile:
             os.ftruncate(self.fd, size_bytes)
             self.size_bytes = size_bytes
             return
-        # To report how much a failed preallocation got.
+        # For the error of a failed preallocation: it reports the bytes that were allocated.
         before = os.fstat(self.fd).st_blocks
-        # Checked first: a failing preallocation would briefly fill the drive.
+        # Check first: a preallocation that fails would briefly fill the drive.
         if self.free_bytes() < more:
             raise self._full(more, errno.ENOSPC, 0)
         try:
             os.posix_fallocate(self.fd, self.size_bytes, more)
         except OSError as error:
             got = max(os.fstat(self.fd).st_blocks - before, 0) * 512
-            # Free the blocks that the failed preallocation got. Errors are suppressed, so that they
-            # do not replace the first error.
+            # Free the blocks that the failed preallocation got. Suppress errors, so that they do
+            # not replace the first one.
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, self.size_bytes)
             if error.errno in _NO_ROOM:
                 raise self._full(more, error.errno or 0, got) from error
-            # These two: the file system cannot preallocate. Set the length without reserving space.
+            # EOPNOTSUPP and EINVAL: the file system cannot preallocate. Set the length only.
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise AioError(
                     "preallocation failed",
@@ -417,8 +415,8 @@ class SwapFile:
             os.ftruncate(self.fd, size_bytes)
             self.preallocated = False
             _warn_once(
-                f"{self.path}: the file system cannot preallocate, so that a drive that fills up "
-                "fails a write later"
+                f"{self.path}: the file system cannot preallocate, so a write fails later if the "
+                "drive fills up"
             )
         except BaseException:
             os.ftruncate(self.fd, self.size_bytes)
@@ -426,8 +424,8 @@ class SwapFile:
         self.size_bytes = size_bytes
 
     def shrink(self, size_bytes: int) -> None:
-        """Truncate the file to `size_bytes`; no effect if it is that short. The caller does not use
-        the range behind.
+        """Truncate the file to `size_bytes`; no effect if it is that short. The caller no longer
+        uses the range from `size_bytes` on.
         """
         if size_bytes < self.size_bytes:
             os.ftruncate(self.fd, size_bytes)
@@ -442,7 +440,7 @@ class SwapFile:
             at = bisect_left(self._holes, (offset, 0))
             self._holes.insert(at, (offset, offset + size_bytes))
         elif (code := ctypes.get_errno()) not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            _warn_once(f"{self.path}: space that is no longer used stays: {os.strerror(code)}")
+            _warn_once(f"{self.path}: unused space cannot be freed: {os.strerror(code)}")
 
     def back(self, offset: int, size_bytes: int) -> None:
         """Reserve space again for the punched parts of a range. Raises SwapFullError, AioError."""
@@ -488,7 +486,7 @@ class SwapFile:
             except OSError as error:
                 # Stored, so that every later call raises it.
                 self._sync_failed = DeviceFailedError(
-                    "what was written may be lost",
+                    "written data may be lost",
                     errno=error.errno or 0,
                     path=self.path,
                     op="fsync",
@@ -509,8 +507,8 @@ class SwapFile:
         advice = "add a directory to Policy.nvme"
         if code == errno.EDQUOT:
             text = (
-                f"the quota at {self.path!r} has room for {got} of {more} more bytes: up to "
-                f"{more - got} are missing; raise it"
+                f"the quota at {self.path!r} has space for {got} of {more} more bytes: up to "
+                f"{more - got} are missing; raise the quota"
             )
         elif code == errno.EFBIG and limit not in (resource.RLIM_INFINITY, -1) and limit < wanted:
             text = (
@@ -519,7 +517,7 @@ class SwapFile:
             )
         elif code == errno.EFBIG:
             text = (
-                f"{self.path!r}: the file system takes no file of {wanted} bytes: {more} are "
+                f"{self.path!r}: the file system cannot have a file of {wanted} bytes: {more} are "
                 "missing; use another file system"
             )
         else:
@@ -529,7 +527,7 @@ class SwapFile:
             if free >= more:
                 free = got
             text = (
-                f"{self.path!r} has room for {free} of {more} more bytes: {more - free} are "
+                f"{self.path!r} has space for {free} of {more} more bytes: {more - free} are "
                 "missing; free space"
             )
         return SwapFullError(
@@ -547,11 +545,11 @@ class SwapFile:
         if self.fd < 0 or self._stays_open:
             return
         if self._sidecar is not None:
-            # Before the unlock: afterwards the owner file may be the next holder's.
+            # Before the unlock: afterwards the owner file may belong to the next holder.
             with contextlib.suppress(OSError):
                 self._sidecar.unlink()
-            # An explicit unlock: a freshly forked child may still have a copy of the descriptor
-            # open.
+            # An explicit unlock: a child that has just been forked may still have a copy of the
+            # descriptor.
             with contextlib.suppress(OSError):
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
         os.close(self.fd)
@@ -561,11 +559,12 @@ class SwapFile:
 
     def keep_open(self) -> None:
         """Disable `close`: requests in flight use the descriptor."""
-        # Otherwise the next opened file could get the number, and those requests would write to it.
+        # After a close the next opened file could get the descriptor, and receive those requests.
         self._stays_open = True
 
     def _disown(self) -> None:
-        """In a forked child, close the copy, which would keep the parent's space and lock."""
+        """In a forked child, close the copied descriptor, which would keep the parent's space and
+        lock."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -600,8 +599,8 @@ os.register_at_fork(after_in_child=_disown_all)
 
 
 def _check_directory(path: str) -> str:
-    """Raise ValueError unless `path` is a valid swap directory. Returns its file system's type if
-    that is in memory, else "".
+    """Raise ValueError unless `path` is a valid swap directory. Returns the type of its file system
+    if that is in memory, else "".
     """
     check_link(Path(path))
     if not Path(path).is_dir():
@@ -612,10 +611,9 @@ def _check_directory(path: str) -> str:
     kind = file_system_type(path)
     if kind not in IN_MEMORY:
         return ""
-    # Swapping to memory saves none.
     if os.environ.get("INFINITY_ALLOW_TMPFS") != "1":
         raise ValueError(
-            f"swap directory {path!r} is on {kind}, which is memory and saves none; name a "
+            f"swap directory {path!r} is on {kind}, which is in memory and so saves none; name a "
             "directory on a drive, or set INFINITY_ALLOW_TMPFS=1 (meant for tests)"
         )
     return kind
@@ -650,8 +648,8 @@ def _check_private(path: Path) -> None:
         )
     if reason := _replaceable(path):
         _warn_once(
-            f"{path}: other users may put another directory in its place: {reason}; name a "
-            "directory below one that only this user may write to, or chmod +t that one"
+            f"{path}: other users may replace this directory: {reason}; name a directory whose "
+            "parent only this user may write to, or chmod +t the parent"
         )
 
 
@@ -665,10 +663,10 @@ def _replaceable(path: Path) -> str:
         if status.st_mode & stat.S_ISVTX:
             continue
         if status.st_mode & 0o002:
-            return f"{str(above)!r} may be written to by everybody"
+            return f"all users may write to {str(above)!r}"
         # A user's private group has the user's number.
         if status.st_mode & 0o020 and status.st_gid not in (0, status.st_uid):
-            return f"{str(above)!r} may be written to by its group (gid {status.st_gid})"
+            return f"the group (gid {status.st_gid}) may write to {str(above)!r}"
     return ""
 
 
@@ -676,12 +674,12 @@ def _cannot_make(path: str, error: OSError) -> AioError:
     code = error.errno or 0
     if code in (errno.ENOSPC, errno.EDQUOT):
         text = (
-            f"{path!r} has no room for a single block (4096 bytes are missing); free space, or "
+            f"{path!r} has no space for a single block (4096 bytes are missing); free space, or "
             "name another directory"
         )
         return SwapFullError(text, errno=code, path=path, op="allocate", length=4096)
     if code in (errno.EIO, errno.ENXIO, errno.EROFS):
-        text = f"{path!r} takes no swap file: the drive or its file system fails"
+        text = f"no swap file can be made in {path!r}: the drive or its file system fails"
         return DeviceFailedError(text, errno=code, path=path, op="open")
     if code == errno.ENOENT:
         return AioError(f"there is no file {path!r}", errno=code, path=path, op="open")
@@ -738,8 +736,8 @@ def check_directory_pattern(path: Path) -> None:
     """Raise ValueError for braces that are neither {rank} nor {local_rank}."""
     if re.search(r"[{}]", _RANK_FIELDS.sub("", str(path))):
         raise ValueError(
-            f"nvme={str(path)!r} has braces of no known meaning; '{{rank}}' stands for a rank's "
-            "number, and '{local_rank}' for its number within its node"
+            f"nvme={str(path)!r} has unknown braces; '{{rank}}' stands for a rank's number, and "
+            "'{local_rank}' for its number within its node"
         )
 
 

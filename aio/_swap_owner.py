@@ -1,8 +1,8 @@
 """Ownership of named swap files: locks, private directories, and removal of dead processes' files.
 
-The kernel releases a lock (flock) with its process, so a free lock means a dead owner. A network
-file system may not show another host's locks; for this case, and for messages, the owner (host,
-boot, pid, start time) is stored as JSON.
+The kernel releases a lock (flock) when its process ends, so a free lock means a dead owner. A
+network file system may hide the locks of other hosts. For that case, and for messages, a JSON file
+names the owner (host, boot, pid, start time).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PREFIX = "infinity-swap-"
 _OWNER, _SWAP = "owner.json", "swap"
 # Attempts to create a directory: another process's `clear_dead` may remove it before it is locked.
 _ATTEMPTS = 20
-# On these a lock of another host may not be visible.
+# File systems on which the locks of other hosts may be invisible.
 _NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"}
 )
@@ -41,7 +41,7 @@ _EXITING = 0x4
 
 
 class Life(enum.Enum):
-    """State of a process, as visible to this process."""
+    """State of a process, as far as this process can see it."""
 
     LIVES = "lives"
     ENDS = "ends"
@@ -97,8 +97,8 @@ class Owner:
 
     def leave_word(self, path: Path) -> None:
         """Write this owner to `path` atomically. The caller holds the lock."""
-        # A fixed temporary name: only the lock's holder writes it, and replaces the file of a
-        # killed one.
+        # A fixed temporary name: only the lock's holder writes that file, and so it replaces the
+        # file of a holder that was killed.
         with replaced(path, 0o600, partial=path.with_name(f"{path.name}.new")) as file:
             self.write(file.fileno())
 
@@ -170,8 +170,7 @@ class PrivateDirectory:
         except FileNotFoundError:
             return -1
         try:
-            # `clear_dead` may have unlinked the file before it was locked; such a lock protects
-            # nothing.
+            # If `clear_dead` has unlinked the file before the lock, the lock protects nothing.
             if lock(fd) and os.fstat(fd).st_nlink:
                 Owner.this().write(fd)
                 return fd
@@ -235,7 +234,7 @@ def clear_dead(parent: str) -> list[str]:
     for name in names:
         folder = Path(parent) / name
         try:
-            # Checked first, so that other users' directories cause no warning.
+            # Check first, so that other users' directories cause no warning.
             if _is_private(folder.lstat()) and _clear(folder):
                 removed.append(name)
                 log.info("%s: removed, its owner is dead", folder)
@@ -269,11 +268,11 @@ def _clear_opened(folder: Path, inside: int) -> bool:
     try:
         fd = os.open(_OWNER, flags, dir_fd=inside)
     except FileNotFoundError:
-        # Its creator died before it wrote the owner file; a live creator tries again.
+        # The creator died before it wrote the owner file; a creator that is alive tries again.
         folder.rmdir()
         return True
     try:
-        # Locked first: a live owner may still be writing the file.
+        # Lock first: a live owner may still be writing the file.
         if not lock(fd) or not _dead(Owner.read(folder / _OWNER), folder):
             return False
         if any(name not in (_OWNER, _SWAP) for name in os.listdir(inside)):

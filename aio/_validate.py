@@ -54,7 +54,7 @@ _EARLIER = {
     0: "",
     1: " (of an earlier job, which left the chunk invalid)",
     2: (
-        " (an earlier write there failed: nothing more is written to that drive until "
+        " (an earlier write to this drive failed, and no more is written to it until "
         "Executor.recover())"
     ),
 }
@@ -114,7 +114,7 @@ class FaultRecord:
         kinds: dict[int, tuple[type[AioError], str]] = {
             FAULT_SHORT: (
                 ShortTransferError,
-                f"{of}: the file ends early, or the transfer makes no progress",
+                f"{of}: the file is too short, or the transfer makes no progress",
             ),
             FAULT_CHECKSUM: (
                 ChecksumError,
@@ -166,7 +166,7 @@ def check_options(
     """Raise ValueError for options that no executor can run with."""
     if verify not in VERIFY:
         raise ValueError(f"verify={verify!r}: must be one of {', '.join(VERIFY)}")
-    # Data "read" from a null drive does not match its checksum.
+    # A null drive reads nothing, so no data match their checksum.
     if null and verify != "off":
         raise ValueError(f"Seam(null={null}) moves nothing: use verify='off'")
     if workers < 1 or threads_per_drive < 1:
@@ -228,7 +228,7 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
                 f"has {chunk['numel']} elements of {itemsize} bytes at {at} in section {section}, "
                 "past 2^60"
             )
-        # Not in the run: resident in RAM.
+        # A section that is not in the run is resident in RAM.
         if at < 0:
             if chunk["section_ptr"][section] == 0:
                 return (
@@ -299,7 +299,6 @@ def _second_place_wrong(chunk: Any, drive_count: int) -> str:
 def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArray[np.bool_]:
     """Vectorized `_chunk_wrong`: a 100B-parameter model has 250,000 chunks."""
     count, numel = chunks["section_count"], chunks["numel"]
-    # `check_chunks` gets the message from `_chunk_wrong`.
     wrong = (count < 1) | (count > records.SECTION_MAX) | (numel < 1) | (chunks["piece_numel"] < 1)
     for name in _SIZES:
         wrong |= (chunks[name] > BYTES_MAX) | (chunks[name] < -BYTES_MAX)
@@ -326,7 +325,8 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
     wrong |= end > chunks["run_bytes"]
     wrong |= placed & ((offset < 0) | (offset % records.ALIGNMENT_BYTES != 0))
     wrong |= placed & ((drive < 0) | (drive >= drive_count))
-    # Checked one by one, since few chunks are versioned; wrong ones may have no valid sections.
+    # Check versioned chunks one by one, unless they are wrong already: their sections may be
+    # invalid.
     versioned = np.flatnonzero(
         ((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1)) & ~wrong
     )
@@ -343,7 +343,6 @@ def check_chunks(chunks: npt.NDArray[np.void], drive_count: int) -> None:
     for index in suspects:
         chunk = chunks[index]
         wrong = _chunk_wrong(chunk, drive_count)
-        # Both checks must agree, or the error would have no message.
         assert wrong, f"the two checks disagree on {chunk}"
         raise ValueError(f"chunk {index} (key {int(chunk['key']):#x}) {wrong}")
 

@@ -1,9 +1,10 @@
 """Faults and slow drives for tests: `open_executor(..., seam=Seam(fault=Fault("read", nth=3)))`.
 
-io_uring makes no libc calls that a mock could intercept, so the executor has a fault injector,
-which delays and reorders completions, fails a chosen request, slows a drive down, or replaces it by
-a null drive (`null`). `Seam` has its settings, and `Executor.set_seam` replaces them in a running
-executor; native/executor/drive.c (`seam_inject`) and native/rings/null.c implement them.
+io_uring makes no libc calls that a mock could intercept, so the executor has a fault injector. It
+delays and reorders completions, fails a chosen request, slows a drive down, or replaces a drive by
+a null drive (`null`). `Seam` has the settings of the fault injector, and `Executor.set_seam`
+replaces them in a running executor; native/executor/drive.c (`seam_inject`) and native/rings/null.c
+implement them.
 """
 
 from __future__ import annotations

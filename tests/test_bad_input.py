@@ -73,7 +73,7 @@ def test_tmpfs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     shm = Path("/dev/shm")
     if not shm.is_dir() or not os.access(shm, os.W_OK):
         pytest.skip("no writable /dev/shm")
-    with pytest.raises(ValueError, match="is memory and saves none"):
+    with pytest.raises(ValueError, match="is in memory and so saves none"):
         inf.offload(llama(), policy(shm))
 
 

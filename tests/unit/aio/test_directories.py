@@ -26,7 +26,7 @@ def test_a_policy_takes_patterns_before_ranks_are_known_and_refuses_other_braces
         "/mnt/{local_{rank}rank}",
     ):
         with pytest.raises(
-            ValueError, match=r"braces of no known meaning; '\{rank\}' stands for"
+            ValueError, match=r"unknown braces; '\{rank\}' stands for"
         ) as caught:
             Policy(params="nvme", nvme=wrong)
         assert repr(wrong) in str(caught.value)

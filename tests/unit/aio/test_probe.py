@@ -33,7 +33,7 @@ def proc_with(root: Path, *, disabled: str | None, seccomp: str) -> Path:
 @pytest.mark.parametrize(
     ("disabled", "seccomp", "said"),
     [
-        ("2", "2", "io_uring_disabled=2 forbids it to everyone"),
+        ("2", "2", "io_uring_disabled=2 forbids it to all users"),
         ("1", "0", "io_uring_disabled=1 allows it to kernel.io_uring_group"),
         ("0", "2", "a seccomp filter forbids it"),
         (None, "2", "a seccomp filter forbids it"),
