@@ -2,7 +2,7 @@
 none.
 
 A front end such as pip queries the packages that a build needs. On a machine without a C compiler
-these include `ziglang`; elsewhere its 100 MB are not downloaded.
+these include `ziglang`; other machines do not download its 100 MB.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
 
 
 def get_requires_for_build_editable(config_settings: Settings = None) -> list[str]:
-    """Return the same for an editable install."""
+    """Return the requirements of an editable install, which are the same."""
     return [*build_meta.get_requires_for_build_editable(config_settings), *requires()]

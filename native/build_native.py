@@ -7,7 +7,7 @@ build needs on this machine.
 
 Compiler: CC if set, else the system's if it works, else clang from the wheel `ziglang`.
 
-Environment: CC (`CC=zig`: that of the wheel); INFINITY_WERROR=1 makes warnings errors;
+Environment: CC (`CC=zig`: the wheel's compiler); INFINITY_WERROR=1 makes warnings errors;
 INFINITY_SANITIZE=address,undefined (or thread) builds with those sanitizers.
 """
 
@@ -42,7 +42,7 @@ ZIGLANG = "ziglang>=0.17"
 """clang 22: with the clang of older ones, zig refuses AVX-512 in functions of a baseline build."""
 
 GLIBC = "2.28"
-"""The oldest glibc that zig's output must run on: that of torch's wheels."""
+"""The oldest glibc on which zig's output must run: the one that torch's wheels need."""
 
 # -ffp-contract=off: no FMA, so that all instruction sets round identically. -fno-math-errno:
 # without it sqrt stays scalar.
@@ -128,8 +128,8 @@ def cdef_text() -> str:
 
 
 def preamble_text() -> str:
-    """The includes of the generated glue: every header that has a cdef file of its name, and
-    infinity.h."""
+    """Return the includes of the generated glue: infinity.h, and every header with a cdef file of
+    the same name."""
     headers = ["infinity.h"]
     for cdef in sorted(NATIVE.rglob("*.cdef.h")):
         header = cdef.with_name(cdef.name.replace(".cdef.h", ".h"))
@@ -139,7 +139,7 @@ def preamble_text() -> str:
 
 
 def sources() -> list[str]:
-    """Every C file, relative to the root as setuptools wants it."""
+    """Return every C file, by its path from the root, as setuptools needs it."""
     found = sorted(NATIVE.rglob("*.c"))
     return [str(file.relative_to(ROOT)) for file in found if file.name != GLUE]
 
@@ -168,7 +168,7 @@ def compile_flags() -> list[str]:
 
 
 def link_flags() -> list[str]:
-    """Flags of the link step."""
+    """Return the flags of the link step."""
     sanitizers = os.environ.get("INFINITY_SANITIZE")
     return [*LINK_FLAGS, *([f"-fsanitize={sanitizers}"] if sanitizers else [])]
 
@@ -189,7 +189,8 @@ class build_ext(_build_ext):  # noqa: N801 - setuptools' name
     """setuptools' build_ext, with the glue generated and the flags of this file."""
 
     def get_source_files(self) -> list[str]:
-        """Files that a source distribution must carry, for setuptools; without a MANIFEST.in."""
+        """Return the files that a source distribution must contain, for setuptools (the project has
+        no MANIFEST.in)."""
         found = sorted(NATIVE.rglob("*.[ch]")) + sorted(NATIVE.glob("*.py"))
         return [str(file.relative_to(ROOT)) for file in found]
 
@@ -214,8 +215,8 @@ class build_ext(_build_ext):  # noqa: N801 - setuptools' name
         super().build_extensions()
 
     def _use_zig(self, zig: list[str]) -> None:
-        # None of the flags that this Python was built with: some are gcc's own. zig's default is a
-        # debug build that traps on undefined behaviour, in -O3 too if a later version wants that.
+        # Without the flags with which this Python was built: some are for gcc only. zig's default
+        # is a debug build that traps on undefined behaviour; a later zig may do so with -O3, too.
         flags = ["-fPIC", "-DNDEBUG", "-g0", "-fno-sanitize=undefined"]
         # Debian's pyconfig.h includes a file relative to /usr/include, which zig does not search
         # for a target. Last of all: zig's headers of libc must come first.
@@ -224,7 +225,7 @@ class build_ext(_build_ext):  # noqa: N801 - setuptools' name
             compiler_so=[*zig, *flags, *shlex.split(os.environ.get("CFLAGS", ""))],
             linker_so=[*zig, "-shared", "-s", *shlex.split(os.environ.get("LDFLAGS", ""))],
         )
-        # A cache per build: nothing is left in the user's home, which may not be writable.
+        # A cache per build: the user's home may not be writable, and stays clean.
         os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", str(Path(self.build_temp, "zig").resolve()))
 
     def build_extension(self, ext: Extension) -> None:

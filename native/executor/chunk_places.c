@@ -16,7 +16,7 @@ inf_chunk inf_chunk_other(const inf_chunk *chunk) {
     inf_chunk other = *chunk;
     uint64_t newest =
         chunk->generation > chunk->other_generation ? chunk->generation : chunk->other_generation;
-    /* never used before, so that stale data fails its checksum */
+    /* A number that was never used, so that stale data fails its checksum. */
     other.generation = newest + 1;
     if (chunk->other_bytes > 0) other.drive = chunk->other_drive;
     other.file_offset = chunk->other_offset;

@@ -19,8 +19,8 @@ static void bring(const inf_run *run) {
     }
 }
 
-/* Writes zeros to sections that are all-zero. Runs again in a repeated pass, since the first pass
- * may have changed them. */
+/* Writes zeros to sections that are known to be zeros. A repeated pass calls this again, since the
+ * first pass may have changed them. */
 static void fill_zeros(const inf_run *run) {
     for (int32_t s = 0; s < run->chunk->plan.section_count; s++) {
         if (run->zeros >> s & 1u)
@@ -35,7 +35,7 @@ static int64_t compute_fetch(const inf_run *run) {
     fill_zeros(run);
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!(run->job.mask >> s & 1u)) continue;
-        /* sections that nothing has written have no checksums */
+        /* sections that were never written have no checksums */
         int32_t verify = run->zeros >> s & 1u ? INF_VERIFY_OFF : run->verify;
         const uint8_t *from = inf_section_address(run, s);
         uint8_t *to = on_device ? NULL : pointer(run->job.ptr[s]);
@@ -70,9 +70,9 @@ static int64_t compute_store(const inf_run *run) {
     return INF_OK;
 }
 
-/* The unused end of the slot saves resident sections, so that the pass need not verify the whole
- * chunk first. Slots have the size of a chunk that is wholly on a drive. NULL if the end is too
- * small. */
+/* The unused end of the slot, in which the pass saves resident sections, so that it need not verify
+ * the whole chunk first. (Slots have the size of a chunk that is wholly on a drive.) NULL if the
+ * end is too small. */
 static uint8_t *undo_memory(const struct inf_executor *ex, const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     if (run->slot.memory == NULL) return NULL;
@@ -103,7 +103,7 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
         sections[s] = used >> s & 1u ? inf_section_address(run, s) : NULL;
     fill_zeros(run);
     uint32_t unread = used & ~run->reads;
-    /* Given by the caller; copied again in a repeated pass, which finds the slot changed. */
+    /* Given by the caller. A repeated pass copies it again, since the slot has changed. */
     if ((unread & ~run->zeros & 1u) && !run->copied_in) {
         memcpy(sections[0], pointer(run->job.ptr[1]), (size_t)inf_section_bytes(chunk, 0));
     }
@@ -115,7 +115,7 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
         unread, worker->scratch, undo_memory(worker->ex, run));
 }
 
-/* Fault injector: of a null drive's chunks only every n-th is computed. */
+/* Whether the fault injector skips the run: with null drives only every n-th chunk is computed. */
 static bool passes_by(const struct inf_executor *ex, const inf_run *run) {
     const inf_seam *seam = &ex->config.seam;
     if (seam->null_batch == 0) return false;

@@ -8,14 +8,14 @@
  * of a simulated driver in tests.
  *
  * Order of a copy and the asynchronous kernels of the compute stream:
- *   before it    a mark: an event recorded on the compute stream when the job is submitted or its
- *                gate opened. The copy's stream waits for it, unless it has already waited for a
- *                later mark. This covers a source that a kernel has yet to write (a gradient), and
- *                a target that an earlier kernel still reads (a buffer that the allocator has
- *                reused).
- *   after it     the host: a ticket is filled when the copy has ended on the device, and only then
- *                does the caller launch kernels that read the target or free the source, and the
- *                executor reuse the slot.
+ *   kernels before the copy   a mark: an event recorded on the compute stream when the job is
+ *                submitted or its gate opened. The copy's stream waits for the mark, unless it has
+ *                already waited for a later one. This covers a source that a kernel has yet to
+ *                write (a gradient), and a target that an earlier kernel still reads (a buffer that
+ *                the allocator has reused).
+ *   kernels after the copy    the host: a ticket is filled when the copy has ended on the device.
+ *                Only then does the caller launch kernels that read the target, or free the source,
+ *                and the executor reuses the slot.
  *
  * Call overhead limits the bandwidth of copies: a call takes about 5 us, waking a thread that
  * sleeps on an event 30 to 100 us, and the transfer of a chunk of parameters 14 us. So:
@@ -35,9 +35,10 @@
  * on the bus. */
 #define BATCH_BYTES ((int64_t)4 << 20)
 #define BATCH_RUNS 16
-/* No flight is issued while this many bytes follow the oldest one. They take 229 us on the bus,
+/* No flight is issued while this many bytes follow the oldest one. Their transfer takes 229 us,
  * enough for the sleeping thread to wake (30 to 100 us, more in some virtual machines) and issue
- * the next; a new demand waits for all of them, so they are not more. Figures: bench/README.md. */
+ * the next flight. A larger limit would delay new demands, which wait for all of these bytes.
+ * Figures: bench/README.md. */
 #define BEHIND_BYTES ((int64_t)12 << 20)
 #define UNDER_WAY 600 /* the driver's code: the event has not been reached */
 #define STREAM_PER_THREAD ((void *)2) /* a handle for a different stream on every thread */
@@ -233,8 +234,8 @@ static void flight_add(inf_flight *flown, inf_run *run) {
     flown->count++;
 }
 
-/* Whether a run may join the flight of the run before it. Not if it would delay others: the stream
- * must still wait for its mark, or a caller waits for the run before it. */
+/* Whether a run may join the flight of the run before it. Not if that would delay the earlier run's
+ * caller: because the stream must still wait for this run's mark, or the caller already waits. */
 static bool may_follow(const inf_copies *copies, const inf_run *before, const inf_run *run) {
     if (before->submission == run->submission) return true;
     const inf_mark *marks[2];
@@ -242,8 +243,9 @@ static bool may_follow(const inf_copies *copies, const inf_run *before, const in
     return !before->submission->awaited && covered(copies, marks[0]) && covered(copies, marks[1]);
 }
 
-/* Each gradient has a mark. If the last mark of the queued runs has been reached, all have, and
- * their copies can share a flight without waiting. [locked], but not during the call */
+/* Each gradient has a mark. If the device has reached the last mark of the queued runs, it has
+ * reached all, and their copies can share a flight without a wait. [locked], but not during the
+ * call of the driver */
 static void look_at_marks(inf_copies *copies, const inf_queue *queue) {
     const inf_mark *last = NULL, *own[2];
     int64_t bytes = 0;
@@ -260,7 +262,7 @@ static void look_at_marks(inf_copies *copies, const inf_queue *queue) {
         count++;
     }
     marks_of(queue->head, own);
-    /* The first run's marks are waited for on the stream, which costs no more than a query. */
+    /* For the first run's marks the stream waits, which costs no more than a query. */
     if (last == NULL || last == own[0] || last == own[1]) return;
     /* The mark stays valid: only this thread removes runs from the queue, which keep their
      * submission. */

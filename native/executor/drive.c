@@ -198,8 +198,8 @@ static bool result_again(inf_drive *drive, inf_request *request, int64_t result)
     if (request->inject == INF_SEAM_SHORT && result > request->bytes / 2)
         result = request->bytes / 2;
     bool whole = result >= request->bytes;
-    /* O_DIRECT requires an aligned offset, to 4096 on drives with such sectors, so a partial sector
-     * is transferred again. */
+    /* O_DIRECT needs an offset that is aligned to the drive's sectors (512 or 4096 bytes), so a
+     * partial sector is transferred again. */
     int64_t aligned = result & ~(int64_t)(INF_ALIGN - 1);
     if (aligned == 0) aligned = result & ~(int64_t)(SECTOR - 1);
     int64_t moved = whole ? request->bytes : aligned;

@@ -5,7 +5,7 @@ typedef struct inf_executor inf_executor;
 typedef struct inf_ticket inf_ticket;
 typedef struct inf_gate inf_gate;
 
-/* Why a job failed; `op` is 0 read, 1 write, -1 neither. offset and length are bytes in the drive's
+/* The fault of a job; `op`: 0 read, 1 write, -1 neither. offset and length are bytes in the drive's
  * file. */
 typedef struct {
     /* 1 errno, 2 short, 3 checksum, 4 no space, 5 closed, 6 bad plan, 7 cancelled, 8 device */
@@ -31,8 +31,8 @@ typedef struct {
     int64_t bytes;
 } inf_spare;
 
-/* A failed write that went to a reserved extent: its place, its new place, and the fault. The new
- * write may fail, too: then a later move follows, or the chunk keeps its slot. */
+/* A failed write that was moved to a reserved extent: the old place, the new place, and the fault.
+ * If the new write fails, too, a later move follows, or the chunk keeps its slot. */
 typedef struct {
     int32_t chunk;
     int32_t drive;
@@ -43,11 +43,11 @@ typedef struct {
     int64_t offset;
     int64_t to_offset;
     int64_t bytes;
-    uint64_t key; /* of the chunk; its id may belong to another chunk by now */
+    uint64_t key; /* of the chunk, since another chunk may have reused its id */
     inf_fault fault;
 } inf_moved_write;
 
-/* What a drive moved within a second that had traffic. */
+/* Traffic of a drive in one second. */
 typedef struct {
     int64_t start_ns;
     uint64_t bytes_read;
@@ -141,7 +141,8 @@ typedef struct {
     int32_t null_computes;
 } inf_seam;
 
-/* The fault injector throttles to these speeds, 0 = not; reads and writes share a drive's time. */
+/* Speeds: the fault injector throttles the drive to them (0: it does not); reads and writes share a
+ * drive's time. */
 typedef struct {
     int32_t fd;
     int32_t depth;
@@ -162,7 +163,7 @@ typedef struct {
     int64_t large_bytes;
     int64_t hold_ns;
     inf_seam seam;
-    /* 1 + the NUMA node of the slab; `cpus` (a bit each) are those of the threads; 0: the kernel
+    /* 1 + the NUMA node of the slab, with the threads' CPUs in `cpus` (one bit each); 0: the kernel
      * chooses both */
     int32_t numa;
     uint64_t cpus[16]; /* INF_CPU_MAX */
@@ -171,7 +172,7 @@ typedef struct {
 /* Functions of the compute device's driver, as addresses; each returns 0 or the driver's code.
  * Streams and events are void *, device addresses uint64_t. */
 typedef struct {
-    /* a thread makes it current before it calls the other functions, and then restores its own */
+    /* a thread makes this context current, calls other functions, and restores its former one */
     uint64_t context;
     uint64_t set_current;       /* (void *context) */
     uint64_t get_current;       /* (void **context) */
@@ -193,8 +194,8 @@ typedef struct {
 
 /* ---- io_uring by function pointers ----------------------------------------------------------- */
 
-/* Opens the shared object that carries liburing and looks every symbol up. 0, or -1 with the reason
- * in `why`. */
+/* Opens the shared object that contains liburing, and resolves every symbol. 0, or -1 with the
+ * reason in `why`. */
 int32_t inf_uring_load(const char *path, char *why, int32_t why_bytes);
 /* Tries to make a ring, on a new thread. 0 or a negative errno. */
 int32_t inf_uring_probe(void);
@@ -229,15 +230,15 @@ int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t coun
 int32_t inf_executor_file_add(inf_executor *ex, int32_t drive, int32_t fd);
 /* Removes a file. 0; -EBUSY while a chunk has a place in it, -EINVAL for an unknown index. */
 int32_t inf_executor_file_remove(inf_executor *ex, int32_t drive, int32_t index);
-/* Gives the executor reserved extents for failed writes. The caller does not use them until it
- * takes them back. 0, -EINVAL for an unknown drive or file, -ENOMEM. */
+/* Gives the executor reserved extents for failed writes. The caller must not use an extent until it
+ * has taken it back. 0, -EINVAL for an unknown drive or file, -ENOMEM. */
 int32_t inf_executor_spares_add(inf_executor *ex, const void *spares, int32_t count);
 /* Takes back unused extents, count_max at most. Returns how many. */
 int32_t inf_executor_spares_take(inf_executor *ex, void *spares, int32_t count_max);
 /* Takes the moved writes since the last call, inf_moved_write[count_max] at most, oldest first. */
 int32_t inf_executor_moves_take(inf_executor *ex, void *moves, int32_t count_max);
-/* Gives new second places to versioned chunks whose live place is the committed one (or that have
- * no commit yet). Errors as commit; -EPERM when a chunk's second place is the committed one. */
+/* Replaces the second places of versioned chunks whose live place is the committed one (or that
+ * have no commit yet). Errors as commit; -EPERM if a chunk's second place is the committed one. */
 int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count,
                               const int32_t *drives, const int32_t *files,
                               const int64_t *offsets);
@@ -256,11 +257,11 @@ inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_
                                 const void *segs, int32_t seg_count, const void *hypers,
                                 int32_t hyper_count, int32_t priority, inf_gate *gate,
                                 int64_t *error);
-/* Reads chunks ahead of their next UPDATE where slots are idle; `masks`: those of the UPDATEs. How
- * many were accepted. */
+/* Reads chunks ahead of their next UPDATEs, while slots are idle; `masks`: the UPDATEs' masks.
+ * Returns the number of accepted chunks. */
 int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count,
                               const uint32_t *masks);
-/* Removes the drives' marks and writes again the data of failed writes; returns as submit. */
+/* Removes the drives' marks and repeats failed writes. Returns the same as submit. */
 inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error);
 /* Attaches the device for jobs with INF_MASK_DEVICE, once, before the first of them, and pins the
  * slab. 0, a negative errno, or the driver's code. */
@@ -276,8 +277,9 @@ void inf_executor_hold_gates(inf_executor *ex, int32_t held);
  * op] throttle the drives. Null drives stay null. Returns how many requests got the fault of the
  * earlier settings, or a negative errno (no thread could be made). */
 int64_t inf_executor_set_seam(inf_executor *ex, const inf_seam *seam, const double *speeds);
-/* Replaces the pools. 0; -EBUSY while a job, or a chunk whose write failed, has a slot, -EIO where
- * a broken ring may write to one, -ENOMEM, or the driver's code: then nothing has changed. */
+/* Replaces the pools. 0; -EBUSY while a job, or a chunk whose write failed, has a slot; -EIO if a
+ * broken ring may write to a slot; -ENOMEM; the driver's code. After an error the pools are
+ * unchanged. */
 int32_t inf_executor_resize_pools(inf_executor *ex, int32_t small_count, int64_t small_bytes,
                                   int32_t large_count, int64_t large_bytes);
 int64_t inf_executor_pool_bytes(const inf_executor *ex);
@@ -285,8 +287,8 @@ int64_t inf_executor_huge_bytes(const inf_executor *ex);
 /* Why slab or threads are not on the requested NUMA node, a negative errno; 0: they are, or no node
  * was requested. */
 int32_t inf_executor_numa_error(const inf_executor *ex);
-/* 1: the slab is registered with every ring. Else why not: 0 there is none, 2 it is not huge pages,
- * 3 it is too large, a negative errno of the kernel. */
+/* 1: the slab is registered with every ring. Otherwise the reason: 0 there is no slab, 2 it is not
+ * in huge pages, 3 it is too large, or a negative errno of the kernel. */
 int32_t inf_executor_registered(const inf_executor *ex);
 void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats *drives);
 int32_t inf_executor_spans(inf_executor *ex, int32_t enable);
@@ -298,7 +300,7 @@ void inf_executor_alarm(inf_executor *ex, uint32_t *word);
 /* Words: [0] done (0 pending, 1 success, 2 failed), [1] filled, [2] a job has failed. Valid until
  * the release. */
 const uint32_t *inf_ticket_words(const inf_ticket *ticket);
-/* Whether a word is set. If it is, the caller sees all that was copied before it was set. */
+/* Whether a word is set. If so, the caller sees all data that was copied before. */
 int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word);
 /* Whether a job waits behind an UPDATE of its chunk that has not begun to compute. */
 int32_t inf_ticket_follows_update(inf_executor *ex, const inf_ticket *ticket);
@@ -307,11 +309,11 @@ int32_t inf_ticket_follows_update(inf_executor *ex, const inf_ticket *ticket);
 int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns,
                         int32_t escape);
 int32_t inf_ticket_fault(inf_executor *ex, const inf_ticket *ticket, inf_fault *fault);
-/* Cancels its fetches that no drive has begun; nothing if it has other jobs, too. */
+/* Cancels the ticket's fetches that no drive has begun. No effect if it has other jobs, too. */
 void inf_ticket_cancel(inf_executor *ex, inf_ticket *ticket);
 void inf_ticket_release(inf_executor *ex, inf_ticket *ticket);
 
-/* `stays`: the gate escapes when it is released or the executor is shut, and not before. */
+/* `stays`: the gate escapes only when it is released, or the executor is shut. */
 inf_gate *inf_gate_new(inf_executor *ex, int32_t stays);
 /* 1 opened, 0 it had escaped, -EALREADY, -ERANGE (a job's base is past `count`). */
 int32_t inf_gate_open(inf_executor *ex, inf_gate *gate, const uint64_t *bases, int32_t count);

@@ -5,13 +5,13 @@
  *
  * Idle slots read ahead for UPDATEs that wait at closed gates (prefetch.c).
  *
- * One mutex guards everything. At 1 MiB a block and 10 GB/s that is 20,000 short critical sections
- * a second, a negligible cost (bench/executor.py measures it), and there is no lock order.
+ * One mutex guards all state. At 1 MiB a block and 10 GB/s it is locked 20,000 times a second for a
+ * short time, a negligible cost (bench/executor.py measures it), and there is no lock order.
  *
  * A drive, a worker or a copying thread that works on a run never decides the run's next state. It
  * appends the run to `ended` under the mutex, and calls inf_pump before it unlocks. The pump, in
  * jobs.c, pops `ended` and decides each run's next state; no other function does. So `ended` is
- * empty whenever the mutex is free, no completion recurses, and no thread is woken to complete one.
+ * empty whenever the mutex is free, completions do not recurse, and need no thread of their own.
  *
  * A file calls functions only of files in the lines above it (tests/test_wiring.py compares).
  *
@@ -32,7 +32,7 @@
  *   executor/open.c
  *   executor/tickets.c executor/versions.c executor/submit.c
  * Threads: per drive one (io_uring) or several (threads) that transfer blocks, and workers that
- * verify, update, copy. None uses Python.
+ * verify, update and copy. No thread calls Python.
  *
  * A job is on at most one queue at a time (`next`), besides the FIFO of its chunk (`fifo_next`). A
  * job holds at most one slot, and takes it before any other resource, so there is no deadlock.
@@ -65,19 +65,19 @@
 /* The class of reads ahead at a drive: after every priority, and without fair turns. */
 #define INF_CLASS_AHEAD INF_PRIORITY_COUNT
 #define INF_CLASS_COUNT (INF_PRIORITY_COUNT + 1)
-/* One turn in this many, at slots, drives and workers, goes to the run that waited longest,
- * whatever its priority: so every run progresses. */
+/* Of this many turns at slots, drives and workers, one goes to the run that has waited longest,
+ * whatever its priority, so that every run progresses. */
 #define INF_FAIR_TURN 8
 #define INF_SPAN_COUNT 65536
 #define INF_FLIGHT_MAX 32 /* flights of one direction, see device.c */
 #define INF_RANGE_MAX INF_SECTION_MAX
 #define INF_ALIGN 4096
 #define INF_FILE_MAX 8 /* files of one drive */
-/* io_uring takes no registered buffer above 1 GiB, and no request that spans two. */
+/* io_uring refuses registered buffers above 1 GiB, and requests that span two buffers. */
 #define INF_PIECE_BYTES ((int64_t)1 << 30)
-/* In a job's mask: move the slot as it is; no copy, no checksum. For measuring drives. */
+/* In a job's mask: transfer the slot without copy and checksum. For measuring drives. */
 #define INF_MASK_MOVE_ONLY 0x80000000u
-/* In an UPDATE's mask: section 0 is not read but copied from ptr[1]; without effect on a resident
+/* In an UPDATE's mask: section 0 is not read but copied from ptr[1]. No effect on a resident
  * section 0. */
 #define INF_MASK_PARAM_IN_MEMORY 0x40000000u
 /* In a job's mask: ptr[] are addresses in device memory. */
@@ -158,7 +158,7 @@ typedef struct {
     int32_t pool;
     int32_t drive;
     uint32_t written;                      /* sections that are written from it */
-    bool lost; /* a broken ring may still write to it: it is never used again */
+    bool lost; /* a broken ring may still write to the slot: never use it again */
     int32_t range_count[INF_OP_COUNT];
     int64_t section_at[INF_SECTION_MAX];   /* a section's place in the slot; -1 = not in it */
     inf_range ranges[INF_OP_COUNT][INF_RANGE_MAX];
@@ -180,10 +180,10 @@ typedef struct {
     inf_prefetch *prefetch;   /* the read ahead for its next UPDATE; NULL = none */
     uint32_t invalid;   /* sections whose contents are lost */
     /* Whether an UPDATE made the live version, and no STORE has changed it since: then the other
-     * place has the states before that update. other_updated says the same of the other place. */
+     * place has the states before that update. other_updated: the same for the other place. */
     bool updated;
     bool other_updated;
-    bool exchanged; /* an undo swapped the places, and nothing was written since */
+    bool exchanged; /* an undo has swapped the places, and no write has followed */
     uint32_t committed_invalid; /* invalid sections of the committed place */
     inf_place place;
     inf_fault committed_fault;
@@ -200,7 +200,7 @@ struct inf_run {
     inf_chunk_record *chunk;
     inf_run *hint_next; /* list of UPDATEs at closed gates that may be read ahead, by gate */
     inf_run *hint_previous;
-    inf_prefetch *prefetch; /* the read ahead that it waits for */
+    inf_prefetch *prefetch; /* the read ahead for which the run waits */
     inf_slot slot;
     inf_job job;
     inf_state state;
@@ -212,18 +212,18 @@ struct inf_run {
     int64_t position;
     int32_t blocks_in_flight;
     uint32_t rest; /* other sections, read so that a failed partial write can move as a whole */
-    bool aside; /* its small slot is the chunk's failed_write; it has or awaits a large slot */
+    bool aside; /* its small slot is the chunk's failed_write; it has, or waits for, a large one */
     bool moves; /* it writes the chunk's other place */
     bool filled;
     bool faulted;
     bool reread;
     bool hinted; /* on the list by hint_next */
-    bool inherits; /* its slot is that of the UPDATE before it, with the states to copy */
+    bool inherits; /* it got the slot of the UPDATE before it, with the states to copy */
     bool copied_in; /* its copy from the device has ended */
     int32_t moved; /* times that its write failed and went to a reserved extent */
     int32_t direction; /* of its copy: INF_TO_DEVICE or INF_FROM_DEVICE */
     int64_t bad; /* result of its pass */
-    int32_t copy_error; /* of the driver, when it was given the copy */
+    int32_t copy_error; /* the driver's error when the copy was issued */
     bool prefetch_failed; /* its read ahead failed, so it reads again */
     uint64_t order; /* of arrival at the slots or the workers */
     int64_t start_ns;
@@ -243,7 +243,7 @@ struct inf_prefetch {
     inf_prefetch *next;         /* free, or of one state, oldest first */
     inf_prefetch *previous;
     uint32_t used, have;     /* sections in its slot, and those that it reads or has read */
-    bool asked;              /* inf_executor_prefetch asked for it, not a job at a gate */
+    bool asked;              /* requested by inf_executor_prefetch, not by a job at a gate */
     inf_prefetch_state state;
 };
 
@@ -277,7 +277,7 @@ struct inf_gate {
     int32_t base_count;
     int32_t base_max; /* highest index that a job uses, -1 = none */
     int32_t state;
-    bool stays; /* only its owner lets it go: it is not on the list of gates */
+    bool stays; /* only its owner opens or releases it: it is not on the list of gates */
     int32_t users; /* Python's reference, and the submissions that are not done */
 };
 
@@ -348,7 +348,7 @@ struct inf_drive {
     int32_t event_fd;
     int32_t fds[INF_FILE_MAX]; /* the first is the config's; -1 = none */
     int32_t dead; /* errno after the ring broke: every request fails with it */
-    uint32_t kicks; /* number of wakes: tells a thread about to sleep that one came */
+    uint32_t kicks; /* number of wakes: a thread that is about to sleep compares it */
     bool sleeping;
 };
 
@@ -443,7 +443,7 @@ struct inf_executor {
     uint32_t slab_number; /* counts the slabs: a ring knows whether it registered this one */
     int32_t numa_error; /* a negative errno */
     inf_drive *drives;
-    inf_queue ended; /* their work has ended; empty whenever the lock is free */
+    inf_queue ended; /* runs whose work has ended; empty whenever the lock is free */
     inf_queue starting;
     inf_queue compute[INF_PRIORITY_COUNT];
     int32_t compute_count;
@@ -451,7 +451,7 @@ struct inf_executor {
     int64_t pending;
     inf_prefetch *prefetches; /* [slots] */
     inf_prefetch *prefetches_free;
-    inf_prefetch_list wanted;       /* asked for by inf_executor_prefetch, without a slot */
+    inf_prefetch_list wanted;       /* requested by inf_executor_prefetch, without a slot */
     inf_prefetch_list with_slot;    /* reading or held */
     int32_t prefetch_reading;       /* how many of with_slot a drive is reading */
     inf_run *hint_first;
@@ -473,8 +473,8 @@ struct inf_executor {
     inf_moved_write *moves; /* moved writes that Python has not taken yet */
     int32_t spare_count;
     int32_t move_count;
-    int64_t seam_seen; /* requests that match the fault to inject, */
-    int64_t seam_met;  /* and requests that got it */
+    int64_t seam_seen; /* requests that match the fault to inject */
+    int64_t seam_met;  /* requests that got the fault */
     inf_span *spans;
     uint64_t span_count; /* since the last take */
     inf_exec_stats stats;
@@ -487,7 +487,7 @@ struct inf_executor {
     bool seam_on;
     bool spans_on;
     bool faulted;
-    bool gates_held; /* a thread is about to open them: idle gates do not escape */
+    bool gates_held; /* idle gates do not escape, since a running forward will open them */
     bool escaping; /* gates escape one after another until a caller opens one */
     bool shut;
     bool cancelled;
@@ -499,8 +499,8 @@ extern const inf_backend inf_backend_uring;
 extern const inf_backend inf_backend_threads;
 extern const inf_backend inf_backend_null; /* for tests and benchmarks: it moves nothing */
 
-/* Threads of a drive that wait for requests: of the backends that have no ring. `run` gets the
- * drive. inf_threads_wake is called under the lock. */
+/* Threads of a drive that wait for requests, for the backends without a ring. `run` gets the drive.
+ * inf_threads_wake is called under the lock. */
 int32_t inf_threads_start(inf_drive *drive, int32_t count, void *(*run)(void *));
 void inf_threads_wake(inf_drive *drive);
 void inf_threads_stop(inf_drive *drive);
@@ -516,7 +516,7 @@ static inline uint32_t inf_sections_all(const inf_chunk *chunk) {
     return (1u << chunk->section_count) - 1u;
 }
 
-/* NULL: there is no chunk of that id. [locked] */
+/* NULL: no chunk has that id. [locked] */
 static inline inf_chunk_record *inf_chunk_of(const struct inf_executor *ex, int32_t id) {
     return id >= 0 && id < ex->chunk_count ? ex->chunks[id] : NULL;
 }
@@ -548,8 +548,8 @@ void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, in
                   int64_t bytes);
 /* the drive that a run reads from or writes to */
 int32_t inf_run_drive(const inf_run *run, int32_t op);
-/* Between the two, the caller runs on the config's CPUs, so that new threads inherit them; an
- * error is noted in numa_error. */
+/* Between these two calls the caller runs on the config's CPUs, so that new threads inherit them;
+ * an error is stored in numa_error. */
 void inf_numa_enter(struct inf_executor *ex, cpu_set_t *before);
 void inf_numa_leave(struct inf_executor *ex, const cpu_set_t *before);
 
@@ -577,9 +577,9 @@ bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file);
 bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk);
 
 /* slot_plan.c, all [locked] */
-uint32_t inf_run_used(const inf_run *run);    /* sections that it has in its slot, or resident */
+uint32_t inf_run_used(const inf_run *run);    /* sections that it uses, in its slot or resident */
 uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
-void inf_run_make_whole(inf_run *run); /* so that it writes a whole new version */
+void inf_run_make_whole(inf_run *run); /* makes it write a whole new version */
 void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
                    uint32_t written, bool moves);
 /* Plans again which ranges of the slot are written, and where to. */
@@ -609,8 +609,8 @@ inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool);
 /* removes any waiting run; NULL: none waits */
 inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count);
 void inf_slot_release(struct inf_executor *ex, inf_slot *slot);
-void inf_slot_put_by(struct inf_executor *ex, inf_slot *slot);   /* out of circulation ... */
-void inf_slot_put_back(struct inf_executor *ex, inf_slot *slot); /* ... and into it again */
+void inf_slot_put_by(struct inf_executor *ex, inf_slot *slot);   /* removes it from its pool */
+void inf_slot_put_back(struct inf_executor *ex, inf_slot *slot); /* returns it to its pool */
 /* the most slots that one drive may hold */
 int32_t inf_held_max(const struct inf_executor *ex, const inf_pool *pool);
 /* takes a slot without queueing; false: none is free */
@@ -619,7 +619,7 @@ bool inf_slot_take(struct inf_executor *ex, inf_slot *slot);
 /* drive.c, all [locked] */
 /* the drive must not be dead */
 void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op);
-/* It may also end runs, by injected faults: call inf_pump after it. */
+/* NULL: no request may be sent. Injected faults may end runs here: call inf_pump afterwards. */
 inf_request *inf_drive_take(inf_drive *drive);
 void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result);
 void inf_drive_cancel(inf_drive *drive);
@@ -645,16 +645,16 @@ void inf_device_queue(struct inf_executor *ex, inf_run *run, int32_t direction);
 /* `run` is the function of each direction's thread; it gets an inf_copies */
 int32_t inf_device_attach(struct inf_executor *ex, const inf_device_api *api, void *(*run)(void *));
 void inf_device_stop(struct inf_executor *ex);
-/* Pins a slab if the current one is, or would be; *pinned: whether it did. 0, or an error. */
+/* Pins a slab if a device is attached; *pinned: whether it is pinned. 0, or an error. */
 int32_t inf_device_pin(struct inf_executor *ex, uint8_t *slab, int64_t bytes, bool *pinned);
 void inf_device_unpin(struct inf_executor *ex, uint8_t *slab);
 /* a thread calls this once before inf_copies_step */
 void inf_copies_enter(const inf_copies *copies);
-/* issues copies, or waits for some, unlocked meanwhile; false: there are none */
+/* issues copies, or waits for copies, unlocked meanwhile; false: none is queued or in flight */
 bool inf_copies_step(inf_copies *copies);
 
 /* failed_writes.c, all [locked] */
-/* Moves a failed write to a reserved extent. False: there is none, or the run may not move. */
+/* Moves a failed write to a reserved extent. False: no extent suits, or the run may not move. */
 bool inf_run_move_failed_write(struct inf_executor *ex, inf_run *run);
 /* `rest` was read, or could not be; false: the run has ended */
 bool inf_run_rest_loaded(struct inf_executor *ex, inf_run *run, int64_t bad);
@@ -675,7 +675,7 @@ void inf_prefetch_begin(struct inf_executor *ex);
 /* false: the list is full */
 bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
                        const inf_job *update);
-/* frees the slot of a read ahead for a job; false: there is none */
+/* frees the slot of a read ahead for a job; false: no slot can be freed */
 bool inf_prefetch_yield(struct inf_executor *ex, int32_t pool);
 /* An UPDATE begins. HELD: it owns the slot of its read ahead; READING: it waits for that read;
  * WANTED: nothing was read. */
@@ -684,7 +684,7 @@ inf_prefetch_state inf_prefetch_take(struct inf_executor *ex, inf_run *run);
  * the slot, without one, or faulted. */
 inf_run *inf_prefetch_moved(struct inf_executor *ex, inf_run *run);
 void inf_prefetch_promote(struct inf_executor *ex, inf_prefetch *prefetch, int32_t class);
-/* these sections will be written: what was read of them is stale */
+/* these sections will be written, so data that was read ahead of them is stale */
 void inf_prefetch_written(struct inf_executor *ex, inf_chunk_record *chunk, uint32_t mask);
 /* drops the chunk's read ahead */
 void inf_prefetch_drop(struct inf_executor *ex, inf_chunk_record *chunk);
@@ -705,7 +705,7 @@ void inf_gates_escape_all(struct inf_executor *ex); /* also gates that stay */
 void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission);
 bool inf_gate_escape_oldest(struct inf_executor *ex);
 
-/* jobs.c, [locked]: a thread that changed a run or a queue calls it before it unlocks */
+/* jobs.c, [locked]: a thread that has changed a run or a queue calls this before it unlocks */
 void inf_pump(struct inf_executor *ex);
 
 /* loops.c: functions of the threads; the argument is an inf_worker, an inf_copies, the executor */

@@ -1,28 +1,28 @@
 /* Handling of failed writes. All [locked].
  *
- * The write is moved to a reserved extent, of the same drive first, then of another. Python
- * reserves extents beforehand, since a failing drive may have no space left. The extent becomes the
- * chunk's place, and the failed range is not used again: Python fetches the record of the move,
- * records the bad range, and reserves another extent.
+ * The write is moved to a reserved extent, on the same drive if possible, or else on another drive.
+ * Python reserves extents beforehand, since a failing drive may have no space left. The extent
+ * becomes the chunk's place, and the failed range is not used again: Python fetches the record of
+ * the move, records the bad range, and reserves another extent.
  *
  * Only a whole place can be moved. After a failed partial write the other sections ("rest") are
  * read first:
  *
  *   failed write -> (larger slot) -> read the rest -> verify it -> write the whole to the extent
  *
- * A bad block usually fails writes, not reads, so the rest is still readable in the old place. It
- * is read into the job's slot if that is large enough, else into a large slot, next to the job's
- * sections. Until then the small slot has the only copy of the job's sections, and is put aside. So
- * a job may hold a small slot while it waits for a large one. No job waits for a small slot while
- * it holds a large one, so there is no deadlock. The chunk's record changes only when the rest is
- * in memory. If the rest cannot be read, fails its checksum, or no slot becomes free, the job's
- * write counts as failed.
+ * A bad block usually fails writes, not reads, so the rest is still readable in the old place. The
+ * rest is read into the job's slot if that is large enough, or else into a large slot, next to the
+ * job's sections. Until then the small slot has the only copy of the job's sections, and is put
+ * aside. So a job may hold a small slot while it waits for a large one. No job waits for a small
+ * slot while it holds a large one, so there is no deadlock. The chunk's record changes only when
+ * the rest is in memory. If the rest cannot be read, fails its checksum, or no slot becomes free,
+ * the job's write counts as failed.
  *
  * A write without a suitable extent stays in memory: the slot has the only copy of its data, since
  * an update cannot be repeated, and the range on the drive may be partly written. So the chunk
- * keeps the slot, reads are served from it, and the drive is marked: it gets no further writes
- * until inf_executor_recover. While a chunk keeps a slot, its drive is marked or a REWRITE is first
- * in its FIFO, so no other job writes the chunk.
+ * keeps the slot, reads use the slot's data, and the drive is marked: it gets no further writes
+ * until inf_executor_recover. While a chunk keeps a slot, its drive is marked, or a REWRITE is
+ * first in its FIFO, so no other job writes the chunk.
  */
 #include "executor.h"
 
@@ -31,7 +31,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Once to the same drive, once to another: a further failure is no bad block. */
+/* Once to the same drive, once to another: a further failure is not due to a bad block. */
 #define MOVES_MAX 2
 
 /* One of a chunk's places on the drive. */
@@ -48,7 +48,7 @@ static int64_t sections_bytes(const inf_chunk *chunk, uint32_t mask) {
 }
 
 /* Sections of `mask` without a place in the slot. */
-static uint32_t without_room(const inf_slot *slot, uint32_t mask) {
+static uint32_t without_place(const inf_slot *slot, uint32_t mask) {
     for (int32_t s = 0; s < INF_SECTION_MAX; s++)
         mask &= ~((uint32_t)(slot->section_at[s] >= 0) << s);
     return mask;
@@ -70,7 +70,7 @@ static void read_beside(struct inf_executor *ex, inf_run *run, uint32_t missing)
 static bool load_rest(struct inf_executor *ex, inf_run *run, uint32_t held, uint32_t rest) {
     const inf_chunk *chunk = &run->chunk->plan;
     if (ex->drives[chunk->drive].dead != 0) return false;
-    uint32_t missing = without_room(&run->slot, rest);
+    uint32_t missing = without_place(&run->slot, rest);
     int64_t beside = run->slot.bytes + sections_bytes(chunk, missing);
     bool fits = beside <= ex->pools[run->slot.pool].bytes;
     const inf_pool *large = &ex->pools[1];
@@ -140,9 +140,9 @@ static place_kind place_written(const inf_run *run, uint32_t written, uint32_t *
     if (versioned && grad != 0 && written == grad) return PLACE_GRADIENTS;
     if (versioned && (written & grad) != 0) return PLACE_NONE; /* two places at once */
     *rest = there & ~written & ~(versioned ? grad : 0u);
-    /* all but zeros that it leaves out are written to a new version */
+    /* a run that writes a new version writes all sections, except zeros that it leaves out */
     if (run->moves) return (*rest & ~inf_job_leaves(&run->job)) == 0 ? PLACE_OTHER : PLACE_NONE;
-    /* without zeros, which are not read, and invalid sections */
+    /* except zeros, which are not read, and invalid sections */
     *rest &= ~((uint32_t)chunk->zeros | run->chunk->invalid);
     return PLACE_LIVE;
 }
@@ -181,7 +181,7 @@ static int32_t spare_for(const struct inf_executor *ex, const inf_run *run, plac
     int64_t bytes = place_bytes(chunk, place);
     int32_t drive = inf_run_drive(run, INF_OP_WRITE);
     if (run->moved >= MOVES_MAX) return -1;
-    /* A second failure on a drive is no bad block: try another drive. */
+    /* A second failure on one drive is not due to a bad block: try another drive. */
     int32_t index = run->moved > 0 ? -1 : spare_find(ex, drive, true, bytes);
     if (index >= 0 || !may_leave_drive(chunk, place)) return index;
     return spare_find(ex, drive, false, bytes);
@@ -258,7 +258,7 @@ bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run) {
     bool rewrite = run->job.kind == INF_JOB_REWRITE;
     bool closed = run->fault.kind == INF_FAULT_CLOSED;
     if (run->state != INF_WRITING || run->slot.memory == NULL || (closed && !rewrite)) return false;
-    /* a measurement: the slot's data is not needed */
+    /* a measurement, which needs no data */
     if (run->job.mask & INF_MASK_MOVE_ONLY) return false;
     assert(chunk->failed_write_mask == 0);
     inf_drive *drive = &ex->drives[inf_run_drive(run, INF_OP_WRITE)]; /* before the places flip */
@@ -334,9 +334,9 @@ int32_t inf_executor_spares_add(inf_executor *ex, const void *spares, int32_t co
         if (more != NULL) ex->spares = more;
         /* one record per extent, so that a fault needs no allocation */
         size_t moves = all + (size_t)ex->move_count;
-        inf_moved_write *room = realloc(ex->moves, moves * sizeof *room);
-        if (room != NULL) ex->moves = room;
-        if (more == NULL || room == NULL) error = -ENOMEM;
+        inf_moved_write *records = realloc(ex->moves, moves * sizeof *records);
+        if (records != NULL) ex->moves = records;
+        if (more == NULL || records == NULL) error = -ENOMEM;
     }
     if (error == 0 && count > 0) {
         memcpy(&ex->spares[ex->spare_count], added, (size_t)count * sizeof *added);

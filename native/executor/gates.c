@@ -62,7 +62,7 @@ void inf_gate_detach(struct inf_executor *ex, inf_submission *submission) {
     gate->base_max = -1;
     for (const inf_submission *left = gate->first; left != NULL; left = left->gate_next)
         bases_used(gate, left);
-    /* its order does not change, since the list of gates is sorted by it */
+    /* the gate's order must not change: the list of gates is sorted by it */
     if (gate->first != NULL) return;
     gate_unlink(ex, gate);
     gate->order = 0;

@@ -82,8 +82,8 @@ static void run_leave(struct inf_executor *ex, inf_run *run) {
     if (inf_idle(ex)) pthread_cond_broadcast(&ex->done);
 }
 
-/* After an UPDATE whose write has ended well, the slot of the chunk's next job, if that is a FETCH
- * at an open gate that stays (a save's): it copies the new states, and reads nothing. */
+/* After the successful write of an UPDATE, gives its slot to the chunk's next job if that is a
+ * FETCH at an open gate that stays (a save's), which copies the new states without a read. */
 static void hand_down(inf_run *run) {
     inf_run *next = run->fifo_next;
     if (run->job.kind != INF_JOB_UPDATE || run->faulted || run->slot.memory == NULL) return;
@@ -97,7 +97,7 @@ static void hand_down(inf_run *run) {
     next->slot.range_count[INF_OP_READ] = next->slot.range_count[INF_OP_WRITE] = 0;
     next->slot.written = 0;
     next->inherits = true;
-    /* it holds a slot that jobs of the update's priority may wait for */
+    /* jobs of the update's priority may wait for this slot */
     if (next->priority > run->priority) next->priority = run->priority;
     run->slot.memory = NULL;
 }
@@ -108,8 +108,8 @@ static void run_finish(struct inf_executor *ex, inf_run *run) {
     assert(run->chunk->fifo_head == run || run->fault.kind == INF_FAULT_CANCELLED);
     assert(run->state != INF_DONE && run->blocks_in_flight == 0);
     inf_prefetch_unhint(ex, run);
-    /* An UPDATE that fails at its start (a mark, or an earlier fault) does not use its read ahead.
-     * */
+    /* An UPDATE that fails at its start (a marked drive, an earlier fault) leaves its read ahead
+     * unused. */
     if (run->job.kind == INF_JOB_UPDATE && run->state == INF_STARTING)
         inf_prefetch_drop(ex, run->chunk);
     chunk_settle(ex, run);
@@ -162,7 +162,7 @@ static void run_with_slot(struct inf_executor *ex, inf_run *run) {
     }
 }
 
-/* After the pass and the copies to its targets have succeeded: goes on to the write, if any. */
+/* After the pass and the copies to the targets have succeeded: starts the write, if any. */
 static void run_settle(struct inf_executor *ex, inf_run *run) {
     inf_run_filled(ex, run);
     if (run->slot.range_count[INF_OP_WRITE] == 0) {
@@ -208,7 +208,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     if (run->moves && run->job.kind == INF_JOB_STORE)
         run->reads = inf_run_written(run) & ~run->job.mask;
     if (run->moves) inf_run_make_whole(run);
-    /* Before zeros: a section whose first write failed is invalid, not zero. */
+    /* Before `zeros` is set: a section whose first write has failed is invalid, not zero. */
     if ((run->chunk->invalid & run->reads) != 0) {
         run->fault = run->chunk->fault;
         run->fault.earlier = INF_EARLIER_JOB;
@@ -256,7 +256,7 @@ static int64_t run_bytes(const inf_run *run, int32_t op) {
     return bytes;
 }
 
-/* A failed read is repeated once, since a drive may recover by a reset, or read another copy. */
+/* A failed read is repeated once, since a drive may have been reset, or may read another copy. */
 static bool may_read_again(const struct inf_executor *ex, const inf_run *run) {
     bool drive = run->fault.kind == INF_FAULT_ERRNO || run->fault.kind == INF_FAULT_SHORT;
     return drive && !run->reread && !ex->cancelled &&
@@ -332,8 +332,8 @@ static void run_computed(struct inf_executor *ex, inf_run *run) {
         return;
     }
     if (bad >= 0 && !run->reread && (run->reads & sections_in(&run->slot)) != 0 && !ex->cancelled) {
-        /* Read again, which repairs a wrong transfer, but not wrong data on the drive. All
-         * sections: the pass may have changed verified ones, and some may have been read ahead. */
+        /* A second read repairs a wrong transfer, but not wrong data on the drive. It reads all
+         * sections: the pass may have changed verified ones, and a read ahead has read some. */
         run->copied_in = false;
         inf_run_plan_slot(run);
         read_again(ex, run);
@@ -368,14 +368,14 @@ static void run_ended(struct inf_executor *ex, inf_run *run) {
     case INF_WRITING: run_moved(ex, run); break;
     case INF_COMPUTING: run_computed(ex, run); break;
     case INF_COPYING: run_copied(ex, run); break;
-    default: run_finish(ex, run); /* cancelled before it began */
+    default: run_finish(ex, run); /* cancelled before the run began */
     }
 }
 
 /* ---- the pump -------------------------------------------------------------------------------- */
 
-/* Fails a run that can get no slot: all are kept by failed writes or lost to a broken ring, or the
- * executor ends. */
+/* Fails a run that can get no slot: failed writes keep all slots, a broken ring may still write to
+ * them, or the executor ends. */
 static void no_slot(struct inf_executor *ex, inf_run *run) {
     if (ex->cancelled || !ex->faulted) {
         inf_run_fail(run, ex->cancelled ? INF_FAULT_CLOSED : INF_FAULT_ERRNO, -1,

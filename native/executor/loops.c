@@ -1,5 +1,5 @@
-/* The loops of the executor's threads: do a unit of work, pump, or sleep. executor.h draws the
- * stages of a job, jobs.c decides them. */
+/* The loops of the executor's threads: each does a unit of work, pumps, or sleeps. executor.h draws
+ * the stages of a job; jobs.c decides which one is next. */
 #include "executor.h"
 
 /* A waiting worker also lets a closed gate escape when its hold time is over. */

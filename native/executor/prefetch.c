@@ -2,17 +2,17 @@
  *
  *   behind a closed gate    an UPDATE that is first in its FIFO, and only waits for its gate, is
  *                           *hinted*
- *   asked for               inf_executor_prefetch names chunks whose UPDATEs are not submitted yet
+ *   requested               inf_executor_prefetch names chunks whose UPDATEs are not submitted yet
  *
  * Hinted jobs are read first, in the order of their gates, then requested chunks, in the order of
  * request. A read ahead gets a slot only while no job waits for one, leaves a quarter of the pool
  * free, and has the lowest priority of all reads. Its slot holds the data until the UPDATE takes
  * the slot over, so no byte is read twice, and jobs use the free quarter. A job without a slot gets
- * that of the newest read ahead that no drive has begun. It gets that of a completed one only if
- * jobs hold less than their quarter (because of another drive's share, or of failed writes). A
- * dropped read ahead is queued again. Sections that a STORE writes meanwhile are read again by the
- * UPDATE. Only the UPDATE verifies the data; a failed read ahead has no effect: the UPDATE reads,
- * and reports a fault.
+ * the slot of the newest read ahead that no drive has begun. It gets the slot of a completed read
+ * ahead only if jobs hold less than their quarter (because of another drive's share, or of failed
+ * writes). A dropped read ahead is queued again. If a STORE writes sections meanwhile, the UPDATE
+ * reads them again. Only the UPDATE verifies the data. A failed read ahead has no effect: the
+ * UPDATE reads the chunk, and reports a fault.
  *
  * While a drive works on a read, its slot is not reused; if the chunk is dropped meanwhile, the
  * result is discarded.
@@ -95,7 +95,8 @@ static bool earlier(const inf_run *run, const inf_run *other) {
     return one->gate != two->gate ? one->gate->order < two->gate->order : one->order < two->order;
 }
 
-/* Sorted insertion: a new job is almost always last, and one that lost its slot (`again`) first. */
+/* Inserts a job in order: a new one is almost always last, one that has lost its slot (`again`)
+ * first. */
 static void hint_insert(struct inf_executor *ex, inf_run *run, bool again) {
     inf_run *after = ex->hint_last;
     if (again) {
@@ -133,7 +134,7 @@ static uint32_t on_drive(const inf_chunk *chunk, uint32_t mask) {
 void inf_prefetch_hint(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     if (run->hinted || run->prefetch_failed || ex->shut || chunk->failed_write_mask != 0) return;
-    /* it already reads for this job */
+    /* a read ahead for this job is in flight, or complete */
     if (chunk->prefetch != NULL && chunk->prefetch->state != INF_PREFETCH_WANTED) return;
     if (on_drive(&chunk->plan, run->reads) == 0) return;
     if (chunk->prefetch != NULL) prefetch_free(ex, chunk->prefetch);
@@ -144,7 +145,7 @@ bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t
                        const inf_job *update) {
     const inf_run *head = chunk->fifo_head;
     bool gated = head != NULL && head->job.kind == INF_JOB_UPDATE && head->state == INF_WAITING;
-    /* the update of a versioned chunk writes a new version, whole but for zeros */
+    /* the update of a versioned chunk writes a whole new version, except zeros */
     uint32_t kept = inf_chunk_versioned(&chunk->plan) ? chunk->plan.zeros : ~0u;
     uint32_t used = inf_sections_all(&chunk->plan) & ~(inf_job_leaves(update) & kept);
     uint32_t given = update->mask & INF_MASK_PARAM_IN_MEMORY ? 1u : 0;
@@ -187,7 +188,8 @@ static void begin(struct inf_executor *ex, inf_prefetch *prefetch) {
     inf_drive_queue_run(ex, run, INF_OP_READ);
 }
 
-/* Whether the next job may be tried: reads begin in the order of gates, across drives and pools. */
+/* Begins a hinted read, or drops the hint. False: no slot is idle, so the caller stops: reads begin
+ * in the order of gates, across drives and pools. */
 static bool begin_hinted(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     int32_t drive = chunk->plan.drive;
@@ -255,8 +257,8 @@ static bool drive_waits(const inf_pool *pool, int32_t drive) {
     return false;
 }
 
-/* Whether jobs hold the slots reserved for them (of the pool, or, if only this drive is at its
- * limit, of the drive): then they continue with these, and no read is dropped. */
+/* Whether jobs hold as many slots as are reserved for them: of the pool, or of this drive if only
+ * the drive is at its limit. Then no read ahead need be dropped. */
 static bool jobs_have_slots(struct inf_executor *ex, const inf_pool *pool, int32_t drive) {
     bool all = pool->free_count == 0;
     int32_t held = all ? pool->count - pool->prefetch_count : pool->held[drive];
@@ -336,7 +338,8 @@ inf_prefetch_state inf_prefetch_take(struct inf_executor *ex, inf_run *run) {
     return INF_PREFETCH_HELD;
 }
 
-/* The read that its UPDATE waited for has ended: gives it the slot, or drops it. */
+/* A read ahead for which an UPDATE (`taker`) waits has ended: gives the UPDATE its slot, or drops
+ * the read. */
 static void taker_resumes(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *taker,
                           bool failed) {
     prefetch->taker = NULL;

@@ -20,8 +20,8 @@ uint32_t inf_run_written(const inf_run *run) {
     return (run->job.mask & all) | (run->moves ? states : 0); /* a new version has all */
 }
 
-/* For a new version: has the UPDATE also read and write sections that it would leave out, except
- * all-zero ones, which remain all-zero in the new version. */
+/* For a new version: makes the UPDATE read and write all sections, also those that it would leave
+ * out, except zeros, which are zeros in the new version, too. */
 void inf_run_make_whole(inf_run *run) {
     const uint32_t zeros = (uint32_t)run->chunk->plan.zeros << INF_LEAVES_SHIFT;
     if (inf_job_leaves(&run->job) == 0) return;
@@ -89,7 +89,7 @@ void inf_slot_plan_reads(inf_slot *slot, const inf_chunk *chunk, uint32_t reads)
     }
 }
 
-/* Without the sections of a failed write: they are still in that write's slot. */
+/* Leaves out the sections of a failed write, which are still in that write's slot. */
 void inf_run_plan_slot(inf_run *run) {
     inf_slot_plan(&run->slot, &run->chunk->plan,
                   inf_run_used(run) & ~run->chunk->failed_write_mask, run->reads,

@@ -1,8 +1,8 @@
-/* Slots: choice of the run that gets the next one. All [locked].
+/* Slots: chooses the run that gets the next slot. All [locked].
  *
- * By priority, then in the order of arrival; one grant in INF_FAIR_TURN is to the oldest run. The
- * slots of a drive are limited: otherwise a slow drive would finally hold all slots and stop the
- * fast ones.
+ * By priority, then in the order of arrival; of INF_FAIR_TURN grants, one is to the oldest run. The
+ * slots of a drive are limited: otherwise a slow drive would come to hold all slots, and stop the
+ * fast drives.
  */
 #include "executor.h"
 

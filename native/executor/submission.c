@@ -17,8 +17,8 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
                              .piece = -1};
 }
 
-/* The run's targets have their data and its sources are free; the last run sets the ticket's word.
- * */
+/* The run's targets have their data, and its sources are free. The submission's last run sets the
+ * ticket's word. */
 void inf_run_filled(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
     if (run->filled) return;

@@ -114,7 +114,7 @@ int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count
 
 /* ---- jobs ------------------------------------------------------------------------------------ */
 
-/* Whether the section is zeros, and still will be when the chunk's queued jobs have ended. */
+/* Whether the section is zeros, now and when all queued jobs of the chunk have ended. */
 static bool stays_zero(const inf_chunk_record *chunk, int32_t section) {
     bool written = false;
     for (const inf_run *at = chunk->fifo_head; at != NULL; at = at->fifo_next)
@@ -122,9 +122,9 @@ static bool stays_zero(const inf_chunk_record *chunk, int32_t section) {
     return (chunk->plan.zeros >> section & 1u) && !written;
 }
 
-/* The mask of a job as it runs. The signs of a second moment may say how masters are rounded
- * (halves_to_even in update_codec.h): an UPDATE of masters does not leave such a moment out, unless
- * it is all zero. */
+/* The mask with which a job runs. The signs of a second moment may encode how masters are rounded
+ * (halves_to_even in update_codec.h), so an UPDATE that moves masters must not leave that moment
+ * out, unless it is all zeros. */
 static uint32_t mask_of(const inf_chunk_record *chunk, const inf_job *job) {
     const int32_t format = chunk->plan.format;
     const int32_t signs = inf_format_master_count(format) + 1;
@@ -278,7 +278,7 @@ static void run_init(struct inf_executor *ex, inf_submission *submission, int32_
     if (job->kind == INF_JOB_UPDATE) {
         run->job.mask = mask_of(run->chunk, job);
         run->reads = update_reads(&run->chunk->plan, &run->job, submission->segs);
-        /* already now, so that a read ahead has the right sections */
+        /* here, so that a read ahead has all sections */
         if (inf_run_moves(run)) inf_run_make_whole(run);
     }
     run->slot.pool = pool_for(ex, slot_bytes(run->chunk, job));

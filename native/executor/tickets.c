@@ -1,4 +1,5 @@
-/* The interface of gates and tickets: hold back, wait for, promote and cancel submissions. */
+/* The interface of gates and tickets, which hold submissions back, wait for, promote and cancel
+ * them. */
 #include "executor.h"
 
 #include <errno.h>
@@ -65,7 +66,7 @@ int32_t inf_gate_escaped(inf_executor *ex, const inf_gate *gate) {
     return escaped;
 }
 
-/* A gate that can no longer be opened escapes. */
+/* A closed gate escapes, since its owner can no longer open it. */
 void inf_gate_release(inf_executor *ex, inf_gate *gate) {
     pthread_mutex_lock(&ex->lock);
     if (gate->state == INF_GATE_CLOSED && gate->first != NULL) {
@@ -115,8 +116,8 @@ int32_t inf_ticket_follows_update(inf_executor *ex, const inf_ticket *ticket) {
     return follows;
 }
 
-/* Moves a waiting job to the queue of demands; of a partly issued one the remaining blocks.
- * [locked] */
+/* Moves a waiting job to the queue of demands. Of a partly issued job only the remaining blocks
+ * move. [locked] */
 static void run_promote(struct inf_executor *ex, inf_run *run) {
     int32_t priority = run->priority;
     inf_queue *from = NULL;

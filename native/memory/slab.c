@@ -1,5 +1,5 @@
-/* The slab: host memory for the executor's slots (slots.c) and, by aio.Slab, for sections
- * in RAM and gradients.
+/* The slab: host memory for the executor's slots (slots.c). aio.Slab makes slabs for sections in
+ * RAM and for gradients in the same way.
  *
  * Huge pages speed up drives (3.9 instead of 1.7 GB/s on a virtio disk): a 1 MiB request of 4 KiB
  * pages has 256 segments, which drives split. MADV_DONTFORK, because a page under DMA must not

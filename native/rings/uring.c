@@ -1,8 +1,8 @@
 /* The io_uring backend: one thread and one ring per drive.
  *
  * liburing is in the PyPI wheel `liburing`, whose shared object exports the C library. This file
- * only calls functions by pointer, and accesses SQEs and CQEs, which are kernel ABI: `struct
- * io_uring` is opaque.
+ * calls its functions by pointer, and treats `struct io_uring` as opaque. It accesses only SQEs and
+ * CQEs, which are kernel ABI.
  *
  * One thread creates, uses and closes a ring (SINGLE_ISSUER). It only waits for completions; a
  * pending read of an eventfd turns new work into a completion.
@@ -335,8 +335,8 @@ static void *uring_main(void *argument) {
     }
     post_event_read(drive, state);
     int32_t broken = 0;
-    /* Ends after `stopping` and the completion of the eventfd's read, so that the kernel has no
-     * address of this process. */
+    /* Runs until `stopping` is set and the eventfd's read has completed: the kernel must not keep
+     * an address of this process. */
     while ((!ex->stopping || state->event_posted) && broken == 0) {
         if (state->slab_number != ex->slab_number) slab_renew(drive, state);
         fill_ring(drive, state);
