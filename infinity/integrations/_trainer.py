@@ -164,7 +164,8 @@ _FEW_BITS = {
     "adamw_bnb_8bit": "adamw_torch", "adamw_8bit": "adamw_torch",
     "paged_adamw_8bit": "adamw_torch", "lion_8bit": "lion_32bit", "paged_lion_8bit": "lion_32bit",
 }  # fmt: skip
-"""Names that imply a storage format of moments (the policy sets it here), and the plain rule's."""
+"""Name that also sets a storage format of moments, which the policy sets here -> name of the same
+update rule without a format."""
 
 Build = Callable[[], tuple[Any, dict[str, Any]]]
 
@@ -188,7 +189,7 @@ def optimizer_of(args: Any, build: Build) -> tuple[type, dict[str, Any]]:
         return inf.Lion, {"lr": args.learning_rate, "betas": betas}
     if name in _FEW_BITS:
         raise ValueError(
-            f"optim={name!r} says how moments are stored, which the policy says here: give "
+            f"optim={name!r} names a storage format of moments, which the policy sets here: give "
             f"optim={_FEW_BITS[name]!r} and inf.Policy(state='compact'), with moments in 8 bits, "
             "or state='bf16'"
         )
@@ -205,7 +206,7 @@ _TRAINING_ARGS = "training_args.bin"
 _SCHEDULER = "scheduler.pt"
 _OPTIMIZER = "optimizer.pt"
 _MANIFEST_BYTES_MAX = 1 << 30
-"""A larger optimizer.pt has moments: names and step counts of any model need less."""
+"""An optimizer.pt above this size has moments: the names and step counts of any model need less."""
 
 _TRAINER = "_infinity_trainer"
 """Attribute of an offloaded module that refers to its trainer."""
@@ -348,10 +349,10 @@ class EmbeddedTrainer:
     @contextlib.contextmanager
     def _without_cast(self) -> Iterator[None]:
         names = [name for name in ("fp16_full_eval", "bf16_full_eval") if getattr(self.args, name)]
-        if names and not self.__dict__.get("_infinity_told_dtype"):
-            self._infinity_told_dtype = True
+        if names and not self.__dict__.get("_infinity_warned_dtype"):
+            self._infinity_warned_dtype = True
             log.warning(
-                "%s: an offloaded model is evaluated in its own dtype, %s",
+                "%s has no effect: an offloaded model is evaluated in its parameters' dtype, %s",
                 names[0],
                 next(self.model.parameters()).dtype,
             )
@@ -398,7 +399,7 @@ class EmbeddedTrainer:
             # Plain adapters: the base is frozen, and no checkpoint includes it.
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        # Checkpoints of adapters omit frozen parameters: they are the base's.
+        # Checkpoints of adapters omit the frozen parameters, which belong to the base model.
         inf.save(
             self._infinity_module,
             self._infinity_optimizer,
@@ -445,7 +446,7 @@ class EmbeddedTrainer:
                 "after get_peft_model"
             )
         manifest = directory / _OPTIMIZER
-        # Small files are read to look for the manifest; a large one has torch's moments.
+        # Only a small file may be a manifest; a large one has torch's moments.
         kept = (
             torch.load(manifest, map_location="cpu", weights_only=True)
             if manifest.is_file() and manifest.stat().st_size < _MANIFEST_BYTES_MAX
@@ -492,7 +493,7 @@ class EmbeddedTrainer:
         directory = Path(self.state.best_model_checkpoint)
         if self._has_states(directory):
             log.info("best model: %s (score %s)", directory, self.state.best_metric)
-            # Restores parameters, and sets masters to them. Moments stay, as with plain Trainer.
+            # Restores parameters, and sets masters to their values. Moments stay, as in Trainer.
             inf.restore(self._infinity_module, None, directory / STATES)
         elif has_own_adapters(self.model):
             load_own_adapter(self.model, directory)
@@ -568,12 +569,12 @@ def offload_for(
 
 
 def _check_ranks(model: Any, ranks: int) -> None:
-    """Raise ValueError if an engine's number of ranks is not the trainer's: each rank would train a
-    separate model on its part of the data."""
+    """Raise ValueError unless engine and trainer have the same number of ranks: otherwise each rank
+    would train a separate model on its part of the data."""
     if ranks != _world():
         raise ValueError(
             f"{type(model).__name__} is offloaded for {ranks} rank(s), and the trainer runs "
-            f"{_world()}: leave Policy(mesh=) out, and offload it when the ranks have met "
+            f"{_world()}: leave Policy(mesh=) out, and offload it once the process group exists "
             "(embed(trainer, policy) does)"
         )
 
@@ -687,7 +688,7 @@ def _take_over(module: torch.nn.Module, trainer: Any) -> None:
 def _check_trainer(trainer: Any) -> None:
     if not isinstance(trainer, transformers.Trainer):
         raise ValueError(
-            f"embed wants a transformers.Trainer, or a subclass, not a {type(trainer).__name__}"
+            f"embed takes a transformers.Trainer, or a subclass, not a {type(trainer).__name__}"
         )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ValueError(

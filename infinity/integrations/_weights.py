@@ -57,8 +57,8 @@ def from_pretrained(cls: Any, directory: Path, policy: inf.Policy, settings: dic
     refused = sorted(name for name in _PLACING if settings.get(name) is not None)
     if refused:
         raise ValueError(
-            f"from_pretrained(..., policy, {refused[0]}=...): values go from the files in "
-            "`directory` to where the policy says; leave it out"
+            f"from_pretrained(..., policy, {refused[0]}=...): the policy places the values of the "
+            f"files in `directory`; leave {refused[0]} out"
         )
     if not (directory / "config.json").is_file():
         raise ValueError(

@@ -77,7 +77,7 @@ def attach(accelerator: Accelerator) -> Accelerator:
     if accelerator.distributed_type not in _TYPES:
         raise ValueError(
             f"attach: an Accelerator of {accelerator.distributed_type} distributes the states "
-            "itself; use one that would take DDP, and the engine shards them (Policy(zero=...))"
+            "itself; use one that would use DDP, and the engine shards them (Policy(zero=...))"
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise ValueError(
@@ -92,7 +92,7 @@ def attach(accelerator: Accelerator) -> Accelerator:
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ValueError(
-            f"attach: comm_hook={handler.comm_hook} is one of DDP, which wraps no offloaded model; "
+            f"attach: comm_hook={handler.comm_hook} is for DDP, which wraps no offloaded model; "
             "Policy(reduce_dtype=...) and Policy(qgz=True) reduce in fewer bits"
         )
     cls = type(accelerator)
@@ -248,9 +248,8 @@ class _Offloading(Accelerator):  # type: ignore[misc]
         self._offloading_twins = ()
         return super().free_memory(*objects)
 
-
     def end_training(self) -> Any:
-        # On several ranks end_training destroys the process groups. Engines need them to close.
+        # Close first: on several ranks end_training destroys the process groups that engines use.
         if self.use_distributed:
             _close(self._models)
         return super().end_training()
@@ -279,7 +278,7 @@ def _replacement_of(optimizer: torch.optim.Optimizer) -> Any:
         twin = twin_of(optimizer).build(optimizer.param_groups)
     except ValueError as error:
         raise ValueError(f"accelerator.prepare: {error}") from error
-    log.info("prepare: infinity.%s takes the place of %s", twin.title, type(optimizer).__name__)
+    log.info("prepare: infinity.%s replaces %s", twin.title, type(optimizer).__name__)
     note_steps_as(optimizer, twin)
     return twin
 

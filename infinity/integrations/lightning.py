@@ -143,12 +143,12 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
         self._waiting, self._is_set_up = None, False
         _check_callbacks(self.lightning_module.trainer.callbacks)
         if getattr(self.cluster_environment, "auto_requeue", False):
-            # Its signal handler may save during a forward, when an engine cannot.
+            # Its signal handler may save during a forward, when an engine cannot save.
             self.cluster_environment.auto_requeue = False
             log.warning(
-                "SLURM's auto-requeue is off: it saves in the midst of a step, which an offloaded "
-                "module cannot; save by ModelCheckpoint(train_time_interval=...), and requeue in "
-                "the job's script"
+                "SLURM's auto-requeue is off: it would save in the middle of a step, when an "
+                "offloaded module cannot be saved; save by ModelCheckpoint("
+                "train_time_interval=...), and requeue in the job's script"
             )
 
     def setup(self, trainer: Any) -> None:
@@ -507,8 +507,8 @@ def _prepare(
     manual = not getattr(module, "automatic_optimization", True)
     if manual and (not engines or engines[0] is module):
         raise ValueError(
-            f"{type(module).__name__} optimizes by hand: its training_step takes optimizer steps, "
-            "for which no forward of an offloaded module may be under way; so call "
+            f"{type(module).__name__} uses manual optimization: its training_step takes optimizer "
+            "steps, which an offloaded module does not allow inside its forward; so call "
             "inf.offload(net, policy) in configure_model on each net that training_step calls, not "
             "on the module around it"
         )
@@ -549,8 +549,8 @@ def _check_engine(engine: torch.nn.Module, device: torch.device, world: int) -> 
     if here != world:
         raise ValueError(
             f"{type(engine).__name__} was offloaded for {here} rank(s), and the trainer runs "
-            f"{world}: offload it in configure_model, where the ranks have met, or leave it to "
-            "InfinityStrategy(policy)"
+            f"{world}: offload it in configure_model, when the process group exists, or leave it "
+            "to InfinityStrategy(policy)"
         )
     for name, param in engine.named_parameters():
         if param.device != device:
@@ -641,7 +641,7 @@ def _write_trainer(checkpoint_io: Any, checkpoint: dict[str, Any], directory: Pa
     if not path.is_file():
         raise ValueError(
             f"{type(checkpoint_io).__name__} had not written {path.name} when it returned: "
-            "strategy='infinity' wants a checkpoint_io that writes at once"
+            "strategy='infinity' needs a checkpoint_io that writes before it returns"
         )
 
 
@@ -679,7 +679,8 @@ def _read_engines(module: torch.nn.Module, optimizers: Iterable[Any], directory:
 
 def _write_directory(strategy: Any, path: Path, write: Callable[[Path], None]) -> None:
     """Have all ranks write a new directory, and rename it to `path` when it is complete."""
-    # A hash: trainers search for the last checkpoint by part of its name, and must not find these.
+    # A hash, because trainers search for the last checkpoint by a part of its name, and must not
+    # find a partial or a replaced one.
     tag = hashlib.sha256(path.name.encode()).hexdigest()[:16]
     partial, replaced = path.with_name(f".{tag}.partial"), path.with_name(f".{tag}.replaced")
     if strategy.is_global_zero:
@@ -689,7 +690,7 @@ def _write_directory(strategy: Any, path: Path, write: Callable[[Path], None]) -
     try:
         write(partial)
     except BaseException:
-        # No later checkpoint would reuse this name and so remove it.
+        # Remove it here: no later checkpoint may have the same name, and so remove it.
         if strategy.is_global_zero:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -730,13 +731,13 @@ def _source(path: Any) -> Path | None:
         return source
     if source.is_dir():
         raise ValueError(
-            f"{path} is no checkpoint of strategy='infinity': it has no {_TRAINER_FILE}; give one "
-            "that it wrote, or a checkpoint file"
+            f"{path} is not a checkpoint of strategy='infinity': it has no {_TRAINER_FILE}; give "
+            "a directory that the strategy has written, or a checkpoint file"
         )
     return None
 
 
-# -- what cannot work ------------------------------------------------------------------------------
+# -- unsupported settings --------------------------------------------------------------------------
 
 
 def _check_settings(name: str, settings: Mapping[str, Any], known: Iterable[str]) -> None:

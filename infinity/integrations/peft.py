@@ -54,8 +54,8 @@ def adapter_state_dict(
     """Return an adapter's tensors on the CPU, by their names in adapter files, as PEFT's
     get_peft_model_state_dict does for a model in memory. Collective.
 
-    save_embedding_layers: as in PEFT. Raises: ValueError unless `model` is an entirely offloaded
-    PeftModel; for prompt learning.
+    save_embedding_layers: as in PEFT. Raises: ValueError for prompt learning, and unless `model` is
+    an entirely offloaded PeftModel.
     """
     peft_model = _checked(model, "adapter_state_dict")
     choice = {"adapter_name": adapter_name, "save_embedding_layers": save_embedding_layers}
@@ -94,7 +94,7 @@ def save_adapters(
         is_main_process=_rank() == 0,
         state_dict=_read(peft_model, chosen),
     )
-    _meet()
+    _barrier()
 
 
 def load_adapter(
@@ -184,7 +184,7 @@ def export_merged(
     ]
     if waiting:
         raise ValueError(
-            f"export_merged: {waiting[0]} is not merged, as {len(waiting) - 1} others; call "
+            f"export_merged: {waiting[0]} and {len(waiting) - 1} others are not merged; call "
             "merge(model) first"
         )
     inf.export_safetensors(
@@ -195,7 +195,7 @@ def export_merged(
     )
     if _rank() == 0:
         _save_config(tuner.model, directory)
-    _meet()
+    _barrier()
 
 
 # -- experts in tiles ------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _meet() -> None:
+def _barrier() -> None:
     """Wait for all ranks."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()

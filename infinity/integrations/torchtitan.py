@@ -68,7 +68,7 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "Muon": inf.Muon,
 }
 _GROUP_KEYS = {"Muon": {"matrixwise", "transform_on"}}
-"""Keys of groups that are no arguments of the class."""
+"""Keys of parameter groups that are not arguments of the optimizer's class."""
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -128,18 +128,18 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
         )
     if training.enable_cpu_offload:
         raise ValueError(
-            "training.enable_cpu_offload is FSDP's; the policy says what rests where: set it to "
-            "False, and inf.Policy(params='cpu', optim='cpu') does the same"
+            "training.enable_cpu_offload is for FSDP: set it to False, and give "
+            "inf.Policy(params='cpu', optim='cpu'), which does the same"
         )
     if compile_config.enable and "model" in compile_config.components:
         raise ValueError(
-            "compile.components has 'model': torchtitan compiles each block as one graph, and the "
-            "engine gathers inside of it; leave 'loss' alone there"
+            "compile.components has 'model': torchtitan compiles each block as one graph, but the "
+            "engine gathers parameters inside of blocks; set compile.components to ['loss']"
         )
     if not training.disable_cuda_graphs:
         raise ValueError(
-            "training.disable_cuda_graphs=False: what a CUDA graph has captured, the engine cannot "
-            "gather; set it to True"
+            "training.disable_cuda_graphs=False: the engine cannot gather parameters inside a "
+            "captured CUDA graph; set it to True"
         )
     if training.mixed_precision_param != training.dtype:
         raise ValueError(
@@ -202,7 +202,7 @@ def _sum_over_ranks(model: nn.Module, world: int) -> None:
 
 class InfinityOptimizers(OptimizersContainer):
     """torchtitan's optimizer container with infinity's optimizers, by name: AdamW, SGD, Lion, Muon.
-    torchtitan's DistMuon is another one: it cuts projections of attention into heads.
+    torchtitan's DistMuon is not supported: it splits projections of attention into heads.
 
     `implementation` is ignored: infinity has its own kernels. Raises: ValueError for another
     optimizer, for unknown arguments, and for a model that is not offloaded.
@@ -227,8 +227,8 @@ class InfinityOptimizers(OptimizersContainer):
     def _build_impl_kwargs(config: Any) -> dict[str, Any]:
         if config.implementation == "fused_opt_states_bf16":
             raise ValueError(
-                "optimizer.implementation='fused_opt_states_bf16': the policy says how states are "
-                "encoded; set 'fused' and inf.Policy(state='bf16')"
+                "optimizer.implementation='fused_opt_states_bf16': the policy sets the format of "
+                "states; set 'fused' and inf.Policy(state='bf16')"
             )
         return {}
 
@@ -342,7 +342,7 @@ class InfinityCheckpoints(BaseCheckpointManager):
                 # The run was killed during its save of this step.
                 if error.errno != errno.ENOENT or step != -1:
                     raise
-                log.warning("%s has no whole checkpoint; trying the one before", directory)
+                log.warning("%s has no complete checkpoint; trying an earlier one", directory)
                 continue
             for name, part in self.states.items():
                 part.load_state_dict(extra[name])

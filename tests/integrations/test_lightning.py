@@ -705,7 +705,7 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
 
 
 def test_manual_optimization_of_a_module_that_is_offloaded_as_a_whole(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Rivals optimizes by hand.*configure_model"):
+    with pytest.raises(ValueError, match=r"Rivals uses manual optimization.*configure_model"):
         offloaded_fit(tmp_path, Rivals(inf.AdamW))
 
 

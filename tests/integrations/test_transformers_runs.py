@@ -387,7 +387,7 @@ def test_evaluation_in_low_precision_keeps_the_models_dtype(
     run.args.bf16_full_eval = False
     assert run.evaluate()["eval_loss"] == lossy
     close(run)
-    assert "evaluated in its own dtype, torch.float32" in caplog.text
+    assert "evaluated in its parameters' dtype, torch.float32" in caplog.text
 
 
 def test_predictions_and_evaluation_without_training(tmp_path: Path) -> None:

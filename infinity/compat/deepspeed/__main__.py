@@ -1,6 +1,6 @@
-"""`python -m infinity.compat.deepspeed [torchrun options] train.py ...`: an unchanged script of
-DeepSpeed, over the engine, started as by torchrun. Each rank runs this module again, which then
-installs the stand-in and runs the script.
+"""`python -m infinity.compat.deepspeed [torchrun options] train.py ...`: runs an unchanged
+DeepSpeed script on the engine, with ranks as torchrun starts them. Each rank runs this module
+again, which installs the stand-in and then runs the script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     if parsed.no_python:
         raise SystemExit("--no-python: the stand-in is installed in Python; name a script")
     script = [parsed.training_script, *parsed.training_script_args]
-    # Options are what stands before the script, but for the kind of script that it is.
+    # The options precede the script. -m and --module are passed to the ranks as `kind`.
     options = [
         each for each in arguments[: len(arguments) - len(script)] if each not in ("-m", "--module")
     ]

@@ -86,7 +86,7 @@ def warn_of_whole(model: torch.nn.Module) -> None:
             _WHOLE.discard(module)
             log.warning(
                 "%s was loaded by from_pretrained before there was a configuration of ZeRO-3, so "
-                "it is in the RAM of each rank as a whole. Make TrainingArguments(deepspeed=...) "
+                "each rank holds all of it in RAM. Make TrainingArguments(deepspeed=...) "
                 "first, or transformers.integrations.HfDeepSpeedConfig(config), and keep it: then "
                 "from_pretrained maps the checkpoint's files",
                 type(module).__name__,
@@ -127,11 +127,11 @@ def _map(modeling: Any, model: Any, files: Sequence[str], load_config: Any) -> A
             if target.shape != value.shape:
                 mismatched.add((target_name, value.shape, target.shape))
                 continue
-            _give(target, value, mapped=_memory_of(value) in in_files)
+            _set_tensor(target, value, mapped=_memory_of(value) in in_files)
     if mapping:
         # As transformers does: save_pretrained uses this to undo the conversions.
         model._weight_conversions = mapping
-    _make_room(model, held, missing | {name for name, *_ in mismatched})
+    _allocate_missing(model, held, missing | {name for name, *_ in mismatched})
     return modeling.LoadStateDictInfo(
         missing_keys=missing, unexpected_keys=set(), mismatched_keys=mismatched, error_msgs=[],
         conversion_errors={}, skipped_pp_keys=set(),
@@ -155,9 +155,9 @@ def _memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _give(target: torch.Tensor, value: torch.Tensor, *, mapped: bool) -> None:
+def _set_tensor(target: torch.Tensor, value: torch.Tensor, *, mapped: bool) -> None:
     """Set a parameter or a buffer. mapped: whether `value` is mapped from a checkpoint file."""
-    # Without this mark transformers would initialise it again.
+    # Without this mark transformers would initialise the tensor again.
     target._is_hf_initialized = True  # type: ignore[attr-defined]
     if isinstance(target, torch.nn.Parameter):
         set_values(target, value, mapped=mapped)
@@ -166,9 +166,9 @@ def _give(target: torch.Tensor, value: torch.Tensor, *, mapped: bool) -> None:
             target.copy_(value)
 
 
-def _make_room(model: Any, held: dict[str, torch.Tensor], names: Iterable[str]) -> None:
-    """Allocate memory for parameters that transformers will initialise. Tied ones are skipped: they
-    will share their source's memory."""
+def _allocate_missing(model: Any, held: dict[str, torch.Tensor], names: Iterable[str]) -> None:
+    """Allocate memory for parameters that transformers will initialise. Skips tied ones, which will
+    share their source's memory."""
     tied = getattr(model, "all_tied_weights_keys", {})
     for name in sorted(names):
         target = held[name]

@@ -56,7 +56,7 @@ def configure(
               "num_checkpoints": num_checkpoints, "synchronize": synchronize}  # fmt: skip
     for name, value in unused.items():
         if value:
-            log.info("checkpointing.configure(%s=%r): nothing depends on it here", name, value)
+            log.info("checkpointing.configure(%s=%r): it has no effect here", name, value)
     _configured = True
 
 
@@ -78,7 +78,7 @@ class RngTracker:
     def add(self, name: str, seed: int) -> None:
         """Add a state made from a seed. Raises: DeepSpeedRefusal for a name in use."""
         if name in self._states:
-            raise DeepSpeedRefusal(f"the state {name!r} of random numbers is there already")
+            raise DeepSpeedRefusal(f"the state {name!r} of random numbers exists already")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self._states[name] = _states()

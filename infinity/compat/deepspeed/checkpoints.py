@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
-from infinity._src.base.atomic_file import replaced, write_new
+from infinity._src.base.atomic_file import replaced
 from infinity._src.base.paths import absolute
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
@@ -87,15 +87,14 @@ def save(
         if "extra=" not in str(error):
             raise
         raise DeepSpeedRefusal(
-            f"client_state {sorted(client_state)}, or the schedule's state: {error}. A command "
-            "line's arguments can as vars(args)"
+            f"client_state {sorted(client_state)}, or the schedule's state: {error}. The arguments "
+            "of a command line can be saved as vars(args)"
         ) from error
     saving.wait()
     if latest and engine.global_rank == 0:
-        # Replaced atomically: another process may read it at any time.
-        written = home / f".{LATEST}.partial"
-        write_new(written, name)
-        written.replace(home / LATEST)
+        # Atomically, since another process may read the file at any time.
+        with replaced(home / LATEST) as file:
+            file.write(name.encode())
     comm.barrier(comm.cpu_group())
 
 
@@ -143,7 +142,7 @@ def load(
             f"{path} was written by DeepSpeed itself: load it by inf.load_deepspeed("
             f"engine.module, {str(path)!r}, opt=engine.optimizer.optimizer)"
         )
-    # Values before the restore: custom_load_fn chooses which of the saved ones replace them.
+    # The values before the restore; custom_load_fn chooses the saved values that replace them.
     mine = None if custom_load_fn is None else _copied(engine.module)
     restored = inf.restore(
         engine.module, engine.basic_optimizer if wanted.optimizer else None, path, strict=strict
@@ -176,8 +175,7 @@ def load_module(
     strict: bool,
     custom_load_fn: Callable[..., Any] | None,
 ) -> None:
-    """Load a state dict into a module, or have custom_load_fn do it. Collective.
-    """
+    """Load a state dict into a module, by custom_load_fn if that is given. Collective."""
     if custom_load_fn is None:
         module.load_state_dict(state, strict=strict)
         return

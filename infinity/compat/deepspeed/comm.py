@@ -173,7 +173,7 @@ def reduce_scatter_fn(
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Return True: torch has it."""
+    """Return True: torch has this collective."""
     return True
 
 
@@ -208,8 +208,8 @@ _CPU_GROUPS: dict[int, tuple[Any, Any]] = {}
 
 
 def cpu_group() -> Any:
-    """Return a gloo group of all ranks, for CPU tensors; None (the world group) if that is gloo
-    itself. The first call is collective.
+    """Return a gloo group of all ranks, for CPU tensors; None (the world group) if the world
+    group's backend is gloo. The first call is collective.
     """
     world = dist.group.WORLD
     if not is_initialized() or dist.get_backend() == "gloo":

@@ -10,9 +10,10 @@
 
 A script may call `loss.backward()` itself. The engine's forward therefore returns a view of each
 output. A hook on the view divides its gradient by the micro-batches of a step, as `engine.backward`
-divides the loss, and raises where the loss had to be scaled and was not. If one output was computed
-from another (logits, and their loss), the hooks divide no gradient twice, since the model computed
-with the tensor itself. Inside of `engine.backward` the hooks let gradients pass.
+divides the loss, and raises if the loss scale is needed and the loss was not scaled. If one output
+was computed from another (a loss from logits), no gradient is divided twice, since the model has
+used the original tensor and not the view. Inside of `engine.backward` the hooks leave gradients
+unchanged.
 """
 
 from __future__ import annotations
@@ -206,8 +207,9 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         if not self._autocast_noted:
             self._autocast_noted = True
             log.warning(
-                "torch.autocast around the engine is off inside of it, as with DeepSpeed: the "
-                "configuration has no torch_autocast; set torch_autocast.enabled and .dtype for it"
+                "torch.autocast around the engine has no effect inside the engine, as with "
+                "DeepSpeed: to use autocast, set torch_autocast.enabled and .dtype in the "
+                "configuration"
             )
         return torch.autocast(device, enabled=False)
 
@@ -294,7 +296,8 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         if unused:
             raise DeepSpeedRefusal(
                 f"{len(unused)} parameters have no gradient (the first is {unused[0]}), with "
-                "zero_optimization.ignore_unused_parameters=false: set it true, or freeze them"
+                "zero_optimization.ignore_unused_parameters=false: set that to true, or freeze "
+                "these parameters"
             )
 
     def _report_progress(self, step: int) -> None:
@@ -351,7 +354,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         self._boundary = is_boundary
 
     def _reduction(self) -> contextlib.AbstractContextManager[None]:
-        """The context of a backward: `handle.no_sync` unless it ends a step."""
+        """Return the context of a backward: `handle.no_sync`, unless the backward ends a step."""
         last = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
         # All backwards inside coalesce_grad_reduction belong to one step, which follows them.
         if self._coalescing or (last and not self.inside_no_sync_ctxt):

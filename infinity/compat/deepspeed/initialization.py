@@ -186,14 +186,14 @@ def _check_client(optimizer: Any, lr_scheduler: Any) -> None:
 
 
 def _world_size() -> int:
-    """The world size, from the environment if there is no process group yet."""
+    """Return the world size, from the environment if there is no process group yet."""
     if comm.is_initialized():
         return comm.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _local_device(device: torch.device) -> torch.device:
-    """The GPU of this rank within its node."""
+    """Return this rank's GPU, by its local rank; the CPU without GPUs."""
     if device.type == "cpu":
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -211,7 +211,7 @@ def _check_offloaded(
         if tiers[0] != tiers[1]:
             log.warning(
                 "initialize: the model was offloaded before, with params=%r, optim=%r, zero=%r, "
-                "and stays so; this configuration says %r, %r, %r",
+                "and these stay; this configuration has %r, %r, %r",
                 *tiers[0],
                 *tiers[1],
             )
@@ -240,8 +240,8 @@ def _offloaded(
     plan: OptimizerPlan | None,
     undo: contextlib.ExitStack,
 ) -> ZeROOptimizer | None:
-    """Offload the model, unless it is offloaded, and build its optimizer. `undo` gets the call that
-    closes the engine."""
+    """Offload the model, unless it is offloaded, and build its optimizer. `undo` receives the call
+    that closes the engine."""
     learning = {name for name, param in model.named_parameters() if param.requires_grad}
     if not inf.offloaded_modules(model):
         if settings.stage == 3:
@@ -324,8 +324,8 @@ def _check_schedule(settings: Settings, plan: OptimizerPlan | None, client: Any)
     unfilled = [key for key, value in arguments.items() if value == "auto"]
     if unfilled:
         raise DeepSpeedRefusal(
-            f'scheduler.params.{unfilled[0]}="auto" of {name}: it was never filled; write the '
-            "value"
+            f'scheduler.params.{unfilled[0]}="auto" of {name}: no value has replaced "auto"; write '
+            "the value"
         )
     try:
         scheduler_class(name)(plan.rehearsal, **arguments)

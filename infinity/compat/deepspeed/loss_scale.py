@@ -2,8 +2,8 @@
 
 The dynamic loss scale:
 
-    overflow      the step is skipped. An overflow uses up hysteresis first. Without any remaining
-                  it halves the scale, down to the minimum; an overflow at the minimum raises
+    overflow      the step is skipped. Overflows first use up the hysteresis; the next ones halve
+                  the scale, down to the minimum; an overflow at the minimum raises
     no overflow   each `scale_window` consecutive steps without overflow double the scale
 """
 
@@ -107,9 +107,9 @@ class DynamicLossScaler(LossScaler):
             return
         if self.cur_scale == self.min_scale and self.raise_error_at_min_scale:
             raise LossScaleAtMinimum(
-                f"gradients overflow at the least loss scale, fp16.min_loss_scale="
-                f"{self.min_scale}: nothing is trained any more. Use bf16, a lower learning rate, "
-                "or gradient_clipping"
+                f"gradients overflow at the minimum loss scale, fp16.min_loss_scale="
+                f"{self.min_scale}: training cannot continue. Use bf16, a lower learning rate, or "
+                "gradient_clipping"
             )
         before, self.cur_scale = self.cur_scale, max(
             self.cur_scale / self.scale_factor, self.min_scale

@@ -68,7 +68,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         _refuse_unless(False, amsgrad=amsgrad)
         if not fp32_optimizer_states:
             raise DeepSpeedRefusal(
-                "fp32_optimizer_states=False: the configuration says how moments are stored "
+                "fp32_optimizer_states=False: the configuration sets the format of moments "
                 '("bf16": {"enabled": true, "bf16_optimizer_states": true})'
             )
         super().__init__(

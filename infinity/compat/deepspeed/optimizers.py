@@ -67,8 +67,7 @@ class OptimizerPlan:
     coupled: bool = False
 
     def build(self) -> Any:
-        """Build the optimizer; the parameters are offloaded by now. An error restores the groups.
-        """
+        """Build the optimizer, once the parameters are offloaded. An error restores the groups."""
         if self.twin is None:
             return self.ready
         before = [dict(group) for group in self.groups]
@@ -81,7 +80,7 @@ class OptimizerPlan:
             raise
         if self.client is not None:
             log.info(
-                "initialize: infinity.%s takes the place of %s",
+                "initialize: infinity.%s replaces %s",
                 built.title,
                 type(self.client).__name__,
             )
@@ -208,7 +207,7 @@ def _of_client(settings: Settings, client: Any) -> OptimizerPlan:
             f"{kind.__name__}: You are using an untested ZeRO Optimizer. Please add "
             '"zero_allow_untested_optimizer": true to the configuration to use it'
         )
-    # In place, so that the script's scheduler sees the same groups: it has one rate for each.
+    # In place, so that the script's scheduler, which has one rate per group, sees the same groups.
     client.param_groups[:] = [group for group in client.param_groups if group["params"]]
     try:
         twin = twin_of(client, kinds=_KINDS, twins=_TWINS)

@@ -26,8 +26,8 @@ _STRAYS = (
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.stage3_prefetch_bucket_size",
 )
-"""Keys that TRL adds at the top level for a reference model. DeepSpeed ignores them there; infinity
-has no use for them anywhere."""
+"""Keys that TRL adds at the top level for a reference model, where DeepSpeed ignores them. infinity
+uses none of these settings."""
 _STAGE_0 = (
     "zero_optimization.stage=0: states rest in CPU memory and are split over the ranks, as with "
     "stage 1, with the same numbers"
@@ -302,7 +302,7 @@ class ConfigNames:
         """Return the settings of the configuration's scheduler."""
         return self.settings.section("scheduler").get("params")
 
-    # -- what is not there -------------------------------------------------------------------------
+    # -- modes that infinity lacks -----------------------------------------------------------------
 
     def _never(self) -> bool:
         """Return False: infinity has no such mode, or refuses a configuration that enables it."""

@@ -163,14 +163,15 @@ class Init(contextlib.ContextDecorator):
         ):
             if value:
                 raise DeepSpeedRefusal(
-                    f"zero.Init({name}=True): the configuration says how weights travel "
-                    "(zero_optimization.zero_quantized_weights)"
+                    f"zero.Init({name}=True): set quantized gathers of weights in the "
+                    "configuration (zero_optimization.zero_quantized_weights)"
                 )
         for group in (data_parallel_group, sequence_data_parallel_group):
             if group is not None and comm.get_world_size(group) != comm.get_world_size():
                 raise DeepSpeedRefusal(
                     f"zero.Init(data_parallel_group=) of {comm.get_world_size(group)} of "
-                    f"{comm.get_world_size()} ranks: the engine splits over all; leave it out"
+                    f"{comm.get_world_size()} ranks: the engine splits states over all ranks; "
+                    "leave the group out"
                 )
         given = config_dict_or_path if config_dict_or_path is not None else config
         settings = {} if given is None else written(given)
@@ -212,7 +213,7 @@ class Init(contextlib.ContextDecorator):
         self._built.append(param)
         in_ram = param.device.type == "cpu"
         if self.memory is not None and in_ram and param.nbytes >= FILE_BYTES_MIN:
-            # `cast` and `set_values` read it.
+            # For `cast` and `set_values`.
             param.ds_memory = self.memory  # type: ignore[attr-defined]
         if _RESERVING.get():
             param.ds_reserved = True  # type: ignore[attr-defined]
@@ -230,8 +231,8 @@ class Init(contextlib.ContextDecorator):
 
 @contextlib.contextmanager
 def reserving() -> Iterator[None]:
-    """Enter a context in which `Init` discards constructors' values: a loader will set those of
-    each parameter that `is_reserved`. Its memory is never written, so it occupies no RAM.
+    """Enter a context in which `Init` discards constructors' values: a loader will set the values
+    of each parameter that `is_reserved`. Until then its memory is never written, and takes no RAM.
     """
     token = _RESERVING.set(True)
     try:

@@ -1,10 +1,11 @@
-"""Leaf modules: modules whose parameters are gathered together, whichever of their children runs.
+"""Leaf modules: all parameters of a leaf module are gathered together, whichever of its children
+runs.
 
     flags    the script (`set_z3_leaf_modules`) or zero_optimization.leaf_module flags a leaf
-    units    on several ranks each leaf is one unit, next to the blocks that the engine finds: ranks
-             may run different children of it
-    zeros    if a step has gradients of some of a leaf's parameters, the others get zeros, as in
-             DeepSpeed
+    units    on several ranks each leaf is one unit, in addition to the blocks that the engine
+             finds, since ranks may run different children of a leaf
+    zeros    if only some of a leaf's parameters have gradients in a step, the remaining ones get
+             zeros, as in DeepSpeed
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def leaf_units(model: Module) -> list[str] | None:
         if isinstance(leaf, CONTAINERS):
             raise DeepSpeedRefusal(
                 f"leaf module {names[id(leaf)]!r} is a {type(leaf).__name__}, which is never "
-                "called: flag the module that has it"
+                "called: flag the module that contains it"
             )
     if not leaves:
         return None

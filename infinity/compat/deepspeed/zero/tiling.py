@@ -97,7 +97,7 @@ class TiledLinear(torch.nn.Module):
         if len(input_) != self.in_splits:
             raise RuntimeError(
                 f"TiledLinear got an input in {len(input_)} parts, and has in_splits="
-                f"{self.in_splits}: give as many, or input_is_already_split=False"
+                f"{self.in_splits}: give {self.in_splits} parts, or input_is_already_split=False"
             )
         return list(input_)
 
