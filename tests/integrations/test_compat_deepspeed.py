@@ -137,7 +137,7 @@ def test_autocast_of_the_script_does_not_reach_the_engine(
                 assert torch.is_autocast_enabled("cpu") is around
             engine.destroy()
         assert losses[0] == losses[1]
-    assert caplog.text.count("torch.autocast around the engine is off") == 1
+    assert caplog.text.count("torch.autocast around the engine has no effect") == 1
 
 
 # -- backward, accumulation ------------------------------------------------------------------------
