@@ -219,7 +219,7 @@ def test_a_link_of_another_user_is_not_followed(shared: Path, tmp_path: Path, st
 
 @pytest.mark.parametrize(
     ("mode", "owner", "told"),
-    [(0o777, 0, "by everybody"), (0o755, STRANGER, "belongs to uid"), (0o1777, 0, "")],
+    [(0o777, 0, "all users may"), (0o755, STRANGER, "belongs to uid"), (0o1777, 0, "")],
 )
 def test_a_directory_that_others_may_replace_is_warned_of(
     shared: Path, mode: int, owner: int, told: str, caplog: pytest.LogCaptureFixture
@@ -230,7 +230,7 @@ def test_a_directory_that_others_may_replace_is_warned_of(
     os.chown(shared, owner, -1)
     model, _ = durable_runs.made(shared)
     durable_runs.close(model)
-    warnings = [each for each in caplog.messages if "may put another directory" in each]
+    warnings = [each for each in caplog.messages if "may replace this directory" in each]
     assert bool(warnings) == bool(told)
     assert all(told in each and str(shared) in each for each in warnings)
 

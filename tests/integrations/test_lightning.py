@@ -746,7 +746,7 @@ def test_paths_and_options_of_other_storage(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="storage_options"):
         made.save_checkpoint(tmp_path / "a.ckpt", storage_options={})
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no checkpoint of strategy='infinity'.*trainer\.ckpt"):
+    with pytest.raises(ValueError, match=r"not a checkpoint of strategy='infinity'.*trainer\.ckpt"):
         made.test(Module(), batches(), ckpt_path=tmp_path / "empty")
 
 

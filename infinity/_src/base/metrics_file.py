@@ -62,9 +62,10 @@ class MetricsFile:
         if self._path is None:
             return
         self._file.close()
+        partial = self._path.with_name(self._path.name + ".partial")
         with (
             self._path.open(encoding="utf-8", errors="replace") as lines,
-            replaced(self._path) as kept,
+            replaced(self._path, partial=partial) as kept,
         ):
             for line in lines:
                 row = _row(line)

@@ -240,7 +240,7 @@ def test_a_quota_is_named_and_allocated_space_is_freed(tmp_path, monkeypatch):
         with pytest.raises(SwapFullError, match="quota") as caught:
             file.grow(8 * MIB)
         assert caught.value.errno == errno.EDQUOT
-        assert f"room for {3 * MIB} of {8 * MIB}" in str(caught.value)
+        assert f"space for {3 * MIB} of {8 * MIB}" in str(caught.value)
         assert f"up to {5 * MIB} are missing" in str(caught.value)
         assert file.size_bytes == os.fstat(file.fd).st_size == os.fstat(file.fd).st_blocks == 0
 
@@ -300,7 +300,7 @@ def test_a_drive_without_a_single_free_block_is_swap_full(tmp_path, monkeypatch)
             ):
                 while True:
                     filler.write(bytes(4096))
-            with pytest.raises(SwapFullError, match="no room"):
+            with pytest.raises(SwapFullError, match="no space"):
                 SwapFile.create(place)
     with tmpfs(tmp_path / "memory", 4 * MIB, monkeypatch) as place, SwapFile.create(place) as file:
         assert "no drive" in file.direct_reason
