@@ -447,9 +447,7 @@ class Executor:
         self._core.check()
         self._core.lib.inf_executor_release_gates(self._core.pointer)
 
-    def prefetch(
-        self, ids: npt.NDArray[np.int32], masks: npt.NDArray[np.uint32] | int = 0
-    ) -> int:
+    def prefetch(self, ids: npt.NDArray[np.int32], masks: npt.NDArray[np.uint32] | int = 0) -> int:
         """Read chunks into idle slots before their UPDATEs are submitted. Returns the number of
         accepted chunks, the first ones of `ids`.
 

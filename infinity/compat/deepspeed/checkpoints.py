@@ -93,7 +93,7 @@ def save(
     saving.wait()
     if latest and engine.global_rank == 0:
         # Atomically, since another process may read the file at any time.
-        with replaced(home / LATEST) as file:
+        with replaced(home / LATEST, partial=home / f".{LATEST}.partial") as file:
             file.write(name.encode())
     comm.barrier(comm.cpu_group())
 
