@@ -1,8 +1,9 @@
 """2-norm in fp32 of bf16 gradients, by one native pass, with the bits of torch's norm.
 
-torch converts a gradient to fp32 in memory, and reads that with one thread: three passes with the
-copy to its accumulator. The sums of a norm depend on their order, and torch's order on its build
-and on the processor. So the first use compares both; where they differ, torch computes the norms.
+torch would convert the gradient to fp32 in memory, and sum that copy in one thread: three passes
+over memory, with the copy to the accumulator. The bits of a sum depend on the order of its terms,
+and torch's order depends on its build and on the processor. So the first use compares the kernel's
+norms of samples with torch's; if they differ, torch computes all norms.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _has_torchs_bits() -> bool:
     """Return whether the extension is loaded, and its sums are torch's."""
     if not native.available():
         return False
-    # Not from torch's generator, whose numbers belong to the user's training.
+    # Not random: drawing from torch's generator would change the user's training.
     numbers = torch.arange(_TRIAL_ROWS * max(_TRIAL_NUMELS), device="cpu", dtype=torch.float64)
     values = numbers.square_().sin_()
     rows = (

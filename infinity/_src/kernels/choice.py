@@ -60,18 +60,18 @@ OPS: Mapping[str, KernelOp] = {
     op.name: op
     for op in (
         KernelOp("group_quantize", "values to int8 or int4 in groups with scales", bitwise=True),
-        KernelOp("group_dequantize", "and back", bitwise=True),
+        KernelOp("group_dequantize", "codes in groups with scales to values", bitwise=True),
         KernelOp(
             "wire_encode",
             "values to the bytes that collectives carry, with error feedback",
             bitwise=True,
         ),
-        KernelOp("wire_decode", "and the sum of such bytes in the order of ranks", bitwise=True),
+        KernelOp("wire_decode", "the sum of encoded values in the order of ranks", bitwise=True),
         KernelOp("ordered_sum", "the sum of plain pieces in the order of ranks", bitwise=True),
         KernelOp("update", "the optimizer's pass over a chunk of states", bitwise=True),
         KernelOp(
             "tile_matmul",
-            "matmul that adds to what other tiles summed, with the bias",
+            "matmul that adds to the sum of other tiles, and the bias",
             bitwise=False,
         ),
         KernelOp("linear_cross_entropy", "LM head and its loss, without the logits", bitwise=False),
@@ -129,8 +129,8 @@ def why(name: str, device: torch.device) -> str:
 
 
 def may_be_triton(name: str) -> bool:
-    """Return whether Triton may compute this operation on some GPU. Plans for other machines ask
-    this, since they cannot run a trial.
+    """Return whether Triton may compute this operation on some GPU. For plans for other machines,
+    on which no trial can run.
     """
     chosen = _chosen(name)
     if chosen is not None:

@@ -116,7 +116,8 @@ def hyper_row_lion(
 def hyper_row_muon_momentum(
     *, momentum: float, nesterov: bool, log: Log = (), key: int = 0
 ) -> npt.NDArray[np.void]:
-    """Return the HYPER record of the first update of a Muon step, shape (). log: of the gradient.
+    """Return the HYPER record of the first update of a Muon step, shape (), which computes the
+    momentum. log: scalings of the gradient.
 
     Raises: ValueError for a log that is too long.
     """
@@ -144,8 +145,8 @@ def _blank_row(algorithm: Algorithm, log: Log, key: int) -> npt.NDArray[np.void]
     # The record's capacity; a truncated log would give a wrong gradient.
     if len(log) > LOG_MAX:
         raise ValueError(
-            f"{len(log)} operations were done to one gradient between two steps; at most {LOG_MAX} "
-            "are replayed: multiply the factors first, or call opt.step() more often"
+            f"one gradient was scaled or clamped {len(log)} times between two steps; an update "
+            f"replays at most {LOG_MAX}: multiply the factors first, or call opt.step() more often"
         )
     row = np.zeros((), dtype=HYPER)
     row["algorithm"], row["key"], row["log_count"] = algorithm, key, len(log)

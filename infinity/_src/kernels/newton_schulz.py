@@ -14,7 +14,7 @@ from infinity._src.base.cpu_features import bf16_instructions
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 STEPS_MAX = 99
-"""As in torch: more steps do not help."""
+"""The bound of torch.optim.Muon: more steps do not help."""
 
 
 def product_dtype(device: torch.device) -> torch.dtype:

@@ -115,7 +115,8 @@ def dequantize(
         )
     if out.dtype not in DTYPES or dtype not in (None, out.dtype):
         raise ValueError(
-            f"dtype={dtype}, out {out.dtype}: both the same of bfloat16, float16 and float32"
+            f"dtype={dtype}, out is {out.dtype}: both must be the same of bfloat16, float16 and "
+            "float32"
         )
     if out.shape != quantized.shape or out.device != quantized.codes.device:
         raise ValueError(
@@ -208,7 +209,7 @@ def quantize_torch(
     """Reference of `quantize`, which has checked the arguments."""
     numel, levels = values.numel(), float(levels_of(bits, symmetric))
     groups = -(-numel // group_numel)
-    # The last group is padded with zeros, which do not change its maximum.
+    # Pad the last group with zeros, which do not change its maximum.
     x = torch.zeros(groups * group_numel, dtype=torch.float32, device=values.device)
     x[:numel] = values.reshape(-1)
     x = x.view(groups, group_numel)
@@ -221,7 +222,7 @@ def quantize_torch(
         exact = x.abs().amax(dim=1) / divisor
     else:
         exact = x.amax(dim=1).clamp(min=0) / divisor - x.amin(dim=1).clamp(max=0) / divisor
-    # Rounded up if codes must span the range, or clipping would bias the mean.
+    # Round up if codes must span the range, or if clipping would bias the mean.
     scale = _rounded_scale(exact, up=not symmetric or key is not None)
     y = x / scale[:, None]
     zeros = None
@@ -235,7 +236,7 @@ def quantize_torch(
         code = (_rounded(y, key, element) + zero[:, None]).clamp(0, levels)
         code = torch.where(finite[:, None], code, torch.zeros_like(code))
         zeros = torch.where(finite, zero, torch.zeros_like(zero)).to(torch.uint8)
-    # By bits: torch's conversion of NaN to bf16 gives different bits in vector and scalar loops.
+    # Write NaN by its bits: torch's vector and scalar loops convert NaN to bf16 differently.
     bits16 = scale.view(torch.int32).masked_fill(~finite, _NAN_BITS) >> 16
     scales = bits16.to(torch.int16).view(torch.bfloat16)
     flat = code.reshape(-1)[:numel]
@@ -246,8 +247,8 @@ def quantize_torch(
 def _rounded_scale(exact: torch.Tensor, *, up: bool) -> torch.Tensor:
     """Round `exact` to bf16 (to nearest, or up), at least 2^-126; returned as fp32."""
     bits = exact.view(torch.int32)
-    # In integers, on the 16 bits that bf16 drops. Up: add all ones. To nearest, ties to even: add
-    # just under half, plus the last kept bit.
+    # Add to the 16 bits that bf16 drops: all ones to round up; or, to round to nearest with ties to
+    # even, just under half, plus the last bit that bf16 keeps.
     bits = bits + (0xFFFF if up else 0x7FFF + (bits >> 16 & 1))
     # At least 2^-126, so that a group of zeros does not divide by zero.
     return (bits & -0x10000).clamp(min=_SCALE_LEAST_BITS).view(torch.float32)
@@ -282,7 +283,7 @@ def dequantize_torch(quantized: Quantized) -> torch.Tensor:
         if quantized.symmetric:
             # Sign-extend the nibble.
             code = code - (code >> 3 << 4)
-    # By index, not by reshape, since the last group may be short.
+    # Index the groups instead of reshaping, since the last group may be short.
     group = torch.arange(code.numel(), device=code.device) // quantized.group_numel
     if quantized.zeros is not None:
         code = code - quantized.zeros.to(torch.int32)[group]

@@ -6,8 +6,8 @@ parameter. So an update rounds identically on every device, for every division i
 every order. native/kernels/float_bits.h (`inf_mix64`, `inf_random`) and triton/random.py compute
 the same hash.
 
-The rounding itself: of states in state_codec.py and native/kernels/update_codec.h, of codes in
-quantize.py and native/kernels/comm_codec_kernels.h.
+state_codec.py and native/kernels/update_codec.h round states with these bits; quantize.py and
+native/kernels/comm_codec_kernels.h round codes.
 """
 
 from __future__ import annotations

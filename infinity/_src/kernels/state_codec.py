@@ -4,10 +4,10 @@ device.
     sections = encode_sections(format, master, moments)   # to nearest; with `key` stochastically
     master, moments = decode_sections(format, sections)
 
-Updates on a device, access to single states, and checkpoints use it. It gives the bits of
-native/kernels/update_codec.h: every line rounds once, and divisors are tensors, since on a GPU
-torch multiplies by a scalar's reciprocal. Integers are wrapping int32: int64 is several times
-slower on a CPU.
+Updates on a device, access to single states, and checkpoints use this codec. Its results are bit
+for bit those of native/kernels/update_codec.h: every line rounds once, and divisors are tensors,
+since on a GPU torch multiplies by a scalar's reciprocal. Integers are wrapping int32: int64 is
+several times slower on a CPU.
 
 **Split master** (`hi` bf16, `lo` int16): the fp32 bits are `hi` << 16 plus `lo`, where `hi` is the
 fp32 rounded to nearest, ties to even, as torch rounds. Two masters are half-way to a neighbour of
@@ -92,7 +92,7 @@ def encode_sections(
         if state_format.moments is Moments.FP32:
             sections.append(values)
             continue
-        # New bits: master and two moments have used all 32.
+        # A third moment needs new bits: the master and two moments have used all 32.
         if index == 2 and key is not None:
             random = random_bits(key ^ _THIRD_MOMENT_KEY, element, master.numel(), master.device)
         drawn = None if random is None else _draw(state_format, index, random)
@@ -175,7 +175,7 @@ def _encode_master(
     if kind is Master.FP32:
         return [master]
     if kind is Master.FP16:
-        # By bits: the payload of an fp16 NaN depends on the device.
+        # Write NaN by its bits: the payload of a converted NaN depends on the device.
         half = master.to(torch.float16).view(torch.int16).masked_fill(master.isnan(), 0x7E00)
         return [half.view(torch.float16), master]
     bits = _canonical(master)
@@ -183,7 +183,7 @@ def _encode_master(
         if random is None:
             bits = bits + (bits >> 8 & 1).add_(0x7F)  # to nearest, ties to even
         else:
-            # The upper 8 of the 32 bits; moments use others, so that roundings are independent.
+            # The upper 8 random bits; moments use the others, so that roundings are independent.
             bits = bits + shift_right(random, 24)
         # Truncate after adding the noise, which may carry into bit 8.
         bits &= -0x100
@@ -207,7 +207,7 @@ def _encode_ties(
     """Return `lo` of masters with these bits, and the second moment with the signs of ties."""
     moment = moment.view(torch.int32)
     unsaid = _unsaid(bits)
-    # A negative moment keeps its sign; then the tied master is changed, towards `hi`.
+    # A negative moment keeps its sign, so the tied master moves to its neighbour nearer to `hi`.
     kept = ((bits & 0xFFFF) == 0x8000) & (moment < 0)
     lo = bits + torch.where(kept, 1 - 2 * unsaid, 0)
     signs = torch.where(kept, 0, unsaid << 31)
@@ -331,7 +331,7 @@ def _encode_q8(
         below, above = c * c, above * above
         base = below * below
         step = above * above - base
-    # u in [1, 2) against 1 + fraction: rounds up with a probability that preserves the expected
+    # Round up if u, uniform in [1, 2), is less than 1 + fraction: that preserves the expected
     # value.
     number = c.to(torch.int32) + (step * u < (y - base) + step)
     if moment == 0:

@@ -22,8 +22,9 @@ from infinity._src.kernels.quantized import GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST
 
 CPU = torch.device("cpu")
 SAMPLE_NUMEL = 3408
-"""Three of the largest groups of any codec and a partial one; for every kernel, whole blocks and a
-partial one. A multiple of 16, as nearly all sizes, since Triton specializes kernels on that.
+"""Values in a sample: three groups of the largest size of any codec and a partial group; for every
+kernel, whole blocks and a partial one. A multiple of 16, like nearly all sizes in use: Triton
+compiles a separate kernel for such sizes.
 """
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MESSAGE_MOST = 300
@@ -45,7 +46,7 @@ def sample(dtype: torch.dtype, seed: int = 0, *, finite: bool = True) -> torch.T
     one order of magnitude, a group of the largest size with denormals only, and zeros of both
     signs.
 
-    finite: False: infinities and NaN among the first GROUP_NUMEL_MOST values, too.
+    finite: if False, the first GROUP_NUMEL_MOST values include infinities and NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     # Each run of the least group's size has one order of magnitude.
@@ -56,7 +57,7 @@ def sample(dtype: torch.dtype, seed: int = 0, *, finite: bool = True) -> torch.T
     # become zeros.
     exponents[GROUP_NUMEL_MOST : 2 * GROUP_NUMEL_MOST] = -128
     values = torch.randn(SAMPLE_NUMEL, generator=generator, dtype=torch.float32, device=CPU)
-    # In fp64, since fp32's smallest powers of two are denormal.
+    # Scale in fp64: fp32's smallest powers of two are denormal.
     values = torch.ldexp(values.double(), exponents).float()
     values[::97], values[1::97] = 0.0, -0.0
     if not finite:

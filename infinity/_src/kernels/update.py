@@ -104,8 +104,8 @@ class UpdatePlan:
         device: torch.device,
         grad_dtype: torch.dtype | None = None,
     ) -> None:
-        """chunks: the SEG records of each; with 8-bit moments, `start` and `element` are multiples
-        of QUANT_GROUP.
+        """chunks: the SEG records of each chunk; with 8-bit moments, `start` and `element` are
+        multiples of QUANT_GROUP.
 
         hypers: HYPER records, indexed by segs["hyper"]. grad_dtype: dtype of the gradient passed to
         `run`; None: each segment's gradient is in the chunk's `grad` section, or at an address that
@@ -125,7 +125,7 @@ class UpdatePlan:
         self._hypers = hypers
         # Resolve once, so that `run` only adds the base address.
         self._chunks = [self._resolved(segs) for segs in chunks]
-        # For a check in each `run`: a segment beyond the end would write to another section.
+        # `run` checks the ends: a segment beyond its section would write to another section.
         self._ends = [
             int((segs["start"] + segs["numel"]).max()) if len(segs) else 0 for segs in self._chunks
         ]
@@ -162,7 +162,7 @@ class UpdatePlan:
                 start, numel = int(seg["start"]), int(seg["numel"])
                 gradient = _gradient(seg, base, self.device)
                 if not seg["relative"]:
-                    # It may be in pinned memory: copy it over the bus once, not in each kernel.
+                    # A gradient in pinned memory crosses the bus once, not in each kernel.
                     gradient = gradient.to(torch.float32, copy=True)
                 row, element = self._hypers[int(seg["hyper"])], int(seg["element"])
                 _update_torch(
@@ -200,8 +200,8 @@ class UpdatePlan:
     def _check_grad(self, grad: torch.Tensor | None, end: int) -> None:
         if (grad is None) != (self.grad_dtype is None):
             raise ValueError(
-                f"the plan's grad_dtype is {self.grad_dtype}: run() is given a gradient if there "
-                "is one, else none"
+                f"the plan's grad_dtype is {self.grad_dtype}: pass run() a gradient of this dtype, "
+                "or none if it is None"
             )
         if grad is None:
             return
@@ -223,13 +223,15 @@ def _check(states: Format, chunks: Sequence[npt.NDArray[Any]], hypers: npt.NDArr
         if not len(segs):
             continue
         if segs["hyper"].min() < 0 or segs["hyper"].max() >= len(hypers):
-            raise ValueError(f"a segment names hyper {segs['hyper'].max()} of {len(hypers)}")
+            raise ValueError(
+                f"a segment has the hyper index {segs['hyper'].max()}; there are {len(hypers)}"
+            )
         if segs["start"].min() < 0 or segs["numel"].min() < 0 or segs["element"].min() < 0:
             raise ValueError("a segment starts, or ends, before its chunk or its parameter")
         if states.moments is Moments.Q8 and ((segs["start"] | segs["element"]) % QUANT_GROUP).any():
             raise ValueError(
-                f"start and element of every segment begin a group of {QUANT_GROUP} where moments "
-                "are 8-bit"
+                f"with 8-bit moments, start and element of a segment must be multiples of "
+                f"{QUANT_GROUP}"
             )
     for index in sorted({int(hyper) for segs in chunks for hyper in np.unique(segs["hyper"])}):
         check_update(states, hypers[index])
@@ -267,7 +269,7 @@ def _parts(
     parts = []
     # Not strict: a `grad` section is skipped.
     for section, what in zip(sections, states.sections, strict=False):
-        # In groups, since 8-bit moments have one scale per group.
+        # Sizes count groups, since 8-bit moments have one scale per group.
         low = start // what.group_numel * what.itemsize
         parts.append(section[low : low + what.size_bytes(numel)])
     return parts
@@ -303,7 +305,7 @@ def _runs_triton(
     chunks: Sequence[npt.NDArray[np.void]],
     hypers: npt.NDArray[np.void],
 ) -> bool:
-    """Return whether Triton updates a plan's segments: all of them, or none.
+    """Return whether Triton updates a plan's segments. It updates all of them, or none.
 
     chunks: resolved. Raises: ValueError if Triton is forced but cannot run.
     """

@@ -262,7 +262,7 @@ def test_what_the_kernels_do_not_know_is_refused() -> None:
     placed = [on_device(section, torch.device("cpu")) for section in sections]
     hypers, gradient = np.array([ROWS["adamw"][1]], HYPER), torch.from_numpy(grad)
     for segs, changed, message in [
-        (segs_of((0, 128, 0, 1)), {}, "names hyper 1 of 1"),
+        (segs_of((0, 128, 0, 1)), {}, "hyper index 1; there are 1"),
         (segs_of((5, 10, 0, 0)), {}, "begin a group of 64"),
         (segs_of((0, 10, -64, 0)), {}, "before its chunk"),
         (segs_of((64, 128, 0, 0)), {}, "section hi has 256 bytes"),
@@ -294,5 +294,5 @@ def test_what_the_kernels_do_not_know_is_refused() -> None:
         device=torch.device("cpu"),
         grad_dtype=torch.float32,
     )
-    with pytest.raises(ValueError, match=r"is given a gradient"):
+    with pytest.raises(ValueError, match=r"pass run\(\) a gradient"):
         plan.run(0, placed)
