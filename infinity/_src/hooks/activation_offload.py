@@ -54,8 +54,8 @@ from infinity.errors import AioError, EngineClosed
 
 
 class Call:
-    """Checkpointed call, and the boundaries that it was the first to save. The boundaries hold it.
-    """
+    """Checkpointed call, and the boundaries of tensors that no earlier call has saved. These
+    boundaries refer to the call."""
 
     __slots__ = ("__weakref__", "boundaries", "number", "saved")
 
@@ -70,7 +70,8 @@ class Call:
 
 
 class Boundary:
-    """Tensor that checkpoints saved, in memory or in the store. The graphs that saved it hold it.
+    """Tensor that checkpoints saved, in memory or in the store. Only graphs that saved the tensor
+    refer to its boundary.
 
     Any of `source` (the tensor itself), `stored` (its copy in the store) and `target` (memory into
     which it is fetched) may be set.
@@ -101,19 +102,19 @@ class Boundary:
         self.call = call
         self.shape, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self.span = span_numel(tensor)
-        # The fetched tensor gets the same alignment: kernels may sum in another order at another.
+        # The fetched tensor gets the same alignment, on which the order of sums in kernels depends.
         self.lead = tensor.data_ptr() % 64 // tensor.element_size()
         self.original = weakref.ref(tensor)
         self.version = version_of(tensor)
         self.witness = version_witness(tensor)
-        # Detached: the graph holds the boundary, which must not hold the graph.
+        # Detached: the graph refers to the boundary, so the boundary must not refer to the graph.
         self.source: torch.Tensor | None = tensor.detach()
         self.stored: StoredBytes | None = None
         self.target: torch.Tensor | None = None  # [lead + span] of dtype
         self.fetch: Ticket | None = None
         self.given = False  # the target was given to backward
         self.unwanted = False  # the target is freed as soon as no transfer writes to it
-        self.shared = False
+        self.shared = False  # several calls saved the tensor, so it stays in memory
         self.trash = trash
 
     @property
@@ -246,8 +247,8 @@ class Activations:
         self._by_tensor: weakref.WeakValueDictionary[int, Boundary] = weakref.WeakValueDictionary()
         self._recent: deque[list[weakref.ref[Boundary]]] = deque()
         self._storing: list[Boundary] = []  # their sources are being copied
-        self._stores: list[tuple[StoredBytes, str]] = []  # until they are written, or have failed
-        self._fetched: dict[int, Boundary] = {}  # with a target, by id()
+        self._stores: list[tuple[StoredBytes, str]] = []  # stores in flight, each with a label
+        self._fetched: dict[int, Boundary] = {}  # boundaries with a target, by id()
         self._trash: deque[Remains] = deque()
         self._tasks: set[int] = set()
         self._fault: tuple[Ticket, str] | None = None
@@ -263,14 +264,14 @@ class Activations:
 
     def checkpoint_begins(self, call: CheckpointCall) -> None:
         """Implement `CheckpointWatcher`: mark a call inside of a forward as one of this model, and
-        note the call for `module_entered`, unless its owner and its label are known."""
+        remember the call for `module_entered`, unless its owner and its label are known."""
         if call.owner is None and self._frames.running_here:
             call.owner = self._mark
         self._here.call = None if call.owner is not None and call.label else call
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:
-        """Implement `CheckpointWatcher`: offload the inputs of a call of this model. A call outside
-        of a forward belongs to it once `module_entered` has claimed the call."""
+        """Implement `CheckpointWatcher`: offload the inputs of a call of this model. For a call
+        outside of a forward `module_entered` decides whether it is one of this model."""
         if call.owner is self._mark:
             self._offload_inputs(call)
 
@@ -364,7 +365,7 @@ class Activations:
             return False
         if tensor.is_leaf and tensor.requires_grad:  # its AccumulateGrad node keeps it in memory
             return False
-        # The engine evicts and gathers a unit itself, and with it a view of the unit's memory.
+        # A view of a unit's memory is not offloaded: the engine evicts and gathers the unit.
         address = address_of(tensor)
         return not any(
             0 <= address - address_of(flat.tensor) < flat.size_bytes for flat in self._flats
@@ -408,8 +409,7 @@ class Activations:
         return self._numbers + 1
 
     def reorder(self, marks: Marks) -> None:
-        """Number calls anew, as `deal` says. Backward wants inputs in descending order of numbers.
-        """
+        """Renumber calls by `deal`. Backward needs inputs in descending order of these numbers."""
         with self._lock:
             calls = dict(self._calls)
             self._calls.clear()
@@ -424,7 +424,7 @@ class Activations:
             self._watch_task()
             self._collect()
             boundary.check_version()
-            # Backward is done with the calls whose inputs it was given before.
+            # Backward is done with other calls whose inputs it has received.
             for other in list(self._fetched.values()):
                 if other.given and other.call is not boundary.call:
                     self._drop_target(other)
@@ -625,7 +625,7 @@ class Activations:
         EngineClosed for every input that is not in memory."""
         self._unwatch()
         with self._lock:
-            # Free sources that were stored since the last call, as `_collect` always does.
+            # Free sources that were stored since the last call.
             self._collect()
             self._closed = True
             self._storing.clear()

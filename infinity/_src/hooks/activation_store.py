@@ -110,7 +110,7 @@ class NvmeActivationStore:
         self._device = device or Device(torch.device("cpu"))
         self._space = space
         self._sums_on = sums_on
-        # Free extents by size. The size that became free last comes last.
+        # Free extents by size, in the order in which sizes became free.
         self._free: dict[int, list[StoredOnNvme]] = {}
         self._freed: list[StoredOnNvme] = []  # freed; `_collect` files those that are idle
         # Extents of dropped chunks, each with the (layer, drive, offset) where its chunk was.
@@ -200,9 +200,9 @@ class NvmeActivationStore:
         self._free_settled()
 
     def _free_settled(self) -> None:
-        """Free the extents of dropped chunks that the swap space has where the chunks were. A write
-        that the executor moved away from a bad range is recorded in the swap space later. Freed
-        before that, the bad range would be reserved again."""
+        """Free the extents of dropped chunks, unless the swap space has an extent at another place
+        than its chunk was: then the executor has redirected a write from a bad range, and the swap
+        space records that later. Freed before that, the bad range would be reserved again."""
         waiting = []
         for place, at in self._given_up:
             now = self._space.place_of(place)
@@ -342,7 +342,7 @@ class HostActivationStore:
         try:
             self._device.pin(slab)
         except BaseException:
-            # No other thread has the slab yet.
+            # Nothing else refers to the slab yet.
             slab.close()
             raise
         self._rest_bytes += slab.size_bytes

@@ -101,8 +101,8 @@ def _second_order(names: str) -> str:
     return (
         f"backward with create_graph=True through {names}: gradients of gradients are not possible "
         "with offloaded parameters, which are released as soon as backward has passed them. "
-        "torch.func.grad, vjp, jacrev and hessian run backward so, and torch.autograd.functional's "
-        "jvp, hvp and hessian; torch.func.jvp and jacfwd (also inside of vmap), and "
+        "torch.func.grad, vjp, jacrev and hessian, and torch.autograd.functional's jvp, hvp and "
+        "hessian, use create_graph=True; torch.func.jvp and jacfwd (also inside of vmap), and "
         "torch.autograd.functional.jacobian and vjp, do not"
     )
 
@@ -111,7 +111,7 @@ def _changed(name: str, error: RuntimeError) -> str:
     """Return the message that parameters of this unit have other values than in forward. error:
     autograd's error."""
     return (
-        f"backward needs the values that {name} had in its forward, and it has been updated since. "
+        f"backward needs the values that {name} had in its forward, but {name} was updated since. "
         "With update='backward' the first backward over a graph updates: run all backwards of a "
         "step but the last inside `with inf.handle(model).no_sync():`. Otherwise opt.step() or a "
         f"write came between: run the forward again after it ({error})"
@@ -138,7 +138,7 @@ class Backward:
         # backward, and are forgotten with it.
         self._local = threading.local()
         self._calls: list[GraphCalls] = []
-        self._threads_room = 8  # lists of threads from which on those of ended threads are pruned
+        self._threads_room = 8  # with so many lists, drop the lists of threads that have ended
         # True after a node was missed: from then on node numbers are not trusted.
         self._hooks_all = False
         self.closed = False
@@ -225,7 +225,7 @@ class Backward:
 
     @functools.cached_property
     def _leaves(self) -> frozenset[int]:
-        """Identities of the gathered parameters. These are made once, but after this object."""
+        """Ids of the gathered parameters, which are made once, but after this object."""
         return frozenset(id(param.gathered) for unit in self._units for param in unit.params)
 
     def renumbers(self, roots: Sequence[Any]) -> None:
@@ -254,10 +254,10 @@ class Backward:
         self._hooks_all = True
         raise ReleasedInBackward(
             f"backward needs {param.name}, which was released: it entered a forward call of "
-            f"{param.unit.name} through a tensor that the engine has not seen leave the call. Take "
-            "the step again from its forward: from now on the engine hooks every node of such a "
-            "call, which costs some microseconds per node. Or return the tensor from the forward "
-            "of its module"
+            f"{param.unit.name} through a tensor that the engine has not seen leave the call. "
+            "Repeat the step from its forward on: the engine now hooks every node of such a call, "
+            "which costs some microseconds per node. Or return the tensor from the forward of its "
+            "module"
         ) from error
 
     # -- uses --------------------------------------------------------------------------------------

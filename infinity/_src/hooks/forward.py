@@ -70,7 +70,7 @@ class Frame:
     # Units of the module that this call does not read, and so does not hold.
     idle: list[UnitRefs] = dataclasses.field(default_factory=list)
     use: BackwardUse | None = None  # None: the call failed before it began
-    # The exception that was being handled when the call began, which does not leave this frame.
+    # The exception that was being handled when the call began: it does not come from this frame.
     handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])
 
     @property
@@ -100,8 +100,8 @@ class FrameStack(list[Frame]):
 
 
 class Hook(EngineHook):
-    """Module hook that torch.compile does not trace. To pickle or copy a hooked module raises, with
-    the reason."""
+    """Module hook that torch.compile does not trace. Pickling or copying a hooked module raises,
+    with the reason."""
 
     def __init__(self, function: Callable[..., None], units: list[Unit]) -> None:
         self._function = dynamo_disable(function)
@@ -157,10 +157,10 @@ class Lifecycle:
     modules. Sets `at_rest` and `gathered` of every Param.
 
     The values must already be on their tiers: from here on only `rollback` retains the originals.
-    On an error the caller undoes the installation with it. whole: shows parameters between passes.
-    tier: where values rest, for errors. check_state_dict: see
-    `infinity._src.hooks.module_params.Check`. activations: is called at every hooked module's
-    forward, and reads the same `frames`.
+    On an error the caller undoes the installation with `rollback`. whole: shows parameters between
+    passes. tier: where values rest, for errors. check_state_dict: see
+    `infinity._src.hooks.module_params.Check`. activations: notified of every hooked module's
+    forward; shares `frames`.
 
     Raises: ValueError for a tensor that shares a parameter's memory and cannot follow it.
     """
@@ -310,7 +310,7 @@ class Lifecycle:
             self._passes.expect_use(refs.unit)
 
     def hook_window(self, window: WeightWindow) -> None:
-        """Hook an open window so that its gradients are accumulated. A gradient raises where
+        """Hook an open window so that its gradients are accumulated. Its backward raises if
         training computes with other values than the window shows."""
         refs = self._refs[window.param.unit]
 
@@ -341,7 +341,7 @@ class Lifecycle:
         with self._lock:
             # Units of an interrupted pass would count as in use.
             self.recover()
-            # A forward runs in another thread.
+            # After `recover`, frames mean that a forward runs in another thread.
             if self._frames:
                 return None
             window = self._whole.show(param)
@@ -392,7 +392,7 @@ class Lifecycle:
             window.tensor.requires_grad_(flag)
         shown = self._whole.find(param) if self._whole is not None else None
         if shown is not None:
-            # The window stays the same, so that writes through it are still found.
+            # Keep the window, so that writes through it are still detected.
             shown.tensor.requires_grad_(flag)
             self._hook_shown(shown)
         # A parameter that was frozen until now has no hook, and possibly no states.
@@ -430,8 +430,8 @@ class Lifecycle:
         before = Hook(self.pre_forward, self.units)
         after = Hook(self.post_forward, self.units)
         handles = []
-        # `prepend`: users' pre hooks may use parameters. `always_call`: also an exception in
-        # forward must take the frame off the stack.
+        # `prepend`: users' pre hooks may use parameters. `always_call`: the frame must leave the
+        # stack after an exception in forward, too.
         for module in self._hooked:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -565,8 +565,8 @@ class Lifecycle:
         retain the copies of all units, also of evicted ones, until its region ends.
 
         This happens at the end of every frame with fp32 weights, whether a unit is evicted or not:
-        a weight that is cast anew gets its gradient in another rounding, and the bits must not
-        depend on the memory that is free.
+        a new cast rounds the weight's gradient separately, and the bits must not depend on how much
+        memory is free.
         """
         flats = (flat for refs in frame.held for flat in refs.unit.flats)
         if any(flat.dtype is torch.float32 for flat in flats):

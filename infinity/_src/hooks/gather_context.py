@@ -1,8 +1,9 @@
 """`gather()`: parameters that are readable and writable for a while, outside of forward.
 
-A window is a call like that of a module. Code inside that computes with its parameters makes a
-graph, whose backward may run inside of the window, or later, and gathers the units again. If
-training computes with other values than `gather()` shows, a backward after the window raises.
+The engine treats a window like the call of a module. If code inside of it computes with the
+parameters, it makes a graph, whose backward may run inside of the window, or later, and gathers the
+units again. If training computes with other values than `gather()` shows, a backward after the
+window raises.
 """
 
 from __future__ import annotations
@@ -68,12 +69,12 @@ def _open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
     """Context with windows on the chosen parameters. Writes are retained, even if its body raises.
     """
     params = [param for param in chosen_params(lifecycle, what) if param not in lifecycle.windows]
-    # In one order on all ranks: gathering is a collective.
+    # Gather in one order on all ranks: a gather is a collective.
     params.sort(key=lambda param: (param.unit.index, param.flat.index, param.param_index))
     units = list({param.unit: None for param in params})
     held: list[UnitRefs] = []
     opened: list[WeightWindow] = []
-    well = False
+    completed = False
     call = lifecycle.backward.call_begins(WINDOW)
     try:
         for unit in units:
@@ -90,12 +91,12 @@ def _open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
             lifecycle.refs_of(param.unit).windows.append(window)
             opened.append(window)
         yield
-        well = True
+        completed = True
     finally:
         try:
             # After an exception other ranks may not close these windows, and a collective would
             # wait for them.
-            _close(lifecycle, opened, together=well)
+            _close(lifecycle, opened, together=completed)
         finally:
             _end_call(lifecycle, call, opened)
             for refs in reversed(held):
@@ -134,7 +135,8 @@ def _close(lifecycle: Lifecycle, opened: list[WeightWindow], *, together: bool) 
     except Exception as error:  # noqa: BLE001  raised below
         failure = error
     for window, is_written in zip(opened, written, strict=True):
-        # Not after these errors: a window shows values of an undone step, or ranks would differ.
+        # Store nothing after these errors: the window shows values of an undone step, or a failed
+        # rank would not store the same.
         if is_written and not isinstance(failure, StepUndone | RankFailed):
             try:
                 lifecycle.unsharder.write_alike(window.param, window.tensor.detach())

@@ -151,8 +151,8 @@ class GraphCalls:
         parameter of the calls' units. Returns whether calls remain."""
         looked_at: set[UnitRefs] = set()
         for call in reversed(self._calls):
-            # For a call that never had hooks `in_graph` may miss the graph: a `ctx` may hold a
-            # frozen parameter as a Python object only.
+            # A call that never had hooks stays: `in_graph` may miss its graph, since a `ctx` may
+            # refer to a frozen parameter only as a Python object.
             if call.end < 0 or call.is_hooked or not call.was_hooked:
                 return True
             for refs in (*call.held, *call.idle):

@@ -116,7 +116,7 @@ def _loss_of(result: Any, index: int) -> torch.Tensor:
     if loss.grad_fn is None:
         raise ValueError(
             f"accumulate(): the loss that fn returned for micro-batch {index} has no graph: run "
-            "accumulate() with gradients enabled, and leave backward() and detach() to it"
+            "accumulate() with gradients enabled, and call neither backward() nor detach() in fn"
         )
     return loss
 

@@ -33,13 +33,13 @@ from infinity._src.memory.ledger import memory_left_bytes
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.aliases import find_aliases
 from infinity._src.params.sharded_param import ParamHost, Rollback, ShardedParameter, ShardedView
-from infinity._src.params.unit import Param, Unit
+from infinity._src.params.unit import Param, Unit, objects_at
 from infinity.errors import ParameterReleased, ReplacedOutsideEngine
 
 OnDemand = Callable[[Param], "torch.Tensor | None"]
 Read = Callable[[Param], torch.Tensor]
 
-# `UnitRefs` bypasses the methods of `ModuleParameters`, at the speed of a plain dict.
+# With these `UnitRefs` bypasses the methods of `ModuleParameters`, at the speed of a plain dict.
 look = dict.get
 put = dict.__setitem__
 
@@ -61,7 +61,7 @@ class ModuleParameters(dict[str, Any]):
             name: value for name, value in slots.items() if isinstance(value, ShardedParameter)
         }
         self.taken: set[str] = set()  # names in `at_rest` that forward has taken out or replaced
-        # One-shot: the next iteration is that of torch's state_dict or load_state_dict.
+        # Set for one iteration: torch's state_dict or load_state_dict iterates next.
         self.save_next = False
         self.load_next = False
 
@@ -69,7 +69,7 @@ class ModuleParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
-        # Otherwise the gathered parameter lies in the dict itself.
+        # While a frame holds the unit, the dict has the gathered parameter instead.
         if type(value) is ShardedParameter:
             gathered = self.on_demand(value.infinity_link.param)
             if gathered is not None:
@@ -208,7 +208,8 @@ def install(
     memory into views of these, in place: the Python objects stay. Make the gathered parameters.
     on_demand, read: see `ModuleParameters`. Raises: as `find_aliases` and `Rollback.replace`."""
     installed = Installed()
-    # Autocast's cached casts refer to the weights weakly. Dropped here; the next use casts again.
+    # Autocast's cache has weak references to the weights, which would prevent the exchange of
+    # objects. The next use casts a weight again.
     torch.clear_autocast_cache()
     aliases = find_aliases(model)
     for unit in units:
@@ -231,13 +232,12 @@ def install(
 def _install_unit(
     unit: Unit, owner: ParamHost, installed: Installed, rollback: Rollback
 ) -> None:
-    first = {param: _objects(param)[0] for param in unit.params}
+    first = {param: objects_at(param.sites)[0] for param in unit.params}
     gathered.bind(
         unit, requires_grad={param: original.requires_grad for param, original in first.items()}
     )
     for param in unit.params:
-        # Several objects only where a model on meta declares its weights tied.
-        for original in _objects(param):
+        for original in objects_at(param.sites):
             hooks = _carry_over(original, param)
             if hooks is not None and original is first[param]:
                 installed.post_accumulate[param] = hooks
@@ -248,13 +248,8 @@ def _install_unit(
         param.at_rest = at_rest
         for module, attr in param.sites:
             if module._parameters[attr] is not at_rest:
-                # By setattr, not in the dict: nn.RNNBase also has its weights in a list.
+                # `setattr` instead of the dict: nn.RNNBase also has its weights in a list.
                 setattr(module, attr, at_rest)
-
-
-def _objects(param: Param) -> list[torch.nn.Parameter]:
-    held = [module._parameters[attr] for module, attr in param.sites]
-    return list({id(each): each for each in held if each is not None}.values())
 
 
 def _carry_over(original: torch.nn.Parameter, param: Param) -> Hook | None:
@@ -370,7 +365,7 @@ def _refuse_assign(local_metadata: dict[str, Any]) -> None:
     if local_metadata.get("assign_to_params_buffers", False):
         raise ValueError(
             "load_state_dict(assign=True) would replace the offloaded parameters outside the "
-            "engine; leave `assign` out: the values are written to where the parameters rest"
+            "engine; without `assign=True` the values are written to the parameters' tiers"
         )
 
 

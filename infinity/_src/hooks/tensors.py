@@ -36,7 +36,7 @@ def in_output(output: Any) -> list[torch.Tensor]:
     """Return every tensor in a module's output: containers, dataclasses and objects with a
     `__dict__` are searched.
 
-    A missed tensor would be an error: backward gathers the unit when it reaches one of them.
+    No tensor may be missed: backward gathers the unit when it reaches one of the found tensors.
     """
     # The usual output, without the search below.
     if type(output) is torch.Tensor:

@@ -123,7 +123,7 @@ class UnitRefs:
             assert unit.state is UNSHARDED, f"{unit.name} was unsharded and is {unit.state}"
         else:
             self.check_version(window=False)
-        # Version counters stand for values: a new generation changes them, another gather does not.
+        # Version counters change with the generation, that is with the values, not with a gather.
         if unit.stamped_generation != unit.generation:
             self._versions = gathered.stamp(unit)
         if self.windows:
@@ -136,11 +136,11 @@ class UnitRefs:
         window: raise if `gather()` would show the values of training instead."""
         if self._unsharder.mixes(self.unit, window=window):
             raise RuntimeError(
-                f"a training forward or backward beside handle.gather() of {self.unit.name}: "
-                "gather() shows the newest parameters as they are, and training computes with "
-                "those before the update (update='delayed'), or as they travel (qwz=True); run "
-                "forward and backward outside of gather(), and gather outside of them (evaluation "
-                "without gradients may be inside)"
+                f"a training forward or backward inside of handle.gather() of {self.unit.name}, or "
+                "gather() inside of it: gather() shows the newest parameters, but training "
+                "computes with those from before the update (update='delayed'), or with quantized "
+                "ones (qwz=True); run forward and backward outside of gather() (evaluation without "
+                "gradients may be inside)"
             )
 
     def drop_ref(self) -> None:
@@ -204,9 +204,9 @@ class UnitRefs:
             )
         if missing and check:
             raise ReplacedOutsideEngine(
-                f"forward took {', '.join(missing)} out of its module, and the module did not have "
-                "it back when forward left its unit: put the same parameter back in the same call, "
-                "or change the module before `inf.offload`"
+                f"forward took {', '.join(missing)} out of its module, and did not put it back: "
+                "put the same parameter back in the same call, or change the module before "
+                "`inf.offload`"
             )
 
     def _recall(self) -> list[str]:

@@ -2,15 +2,15 @@
 device.
 
     read     waits for the update of the parameter's unit, and returns its values in place
-    write    changes the version counter of the tensor that was read, by which it is detected and
-             stored before the next pass, step, save or call of the handle. A write through an array
-             of numpy or by a collective (`dist.all_reduce(parameter.data)`) does not change the
-             counter: it needs `gather()`
-    later    a tensor that is retained over a step shows the values of the step; a write through it
-             raises. After `close()` it has no memory
+    write    changes the version counter of the tensor that was read; so the engine detects the
+             write, and stores it before the next pass, step, save or call of the handle. A write
+             through an array of numpy or by a collective (`dist.all_reduce(parameter.data)`) does
+             not change the counter: it needs `gather()`
+    later    a tensor that the user keeps over a step shows the values of the step; a write through
+             it raises. After `close()` it has no memory
 
-Parameters in CPU memory or on NVMe cannot be read so: the read would hide a transfer, and
-`gather()` is an explicit one. Whole parameters on the device need no transfer.
+Parameters in CPU memory or on NVMe can only be read with `gather()`: a plain read would hide the
+transfer. Whole parameters on the device need no transfer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infinity.errors import StepUndone, WeightWritten
 
 class ShownWindow(WeightWindow):
     """Window on a parameter between passes. generation: `Unit.generation` at the last read. hooked:
-    its gradients are accumulated.
+    whether hooks accumulate the window's gradients.
     """
 
     def __init__(self, param: Param) -> None:
@@ -73,7 +73,7 @@ class WholeParams:
         if not self._shown or self._wants_other_ranks(unit):
             return None
         window = self._windows.get(param)
-        # Here, before the unit is in use: refusing a late write fills the unit's memory again.
+        # Refuse a late write before the unit is in use: that fills the unit's memory again.
         if window is not None and not window.current:
             window.poll_write()
             if window.written:
@@ -104,13 +104,13 @@ class WholeParams:
         late = [window for window in written if not window.current]
         if late:
             self._refuse_late_writes(late)
-        # In one order on all ranks: a store is a collective, and the order of reads may differ.
+        # Store in one order on all ranks: a store is a collective, and ranks may have read the
+        # parameters in different orders.
         written.sort(key=lambda each: each.param.index)
         current = [window for window in self._windows.values() if window.current]
         try:
             for window in written:
-                # Cleared before the store, which runs the engine's checks, which call
-                # `keep_writes` again.
+                # Clear it before the store: the store's checks call `keep_writes` again.
                 window.written = False
                 try:
                     self._unsharder.write_alike(window.param, window.tensor.detach())
@@ -128,8 +128,8 @@ class WholeParams:
                 window.generation = window.param.unit.generation
 
     def _refuse_late_writes(self, late: list[ShownWindow]) -> None:
-        """Raise for writes to windows of older values, which spoil the newer ones in the memory of
-        their units: it is filled anew.
+        """Raise WeightWritten for writes through windows on outdated values. They have spoiled the
+        newer values in the units' memory, so fill that memory again.
         """
         for window in late:
             window.written = False

@@ -33,6 +33,7 @@ from infinity._src.base.torch_compat import gradient_node, storage_of, storage_u
 from infinity._src.params.discover import FoundParameter, find_parameters
 from infinity._src.params.materialize import find_buffers
 from infinity._src.params.sharded_param import Alias
+from infinity._src.params.unit import objects_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,9 @@ def find_aliases(model: nn.Module) -> list[Alias]:
             )
     buffers = [(each.names[0], each.value) for each in find_buffers(model)]
     _check_apart(_places(entries, buffers))
-    known = {id(tensor): tensor for entry in entries for tensor in _objects(entry)}
+    known: dict[int, torch.Tensor] = {
+        id(tensor): tensor for entry in entries for tensor in objects_at(entry.sites)
+    }
     known |= {id(buffer): buffer for _, buffer in buffers}
     shared = _users_unknown(known.values(), entries)
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -102,17 +105,10 @@ def _places(
     entries: Iterable[FoundParameter], buffers: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[_Place]:
     for entry in entries:
-        for tensor in _objects(entry):
-            yield from _place_of(entry.names[0], tensor, is_buffer=False)
+        for parameter in objects_at(entry.sites):
+            yield from _place_of(entry.names[0], parameter, is_buffer=False)
     for name, tensor in buffers:
         yield from _place_of(name, tensor, is_buffer=True)
-
-
-def _objects(entry: FoundParameter) -> list[torch.Tensor]:
-    """Return the Parameter objects of a parameter: one, or several that a model on meta declares
-    tied."""
-    held = (module._parameters[attr] for module, attr in entry.sites)
-    return list({id(each): each for each in held if each is not None}.values())
 
 
 def _place_of(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> Iterator[_Place]:

@@ -122,6 +122,13 @@ def place_at(sites: list[tuple[torch.nn.Module, str]]) -> TilePlace | None:
     return module.places[attr] if isinstance(module, Tile) else None
 
 
+def objects_at(sites: list[tuple[torch.nn.Module, str]]) -> list[torch.nn.Parameter]:
+    """Return the Parameter objects at the sites of one parameter: several only if a model on meta
+    declares them tied."""
+    held = (module._parameters[attr] for module, attr in sites)
+    return list({id(each): each for each in held if each is not None}.values())
+
+
 def keys_of(names: Iterable[str], place: TilePlace | None) -> tuple[str, ...]:
     """Return the state dict names of a parameter with these module tree names; place: see
     `place_at`.
