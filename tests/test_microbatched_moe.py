@@ -365,10 +365,10 @@ class Inner(nn.Module):
 
 
 REFUSED = {
-    "values": "Odd: with output_router_logits its loss is computed of more",
-    "hidden": "Odd: with output_router_logits its loss is not computed of its loss_function",
-    "whole": "Odd: with output_router_logits its loss is not computed of its loss_function",
-    "vector": "Odd: with output_router_logits its aux_loss is a Tensor, and no scalar",
+    "values": "Odd: with output_router_logits its loss is computed from more",
+    "hidden": "Odd: with output_router_logits its loss is computed from more",
+    "whole": "Odd: with output_router_logits its loss is computed from more",
+    "vector": "Odd: with output_router_logits its aux_loss is a Tensor, not a scalar",
 }
 
 

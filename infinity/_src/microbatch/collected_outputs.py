@@ -20,7 +20,7 @@ FLAG = "output_router_logits"
 """Argument of a forward, and setting of a configuration."""
 
 ATTENTIONS = "output_attentions"
-"""Likewise: argument of a forward, and setting of a configuration."""
+"""Argument of a forward, and setting of a configuration, too."""
 
 _ROUTER_LOGITS = "router_logits"
 """Name of the list of router logits, and of the output."""
@@ -83,8 +83,9 @@ class CollectedOutputs:
             counts = [len(found) for found in of_slices]
             if len(set(counts)) > 1:
                 raise SlicesError(
-                    f"{owner}: of {key} slices have {counts}, and inf.microbatched cannot tell "
-                    f"which belong together; set config.output_{key}=False in training"
+                    f"{owner}: slices have different numbers of {key}, {counts}, and "
+                    "inf.microbatched cannot tell which to join; set "
+                    f"config.output_{key}=False in training"
                 )
             for parts in zip(*of_slices, strict=True):
                 together = PerSlice(parts, owner) if key == _ROUTER_LOGITS else joined(parts)

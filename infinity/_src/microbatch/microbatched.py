@@ -104,8 +104,8 @@ def _check(model: nn.Module, n: int, shared: Sequence[str], checkpoint: bool) ->
         raise ValueError(f"n={n!r} is not a positive whole number: the number of slices of a batch")
     if type(checkpoint) is not bool:
         raise ValueError(
-            f"checkpoint={checkpoint!r} is neither True nor False: whether backward computes each "
-            "slice of a block again, or keeps its activations"
+            f"checkpoint={checkpoint!r} is neither True nor False: with True backward recomputes "
+            "each slice of a block, with False the activations of all slices live until backward"
         )
     if isinstance(shared, str):
         raise ValueError(f"shared={shared!r} is a str: give a list of names, as [{shared!r}]")
@@ -115,7 +115,7 @@ def _check(model: nn.Module, n: int, shared: Sequence[str], checkpoint: bool) ->
             "before inf.offload(model, ...)"
         )
     if is_microbatched(model):
-        raise ValueError("this model, or a part of it, is microbatched already: build it anew")
+        raise ValueError("this model, or a part of it, is microbatched already: build a new model")
 
 
 def is_microbatched(model: nn.Module) -> bool:

@@ -95,8 +95,8 @@ class RandomStreams:
 class HostState:
     """State of the generators of Python and NumPy.
 
-    These have no stream for each slice: each call continues after the last one. torch's checkpoints
-    do not restore them, so without `again` backward would draw other numbers.
+    These have no stream for each slice: all slices draw from one sequence. torch's checkpoints do
+    not restore them, so backward would draw other numbers if `again` did not restore this state.
     """
 
     python: Any

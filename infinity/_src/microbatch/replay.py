@@ -33,7 +33,7 @@ class Unneeded:
         raise TypeError("an unneeded tensor has no value")
 
     def __getattr__(self, name: str) -> Unneeded:
-        # `copy` looks up optional methods, and does without them after AttributeError.
+        # `copy` looks up optional methods, and expects AttributeError if they are missing.
         if name.startswith("__"):
             raise AttributeError(name)
         return self

@@ -3,9 +3,10 @@
     Cut    whole [rows, ...]          -> one part [rows of the slice, ...] for each slice
     Join   [rows of the slice, ...]   -> whole [rows, ...]
 
-A kernel finds a part aligned and laid out like a separate batch. A part with a gradient is a copy,
-so that it can be freed or offloaded alone; a part without one is a view if a copy would have the
-same alignment and strides. Cut and join move values and never round.
+A part has the alignment and strides of a separate batch, so that kernels sum in the same order. A
+part with a gradient is a copy, so that it can be freed or offloaded alone; a part without a
+gradient is a view if a copy would have the same alignment and strides. Cut and join move values and
+never round.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class PerSlice:
     def _refuse(self, what: str) -> NoReturn:
         raise SlicesError(
             f"{what} of an output of {self.owner} that is no batch of rows: each of the "
-            f"{len(self.parts)} slices has its own (in `parts`), and inf.microbatched cannot tell "
-            "how they are put together; return one value for each row, or leave it out in training"
+            f"{len(self.parts)} slices has a separate value (in `parts`), and inf.microbatched "
+            "cannot tell how to combine them; return one value for each row, or leave it out in "
+            "training"
         )
 
     def _operation(self, *_args: object) -> NoReturn:
@@ -60,7 +62,7 @@ class PerSlice:
     __bool__ = __float__ = __int__ = __iter__ = __len__ = __getitem__ = __contains__ = _operation
 
     def __getattr__(self, name: str) -> Any:
-        # `copy` and `pickle` look up optional methods, and do without them after AttributeError.
+        # `copy` and `pickle` look up optional methods, and expect AttributeError for missing ones.
         if name.startswith("__"):
             raise AttributeError(name)
         self._refuse(name)
@@ -186,9 +188,11 @@ def _empty(like: torch.Tensor, rows: int, strides: tuple[int, ...]) -> torch.Ten
 
 def _strides_with(tensor: torch.Tensor, rows: int) -> tuple[int, ...] | None:
     """Return the strides that a tensor of the same layout has with `rows` rows; None for a tensor
-    that is expanded, or whose elements share memory. Kernels are chosen, and sum, by strides.
+    that is expanded, or whose elements share memory. torch chooses kernels, and the order of sums,
+    by strides.
 
-    A dimension with a larger stride than a row's steps over all rows: its stride grows with them.
+    A dimension with a larger stride than that of rows steps over all rows, so its stride grows with
+    their number.
     """
     size, row = tensor.shape[0], tensor.stride(0)
     found = list(tensor.stride())

@@ -2,10 +2,11 @@
 
 In modules:
 
-    buffers      running statistics: the last slice would write first, and backward again where it
-                 recomputes a slice
-    attributes   a loss in `self.aux_loss`: only one slice's would remain; a tensor that a call
-                 writes to, or a generator: each slice would use it, and backward again
+    buffers      running statistics: the last slice would write first, and backward would write
+                 again when it recomputes a slice
+    attributes   a loss in `self.aux_loss`: only the loss of one slice would remain; a tensor that a
+                 call writes to, or a generator: each slice would change it, and backward again when
+                 it recomputes a slice
 
 In arguments:
 
@@ -45,9 +46,9 @@ _LOSSES = (type(None), torch.Tensor, int, float, list)
 
 
 class SideEffects:
-    """Watch over a module and the modules inside of it, which must stay the same ones.
+    """Watch over a module and the modules inside of it, none of which may be replaced.
 
-    first_time: returns whether it gets a text for the first time.
+    first_time: returns whether it is called with a text for the first time.
     """
 
     @dynamo_disable
@@ -84,9 +85,9 @@ class SideEffects:
                 if several and id(value) not in graphs:
                     raise SlicesError(
                         f"{owner} keeps a tensor with a graph in its attribute {name}, and "
-                        "inf.microbatched calls it for each slice: only that of the last call "
-                        "would be left; return it with the output, or keep a detached copy if no "
-                        "loss needs it"
+                        "inf.microbatched calls it for each slice: only the tensor of the last "
+                        "call would remain; return the tensor with the output, or keep a detached "
+                        "copy if no loss needs it"
                     )
             elif name in before and before[name][1] != mark:
                 self._changed(owner, name, value, before[name][0])
@@ -104,8 +105,8 @@ class SideEffects:
         if self._first_time(f"{owner} {name}"):
             log.warning(
                 "%s keeps a value in its attribute %s. inf.microbatched calls it for each slice, "
-                "the last first, and once more in backward: if a call reads what the call before "
-                "has left, its numbers are not those of a loop over micro-batches",
+                "the last first, and once more in backward: if a call reads the value of an "
+                "earlier call, its results are not those of a loop over micro-batches",
                 owner,
                 name,
             )
@@ -230,7 +231,7 @@ class Arguments:
 class Untouched:
     """Watch over the arguments of a call, which must not write to them.
 
-    before: a copy of their containers.
+    before: the arguments, with copies of their containers.
     """
 
     def __init__(self, arguments: Any) -> None:
@@ -243,7 +244,7 @@ class Untouched:
         if not same_items(self._now, self.before):
             raise SlicesError(
                 f"{owner} writes to a list or a dict among its arguments, and inf.microbatched "
-                "gives each slice one of its own: what it writes would be lost; return it with the "
+                "gives each slice a copy: the written items would be lost; return them with the "
                 "output"
             )
         # Compare the copy's marks: the call may have added items to a UserDict.
@@ -308,7 +309,7 @@ class HandedOn:
         self._written: list[list[dict[str, Any]]] = [[] for _ in range(count)]
 
     def note(self, index: int, now: Any, before: Any) -> None:
-        """Note the items that a slice has written to its dicts. After `give_back` this does
+        """Record the items that a slice has written to its dicts. After `give_back` this does
         nothing: backward recomputes the same items."""
         if not self._whole:
             return
@@ -333,8 +334,8 @@ class HandedOn:
             if any(each.keys() != written[0].keys() for each in written):
                 raise SlicesError(
                     f"{owner}: slices write different items to the {type(whole).__name__} among "
-                    "its arguments, and inf.microbatched cannot tell which belong together; return "
-                    "them with the output"
+                    "its arguments, and inf.microbatched cannot tell which to combine; return them "
+                    "with the output"
                 )
             for key in written[0]:
                 whole[key] = per_slice([each[key] for each in written], owner)

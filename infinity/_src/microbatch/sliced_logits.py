@@ -82,10 +82,10 @@ class SlicedLogits(UncomputedLogits):
         """
         if _versions(self._head, self.infinity_inputs[0]) != self._versions:
             raise RuntimeError(
-                "logits of a microbatched model are computed when they are used, and the head's "
-                "weights or its input have been modified in place since (by an optimizer's step?): "
-                "use them before, or keep a `logits.clone()` of before; on several ranks all ranks "
-                "must: computing them calls the head, which gathers"
+                "logits of a microbatched model are computed when they are used, but the head's "
+                "weights or its input have been modified in place since the forward (by an "
+                "optimizer's step?): use the logits, or make a `logits.clone()`, before that; on "
+                "several ranks all ranks must do so, because the head gathers its weights"
             )
         return self._head(self.infinity_inputs[0], **{HEAD_CALL: compute})
 
@@ -150,8 +150,8 @@ def _versions(head: nn.Module, hidden: torch.Tensor) -> list[int]:
     """Return version counters that change when a write changes the logits."""
     found = [version_of(hidden)]
     for param in head.parameters():
-        # An offloaded parameter counts the writes to its values itself: gathering and releasing
-        # replace its storage.
+        # An offloaded parameter has a separate count of writes to its values: gathering and
+        # releasing replace the storage.
         own: int | None = getattr(param, "infinity_version", None)
         found.append(version_of(param) if own is None else own)
     return found
@@ -204,8 +204,8 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
     for loss in losses:
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise SlicesError(
-                f"the loss of a slice is a {type(loss).__name__}, and no scalar tensor: under "
-                "inf.microbatched the model's loss_function returns one"
+                f"the loss of a slice is a {type(loss).__name__}, not a scalar tensor: under "
+                "inf.microbatched the model's loss_function must return a scalar tensor"
             )
     if run.record is not None:
         run.record.losses.append(losses)

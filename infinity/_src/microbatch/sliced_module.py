@@ -103,7 +103,7 @@ def _refuse_new(module: nn.Module, prefix: str) -> None:
             raise SlicesError(
                 f"{prefix}{name}, a {type(child).__name__}, was put into the model after "
                 "inf.microbatched, and would run once for all slices; call inf.microbatched after "
-                "what changes the model (adapters of peft, another head)"
+                "all changes of the model (adapters of peft, another head)"
             )
         if role in (None, Role.AROUND):
             _refuse_new(child, f"{prefix}{name}.")
@@ -174,7 +174,7 @@ def _forward_inside(base: type[nn.Module], role: Role) -> Callable[..., Any]:
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound, slicing = _plain(self, plain), _slicing(self)
-        # Only `SlicedLogits.in_head` passes it, to a head.
+        # Only `SlicedLogits.in_head` passes this keyword, to a head.
         instead = kwargs.pop(HEAD_CALL, None)
         if instead is not None:
             with slicing.effects_of(self).refused(_name(self), several=False, again=False):
@@ -296,7 +296,7 @@ def refusal_to_compile(owner: str) -> SlicesError:
     """Make the error for a model that is compiled."""
     return SlicesError(
         f"{owner}: a microbatched model is not compiled as a whole, since slices are checkpointed "
-        "and draw from streams of their own: compile its blocks, each with block.compile()"
+        "and draw from separate random streams: compile its blocks, each with block.compile()"
     )
 
 
@@ -431,7 +431,8 @@ def with_router_losses(
                 found.append(forward(*slice_args, **slice_kwargs))
         except TypeError as error:
             # A placeholder raised it: with tensors the same code has run for the whole batch.
-            raise _refusal(owner, "its loss", "computed of more than that") from error
+            reason = "computed from more than its loss_function and router logits"
+            raise _refusal(owner, "its loss", reason) from error
     totals = {}
     for name in ("loss", *losses_of_routers):
         losses = [getattr(each, name) for each in found]
@@ -456,10 +457,10 @@ def _check(losses: Sequence[Any], owner: str, name: str) -> None:
             raise _refusal(
                 owner,
                 f"its {name}",
-                "not computed of its loss_function and of logits of routers inside of blocks alone",
+                "computed from more than its loss_function and router logits of blocks",
             )
         if not isinstance(loss, torch.Tensor) or loss.dim():
-            raise _refusal(owner, f"its {name}", f"a {type(loss).__name__}, and no scalar tensor")
+            raise _refusal(owner, f"its {name}", f"a {type(loss).__name__}, not a scalar tensor")
 
 
 def _refusal(owner: str, what: str, reason: str) -> SlicesError:

@@ -307,9 +307,9 @@ class Run:
         said = [part.batch_first for part in module.modules() if hasattr(part, "batch_first")]
         if said and first.dim() == 2 and not _is_whole(first):
             raise SlicesError(
-                f"{owner}: the batch has as many rows as {name} {list(first.shape)}, which such a "
-                "module takes for one sequence, and inf.microbatched cannot tell whether it is "
-                f"one: name it in shared=[{name!r}] if so, or train with batches of another size"
+                f"{owner}: {name} {list(first.shape)} has as many rows as the batch, but this "
+                "module may take a tensor of two dimensions for one sequence: name it in "
+                f"shared=[{name!r}] if it is one, or train with batches of another size"
             )
         if first.dim() < 3 or first.shape[1] != self.rows:
             return
@@ -318,8 +318,8 @@ class Run:
             raise SlicesError(
                 f"{owner}: the batch has as many rows as a sequence has places ({self.rows}), and "
                 f"inf.microbatched cannot tell which comes first in {name} {list(first.shape)}; "
-                "train with batches of another size (modules that say batch_first=True, and an "
-                "argument named hidden_states, are taken at their word)"
+                "train with batches of another size (with batch_first=True in the module, or for "
+                "an argument named hidden_states, rows come first)"
             )
 
     def _say_once(self, module: nn.Module, owner: str) -> None:
@@ -373,8 +373,8 @@ class Run:
             # that backward needs.
             if self._is_part and self._streams.drawn:
                 raise SlicesError(
-                    f"{owner} draws random numbers, and a checkpoint around it computes it again "
-                    "in backward, where slices would draw others; take that checkpoint out: "
+                    f"{owner} draws random numbers, and a checkpoint around it recomputes it in "
+                    "backward, where slices would draw other numbers; remove that checkpoint: "
                     "inf.microbatched checkpoints each slice of a block"
                 )
         collected.join(owner, lambda parts: self.join(parts, owner))
@@ -417,7 +417,7 @@ class Run:
             elif not any_object and not isinstance(value, _PLAIN):
                 raise SlicesError(
                     f"{owner}: {name} is a {type(value).__name__}, which inf.microbatched cannot "
-                    f"cut into slices; name it in shared=[{name!r}] if it has nothing of single "
+                    f"cut into slices; name it in shared=[{name!r}] if it has no data of single "
                     "rows, or train without it (caches: use_cache=False; BlockMask: "
                     "attn_implementation='sdpa')"
                 )
@@ -468,8 +468,8 @@ class Run:
                 return 0
             raise SlicesError(
                 f"{owner}: {why}, and {name} is {list(tensor.shape)}: inf.microbatched cannot tell "
-                f"whether it has a row for each of the batch; name it in shared=[{name!r}] if all "
-                "slices share it, or train with batches of another size"
+                f"whether this tensor has the rows of the batch; name it in shared=[{name!r}] if "
+                "all slices share it, or train with batches of another size"
             ) from None
 
     def _refuse_lists_of_rows(self, owner: str, name: str, value: Any) -> None:
@@ -482,7 +482,7 @@ class Run:
         if len(value) == self.rows and all(isinstance(item, _ITEMS) for item in value):
             raise SlicesError(
                 f"{owner}: {name} is a {type(value).__name__} of {len(value)} items, as many as "
-                "the batch has rows, and inf.microbatched cuts tensors alone; pass a tensor, or "
+                "the batch has rows, and inf.microbatched can only cut tensors; pass a tensor, or "
                 f"name it in shared=[{name!r}] if all slices share it"
             )
         for item in value:
@@ -500,7 +500,7 @@ class Run:
         if known is not None and known.hold(tensor):
             return known.parts
         key = id(tensor)
-        # Weak: the parts are dropped as soon as the tensor is freed.
+        # A weak reference: when the tensor is freed, its parts are dropped.
         gone = weakref.ref(tensor, lambda _: self._cuts.pop(key, None))
         bounds = [(each * start, each * end) for start, end in self.bounds]
         self._cuts[key] = _Parts(gone, tensor, cut_rows(tensor, bounds))
@@ -553,7 +553,7 @@ class Run:
         return PerSlice(outputs, owner)
 
     def _with_rows(self, joined: torch.Tensor) -> torch.Tensor:
-        """Note that a tensor has rows, as long as it lives, and return it."""
+        """Record that a tensor has rows, as long as the tensor lives, and return it."""
         key = id(joined)
         self._made[key] = weakref.ref(joined, lambda _: self._made.pop(key, None))
         return joined
@@ -566,9 +566,9 @@ class Run:
 def loss_of_batch(
     run: Run, losses: Sequence[torch.Tensor], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return the sum of the losses of slices, in their order. Each is divided by the number of
-    slices, as a loop does with `(loss / n).backward()`; with `num_items_in_batch` the losses are
-    already divided by that number, and are not divided again.
+    """Return the sum of the losses of slices, in the order of slices. Each loss is divided by the
+    number of slices, as a loop does with `(loss / n).backward()`, but not with
+    `num_items_in_batch`: then the losses are divided by that number already.
 
     kwargs: arguments of the loss, or of the model.
     """
@@ -594,8 +594,8 @@ class _Parts:
         self._versions = versions_of([tensor, *parts])
 
     def hold(self, tensor: torch.Tensor) -> bool:
-        """Return whether these are parts of `tensor`, no write has changed them or it since, and
-        the parts have a graph if one is needed."""
+        """Return whether these are parts of `tensor`, no write has changed parts or tensor since,
+        and the parts have a graph if one is needed."""
         wants_graph = torch.is_grad_enabled() and tensor.requires_grad
         return (
             self._whole() is tensor
@@ -609,11 +609,11 @@ def _part(index: int) -> Callable[[PerSlice], Any]:
 
 
 class _OneSlice:
-    """Computation of one slice, as a function of the tensors that were removed from its arguments:
-    once in forward, and once more if backward recomputes it.
+    """Computation of one slice, as a function of the tensors that `Arguments.take_out` removed. It
+    runs in forward, and again if backward recomputes the slice.
 
-    arguments: the arguments of the call in forward, as they are now and as they were before it;
-    (None, None) before the call and after `end`.
+    arguments: the arguments of the call in forward, after the call and before it; (None, None)
+    until the call, and after `end`.
     """
 
     def __init__(
@@ -646,12 +646,12 @@ class _OneSlice:
 
     def end(self, before: HostState | None) -> HostState | None:
         """End the forward. before: the state of Python's and NumPy's generators at its start; None
-        if backward will not recompute it. Return the state now, or None."""
+        if backward will not recompute the slice. Return the present state, or None."""
         self.arguments = (None, None)
         if before is None:
             return None
         now = HostState.now()
-        # Most modules do not draw from them: then there is no state to restore.
+        # Most modules do not draw from these generators: then backward has no state to restore.
         if now != before:
             self._state = before
         return now
