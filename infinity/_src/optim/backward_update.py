@@ -1,5 +1,5 @@
-"""Updates in backward (update="backward"): a unit is updated as soon as backward has its gradient,
-which is then freed.
+"""Updates in backward (update="backward"): a unit is updated as soon as backward has computed its
+gradients, which are then freed.
 
     backward of unit k ends (the unit is not in use, and no further gradient is expected)
         -> UPDATE of unit k: gradients directly from autograd; parameters from the gathered unit,
@@ -148,14 +148,13 @@ class BackwardUpdate(UpdateMode):
         if not held or self._accumulating:
             self._parts.grads.accumulate(param, grad)
             return
-        # Assign the proxy first: torch reads `p.grad` through it.
         accumulator = self._parts.grads.accumulator(param)
         ready = self._ready.setdefault(param.unit, {})
         # Reentrant checkpointing delivers a gradient in several parts in one backward.
         if param in ready:
             if self._windows is not None and param.unit in self._windows:
                 raise _second_gradient(param)
-            # Earlier micro-batches have accumulated a sum, which the update reads there.
+            # Earlier micro-batches have accumulated a sum; the update reads it in the accumulator.
             if accumulator.state is AccumulatorState.HELD:
                 accumulator.accumulate(grad)
             elif (before := ready[param]) is not None:
@@ -165,8 +164,8 @@ class BackwardUpdate(UpdateMode):
         state = accumulator.reconcile(param.at_rest.grad)
         if state is AccumulatorState.CONSUMED:
             raise RuntimeError(
-                f"a new gradient of {param.name} while the one before, which was applied in "
-                "backward, is still in p.grad: call zero_grad() after opt.step(); with "
+                f"a new gradient of {param.name} arrived while p.grad still is the previous one, "
+                "which was applied in backward: call zero_grad() after opt.step(); with "
                 "update='backward' gradients cannot add up over steps"
             )
         # Add to the sum of earlier micro-batches; the update reads it in the accumulator.
@@ -195,8 +194,8 @@ class BackwardUpdate(UpdateMode):
     # -- updates -----------------------------------------------------------------------------------
 
     def unit_released(self, unit: Unit) -> None:
-        # Only in a backward: after an interrupted one (in a state_dict, for example) the gradients
-        # that wait here are incomplete.
+        # Only during a backward: after an interrupted backward (in a state_dict, for example) the
+        # gradients that wait here are incomplete.
         leaves = self._windows is not None and unit in self._windows
         if (
             self._ready.get(unit)
@@ -408,13 +407,13 @@ class BackwardUpdate(UpdateMode):
             self._parts.pipeline.set_fault(
                 StateInvalid(
                     "lr, betas or another value of a parameter group changed between backward and "
-                    "opt.step(), and with update='backward' the update has been made with the old "
-                    "one; change them before backward"
+                    "opt.step(), and with update='backward' the update has used the old value; "
+                    "change such values before backward"
                 )
             )
             self._parts.pipeline.raise_fault()
-        # Parameters of other optimizers stay updated until their step: before it, another gradient
-        # raises.
+        # Parameters of other optimizers stay in the set until their optimizer steps; until then,
+        # another gradient raises.
         self._updated = {
             param
             for param in self._updated

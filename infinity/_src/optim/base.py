@@ -79,7 +79,7 @@ class Optimizer(OptimizerBase, abc.ABC):
 
     _step_supports_amp_scaling = False
     shares_format = False
-    """True if its parameters may rest in a format with more moments than it has for them."""
+    """True if a parameter may rest in a format with more moments than the optimizer has for it."""
 
     def scratch_bytes(self, formats: Mapping[Flat, Format]) -> int:  # noqa: ARG002
         """Return the bytes that a step needs in addition to the executor's, for flats in these
@@ -132,8 +132,8 @@ class Optimizer(OptimizerBase, abc.ABC):
         param: Param,  # noqa: ARG002
         log: Sequence[LogEntry],  # noqa: ARG002
     ) -> npt.NDArray[Any] | None:
-        """Return the HYPER record of the update before, of an optimizer of whole matrices. log: see
-        `hyper`.
+        """Return the HYPER record of the first of two updates, for an optimizer of whole matrices;
+        None: a step has one update. log: see `hyper`.
         """
         return None
 
@@ -475,7 +475,7 @@ def _by_engine(params: Iterable[Param]) -> dict[StepEngine, list[Param]]:
 def torch_defaults(name: str) -> dict[str, Any]:
     """Return the hyper-parameters of a class of torch.optim; {} if there is none of this name."""
     like = getattr(torch.optim, name, None)
-    # Muon takes nothing but matrices.
+    # torch's Muon takes only matrices.
     return like([torch.zeros(1, 1)]).defaults if isinstance(like, type) else {}
 
 

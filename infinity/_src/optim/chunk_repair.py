@@ -9,10 +9,10 @@ undone.
                    Policy(damaged="from-older") takes these states, with a warning
     lost           StatesLost names parameters, elements and file
 
-The repair has no other copy to read. Gathered parameters are used where the device, or another
-rank, holds them, without a read of the drive; masters and moments exist in the chunk alone. A save
-by links shares the run's blocks of the file system, and a save elsewhere is of an earlier step, so
-`inf.restore` must take all states of that save.
+The repair has no other copy to read. Masters and moments exist only in the chunk. A save by links
+shares blocks of the file system with the run. A save elsewhere is of an earlier step, so
+`inf.restore` must restore all states of that save. (Parameters that the device or another rank
+holds are gathered without a read of the drive.)
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ChunkRepair:
         self.older_chunks = 0
 
     def concerns(self, error: BaseException) -> bool:
-        """Return whether the error is of a read of a chunk that has two generations."""
+        """Return whether the error is a failed read of a chunk that has two generations."""
         return self._at(error) is not None
 
     def _at(self, error: BaseException) -> ChunkAt | None:

@@ -2,13 +2,13 @@
 and the results are bit for bit those of an update on the CPU.
 
     opt.step()    chunk k + 3   NVMe or RAM --> window
-                  chunk k       kernel: reads the gradient in its slot, in pinned memory
+                  chunk k       kernel: reads the gradient in pinned memory
                   chunk k - 3   window --> RAM or NVMe
 
 `submit` returns when it has launched the last kernel; the last write-backs overlap the next
 forward. All sections of a chunk cross the link in both directions (12 bytes per parameter of
 `exact`), and the next forward gathers the new parameters again. The CPU's memory transfers as many
-bytes as in an update on the CPU, so the mode pays only where the CPU's cores are slower than its
+bytes as in an update on the CPU, so the mode is faster only if the CPU's cores are slower than its
 memory.
 """
 
@@ -118,7 +118,7 @@ class DeviceUpdate(UpdateMode):
         """
 
     def close(self) -> None:
-        """Free the windows. Nothing may be pending."""
+        """Free the windows. No update may be pending."""
         self._windows.clear()
 
     def submit(self, by_unit: dict[Unit, dict[Param, Work]], _optimizer: UpdatingOptimizer) -> None:

@@ -228,7 +228,8 @@ class Elementwise(Optimizer):
         for param, number in numbers.items():
             state = self.state[param.at_rest]
             state["step"] = state.get("step", 0) + 1
-            # This rank stores no element of the parameter, but its numbers advance as on others.
+            # This rank stores no element of the parameter, but the numbers must advance as on the
+            # other ranks.
             if number.after is None:
                 self._step(
                     param,
@@ -312,7 +313,7 @@ def _turns(engine: StepEngine, params: Sequence[Param]) -> Iterator[_ChunkUpdate
     """Yield the chunks that hold parts of these parameters, flat by flat."""
     by_chunk: dict[tuple[Flat, int], list[ParamSpan]] = {}
     for param in sorted(params, key=lambda param: param.index):
-        # By chunk, so that a chunk is read once for all parameters in it.
+        # Group by chunk, so that a chunk is read once for all parameters in it.
         for span in spans_of(param, engine.states.rank):
             by_chunk.setdefault((param.flat, span.chunk), []).append(span)
     for (flat, chunk), spans in by_chunk.items():

@@ -207,7 +207,7 @@ class GradWindows:
         self._windows = deque(window for window in self._windows if window.read is not None)
 
     def close(self) -> None:
-        """Free the windows. Nothing may be pending."""
+        """Free the windows. No copy or update may be pending."""
         self.reset()
         self._windows.clear()
         self._offload.close()

@@ -109,7 +109,7 @@ class SpeculativeUpdate(UpdateMode):
         self._counted = True
         # Backwards since the last step that were expected to be the last before the next one.
         self._lasts = 0
-        # Matrices that updates read, of optimizers of whole matrices.
+        # Copies of gradients as matrices, which updates of whole matrices read.
         self._matrices: deque[tuple[Ticket, list[torch.Tensor]]] = deque()
         # Optimizers that have looked up their groups in this backward.
         self._refreshed: set[UpdatingOptimizer] = set()
@@ -121,7 +121,7 @@ class SpeculativeUpdate(UpdateMode):
     @property
     def _transaction(self) -> Transaction:
         transaction = self._parts.pipeline.transaction
-        assert transaction is not None, "Policy sees to it that there are two generations"
+        assert transaction is not None, "Policy requires two generations"
         return transaction
 
     @contextlib.contextmanager
@@ -215,13 +215,13 @@ class SpeculativeUpdate(UpdateMode):
         if any(param.grad is not None and param.grad.backing is not None for param in params):
             self._parts.grads.flush_spilled(unit)
         if holder not in self._refreshed:
-            # It takes time for each parameter.
+            # `refresh_groups` takes time for each parameter, so call it once in a backward.
             holder.refresh_groups()
             self._refreshed.add(holder)
         # A preview: step counts advance only in opt.step().
         work = {item.param: item for item in holder.preview(params)[0]}
         firsts = {param: item for param, item in work.items() if item.first is not None}
-        # Its matrix would be refused. The step says what becomes of such gradients.
+        # A matrix that is not finite would be refused. The step applies `on_nonfinite` instead.
         if firsts and nonfinite_anywhere(self._parts.pipeline.comm, list(firsts)):
             return
         in_place = self._parts.unsharder.can_update_in_place(unit)
@@ -346,8 +346,8 @@ class SpeculativeUpdate(UpdateMode):
         self._undo(wrong)
         self._ahead.clear()
         if by_unit:
-            # The prediction was right if exactly one backward since the last step was taken for the
-            # last backward. Before the first step no prediction exists.
+            # The prediction was right if exactly one backward since the last step was predicted to
+            # be the last. Before the first step no prediction exists.
             foreseen = self._lasts == 1 or not (self._lasts or self._expected)
             self.history.add(
                 foreseen

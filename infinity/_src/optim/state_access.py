@@ -1,7 +1,7 @@
 """Access to optimizer states and gradients of single parameters, by name, on any tier.
 
     optimizer_state(p)["exp_avg"]             fetch the chunks -> decode -> fp32 [p.shape], a copy
-    optimizer_state(p)["exp_avg"] = tensor    fetch, decode, put in, encode, store the sections
+    optimizer_state(p)["exp_avg"] = tensor    fetch, decode, replace, encode, store the sections
 
 All bytes pass through a chunk buffer, which holds the sections of one chunk in ordinary memory. So
 access to a parameter of any size takes the memory of its fp32 copy and of one chunk.
@@ -132,8 +132,8 @@ class States:
                 "sign; clamp them to 0"
             )
         if value == 0:
-            # Before the first store: after an error in between, the gathered unit is read anew,
-            # which is harmless. Otherwise outdated values would look current.
+            # Before the first store: after an error in between, the gathered unit is only read
+            # again. Later, it could keep outdated values after an error.
             self.touch(param)
         buffer = ChunkBuffer(self.store)
         for span in spans_of(param, self.rank):
@@ -160,8 +160,8 @@ class States:
     # -- gradients ---------------------------------------------------------------------------------
 
     def full_grad(self, param: Param) -> torch.Tensor | None:
-        """Return a copy of the accumulated gradient, fp32 [param.shape], with the factors applied
-        by which the loop has scaled it; None where `p.grad` is None. Blocks. Collective.
+        """Return a copy of the accumulated gradient, fp32 [param.shape], after the loop's scalings
+        and clamps; None if `p.grad` is None. Blocks. Collective.
         """
         self._wait()
         if param.grad is None and param.at_rest.grad is None:
@@ -180,7 +180,7 @@ class States:
         None clears it. Blocks.
 
         All ranks pass the same tensor. Raises: RuntimeError with update="backward" when the update
-        has already taken the gradient that backward made, as an assignment to `p.grad` does then.
+        has already taken backward's gradient; an assignment to `p.grad` raises then, too.
         """
         if tensor is not None:
             check_tensor("the gradient", param, tensor)
@@ -316,7 +316,7 @@ def span_sections(buffer: ChunkBuffer, span: ParamSpan) -> list[Bytes]:
 
 def decode_values(form: Format, sections: Sequence[Bytes]) -> list[torch.Tensor]:
     """Return the master and the moments as new fp32 tensors [numel]. A value whose sections were
-    not fetched has no meaning.
+    not fetched is undefined.
     """
     given = [torch.from_numpy(section) for section in sections]
     master, moments = decode_sections(form.with_grad(GradSection.NONE), given)

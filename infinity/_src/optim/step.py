@@ -225,13 +225,13 @@ class StepPipeline:
         self._fault: Exception | None = None
         # True: every call raises the fault, since no undo repairs it.
         self._final = False
-        # True while ranks have to agree whether updates have ended well; the same on all ranks.
+        # True while ranks have to agree whether an update failed; the same on all ranks.
         self._unagreed = False
         self._counts = {"steps": 0}
         self.transaction = transaction
         # Units updated ahead of their step: number whose update stayed, and whose was undone.
         self.updates_ahead = self.updates_withdrawn = 0
-        self.matrices_s = 0.0  # the calling thread's time, in which it transforms whole matrices
+        self.matrices_s = 0.0  # time in which the calling thread transformed whole matrices
         # True once updates of the coming step were submitted.
         self.begun = False
 
@@ -535,7 +535,7 @@ class StepPipeline:
         self._clock.enter("idle")
 
     def step_begins(self) -> None:
-        """Note the end of the step's forwards and backwards; its update begins."""
+        """Note that the step's forwards and backwards have ended, and its update begins."""
         self._heap.step_begins()
         self._watch.step_begins(self.steps)
 
@@ -716,11 +716,11 @@ class StepPipeline:
 
 
 def accumulated_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
-    """Return what the updates read in RAM, 1-D: gradients, or the matrices in their places. Spilled
-    ones are left out."""
+    """Return the tensors in RAM that the updates read, 1-D: gradients, or matrices in the memory of
+    gradients. Spilled ones are left out."""
     gradients = gradients_in_ram(work)
     for param, tensor in gradients.items():
-        # The dtype first: the algorithm takes time for each parameter.
+        # Test the dtype first: `algorithm` is slow over thousands of parameters.
         if tensor.dtype is torch.float16 and work[param].algorithm is Algorithm.MUON:
             gradients[param] = memory_of_matrix(tensor)
     return gradients

@@ -149,7 +149,7 @@ def cause_of_undo(comm: Comm, fault: BaseException | None) -> BaseException:
     messages of the other ranks. Collective.
     """
     mine = "" if fault is None else str(fault)[:_TEXT_MAX]
-    # A message may not be empty.
+    # The colon, because `all_gather_bytes` takes no empty message.
     texts = [each[1:].decode() for each in comm.all_gather_bytes(f":{mine}".encode())]
     faults = [f"on rank {rank}: {text}" for rank, text in enumerate(texts) if text]
     return fault or PeerFailed("; ".join(faults))

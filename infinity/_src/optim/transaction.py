@@ -169,7 +169,7 @@ class Transaction:
         """
         # Gathered units may have parameters of the undone step: they are read anew.
         self._unsharder.mark_stale(self._units)
-        # A running save would read its remaining states from the step before.
+        # A running save must end its reads first: after the rollback it would read older states.
         self._store.wait_for_reader([flat for unit in self._units for flat in unit.flats])
         # A write in flight would reach a place that is written next.
         self._executor.wait_all()
@@ -207,7 +207,7 @@ class Transaction:
         older = self.repair.older_chunks
         misread = self.repair.misread([error])
         try:
-            # No step runs meanwhile that would try the drive again, so this loop does.
+            # No step runs that would try the drive again, so try it in this loop.
             while not self.repair.mend(misread, of_step=False):
                 time.sleep(ASKED_AGAIN_S)
         finally:

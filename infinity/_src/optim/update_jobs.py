@@ -32,8 +32,9 @@ chunks' `grad` sections."""
 class Work:
     """The update of one parameter in a step: its scalars as one HYPER record.
 
-    first: that of the update before, for an optimizer of whole matrices. It puts the matrix in the
-    place of the gradient, and this update reads what became of the matrix there.
+    first: for an optimizer of whole matrices, whose step has two updates of each parameter, the
+    HYPER record of the first. The first update writes a matrix to the gradient's memory; the second
+    update (`hyper`) reads the transformed matrix there.
     """
 
     param: Param
@@ -80,8 +81,8 @@ class FlatJobs:
 
 
 def jobs_of_flat(store: StateStore, flat: Flat, rank: int) -> FlatJobs:
-    """Return the jobs of one flat as it rests now. Make them anew when its format or place changed.
-    """
+    """Return the jobs of one flat in its present format and places. Call it again when these have
+    changed."""
     at_rest = store[flat]
     spans = flat.layout.chunks
     jobs = np.zeros(len(spans), dtype=JOB)
@@ -157,8 +158,8 @@ def jobs_of_unit(
 
 
 def memory_of_matrix(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient's memory as that of the matrix that MUON_MOMENTUM writes there: bf16 in two
-    bytes, else fp32."""
+    """View a gradient's memory as the matrix that MUON_MOMENTUM writes there: bf16 if an element
+    has two bytes, else fp32."""
     return gradient.view(torch.bfloat16) if gradient.dtype is torch.float16 else gradient
 
 
@@ -185,7 +186,7 @@ def _left_out(plan: FlatJobs, work: Mapping[Param, Work]) -> npt.NDArray[np.uint
             needed[param.param_index] = sections_updated(form, work[param].algorithm)
     used = np.zeros(len(plan.jobs), dtype=np.uint32)
     np.bitwise_or.at(used, plan.chunk, needed[plan.owner])
-    # A chunk without work is fetched, and no bit of that job's mask is an update's.
+    # A chunk without work gets a FETCH, whose mask has no such bits.
     left: npt.NDArray[np.uint32] = np.where(used == 0, 0, states & ~used).astype(np.uint32)
     left <<= np.uint32(LEAVES_SHIFT)
     return left

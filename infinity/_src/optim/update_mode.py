@@ -8,7 +8,7 @@
     DelayedUpdate      "delayed"                at opt.step(), overlapping the whole next step
     DeviceUpdate       update_on="device"       at opt.step(), by kernels of the device
 
-Order of calls in a step (tests/data/call_order has it for each mode, to the line):
+Order of calls in a step (tests/data/call_order has the order for each mode):
 
     before_read(unit) *           a gather, while `guards_reads`
     backward_begin()              no_sync() is entered around micro-batches that are not the last
@@ -177,7 +177,7 @@ class UpdateMode(StepHooks):
 # A write to a parameter (in `gather()`, by `load_state_dict()`, as "master") goes to both copies.
 # The next forward computes with the written value, and the next update changes it. `gather()` shows
 # the newest parameters, with which training computes one step later. A training forward or backward
-# of them inside of `gather()` is refused.
+# inside of `gather()` is refused.
 
 
 class DelayedUpdate(UpdateMode):
@@ -209,7 +209,7 @@ class DelayedUpdate(UpdateMode):
         self._taken = steps
 
     def backward_begin(self) -> None:
-        # No prefetch while an update overlaps with the next step: it keeps the drives busy.
+        # No prefetch while an update overlaps with the next step: the update keeps the drives busy.
         if not self._delayed.active:
             super().backward_begin()
 
