@@ -90,7 +90,7 @@ def encode(
     if element < 0:
         raise ValueError(f"element={element}: the index of the first value is not negative")
     if key is not None and not 0 <= key < 1 << 64:
-        raise ValueError(f"key={key}: use what rounding.rounding_key returns, 0 to 2^64 - 1")
+        raise ValueError(f"key={key}: use what random_bits.rounding_key returns, 0 to 2^64 - 1")
     trial = encode_trial(
         values.dtype, bits, group_numel, key is not None, None if error is None else error.dtype
     )

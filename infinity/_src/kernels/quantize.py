@@ -68,8 +68,8 @@ def quantize(
     """Quantize `values` in groups of int8 or int4.
 
     values: bf16, fp16 or fp32, any shape and strides. bits: 8 or 4. group_numel: a power of two, 64
-    to 1024. key: for stochastic rounding (`rounding.rounding_key`), with `element`, the parameter's
-    index of the first value; None: to nearest, ties to even. Raises: ValueError for other
+    to 1024. key: for stochastic rounding (`random_bits.rounding_key`), with `element`, the index of
+    the first value in its parameter; None: to nearest, ties to even. Raises: ValueError for other
     arguments.
     """
     check_groups(bits, group_numel)

@@ -106,7 +106,7 @@ class UncomputedLogits(torch.Tensor):
         if self.is_materialized():
             return self.materialize(what)
         made = self._computed
-        # Computed under no_grad before, and now needed with a graph: compute again.
+        # Compute again if the logits were computed under no_grad, and are now needed with a graph.
         if made is None or (torch.is_grad_enabled() and self.wants_grad and not made.requires_grad):
             # With a graph only if an ordinary head would have recorded one when it was called.
             with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
@@ -241,7 +241,7 @@ class DeferredLogits(UncomputedLogits):
     ) -> DeferredLogits:
         """Make the logits of `hidden`, cast to `dtype`."""
         shape = torch.Size((*hidden.shape[:-1], head.out_features))
-        # No storage: an operation that reaches it without `__torch_function__` must fail, not read.
+        # No storage: an operation that bypasses `__torch_function__` must fail, and read nothing.
         made = make_wrapper(cls, shape, dtype or hidden.dtype, hidden.device, False)
         assert isinstance(made, DeferredLogits)
         made._begin(head, hidden)
@@ -274,10 +274,9 @@ class DeferredLogits(UncomputedLogits):
         head was called, or if an autograd Function has returned these logits."""
         if _versions(self._head, self.infinity_inputs[0]) != self._versions:
             raise RuntimeError(
-                "the logits of a tiled loss are computed when they are used, and the head's "
-                "weights or its input have been "
-                "modified in place since (by an optimizer's step?): use them before, or keep "
-                "`logits.clone()`"
+                "the logits of a tiled loss are computed when they are used, but the head's "
+                "weights or its input have been modified in place since the forward (by an "
+                "optimizer's step?): use the logits, or make a `logits.clone()`, before that"
             )
         # Without the subclass: `__torch_function__` would ask for the grad_fn of the materialized
         # logits.
@@ -285,8 +284,8 @@ class DeferredLogits(UncomputedLogits):
             if self.grad_fn is not None:
                 raise RuntimeError(
                     "the logits of a tiled loss came out of an autograd Function, whose gradients "
-                    "would be lost: keep the head "
-                    "outside of it, or checkpoint with use_reentrant=False"
+                    "would be lost: call the head outside of the Function, or checkpoint with "
+                    "use_reentrant=False"
                 )
 
     def _compute_anew(self, what: str) -> torch.Tensor:
@@ -351,8 +350,8 @@ def _versions(head: TiledHead, hidden: torch.Tensor) -> tuple[int, ...]:
     ]
     return (
         _version(hidden),
-        # An offloaded parameter counts the writes to its values itself: gathering and releasing
-        # replace its storage.
+        # An offloaded parameter has a separate count of writes to its values: gathering and
+        # releasing replace the storage.
         *(getattr(param, "infinity_version", _version(param)) for param in params),
     )
 

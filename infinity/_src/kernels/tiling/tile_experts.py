@@ -156,8 +156,8 @@ def _check_adapters(model: nn.Module, name: str, module: nn.Module) -> None:
         if getattr(holder, "get_base_layer", lambda: None)() is module:
             raise ValueError(
                 f"{name}.{attr} has an adapter (target_parameters), which is added to the whole "
-                "stack; infinity.integrations.peft.tile_experts(model, experts=...) adds those of "
-                "weights [experts, rows, columns] tile by tile"
+                "stack; infinity.integrations.peft.tile_experts(model, experts=...) adds adapters "
+                "of weights [experts, rows, columns] tile by tile"
             )
 
 

@@ -13,19 +13,19 @@ same autograd nodes, created in the same order, with the same edges to the hidde
 routing weights; so their gradients are added in the same order, too. A tile's gradient has the rows
 of the whole stack's gradient.
 
-Backward needs a tile from the gradient of the sum that the tile returned to the gradient of the sum
-that it was given: all nodes of its experts lie in between.
+Backward needs a tile after the gradient of the sum that the tile returned, and until the gradient
+of the sum that the tile received: all nodes of the tile's experts lie in between.
 
 If no token chose an expert of a tile, the tile is not gathered. The uncut stack has one gradient,
 with zeros for unused experts (so weights and moments decay). So the tile gets a gradient of zeros,
 by an empty expert call: a link in the chain of sums that does not read its parameters (`Tile`,
 `idle`). On several ranks all ranks gather a tile if one of them needs it (`ChosenTiles`).
 
-Low-rank changes (LoRA): `TiledExperts.changed` adds them to stacks inside a block. Each expert's
-changed weight is computed for its product, and again for the product's backward, so one of them is
-in memory at a time, except under autocast, which caches casts. The bits are those of `baddbmm`
-over the whole stack, or for several changes of W + (D1 + D2); the gradients of several changes of
-rank 1 may differ by rounding.
+Low-rank changes (LoRA): `TiledExperts.changed` adds them to stacks inside a block. An expert's
+changed weight is computed for its product, and again for the product's backward, so one changed
+weight is in memory at a time, except under autocast, which caches casts. The bits are those of
+`baddbmm` over the whole stack, or for several changes of W + (D1 + D2); the gradients of several
+changes of rank 1 may differ by rounding.
 """
 
 from __future__ import annotations

@@ -21,10 +21,11 @@ rounded once.
 A token is an output of the previous link, so its gradient is complete before that link's backward:
 the engine then releases one tile before it gathers the next.
 
-Numerics: with one tile along the inputs an output is torch's own linear of its rows of the weight.
-With several, they are summed in order in fp32 (fp64 for fp64), the bias is added, and the sum is
-rounded once. The input's gradient is summed in fp32 over rows of tiles, the last first. Weight
-gradients and the bias's are torch's own. The results do not depend on the weights' tier.
+Numerics: with one tile along the inputs, an output equals torch's linear with the same rows of the
+weight. With several, the products of the tiles are summed in order in fp32 (fp64 for fp64), the
+bias is added, and the sum is rounded once. The input's gradient is summed in fp32 over rows of
+tiles, the last first. Gradients of weights and bias equal torch's. The results do not depend on the
+weights' tier.
 Source: ZeRO-Infinity §5.1.3; there the tiles' outputs are rounded before they are summed.
 """
 
@@ -254,8 +255,8 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         # Grad is enabled in a backward only with create_graph=True.
         if torch.is_grad_enabled():
             raise SecondOrderUnsupported(
-                "backward with create_graph=True through a tiled module: its tiles are released by "
-                "then"
+                "backward with create_graph=True through a tiled module: its tiles are released "
+                "before the second backward"
             )
         return backward(ctx, *grads)
 

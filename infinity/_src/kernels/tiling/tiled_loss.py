@@ -152,8 +152,8 @@ def head_rows(head: nn.Module) -> int:
     # The softmax needs whole logits, so a tile must have all input features.
     if isinstance(head, TiledLinear) and head.grid.columns > 1:
         raise ValueError(
-            f"this head has {head.grid.columns} tiles along its inputs, and a tile's logits need "
-            f"all of them: use inf.tile_linears(model, tiles=({head.grid.rows}, 1), names=[its "
+            f"this head has {head.grid.columns} tiles along its inputs, but the logits of a tile "
+            f"need all inputs: use inf.tile_linears(model, tiles=({head.grid.rows}, 1), names=[its "
             "name])"
         )
     if not isinstance(head, (nn.Linear, TiledLinear)):

@@ -266,8 +266,8 @@ class TiledWeight(torch.Tensor):
             # Set it on the wrapper, too, which answers reads of `requires_grad`.
             with DisableTorchFunctionSubclass():
                 return func(weight, flag)
-        # `.grad` is None while no tile has a gradient. A whole gradient does not exist: reading it
-        # is refused below.
+        # `.grad` is None while no tile has a gradient. Once one has, reading `.grad` is refused
+        # below: a gradient of the whole weight does not exist.
         if (
             weight is not None
             and func == _TENSOR.grad.__get__
@@ -433,7 +433,7 @@ class TiledModule(nn.Module):
                     f"{tuple(whole.shape)} from checkpoint, the shape "
                     f"in current model is {shape}."
                 )
-                # So that `_name_whole` does not report the weight as missing, too.
+                # Then `_name_whole` does not report the weight as missing, too.
                 self._wrong_shapes.add(f"{prefix}{weight}")
             elif whole is not None:
                 for name, tile in self.named_tiles():

@@ -57,7 +57,7 @@ def encode_triton(
 ) -> None:
     """Encode as `comm_codec.encode`, which has checked the arguments."""
     numel, codes = values.numel(), codes_bytes(values.numel(), bits)
-    # After the codes and their padding to 64 bytes.
+    # The scales follow the codes and their padding to 64 bytes.
     scales = wire[codes:].view(torch.int16)
     if numel:
         with on_device(values.device):
@@ -110,7 +110,7 @@ def _table(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch
     whether all are multiples of _ALIGN_BYTES.
     """
     addresses = [tensor.data_ptr() for tensor in tensors]
-    # On the current stream, like the kernel that reads it.
+    # `table_on` copies on the current stream, on which the kernel reads the table.
     table = table_on(device, np.array(addresses, np.int64))
     return table, all(address % _ALIGN_BYTES == 0 for address in addresses)
 

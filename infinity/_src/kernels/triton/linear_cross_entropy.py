@@ -42,7 +42,7 @@ from infinity._src.kernels.triton.tuning import (
 # Fixed, not tuned, since they determine the order of sums.
 _LOG2_BLOCK = 7
 _BLOCK = 1 << _LOG2_BLOCK
-# Enough programs for a GPU: 1,024 rows by 8,192 columns are 64 or 128 of them.
+# Spans of this size give a GPU enough programs: see the module's docstring.
 _SPAN = 8 * _BLOCK
 
 

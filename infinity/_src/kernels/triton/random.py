@@ -16,8 +16,8 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 @triton.jit
 def mix64(word: tl.tensor) -> tl.tensor:
-    """`rounding.mix64` of a uint64 scalar."""
-    # The constants of splitmix64; native/kernels/float_bits.h and rounding.py have the same.
+    """`random_bits.mix64` of a uint64 scalar."""
+    # The constants of splitmix64; native/kernels/float_bits.h and random_bits.py have the same.
     word = word + tl.full((), 0x9E3779B97F4A7C15, tl.uint64)
     word = (word ^ (word >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
     word = (word ^ (word >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)

@@ -14,9 +14,9 @@ there every configuration has 128 rows. A test compiles every configuration for 
 and compares the instructions, the rows in tcgen05's descriptors among them. Tests run every
 configuration on the same operands and compare bits.
 
-No configuration spills more than 128 bytes per thread where 16 divides sizes and strides: `configs`
-leaves out what does on a unit. Elsewhere elements are loaded one by one, each by an address, and
-large blocks spill more.
+If 16 divides sizes and strides, no configuration spills more than 128 bytes per thread: `configs`
+leaves out configurations that would on a unit. For other sizes elements are loaded one by one, each
+by an address, and large blocks spill more.
 
 A kernel is measured once per kind of device, dtypes, transposes and shape (dimensions rounded up to
 powers of two). Triton keeps the result on disk, in its cache directory (`TRITON_CACHE_DIR`), if
@@ -27,7 +27,7 @@ device lacks the memory, the first configuration runs, with a warning, so that a
 fails a step. Triton cannot measure while a CUDA graph is captured: run such a step once before.
 
 In the interpreter the first configuration runs. The interpreter's bf16 casts truncate, and its dot
-takes bf16 for integers; `widened` and `rounded` do by bits there what the hardware does.
+takes bf16 for integers; so there `widened` and `rounded` compute on bits what the hardware does.
 """
 
 from __future__ import annotations
@@ -205,11 +205,11 @@ def configs(dtype: torch.dtype, unit: MatrixUnit) -> list[Any]:
 
 
 def shape_key(*dims: int, form: tuple[bool, ...] = ()) -> int:
-    """Encode, as one integer, the key under which a measured configuration is kept.
+    """Encode, as one integer, the key under which a measured configuration is stored.
 
-    dims: rounded up to powers of two. form: flags of what else changes a kernel's speed (transposes
-    and the like). Dtypes are part of the key, too, but not of the integer. Three dimensions and
-    some flags fit 31 bits.
+    dims: rounded up to powers of two. form: flags of further properties that change a kernel's
+    speed, such as transposes. Dtypes are part of the key, too, but not of the integer. Three
+    dimensions and some flags fit 31 bits.
     """
     key = 0
     for dim in dims:
@@ -303,8 +303,8 @@ class Tuned:
             raise error
         warnings.warn(
             f"{self._kernel.__name__} on {device}: there is no memory to measure its "
-            "configurations (256 MiB and a copy of the output), so the first one runs, to the same "
-            f"bits and perhaps slower: {str(error).splitlines()[0]}",
+            "configurations (256 MiB and a copy of the output), so the first one runs, with the "
+            f"same bits, perhaps slower: {str(error).splitlines()[0]}",
             stacklevel=3,
         )
 

@@ -317,7 +317,7 @@ def _gradient(
     address: tl.tensor, done: tl.tensor, within: tl.tensor, mask: tl.tensor, hyper: tl.tensor,
     GRAD: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """In fp32, with the log replayed."""
+    """The gradient in fp32, with the log replayed."""
     if GRAD == GRAD_BF16:
         pointer = address.to(tl.pointer_type(tl.int16))
     elif GRAD == GRAD_FP16:
