@@ -269,7 +269,7 @@ def shown_and_written(rank: int, place: Path) -> list[Shown]:
         losses.append(_step(model, optimizer, batch))
         with (
             handle.gather(weight),
-            pytest.raises(RuntimeError, match=r"beside handle\.gather\(\).*qwz=True") as refused,
+            pytest.raises(RuntimeError, match=r"inside of handle\.gather\(\).*qwz=True") as refused,
         ):
             models.loss_of(model, batch)
         handle.close()

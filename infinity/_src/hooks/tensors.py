@@ -82,7 +82,7 @@ class AttributeWatch:
 
     Reading every attribute of every module at each call would cost more than all other hooks. So
     the names of attributes that hold None or a tensor are listed once for each module, and only
-    these are read. A module whose number of attributes changed is listed anew.
+    these are read. A module whose number of attributes changed is listed again.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

@@ -139,5 +139,5 @@ class WholeParams:
         raise WeightWritten(
             f"{names} was written to through a tensor that was taken before its values changed (by "
             "a step, a restore or a write): the write is lost. Take `parameter.data`, or the "
-            "parameter itself, anew after each step"
+            "parameter itself, again after each step"
         )

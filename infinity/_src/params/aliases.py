@@ -212,7 +212,8 @@ def _living_aliases(
     }
     for each in [each for each in objects if id(type(each)) in ids]:
         if isinstance(each, nn.parallel.DistributedDataParallel):
-            _refuse_reduced(each, known)
+            if any(id(parameter) in known for parameter in each.parameters()):
+                raise ValueError(DDP)
             continue
         if id(each) in known:
             continue
@@ -229,11 +230,6 @@ def _living_aliases(
                 found.append((each, entry))
                 break
     return found, any(count > 0 for count in missing.values())
-
-
-def _refuse_reduced(wrapper: nn.Module, known: dict[int, Any]) -> None:
-    if any(id(parameter) in known for parameter in wrapper.parameters()):
-        raise ValueError(DDP)
 
 
 DDP = (

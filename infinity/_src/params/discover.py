@@ -490,10 +490,10 @@ def build(
         unit = Unit(
             len(units), spec.name, tuple(spec.modules), spec.around, spec.block, engine=engine
         )
-        kinds = dict.fromkeys(
-            (entry.parameter.dtype, entry.parameter.requires_grad) for entry in spec.entries
-        )
-        groups = {kind: _entries_of(spec, kind) for kind in kinds}
+        groups: dict[tuple[torch.dtype, bool], list[FoundParameter]] = {}
+        for entry in spec.entries:
+            kind = entry.parameter.dtype, entry.parameter.requires_grad
+            groups.setdefault(kind, []).append(entry)
         for (dtype, trainable), entries in groups.items():
             numels = tuple(entry.parameter.numel() for entry in entries)
             layout = plan_flat(
@@ -514,14 +514,6 @@ def build(
             unit.params.append(param)
         units.append(unit)
     return units
-
-
-def _entries_of(spec: UnitSpec, kind: tuple[torch.dtype, bool]) -> list[FoundParameter]:
-    return [
-        entry
-        for entry in spec.entries
-        if (entry.parameter.dtype, entry.parameter.requires_grad) == kind
-    ]
 
 
 def _make_param(entry: FoundParameter, flat: Flat, param_index: int) -> Param:

@@ -1,7 +1,7 @@
 """Reduction of gradients over the ranks, between autograd and the gradients' accumulators.
 
     one rank        accumulate_grad(p, grad) -> accumulate(p, grad)
-    several ranks   accumulate_grad(p, grad) -> unit_done -> reduce-scatter, while backward goes on
+    several ranks   accumulate_grad(p, grad) -> unit_done -> reduce-scatter, beside the backward
                     -> accumulate(p, this rank's part of the mean)
     no_sync         accumulate_grad(p, grad) -> unit_done -> whole sums of this rank; the first
                     backward outside of no_sync reduces them (accumulate="local" and stage 1)

@@ -337,8 +337,8 @@ class SpilledGradients:
             self._mark_failed_dirty()
             self._store.recover()
             name = window.flat.unit.name
-            told = "cannot be written; parameters and states are sound"
-            error.args = (f"the spilled gradients of {name} {told}: {error}",)
+            reason = f"cannot be written; parameters and states are sound: {error}"
+            error.args = (f"the spilled gradients of {name} {reason}",)
             raise
         window.writing = None
 

@@ -39,7 +39,6 @@ from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.reserved_extents import ReservedExtents
 from infinity._src.params.unit import Flat
 from infinity.aio import CHUNK, JOB, Executor, Format, JobKind, Priority, Slab, Ticket
-from infinity.aio._spares import MovedWrite
 from infinity.errors import AioError
 
 PLACES = (
@@ -757,16 +756,12 @@ class StateStore:
     def settle_moves(self) -> None:
         """Settle writes that were redirected so far."""
         if self._spares is not None:
-            self._spares.settle(self._adopt)
+            self._spares.settle(lambda move, bad, spare: self._put_place(move.key, bad, spare))
 
     def place_in(self, layers: tuple[int, int]) -> None:
         self.layers = layers
         if self._spares is not None:
             self._spares.rehome(layers[-1])
-
-    def _adopt(self, move: MovedWrite, bad: SwapExtent, spare: SwapExtent) -> bool:
-        """Replace the extent `bad` by `spare` in the flat that has it."""
-        return self._put_place(move.key, bad, spare)
 
     def _put_place(self, key: int, before: SwapExtent, now: SwapExtent) -> bool:
         """Replace the extent `before` by `now` in the flat of the chunk with this key. Returns

@@ -263,7 +263,7 @@ def test_what_the_kernels_do_not_know_is_refused() -> None:
     hypers, gradient = np.array([ROWS["adamw"][1]], HYPER), torch.from_numpy(grad)
     for segs, changed, message in [
         (segs_of((0, 128, 0, 1)), {}, "hyper index 1; there are 1"),
-        (segs_of((5, 10, 0, 0)), {}, "begin a group of 64"),
+        (segs_of((5, 10, 0, 0)), {}, "must be multiples of 64"),
         (segs_of((0, 10, -64, 0)), {}, "before its chunk"),
         (segs_of((64, 128, 0, 0)), {}, "section hi has 256 bytes"),
         (segs_of((0, 128, 0, 0)), {"grad": gradient[:64]}, "segments go to 128"),

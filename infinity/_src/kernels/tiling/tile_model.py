@@ -261,8 +261,8 @@ def check_unhooked(name: str, module: nn.Module) -> None:
     hooked = [kind for kind in _HOOK_DICTS if getattr(module, kind, None)]
     if hooked or "forward" in module.__dict__:
         raise ValueError(
-            f"{name} has {', '.join(hooked) or 'a forward of its own'}, which tiling would lose: "
-            "add it afterwards"
+            f"{name} has {', '.join(hooked) or 'an overridden forward'}, which tiling would lose: "
+            "add it after tiling"
         )
 
 
