@@ -4,17 +4,16 @@
                                         threads); momentum and gradient give the matrix, which
                                         replaces the gradient in RAM
                     unit 0              matrix -> device -> orthogonalized -> RAM
-                    unit 0              update submitted, as of any optimizer: its gradient is the
-                                        orthogonalized matrix
+                    unit 0              second update submitted, which reads the orthogonalized
+                                        matrix as its gradient
     next forward    units 0, 1, 2 ...   masters read, changed, handed over, written
 
 Both updates leave out the sections that they do not need: in `exact` the first one reads and writes
 the momentum (4 B per parameter), the second one the master (4 B). So a step reads and writes 8 B
-per parameter, where AdamW has 12. Nothing needs memory in addition to the gradients' but the
-scratch of one matrix.
+per parameter, where AdamW has 12. Besides the memory of gradients a step needs only the scratch of
+one matrix.
 
-The first update overwrites the gradient, so `p.grad` is consumed by the step, as it is with
-update="backward".
+The first update overwrites the gradient, so the step consumes `p.grad`, as with update="backward".
 """
 
 from __future__ import annotations
@@ -76,7 +75,8 @@ ADJUST_LR: Mapping[str | None, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-"""Factor of the learning rate by the name of the rule, for a matrix of rows and columns."""
+"""Rules for the factor of the learning rate, by name, as functions of a matrix's rows and columns.
+"""
 
 
 class Matrixwise(Optimizer):
@@ -268,8 +268,7 @@ class Matrixwise(Optimizer):
     # -- room on the device ------------------------------------------------------------------------
 
     def _shapes(self, params: Iterable[Param]) -> list[tuple[int, ...]]:
-        """Return the shapes of those of these parameters that this optimizer updates as matrices.
-        """
+        """Return the shapes of the parameters among `params` that are updated as matrices."""
         held = (param for param in params if param in self._moments)
         return [tuple(param.shape) for param in held if self.updates_matrix(param)]
 
@@ -308,14 +307,14 @@ class Matrixwise(Optimizer):
     def _check_all(self, live: dict[StepEngine, list[Param]]) -> bool:
         proceeds = super()._check_all(live)
         for engine, params in live.items():
-            # Updates in backward have transformed them already.
+            # With updates in backward the matrices are transformed already.
             if proceeds and not engine.policy.consumes_grads:
                 self._check_room(engine, params)
         return proceeds
 
     def refresh_groups(self) -> None:
         super().refresh_groups()
-        # Loops change groups. A wrong value raises here, before any momentum changes.
+        # Loops may change groups: check the values before any momentum changes.
         for group in self.param_groups:
             self.check_group(group)
 
@@ -339,7 +338,8 @@ class Matrixwise(Optimizer):
                     for param in params
                 }
                 parts = {param: memory_of_matrix(part) for param, part in memory.items()}
-                # All are submitted first, so that the drives never wait for a matrix.
+                # Submit all first updates before the transformations, so that the drives never
+                # wait for a matrix.
                 started = [
                     (unit, pipeline.start(unit, _firsts(work, params), memory, first=True))
                     for unit, params in turn
@@ -347,7 +347,7 @@ class Matrixwise(Optimizer):
                 self._transform_units(engine, started, parts)
                 found.update(parts)
             for param in work:
-                # Second updates read these in the chunks.
+                # The second updates read these matrices in the chunks' `grad` sections.
                 if param in owned and param not in gradients:
                     del found[param]
                     engine.gradients.flush_spilled(param.unit)
@@ -366,12 +366,12 @@ class Matrixwise(Optimizer):
         parts: Mapping[Param, torch.Tensor],
     ) -> None:
         """Transform the matrices of units whose momenta are being updated. While a unit is
-        transformed, the next one's parts and the last one's results are exchanged."""
+        transformed, the next unit's parts and the previous unit's results are exchanged."""
         pipeline = engine.pipeline
         owners = self._matrices(engine)
         arriving: list[tuple[Unit, UnitMatrices, PendingCollective | None]] = []
         leaving: list[tuple[UnitMatrices, PendingCollective | None]] = []
-        # The other ranks wait for this one's parts and results; all learn of faults afterwards.
+        # Raised at the end, since the other ranks wait for this rank's parts and results.
         faults: list[AioError | StateInvalid] = []
 
         def transform() -> None:
@@ -420,8 +420,8 @@ class Matrixwise(Optimizer):
             raise faults[0]
 
     def _matrices(self, engine: StepEngine) -> dict[Param, list[Matrix]]:
-        """The matrices of all parameters of an engine: owners do not depend on which of them have
-        a gradient."""
+        """Return the matrices of all parameters of an engine: which parameters have a gradient must
+        not change the owners."""
         found = self._owners.get(engine)
         if found is None:
             held = [param for param in self._engines[engine] if self.updates_matrix(param)]
@@ -455,7 +455,7 @@ class Matrixwise(Optimizer):
         values = whole.view(matrix.shape)
         device = matrix.param.flat.tensor.device if self._on_device(matrix.param) else CPU
         there = values.to(device, torch.bfloat16)
-        # An overflow of the momentum, or a number that the user wrote; gradients were checked.
+        # Gradients were checked, but the momentum may overflow, or the user may have written one.
         checked = engine_of(matrix.param).on_nonfinite != "ignore"
         if checked and not bool(there.norm().isfinite()):
             raise StateInvalid(
@@ -573,9 +573,9 @@ def is_matrix(param: Param, chosen: bool | None) -> bool:
 
 
 def _turns(engine: StepEngine, params: Iterable[Param]) -> list[list[tuple[Unit, list[Param]]]]:
-    """Return the units, with their parameters among `params`, that are in flight together: all, or,
-    where gradients spill, a flat at a time, as the memory for spilled gradients holds. The same on
-    all ranks, which may spill different gradients.
+    """Return the units, with their parameters among `params`, in turns that are in flight together:
+    one turn with all units, or, if gradients spill, a turn for each flat, which fits the memory for
+    spilled gradients. The turns are the same on all ranks, even if ranks spill different gradients.
     """
     by_unit: dict[Unit, list[Param]] = {}
     for param in params:

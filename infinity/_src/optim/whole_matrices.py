@@ -1,4 +1,5 @@
-"""Whole matrices out of the parts that ranks have, one owner each, and their results back.
+"""Whole matrices on several ranks: an owner assembles each from the parts of all ranks, transforms
+it, and returns parts of the result.
 
     every rank     part of each matrix     -->   owner: whole matrix
                                                  owner: transforms it
@@ -39,8 +40,8 @@ def is_shaped(shape: Sequence[int]) -> bool:
 
 
 def is_cut(shape: Sequence[int], whole_shape: Sequence[int]) -> bool:
-    """Return whether a tile of this shape has only a part of a matrix. A tile of whole experts has
-    not. whole_shape: of the weight; of a parameter that is no tile, the same."""
+    """Return whether a parameter of this shape is a tile with only a part of a matrix (a tile of
+    whole experts is not). whole_shape: of the tiled weight; without tiling equal to `shape`."""
     at = 0 if len(shape) == 2 else 1
     return tuple(shape[at:]) != tuple(whole_shape[at:])
 
@@ -52,7 +53,7 @@ def is_hidden_matrix(
     sites: Iterable[tuple[nn.Module, str]],
 ) -> bool:
     """Return whether a parameter is updated as matrices unless its group decides otherwise: see
-    `Matrixwise`. whole_shape: as in `is_cut`. names, sites: all that hold the parameter."""
+    `Matrixwise`. whole_shape: as in `is_cut`. names, sites: all of the parameter's."""
     # [1, n, d] is a table of positions, and no stack of experts; a tile may have one expert.
     if not is_shaped(shape) or is_cut(shape, whole_shape) or whole_shape[:-2] == (1,):
         return False
@@ -75,8 +76,8 @@ def scratch_bytes(shapes: Sequence[Shape], itemsize: int, world: int) -> tuple[i
 
 
 def device_bytes(shape: Sequence[int], others: Sequence[Shape], itemsize: int, world: int) -> int:
-    """Return the bytes of a matrix of this shape in bf16, and of its scratch, on a device. others,
-    itemsize, world: as in `scratch_bytes`, for what is exchanged meanwhile."""
+    """Return the bytes of a matrix of this shape in bf16, and of its scratch, on a device, plus the
+    matrices exchanged meanwhile (others, itemsize, world: as in `scratch_bytes`)."""
     rows, columns = shape[-2:]
     exchanged = scratch_bytes(others, itemsize, world)[1]
     return 2 * (rows * columns + scratch_numel(rows, columns)) + exchanged
@@ -96,7 +97,7 @@ class Matrix(NamedTuple):
         return self.shape[0] * self.shape[1]
 
     def part_of(self, rank: int) -> tuple[int, int]:
-        """Return the part that a rank has: its first element in the matrix, and its elements."""
+        """Return a rank's part of the matrix: its first element, and the number of elements."""
         param = self.param
         _, element, numel = param.flat.layout.shard_range(param.param_index, rank)
         low = max(element, self.start)
@@ -121,11 +122,11 @@ def matrices_of(params: Sequence[Param], world: int) -> dict[Param, list[Matrix]
 class UnitMatrices:
     """The matrices of one unit, on one of the ranks.
 
-    parts: this rank's part of each parameter, 1-D, in RAM, with values: the matrices' parts are
-    sent from there, and the results' parts received there. device: where matrices are transformed.
+    parts: this rank's part of each parameter, 1-D, in RAM; `store` replaces the parts of matrices
+    there by the parts of their results. device: where matrices are transformed.
 
-    An exchange of `messages`, then the transformation of `owned`, then an exchange of the reversed
-    messages, then `store`. With one rank there are no messages, and `device` is the CPU.
+    The caller exchanges `messages`, transforms `owned`, exchanges the reversed messages, and calls
+    `store`. With one rank there are no messages, and `device` is the CPU.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class UnitMatrices:
         device: torch.device,
     ) -> None:
         self._rank, self._world, self._parts = rank, world, parts
-        # A copy on a device; in RAM the same memory.
+        # On a device this is a copy, in RAM the same memory.
         there = {matrix: self._mine(matrix).to(device) for matrix in matrices}
         self.owned: dict[Matrix, torch.Tensor] = {}
         for matrix in matrices:
@@ -185,6 +186,6 @@ class UnitMatrices:
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    # In RAM they may be the same memory.
+    # In RAM source and target may be the same memory.
     if target.data_ptr() != source.data_ptr():
         target.copy_(source)
