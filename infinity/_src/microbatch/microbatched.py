@@ -66,7 +66,7 @@ def microbatched(
 
     Raises: ValueError for n that is no positive whole number, checkpoint that is no bool, a model
     that is offloaded or sliced already; SlicesError (a ValueError) for a model without blocks, for
-    one that is compiled as a whole, and for TorchScript. On an error the model is as it was.
+    one that is compiled as a whole, and for TorchScript. On an error the model is unchanged.
 
     In forward: SlicesError for a cache; for arguments and outputs of blocks if it is unclear how to
     cut or join them; for blocks that write to buffers, arguments or tensors in attributes, draw

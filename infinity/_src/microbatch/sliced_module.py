@@ -257,7 +257,7 @@ def _forward_around(base: type[nn.Module]) -> Callable[..., Any]:
         with slicing.forward(_name(self), args, kwargs) as run:
             if run.record is not None and FLAG in kwargs:
                 # The outer model has turned the flag off, and computes router losses in replays.
-                # They need the router logits that this model collects.
+                # The replays need the router logits that this model collects.
                 kwargs = {**kwargs, FLAG: True}
             collects = _check_outputs(self, kwargs)
             before = run.defers

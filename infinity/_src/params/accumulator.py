@@ -594,7 +594,7 @@ class GradAccumulator:
         end = None if numel is None else start + numel
         return replay(self.tensor[start:end].to(torch.float32, copy=True), self.log)
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _require_held(self, operation: str) -> None:
         if self.state is AccumulatorState.CONSUMED:

@@ -80,7 +80,7 @@ class DeferredModel:
         return self._tensors.keys()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor as it was built, perhaps without memory: for its shape and dtype."""
+        """Return the tensor that was built, for its shape and dtype: it may have no memory."""
         return self._tensors[name]
 
     def read_into(self, name: str, out: torch.Tensor) -> None:

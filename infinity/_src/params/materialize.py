@@ -119,7 +119,7 @@ class NamedTensors(abc.ABC):
     """True if all tensors are in memory, and reading one leaves the others valid."""
 
     label: str
-    """Their name in messages."""
+    """Name of these tensors in messages."""
 
     @abc.abstractmethod
     def names(self) -> Iterable[str]:
@@ -871,7 +871,7 @@ def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> No
         ]
         # `_init_weights` would initialise parameters with memory again.
         if owner is not None and not held:
-            # It may draw random numbers, which must not change the user's sequence.
+            # `_init_weights` may draw random numbers: keep the user's sequence.
             with torch.random.fork_rng(devices=[]):
                 owner(module)
     for buffer in lost:

@@ -686,8 +686,8 @@ class GradReducer:
             )
 
     def assign(self, param: Param, grad: torch.Tensor) -> None:
-        """Make `grad` [param.shape] the whole gradient. Raises: RuntimeError on several ranks,
-        which must do so together."""
+        """Make `grad` [param.shape] the whole gradient. Raises: RuntimeError on several ranks:
+        these must call `set_full_grad` together."""
         if self._comm.world > 1:
             raise RuntimeError(
                 f"{param.name}.grad = tensor works on one rank only; "
@@ -723,7 +723,7 @@ class GradReducer:
         if self._unreduced is not None:
             self._unreduced.clear()
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _end_prefetch(self) -> None:
         """Drop prefetched sums without a new gradient. Blocks while they are copied."""

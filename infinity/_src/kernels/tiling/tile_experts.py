@@ -53,7 +53,7 @@ def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = 
     Raises: ValueError for names that match nothing or no stack of experts; for an offloaded model;
     for a stack that computes something else than tiles do, has gradients or hooks, or is shared
     with other modules; and for an implementation that is not eager
-    (`model.set_experts_implementation("eager")`). On an error the model is as it was.
+    (`model.set_experts_implementation("eager")`). On an error the model is unchanged.
     """
     # `type`, not isinstance: True is an int.
     if type(experts) is not int or experts < 1:

@@ -50,7 +50,7 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
 
     Raises: ValueError for names that match nothing or no torch.nn.Linear; for more tiles than
     features; for an offloaded model; for a chosen module with gradients or hooks; and for a weight
-    shared with a module that cannot be tiled. On an error the model is as it was.
+    shared with a module that cannot be tiled. On an error the model is unchanged.
     """
     parse_tiles(tiles)
     refuse_microbatched(model, "inf.tile_linears(model, ...)")
@@ -248,7 +248,7 @@ def _check(name: str, module: nn.Module, attr: str, wanted: str) -> None:
             f"{shared}an embedding with max_norm, scale_grad_by_freq or sparse, which tiles do not "
             f"have{leave}"
         )
-    # Its gradient would remain on the old parameter.
+    # The gradient would remain on the old parameter.
     if module._parameters["weight"].grad is not None:  # type: ignore[union-attr]
         raise ValueError(
             f"{name}.weight has a gradient, which tiling would lose: call model.zero_grad() first"
