@@ -1,4 +1,4 @@
-"""Allocator of ranges of swap files. It only keeps books, and touches no file.
+"""Allocator of ranges of swap files. It records which ranges are free, and opens no file.
 
 Extents are 4096-aligned. A freed extent is joined with its free neighbours. Free extents with the
 lowest offset are reused first, so that a file grows only when no free extent fits. `file_bytes`

@@ -128,7 +128,7 @@ class Core:
         if not idle:
             # Leak the slab: the drive has requests in flight that may still write to it.
             self.leaked = True
-            # The native threads outlive the memory of the alarm.
+            # Remove the alarm: the native threads live longer than its memory.
             self.lib.inf_executor_alarm(self.pointer, self.ffi.NULL)
             for drive in self.drives:
                 drive.keep_open()  # otherwise requests in flight could reach a different file

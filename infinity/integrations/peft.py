@@ -105,7 +105,7 @@ def load_adapter(
     """Set the values of one of the model's adapters from adapter files, and its masters with them.
     Moments and step counts stay. Collective.
 
-    directory: of the files, or their name on the hub. Raises: ValueError for an adapter that the
+    directory: the files' directory, or their name on the hub. Raises: ValueError for an adapter that the
     model does not have, and for missing or unexpected tensors in the files; RuntimeError for a
     tensor of another shape. An error leaves all values unchanged.
     """
@@ -147,7 +147,7 @@ def merge(
     model, which stays offloaded and computes with the merged weights alone. Collective.
 
     The weights have the bits of PEFT's merge_and_unload. `export_merged` writes them. Checkpoints
-    saved without the base (`inf.save(frozen=False)`) no longer match it after a merge.
+    saved without the base (`inf.save(frozen=False)`) no longer match the base after a merge.
 
     adapters: names; None: the active ones. safe_merge: check for NaN first. Raises: ValueError
     unless `model` is an entirely offloaded PeftModel; for adapters that cannot be merged.
@@ -307,13 +307,13 @@ def _checked(model: torch.nn.Module, call: str) -> Any:
     """Return the PeftModel, unwrapped. Raises: ValueError unless it is entirely offloaded."""
     inner = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     if not isinstance(inner, PeftModel):
-        raise ValueError(f"{call} wants a PeftModel, not a {type(inner).__name__}")
+        raise ValueError(f"{call} needs a PeftModel, not a {type(inner).__name__}")
     check_all_offloaded(inner, call)
     for name, config in inner.peft_config.items():
         if config.is_prompt_learning:
             raise ValueError(
                 f"{call}: adapter {name!r} is of {config.peft_type.value}, which learns a prompt; "
-                "this takes adapters with weights in the base's layers (LoRA and its kin)"
+                "only adapters with weights in the base's layers, such as LoRA, are supported"
             )
     return inner
 

@@ -478,7 +478,7 @@ def test_wrong_adapters_are_refused_before_anything_is_set(tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match=r"\(8, 64\) in .*\(4, 64\) in the model"):
         load_adapter(model, tmp_path / "wider")
     assert_same(adapter_state_dict(model), before)
-    with pytest.raises(ValueError, match="wants a PeftModel, not a Linear"):
+    with pytest.raises(ValueError, match="needs a PeftModel, not a Linear"):
         merge(nn.Linear(2, 2))
     inf.handle(model).close()
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)

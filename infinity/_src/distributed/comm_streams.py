@@ -207,7 +207,7 @@ class PendingCollective:
         with contextlib.suppress(RankFailed):
             self._watchdog.wait(self._done, self.what, self.number)
         if not self._begun:
-            # The failure came before the collective began, so it never will.
+            # After the failure the collective never begins.
             return True
         if not self._done.wait(limit_s):
             return self._give_up()
@@ -232,13 +232,13 @@ class PendingCollective:
 
     def _end(self, error: BaseException | None = None) -> None:
         if self._done.is_set():
-            # The reading thread has already ended it with the error of a read.
+            # The reading thread has already ended this collective with the error of a read.
             return
         # Prefer an error that was set before the failure was reported.
         self._error = self._error or error
         if self._event is None:
             # Drop the tensors with the work. On CUDA its kernels may still run; then `wait` or
-            # `finished` drops it.
+            # `finished` drops the work.
             self._work = None
         self._done.set()
 
@@ -267,9 +267,9 @@ class CommStream:
         self._queue: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         self._closed = False
         # The last collective of each queue: when it has ended, all earlier ones have. But after a
-        # failure it may never begin while an earlier one still runs.
+        # failure the last one may never begin while an earlier one still runs.
         self._last: dict[str, PendingCollective] = {}
-        self._launched: deque[PendingCollective] = deque()  # that may still be running
+        self._launched: deque[PendingCollective] = deque()  # may still be running
         # A forked child inherits the exit callback, but not the thread.
         self._pid = os.getpid()
         atexit.register(self._exits)
@@ -355,7 +355,7 @@ class CommStream:
             for op in ops():
                 # Check all, even after a stuck one: `finished` retains the memory of stuck ones.
                 if not op.finished(limit_s):
-                    # The others have had the same time meanwhile.
+                    # The other collectives have had this time, too.
                     limit_s, drained = 0.0, False
         return drained
 
@@ -596,7 +596,7 @@ class OrderedCommStream(CommStream):
             except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
                 self._fail(op, error)
             else:
-                # Also after a failure, when the launching thread ends it without running it.
+                # Also after a failure: the launching thread then ends `op` without running it.
                 self._agreed.put(op)
             del op  # free its tensors before the next one arrives
         self._agreed.put(None)

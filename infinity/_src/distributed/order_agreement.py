@@ -144,8 +144,9 @@ class OrderAgreement:
                 raise RanksDiverged(
                     f"rank {self.rank} has reached {what}, and rank {rank} {_decode(found)}: "
                     "all ranks must run the same modules in the same order, and call collective "
-                    "functions together, with the same values (control flow by rank? a "
-                    "state_dict on one? a learning rate that follows the loss of one?); "
+                    "functions together, with the same values (does control "
+                    "flow depend on the rank? does one rank call state_dict()? does a learning rate "
+                    "depend on one rank's loss?); "
                     f"{LEFT_OUT}",
                     rank=rank,
                 )

@@ -134,7 +134,7 @@ def _abort_nccl(group: dist.ProcessGroup, aborted: list[dist.ProcessGroup]) -> N
 @contextlib.contextmanager
 def _without_teardown() -> Iterator[None]:
     """Keep torch's watchdog from ending the process, for NCCL groups created in the block."""
-    # The group's constructor reads the variable; this name has precedence over the older one.
+    # The group's constructor reads the variable. This name has precedence over an older name.
     before = os.environ.get(_TEARDOWN)
     os.environ[_TEARDOWN] = "0"
     try:

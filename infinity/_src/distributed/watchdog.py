@@ -119,8 +119,8 @@ class Watchdog:
         self._heartbeat: Heartbeat | None = None
         if topology.world == 1:
             return
-        # The thread closes it, under the lock, so that a later wake does not write to a reused
-        # descriptor.
+        # The watchdog's thread closes this descriptor, under the lock, so that a later wake does
+        # not write to a reused descriptor.
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._heartbeat = Heartbeat(
             topology.rank,
@@ -255,7 +255,7 @@ class Watchdog:
             elif waited_s > self.timeout_s:
                 # Reads the records again, which may name the rank and the reason.
                 found = self._timeout_error(what, number)
-                # It may have been set while the records were read.
+                # The collective may have completed while the records were read.
                 if not done.is_set():
                     self._set_failure(found)
         self.check()
@@ -316,8 +316,8 @@ class Watchdog:
         """
         if self._failure is None and not self._closed:
             rank = self.topology.rank
-            # Only if it raised after its last collective; an earlier exception did not end it.
-            broke = self._raised.get(self._number)  # None: it continued
+            # Only an exception after the last collective: after an earlier one the rank continued.
+            broke = self._raised.get(self._number)  # None: no exception there
             why = f"; it had raised ({broke})" if broke else ""
             self._exit_failure = RankFailed(
                 shorten(f"rank {rank} has ended without closing its engine{why}"), rank=rank
@@ -384,10 +384,10 @@ class Watchdog:
             time.sleep(INTERVAL_S / 25)
         heartbeat.stop(_LINGER_S)
         self._wake_thread()
-        # Timed, since the thread may be in a callback.
+        # Timed, since the watchdog's thread may be in a callback.
         self._thread.join(_LINGER_S)
-        # Closed here, not by the thread: until now this thread polled the pidfds, and a closed
-        # pidfd looks like an ended process.
+        # Closed here, not by the watchdog's thread: until now that thread polled the pidfds, and
+        # a closed pidfd looks like an ended process.
         if not self._thread.is_alive():
             for process in self._processes.values():
                 process.close()
@@ -443,7 +443,7 @@ class Watchdog:
         }
 
     def _wake_thread(self) -> None:
-        """Wake the thread by its eventfd. No effect once the thread has ended."""
+        """Wake the watchdog's thread by its eventfd. No effect once that thread has ended."""
         with self._lock:
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -529,8 +529,8 @@ class Watchdog:
             record = records[rank]
             if record.left != "closed" and record.failed is None:
                 if rank and self._heartbeat.lost and not zero_closed:
-                    # It ended because of rank 0, whose store is lost: a dying process closes its
-                    # connections before its end is visible. Reported below.
+                    # This rank ended because rank 0's store is lost: a dying process closes its
+                    # connections before its end is visible. Rank 0 is reported below.
                     break
                 self._set_failure(death_error(rank, record, f"its process {record.pid} is gone"))
                 return
@@ -656,7 +656,7 @@ def _apart(rank: int, theirs: Mapping[int, str], mine: Mapping[int, str], waits_
         )
     return (
         f"{where}; all ranks must run the same modules in the same order, "
-        f"and call what is collective together; {LEFT_OUT}"
+        f"and call collective functions together; {LEFT_OUT}"
     )
 
 

@@ -293,7 +293,7 @@ def split_model(
     """
     ranks = RankSetup(policy, device, undo, transport)
     resources = undo.enter_context(open_node_resources(ranks.comm, policy))
-    # With this rank's directories in place of "{rank}", and its share of the drives' bandwidth.
+    # This rank's policy: its directories in place of "{rank}", its share of the drives' bandwidth.
     policy = resources.policy
     # Within the rendezvous of the resources, which reports an error here to the other ranks.
     if ranks.several:
@@ -303,7 +303,7 @@ def split_model(
         model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several
     )
     if policy.durable:
-        # Before the run creates files: its commits could not store some kinds of buffers.
+        # Before the run creates files: its commits cannot store some kinds of buffers.
         check_kept(persistent_buffers(model).items(), "a durable run")
     there = open_device(device, check=ranks.comm.check)
     passes = Passes(
@@ -311,7 +311,7 @@ def split_model(
         several=ranks.several,
         in_backward=policy.consumes_grads,
         whole=ranks.whole_params,
-        # The same on all ranks: it determines which units stay gathered.
+        # The same value on all ranks: these bytes determine which units stay gathered.
         device_bytes=resources.least(device_memory_bytes(device)),
     )
     # Checked by shapes, before any value is read.
@@ -367,7 +367,7 @@ def open_tiers(
     undo.callback(planner.close)
     # A budget that is too small raises here, before any file is created.
     plan = planner.first()
-    # Before anything is allocated. After this round ranks that share drives measure them together.
+    # Before anything is allocated. After this round, ranks that share drives measure these together.
     shards = sum(flat.layout.shard_bytes for flat in split.flats)
     initializing, running = _overhead_bytes(split, source, in_parts=in_parts)
     split.resources.check_memory(
@@ -623,7 +623,7 @@ class _InitialWriter:
         if self._split.comm.rank == 0:
             values = torch.empty(flat.layout.numel, dtype=flat.dtype)
             FlatValues(flat, self._source).fill(0, values)
-        # If rank 0 has failed to read the flat, it does not scatter.
+        # Rank 0 does not scatter a flat that it has failed to read.
         self._split.resources.check_peers()
         shard = self._split.ranks.scatter(flat, values)
         del values
@@ -666,8 +666,8 @@ class _InitialWriter:
         except AioError as error:
             text = (
                 f"parameters of {write.flat.unit.name} cannot be written: {error}. The model is "
-                "unchanged: free space there, or name another drive in Policy.nvme, and offload it "
-                "again"
+                "unchanged: free space on the drive, or name another drive in Policy.nvme, and "
+                "offload the model again"
             )
             error.args = (text,)
             raise

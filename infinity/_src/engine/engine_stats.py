@@ -209,8 +209,8 @@ class Stats:
         one such copy in flight. All four are 0 where the CPU computes. Gradients that an update on
         the device reads in place are not copied, and not counted.
     phases: time and traffic by phase, keyed by `telemetry.PHASES`.
-    terms: a step against its limits; None before two steps have ended, and where the device
-        updates.
+    terms: a step's times, compared with their limits; None before two steps have ended, and where
+        the device updates.
     activations: see `ActivationFigures`. drives: one `DriveFigures` per drive.
     """
 

@@ -1,4 +1,4 @@
-"""Log of a training run for `infinity report`: a line for each step, and the timeline of one.
+"""Log of a training run for `infinity report`: a line for each step, and the timeline of one step.
 
     with inf.StepLog(model, "out/run") as log:
         for batch in loader:
