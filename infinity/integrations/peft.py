@@ -105,7 +105,7 @@ def load_adapter(
     """Set the values of one of the model's adapters from adapter files, and its masters with them.
     Moments and step counts stay. Collective.
 
-    directory: the files' directory, or their name on the hub. Raises: ValueError for an adapter that the
+    directory: of the files, or their name on the hub. Raises: ValueError for an adapter that the
     model does not have, and for missing or unexpected tensors in the files; RuntimeError for a
     tensor of another shape. An error leaves all values unchanged.
     """

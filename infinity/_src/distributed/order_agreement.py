@@ -145,8 +145,8 @@ class OrderAgreement:
                     f"rank {self.rank} has reached {what}, and rank {rank} {_decode(found)}: "
                     "all ranks must run the same modules in the same order, and call collective "
                     "functions together, with the same values (does control "
-                    "flow depend on the rank? does one rank call state_dict()? does a learning rate "
-                    "depend on one rank's loss?); "
+                    "flow depend on the rank? does one rank call state_dict()? does a learning "
+                    "rate depend on one rank's loss?); "
                     f"{LEFT_OUT}",
                     rank=rank,
                 )

@@ -367,7 +367,7 @@ def open_tiers(
     undo.callback(planner.close)
     # A budget that is too small raises here, before any file is created.
     plan = planner.first()
-    # Before anything is allocated. After this round, ranks that share drives measure these together.
+    # Before anything is allocated. After this round ranks measure the drives that they share.
     shards = sum(flat.layout.shard_bytes for flat in split.flats)
     initializing, running = _overhead_bytes(split, source, in_parts=in_parts)
     split.resources.check_memory(
