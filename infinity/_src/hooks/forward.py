@@ -335,7 +335,7 @@ class Lifecycle:
         return window.tensor if window is not None else self._between_passes(param)
 
     def _between_passes(self, param: Param) -> torch.Tensor | None:
-        """Return a parameter that is whole on the device, where no forward runs."""
+        """Return a parameter that is whole on the device, if no forward runs."""
         if self._whole is None:
             return None
         with self._lock:

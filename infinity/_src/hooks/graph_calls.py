@@ -188,8 +188,8 @@ class GraphCalls:
 
         own: this thread made the graph, so that sequence numbers say which call a node is in. ends:
         also hook the first node after each call whose arguments do not show when backward is done
-        with the call. is_ours: given where the graph may be that of another model; returns whether
-        a leaf is a parameter of this model. Returns whether the backward enters calls.
+        with the call. is_ours: given if the graph may belong to another model; returns whether a
+        leaf is a parameter of this model. Returns whether the backward enters calls.
         """
         if not self._calls:
             return False

@@ -48,7 +48,7 @@ def _norm(values: torch.Tensor, copy_to: torch.Tensor | None) -> float:
 
 @functools.cache
 def _has_torchs_bits() -> bool:
-    """Return whether the extension is loaded, and its sums are torch's."""
+    """Return whether the extension is loaded, and its sums have torch's bits."""
     if not native.available():
         return False
     # Not random: drawing from torch's generator would change the user's training.

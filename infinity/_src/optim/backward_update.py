@@ -173,7 +173,7 @@ class BackwardUpdate(UpdateMode):
             accumulator.accumulate(grad)
             ready[param] = accumulator.storage if accumulator.backing is None else None
         else:
-            # Autograd's tensor itself if it has the right dtype, without a copy.
+            # If it has the right dtype, this is autograd's tensor, not a copy.
             fresh = grad.detach().reshape(-1).to(accumulator.dtype).contiguous()
             ready[param] = fresh
             self._fresh_bytes += fresh.nbytes
@@ -241,7 +241,8 @@ class BackwardUpdate(UpdateMode):
         for param in ready:
             assert param.grad is not None
             param.grad.wait_d2h()
-        # Before counts advance and before the first write, so that a refused unit is unchanged.
+        # Check before counts advance and before the first write, so that a refused unit is
+        # unchanged.
         self._check_finite(ready)
         self._capture(ready)
         del self._ready[unit]
@@ -273,7 +274,7 @@ class BackwardUpdate(UpdateMode):
                 guard([param], ticket)
                 param.grad.consume()
         self._parts.unsharder.updated(unit, ticket, in_place=in_place)
-        # Last, after the hand-over of the unit, since it may block.
+        # Call it last, after the hand-over of the unit, since it may block.
         self._make_room()
 
     def _capture(self, params: Iterable[Param]) -> None:
@@ -364,8 +365,8 @@ class BackwardUpdate(UpdateMode):
         runs, and when a second gradient would be applied after the one that backward applied.
         """
         if not self._passes.in_backward:
-            # The first check of a gradient that torch puts into `p.grad` past the engine (a tensor
-            # of another class).
+            # This is the first check that sees a gradient which torch has put into `p.grad`
+            # without the engine (a tensor of another class).
             late = next(
                 (
                     param
@@ -426,7 +427,7 @@ class BackwardUpdate(UpdateMode):
         if self._windows is not None:
             self._windows.reset()
         # Gradients without an update are freed, and gradients in windows are not counted. Pending
-        # updates still read theirs.
+        # updates still read their gradients.
         self._fresh_bytes = sum(flight.size_bytes for flight in self._flights)
         if self._updated:
             self._parts.pipeline.set_fault(

@@ -775,7 +775,7 @@ class GradReducer:
                 self._unreduced.drop(param)
 
     def _reduce_all(self, units: Sequence[Unit]) -> None:
-        """Start the reductions of the trainable units among these."""
+        """Start the reductions of the trainable ones among `units`."""
         for unit in units:
             # Also if this rank has no gradient of the unit: another rank may have one.
             if any(flat.learns for flat in unit.flats):

@@ -89,12 +89,13 @@ class Param:
     # `hooks.module_params.install` sets both, when the values are on their tier.
     at_rest: torch.nn.Parameter = dataclasses.field(init=False)
     gathered: torch.nn.Parameter = dataclasses.field(init=False)
-    # Version counter of `gathered` while it has no memory; set with it. No generation is as high.
+    # Version counter of `gathered` while it has no memory, higher than any generation. Set
+    # together with `gathered`.
     evicted_version: int = dataclasses.field(init=False)
     # None until the first call of `GradReducer.accumulator`.
     grad: GradAccumulator | None = None
 
-    # Without tensors: printing one without storage would crash the interpreter.
+    # Print no tensors: printing one without storage would crash the interpreter.
     def __repr__(self) -> str:
         return f"Param({self.name!r})"
 
@@ -110,7 +111,7 @@ class Param:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """The shape of the weight with these keys."""
+        """Shape of the whole weight that has `keys` in state dicts."""
         # State dicts and files have the whole weight, so shapes are compared with that.
         place = self.place
         return tuple(self.shape) if place is None else place.whole_shape

@@ -523,8 +523,8 @@ class Unsharder:
         if unit.refs or unit is self._unsharding or unit.state is SHARDED or unit in self._kept:
             return False
         if self._comm.world > 1:
-            # Not whether a load has ended: that depends on timing, and all ranks must evict the
-            # same.
+            # Do not ask whether a load has ended: that depends on timing, and all ranks must
+            # evict the same.
             return True
         return unit.state is not PENDING or self._pending.filled(unit)
 
