@@ -27,6 +27,7 @@ from infinity.aio import Fault, Seam
 from infinity.errors import AioError, RankFailed, StepUndone
 from tests.crashes import Net, Rooted, digest, step
 from tests.distributed.ranks import Outcome, ends_of, on_ranks
+from tests.distributed.watched import await_file
 from tests.marks import mostly_ranks
 
 STRUCK_IN = 2  # the step
@@ -95,7 +96,7 @@ class Struck:
 
         def strike() -> None:
             if index == STRUCK_IN and rank == self.victim:
-                self.strike()
+                self.strike(place)
 
         strike_in(self.where, model, optimizer, strike)
         try:
@@ -110,6 +111,7 @@ class Struck:
             step(model, optimizer, index, rank)
         except Exception as error:
             again = type(error).__name__
+        (place / f"failed{rank}").touch()
         closing = ""
         try:
             inf.handle(model).close()
@@ -128,11 +130,12 @@ class Struck:
                 optimizer.zero_grad()
         raise AssertionError("each repetition was undone")
 
-    def strike(self) -> None:
+    def strike(self, place: Path) -> None:
         if self.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.how == "sleep":
-            time.sleep(8)
+            for rank in {0, 1, 2} - {self.victim}:
+                await_file(place / f"failed{rank}")
         else:
             raise ValueError("out of luck")
 
@@ -245,7 +248,7 @@ def test_a_missing_rank_raises_after_rank_timeout_s(tmp_path: Path) -> None:
         Struck("sleep", "forward", 1, tuple(values.items())), tmp_path / "run", 3, leave=True
     )
     survivors(outcomes, 1, tmp_path / "run")
-    assert outcomes[1].result.kind == "RankFailed"  # it wakes up after the other ranks have ended
+    assert outcomes[1].result.kind == "RankFailed"  # it wakes up when the other ranks have failed
 
 
 class Unlucky:

@@ -407,7 +407,7 @@ def test_a_survivor_that_looks_late_names_the_rank_that_died(tmp_path: Path) -> 
         os.kill(processes[2].pid, signal.SIGSTOP)
         try:
             os.kill(processes[1].pid, signal.SIGKILL)
-            time.sleep(watch_module._LINGER_S + 2.0)
+            time.sleep(watch_module._LINGER_S + 0.5)
         finally:
             os.kill(processes[2].pid, signal.SIGCONT)
         ends = watched.ends(processes, tmp_path)
