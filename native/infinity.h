@@ -72,25 +72,25 @@ typedef struct {
     uint64_t generation;
     uint64_t other_generation; /* of the second place */
     int64_t numel;
-    int64_t file_offset;       /* bytes; of the run, -1 = none */
-    int64_t run_bytes;         /* 0 = wholly resident */
-    int64_t other_offset;      /* bytes; of the second run */
-    int64_t other_bytes;       /* 0 = there is none */
-    int64_t grad_offset;       /* bytes; of the section of gradients of a versioned chunk */
+    int64_t file_offset;       /* of the run, in bytes; -1 = no run */
+    int64_t run_bytes;         /* 0 = all sections are resident */
+    int64_t other_offset;      /* of the second place's run, in bytes */
+    int64_t other_bytes;       /* 0 = no second run */
+    int64_t grad_offset;       /* of a versioned chunk's section of gradients, in bytes */
     int32_t drive;       /* -1 = none */
     int32_t format;
     int32_t section_count;
     int32_t piece_numel; /* elements covered by one checksum of one section */
-    int32_t file;        /* of the drive's files, where the run lies */
-    int32_t other_file;  /* the second run */
-    int32_t grad_file;   /* the section of gradients of a versioned chunk; on `drive`, always */
-    int32_t other_drive; /* the second run; `drive`, unless a write that failed moved one */
-    int32_t reserved;    /* 0; aligns the next fields to 8 bytes */
-    /* bit s = section s on the drive was never written: a read returns zeros without the drive */
+    int32_t file;        /* the run's file: an index among the drive's files */
+    int32_t other_file;  /* the second run's file */
+    int32_t grad_file;   /* of a versioned chunk's section of gradients, always on `drive` */
+    int32_t other_drive; /* the second run's; `drive` unless a failed write moved a run */
+    int32_t reserved;    /* always 0; aligns the next fields to 8 bytes */
+    /* bit s = section s was never written to the drive: a read of it returns zeros */
     uint16_t zeros;
     uint16_t other_zeros;      /* of the second place */
     int32_t itemsize[INF_SECTION_MAX];
-    int32_t group_numel[INF_SECTION_MAX]; /* elements per item; 0 = 1 */
+    int32_t group_numel[INF_SECTION_MAX]; /* elements per item; 0 means 1 */
     int64_t section_at[INF_SECTION_MAX];
     uint64_t section_ptr[INF_SECTION_MAX]; /* address when resident, else 0 */
     /* address of the second version of a resident section; 0 = changed in place */
@@ -103,8 +103,7 @@ typedef struct {
 typedef struct {
     int32_t chunk;
     int32_t kind;  /* INF_JOB_* */
-    /* bit s = section s; of an UPDATE, bit INF_LEAVES_SHIFT + s = it leaves section s out: neither
-     * reads nor writes it */
+    /* bit s = section s; bit INF_LEAVES_SHIFT + s = an UPDATE neither reads nor writes section s */
     uint32_t mask;
     int32_t base;  /* index into the gate's bases, -1 = ptr[0] is absolute */
     int32_t seg_first;
@@ -265,12 +264,12 @@ uint32_t inf_sum_seed(uint64_t generation, uint64_t key, int32_t section, int64_
 int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to,
                           int32_t verify);
 
-/* The same with one checksum per section, `uint32_t[section_count]` at sums_ptr: the CRC of its
- * pieces' checksums in order. Returns INF_OK, or 0 on a mismatch. */
+/* inf_section_fetch with one checksum per section, `uint32_t[section_count]` at sums_ptr: the CRC
+ * of the section's piece checksums in order. Returns INF_OK, or 0 on a mismatch. */
 int64_t inf_section_fetch_folded(const inf_chunk *chunk, int32_t section, const uint8_t *from,
                                  uint8_t *to);
 
-/* Computes these checksums for `count` chunks: sums[i] is the address of
+/* Computes one checksum per section for `count` chunks: sums[i] is the address of
  * uint32_t[section_count][pieces[i]], folded is uint32_t[count][section_count]. */
 void inf_fold_sums(const uint64_t *sums, const int64_t *pieces, int64_t count,
                    int32_t section_count, uint32_t *folded);
@@ -283,27 +282,29 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
  * checksum.
  *
  * section[s]: address of section s (in the slot, or section_ptr when resident), updated in place;
- * NULL: no segment's algorithm needs it (inf_update_sections), and it keeps contents and checksums.
- * out0: target of a copy of section 0 after the update, or NULL. in_memory_mask: bit s = section s
- * was not read from the drive but copied from the caller's memory (it is not verified; its
- * checksums are set, since it will be written). sums_scratch: uint32_t[section_count *
- * piece_count], unused when sums_ptr is 0.
- * The `grad` section is verified, but neither written nor summed again. to: the chunk at its other
- * place, all of whose checksums are set instead of `chunk`'s; or `chunk` itself.
+ * NULL: no segment's algorithm needs it (inf_update_sections), and the section keeps its contents
+ * and checksums. out0: target of a copy of section 0 after the update, or NULL. in_memory_mask:
+ * bit s = section s was not read from the drive but copied from the caller's memory (it is not
+ * verified; its checksums are set, since it will be written). sums_scratch:
+ * uint32_t[section_count * piece_count], unused when sums_ptr is 0. The `grad` section is verified,
+ * but neither written nor summed again.
  *
  * Returns INF_OK, after which *sums_ptr holds the new checksums; INF_BAD_PLAN, nothing touched; or
- * section * piece_count + piece of the first mismatch. Then *sums_ptr and resident and given
- * sections are unchanged, and the slot's contents are undefined: read the run again and repeat. (So
- * if a chunk has such sections and read ones, all pieces are verified before the first is updated.)
+ * section * piece_count + piece of the first mismatch. Then *sums_ptr, resident
+ * sections and sections of in_memory_mask are unchanged, and the slot's contents are undefined:
+ * read the run again and repeat. (So if a chunk has such sections and others that were read, all
+ * pieces are verified before the first is updated.)
  * A piece outside of all segments keeps its checksum. */
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
                          const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers,
                          int32_t hyper_count, uint8_t *out0, int32_t verify,
                          uint32_t in_memory_mask, uint32_t *sums_scratch);
 
-/* The same in one pass, even if a chunk has read and other sections: `undo` (inf_undo_bytes(chunk)
- * bytes) saves resident sections. After a mismatch resident sections are restored. Given sections
- * are not, but out0 is unchanged, so out0 may be the memory that they were given in. */
+/* inf_chunk_update in one pass, even if only some of the chunk's sections were read from the drive:
+ * `undo` (inf_undo_bytes(chunk) bytes) saves resident sections. After a mismatch resident sections
+ * are restored, and sections of in_memory_mask are not. out0 is then unchanged, so it may be the
+ * memory from which they were copied. to: the chunk at its other place, all of whose checksums are
+ * set instead of `chunk`'s; or `chunk` itself. */
 int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
                               uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
                               int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count,

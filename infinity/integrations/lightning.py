@@ -562,7 +562,9 @@ def _check_engine(engine: torch.nn.Module, device: torch.device, world: int) -> 
 
 
 def _check_reduced(module: torch.nn.Module, engines: Iterable[torch.nn.Module]) -> None:
-    """Raise ValueError for trainable parameters that are not offloaded: nothing reduces them."""
+    """Raise ValueError for trainable parameters that are not offloaded: no engine reduces their
+    gradients.
+    """
     held = {id(param) for engine in engines for param in engine.parameters()}
     left = [
         name
@@ -684,13 +686,13 @@ def _write_directory(strategy: Any, path: Path, write: Callable[[Path], None]) -
     tag = hashlib.sha256(path.name.encode()).hexdigest()[:16]
     partial, replaced = path.with_name(f".{tag}.partial"), path.with_name(f".{tag}.replaced")
     if strategy.is_global_zero:
-        _remove(partial)  # of a run that was killed
+        _remove(partial)  # left by a run that was killed
         partial.mkdir(parents=True)
     strategy.barrier()
     try:
         write(partial)
     except BaseException:
-        # Remove it here: no later checkpoint may have the same name, and so remove it.
+        # Remove the partial directory here: perhaps no later save has its name and removes it.
         if strategy.is_global_zero:
             shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -68,13 +68,13 @@ int32_t inf_executor_commit(inf_executor *ex, const int32_t *ids, int32_t count)
 }
 
 static void go_back(struct inf_executor *ex, inf_chunk_record *chunk) {
-    uint32_t grad = inf_grad_mask(&chunk->plan); /* has no versions */
+    uint32_t grad = inf_grad_mask(&chunk->plan); /* gradients have no versions */
     if (chunk->place == INF_PLACE_FREE) return;
     if (chunk->place == INF_PLACE_MOVED) {
         inf_prefetch_drop(ex, chunk);
         inf_chunk_drop_failed_write(ex, chunk);
         inf_chunk_swap_places(chunk, chunk->plan.other_generation);
-        /* The other place has the undone version, not an earlier one. */
+        /* The other place now has the undone version, not the states before an update. */
         chunk->updated = chunk->exchanged = false;
     }
     chunk->place = INF_PLACE_COMMITTED;
@@ -103,7 +103,7 @@ int32_t inf_executor_exchange(inf_executor *ex, const int32_t *ids, int32_t coun
     }
     for (int32_t i = 0; i < count && error == 0; i++) {
         inf_chunk_record *chunk = ex->chunks[ids[i]];
-        uint32_t grad = inf_grad_mask(&chunk->plan); /* has no versions */
+        uint32_t grad = inf_grad_mask(&chunk->plan); /* gradients have no versions */
         inf_prefetch_drop(ex, chunk);
         inf_chunk_swap_places(chunk, chunk->plan.other_generation);
         chunk->exchanged = !chunk->exchanged;

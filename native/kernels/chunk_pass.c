@@ -435,8 +435,8 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
                                shadowed && k + 1 < piece_count ? room : 0, late);
         if (out0 != NULL && !keeps) copy_out(chunk, section, piece, out0);
     }
-    /* Only now: out0 may be the memory of a given section, which a repeated pass reads after a
-     * mismatch. */
+    /* Only now: out0 may be the memory of a section in in_memory_mask, which a repeated pass reads
+     * after a mismatch. */
     for (int64_t k = 0; out0 != NULL && keeps && k < piece_count; k++)
         copy_out(chunk, section, piece_at(chunk, k), out0);
     if (chunk->sums_ptr != 0) commit_sums(to, sums_scratch);

@@ -358,7 +358,7 @@ def _row(ends: list[int], span: Span) -> int:
 @dataclasses.dataclass
 class LoopWaits:
     """Seconds that the training loop has waited: for units in forward and backward, and for pending
-    updates. Callers that wait add to it.
+    updates. Callers that wait add their time.
     """
 
     units_s: float = 0.0

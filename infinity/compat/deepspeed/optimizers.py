@@ -263,8 +263,8 @@ class ZeROOptimizer:
     Else gradients are divided by the loss scale and clipped by the norm, and `optimizer` steps.
 
     params: the model's parameters, in its order. Norms are summed in this order, so the order of
-    the parameter groups does not change a bit. coupled: as in `OptimizerPlan`; a weight decay is
-    refused then.
+    the parameter groups does not change a norm's bits. coupled: as in `OptimizerPlan`; a weight
+    decay is refused then.
     """
 
     def __init__(
